@@ -1,0 +1,46 @@
+"""Every error of the package.
+
+CakeError
+├── ConfigError        a user's mistake: one line that says what to do, exit status 2
+├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
+└── StoreError         what a store can answer instead of a block; all three mean: compute it
+    ├── BlockMissing       the store does not have the block (any more)
+    ├── BlockCorrupt       the bytes are there and wrong
+    └── StoreUnavailable   the store did not answer, or cannot take the block now
+"""
+
+
+class CakeError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(CakeError):
+    """A setting that cannot work. The message is one line and says what to do."""
+
+
+class PatchError(CakeError):
+    """A CPU repair does not fit the installed SGLang. The message is one line."""
+
+
+class StoreError(CakeError):
+    """A store could not do what it was asked. `reason` labels the metrics."""
+
+    reason = "error"
+
+
+class BlockMissing(StoreError):
+    """The store does not have the block."""
+
+    reason = "missing"
+
+
+class BlockCorrupt(StoreError):
+    """The stored bytes failed a check; the store has set them aside."""
+
+    reason = "corrupt"
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer or cannot take blocks now."""
+
+    reason = "unavailable"

@@ -1,0 +1,55 @@
+"""Block keys: a SHA-256 chain over blocks of tokens, seeded with the namespace.
+
+Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` (LoRA) and
+`cache_salt`, and every token from the start of the prompt to the end of the block.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+BlockKey = NewType("BlockKey", bytes)  # 32 bytes
+Digest = NewType("Digest", bytes)  # 32 bytes
+
+
+def _sized(part: str | None) -> bytes:
+    """Length-prefixed UTF-8, so that no two field lists serialise alike; None differs from ''."""
+    if part is None:
+        return b"\xff" * 8
+    raw = part.encode()
+    return len(raw).to_bytes(8, "little") + raw
+
+
+@dataclass(frozen=True, slots=True)
+class KeySeed:
+    """What precedes the tokens in a key: whose KV this is, not which tokens it covers."""
+
+    namespace: Digest
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    def digest(self) -> bytes:
+        """32 bytes that start the chain."""
+        head = b"sglang_cake key v1" + self.namespace
+        return hashlib.sha256(head + _sized(self.extra_key) + _sized(self.cache_salt)).digest()
+
+
+def block_keys(
+    seed: KeySeed, tokens: Sequence[int], block_tokens: int, known: Sequence[BlockKey] = ()
+) -> list[BlockKey]:
+    """Keys of every full block of `tokens`.
+
+    Args:
+        tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
+        known: keys of the leading blocks, if the caller has them already; they are not hashed again.
+    """
+    raw = memoryview(tokens if isinstance(tokens, array) else array("q", tokens)).cast("B")
+    stride = block_tokens * 8
+    keys = list(known)
+    previous = bytes(keys[-1]) if keys else seed.digest()
+    for start in range(len(keys) * stride, len(raw) - stride + 1, stride):
+        previous = hashlib.sha256(previous + raw[start : start + stride]).digest()
+        keys.append(BlockKey(previous))
+    return keys
