@@ -29,11 +29,13 @@ class KeySeed:
     namespace: Digest
     extra_key: str | None = None
     cache_salt: str | None = None
+    adapter: str | None = None  # digest of the LoRA adapter's weights
 
     def digest(self) -> bytes:
         """32 bytes that start the chain."""
         head = b"sglang_cake key v1" + self.namespace
-        return hashlib.sha256(head + _sized(self.extra_key) + _sized(self.cache_salt)).digest()
+        parts = (self.extra_key, self.cache_salt, self.adapter)
+        return hashlib.sha256(head + b"".join(_sized(part) for part in parts)).digest()
 
 
 def block_keys(
@@ -43,7 +45,7 @@ def block_keys(
 
     Args:
         tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
-        known: keys of the leading blocks, if the caller has them already; they are not hashed again.
+        known: keys of the leading blocks, if the caller has them: they are not hashed again.
     """
     raw = memoryview(tokens if isinstance(tokens, array) else array("q", tokens)).cast("B")
     stride = block_tokens * 8
@@ -53,3 +55,21 @@ def block_keys(
         previous = hashlib.sha256(previous + raw[start : start + stride]).digest()
         keys.append(BlockKey(previous))
     return keys
+
+
+class KeyChain:
+    """The keys of one request's blocks, hashed once, as far as they were asked for.
+
+    Not thread-safe: the I/O thread owns it.
+    """
+
+    def __init__(self, seed: KeySeed, block_tokens: int) -> None:
+        self._seed = seed
+        self._block_tokens = block_tokens
+        self._keys: list[BlockKey] = []
+
+    def of(self, tokens: Sequence[int]) -> list[BlockKey]:
+        """Keys of every full block of `tokens`, which begin as those of earlier calls did."""
+        if len(tokens) // self._block_tokens > len(self._keys):
+            self._keys = block_keys(self._seed, tokens, self._block_tokens, known=self._keys)
+        return self._keys[: len(tokens) // self._block_tokens]

@@ -1,0 +1,184 @@
+"""Puts the parts together in a scheduler process."""
+
+import atexit
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.identity import namespace_of, unrepeatable_weights, weights_digest
+from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.metrics import Metrics
+from sglang_cake.adapter.pools import CudaKV, DeviceKV
+from sglang_cake.adapter.saving import Saving
+from sglang_cake.adapter.story import Storyteller
+from sglang_cake.adapter.support import check_context
+from sglang_cake.adapter.tree import CakeRadixCache
+from sglang_cake.buffers import BufferPool
+from sglang_cake.config import CakeConfig, from_environment
+from sglang_cake.counters import Counters
+from sglang_cake.io_thread import IoThread
+from sglang_cake.namespace import Namespace
+from sglang_cake.read.loader import Loader
+from sglang_cake.store.base import Store
+from sglang_cake.store.open import open_store
+from sglang_cake.store.url import default_store_url, parse_store_url
+from sglang_cake.write.pipeline import Writer
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger("sglang_cake")
+
+
+def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
+    """The factory of `--radix-cache-backend cake`.
+
+    Raises: ConfigError for a model or a mode of SGLang that cake does not support.
+    """
+    config = from_environment(os.environ)
+    check_context(ctx, config)
+    tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
+    assert isinstance(tree, CakeRadixCache)
+    engine = Engine(ctx, tree, config)
+    tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
+    return tree
+
+
+class Engine:
+    """The parts of cake in one scheduler process, and what changes them all: new weights."""
+
+    def __init__(
+        self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
+    ) -> None:
+        self._ctx, self._tree, self._config = ctx, tree, config
+        self._path, self._revision = ctx.model_config.model_path, ctx.model_config.revision
+        allocator = ctx.params.token_to_kv_pool_allocator
+        self._kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
+        namespace = self._namespace(weights_digest(self._path, self._revision), None)
+        self.counters = Counters()
+        self._io = IoThread()
+        self._store = self._open(namespace)
+        block_bytes = self._kv.layout.block_bytes
+        self.loader = Loader(
+            self._store,
+            BufferPool(
+                max(config.queue_depth + 1, config.staging_bytes // block_bytes),
+                self._kv.new_buffer,
+            ),
+            self._io,
+            self.counters,
+            queue_depth=config.queue_depth,
+        )
+        self.writer = Writer(
+            self._store,
+            BufferPool(max(1, config.write_queue_bytes // block_bytes), self._kv.new_buffer),
+            self._io,
+            self.counters,
+        )
+        self.saving = Saving(self._kv, self.writer)
+        self.coordinator = Coordinator(
+            self.loader,
+            Landing(self._kv, allocator, tree.evict_own, self.counters),
+            config=config,
+            namespace=namespace.digest(),
+            page_tokens=ctx.params.page_size,
+            pipelined=_pipelined(ctx),
+            adapter_digest=self._adapter_digest,
+            agreement=Agreement(_reducer(ctx, tree)),
+            counters=self.counters,
+            teller=Storyteller(
+                config.trace_file,
+                speaks=ctx.tp_rank == 0,
+                metrics=_metrics(ctx, self.counters),
+            ),
+        )
+        atexit.register(self.close)
+        logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
+
+    def weights_changed(self, *, path: str | None, version: str | None) -> None:
+        """The server's weights are others now: from `path`, or pushed in (None).
+
+        Live requests are forgotten: their KV is of mixed origin and must never be stored.
+        """
+        weights = unrepeatable_weights() if path is None else weights_digest(path)
+        namespace = self._namespace(weights, version)
+        old, self._store = self._store, self._open(namespace)
+        self.coordinator.rebase(namespace.digest(), suspended=sum(self._tree.total_size()) > 0)
+        self.loader.use(self._store)
+        self.writer.use(self._store)
+        logger.info("cake: new weights, namespace %s", namespace.digest().hex()[:16])
+        self._io.post(self._close_later, old)
+
+    def close(self) -> None:
+        """Stop reading; finish the block writes under way. Called when the process ends."""
+        self.loader.close()
+        self._io.close()
+
+    def _adapter_digest(self, lora_id: str) -> str:
+        manager = self._ctx.tp_worker.model_runner.lora_manager
+        return weights_digest(str(manager.lora_refs[lora_id].lora_path))
+
+    def _namespace(self, weights: str, version: str | None) -> Namespace:
+        return namespace_of(
+            self._ctx,
+            self._kv.layout,
+            weights=weights,
+            weight_version=version or str(self._ctx.server_args.weight_version),
+        )
+
+    def _open(self, namespace: Namespace) -> Store:
+        url = (
+            default_store_url()
+            if self._config.store is None
+            else parse_store_url(self._config.store)
+        )
+        return open_store(url, namespace, self._kv.layout, threads=self._config.queue_depth)
+
+    def _close_later(self, store: Store) -> None:
+        async def close() -> None:
+            await self.writer.drained()
+            await store.close()
+
+        self._io.loop.create_task(close())
+
+
+def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, block_tokens: int) -> DeviceKV:
+    stream = _forward_stream(ctx)
+    if stream is None:
+        return DeviceKV(pool, block_tokens=block_tokens)
+    return CudaKV(pool, block_tokens=block_tokens, forward_stream=stream)
+
+
+def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
+    stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
+    return stream if isinstance(stream, torch.cuda.Stream) else None
+
+
+def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
+    # On a CPU a forward runs to its end in the scheduler thread, overlap scheduling or not.
+    on_gpu = _forward_stream(ctx) is not None
+    return on_gpu and not ctx.server_args.disable_overlap_schedule
+
+
+def _reducer(ctx: "TreeCacheBuildContext", tree: CakeRadixCache) -> Any:
+    if ctx.tp_size == 1:
+        return None
+    return lambda tensor: tree._all_reduce_attn_groups(tensor, torch.distributed.ReduceOp.MIN)
+
+
+def _metrics(ctx: "TreeCacheBuildContext", counters: Counters) -> Metrics | None:
+    if not ctx.params.enable_metrics:
+        return None
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
+    from sglang.srt.runtime_context import get_parallel
+
+    labels = radix_cache_metric_labels(
+        CakeRadixCache.__name__, get_parallel(), is_dp_attention_enabled()
+    )
+    return Metrics(counters, {name: str(value) for name, value in labels.items()})

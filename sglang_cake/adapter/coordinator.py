@@ -1,0 +1,390 @@
+"""The scheduler thread's side: facts in, decisions by the pure parts, effects on SGLang.
+
+Within a scheduling step: `poll` (what has landed; agreed across ranks), then SGLang's checkpoint of
+the chunk computed before (`checkpointed`), then for each request of the step `settle` (attach the
+islands that the front touches), `plan` (how far to compute) and `claimed`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_cake.adapter.agree import Agreement, Facts
+from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.restore import Restore
+from sglang_cake.adapter.story import Storyteller
+from sglang_cake.config import CakeConfig
+from sglang_cake.counters import Counters
+from sglang_cake.errors import ConfigError
+from sglang_cake.keys import Digest, KeyChain, KeySeed
+from sglang_cake.read.events import Found, Landed, LoaderEvent
+from sglang_cake.read.loader import Loader, Prompt
+from sglang_cake.read.meet import BlockState, Meet
+from sglang_cake.read.plan import Rates, Step, next_step
+from sglang_cake.read.staging import StagedBlock
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger("sglang_cake")
+
+# How long a new request may wait for its lookup before it is scheduled without. Lookups take about
+# a millisecond; this only bounds what a store that hangs can cost.
+LOOKUP_PATIENCE_S = 0.05
+# Weight of the newest step in the moving average of compute time.
+_NEWEST = 0.5
+
+Attach = Callable[["Req", torch.Tensor, int], None]
+
+
+class Coordinator:
+    """All live requests of one scheduler process.
+
+    Args:
+        namespace: digest that seeds every key; `rebase` replaces it.
+        page_tokens: page size of the tree.
+        adapter_digest: `(lora_id)` is the digest of that adapter's weights; raises ConfigError.
+        pipelined: steps are launched while the one before runs, so only in a run of steps does the
+            time from one to the next say how long a step takes.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        landing: Landing,
+        *,
+        config: CakeConfig,
+        namespace: Digest,
+        page_tokens: int,
+        pipelined: bool,
+        adapter_digest: Callable[[str], str],
+        agreement: Agreement,
+        counters: Counters,
+        teller: Storyteller,
+    ) -> None:
+        self._loader = loader
+        self._landing = landing
+        self._config = config
+        self._namespace = namespace
+        self._page_tokens = page_tokens
+        self._agreement = agreement
+        self._counters = counters
+        self._teller = teller
+        self._adapter_digest = adapter_digest
+        self._suspended = False
+        self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
+        self._rates = Rates()  # agreed
+        self._own_rates = Rates()  # measured here
+        self._last_claim: tuple[float, int] | None = None  # (when, tokens) of the step under way
+        self._pipelined = pipelined
+        self._steady = False  # the step before the one under way was a prefill step as well
+        self.waiting = False  # a request was held back in this step
+        self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
+
+    # ---- a request's life ----
+
+    def arrive(self, req: "Req", matched: Callable[[Any, int], int]) -> None:
+        """A request joined the waiting queue: look it up and start loading.
+
+        Nothing happens for a request whose token ids do not say all about its KV.
+
+        Args:
+            matched: `(tokens, limit)` says how many leading tokens the tree holds already.
+        """
+        if self._suspended or not _keyable(req):
+            return
+        try:
+            seed = self._seed(req)
+        except ConfigError as error:
+            logger.warning("cake leaves request %s alone: %s", req.rid, error)
+            return
+        self.end(req.rid)  # a retracted request comes back under the same id
+        tokens = req.origin_input_ids + req.output_ids
+        limit = req._compute_max_prefix_len(len(tokens))
+        block_tokens = self._config.block_tokens
+        restore = Restore(
+            rid=req.rid,
+            tokens=tokens,
+            chain=KeyChain(seed, block_tokens),
+            meet=Meet(
+                block_tokens=block_tokens,
+                page_tokens=self._page_tokens,
+                limit_tokens=limit,
+                prompt_tokens=len(tokens),
+                front=matched(tokens, limit),
+            ),
+        )
+        self._restores[req.rid] = restore
+        self._loader.begin(
+            Prompt(
+                rid=req.rid,
+                chain=restore.chain,
+                tokens=tokens,
+                blocks=restore.meet.blocks,
+                first_block=restore.meet.fence,
+                min_blocks=max(1, self._config.min_load_tokens // block_tokens),
+            ),
+            load=self._config.mode != "compute",
+        )
+        self._teller.tell(restore, "arrive", tokens=len(tokens), block_tokens=block_tokens)
+
+    def end(self, rid: str) -> None:
+        """The request is over, aborted or retracted: give everything back. Unknown ids are fine."""
+        restore = self._restores.pop(rid, None)
+        if restore is not None:
+            self._stop_loading(restore, "ended")
+            self._teller.ended(restore)
+
+    def end_all(self) -> None:
+        """Give everything back: the tree is being emptied, or the weights change."""
+        for rid in list(self._restores):
+            self.end(rid)
+
+    def rebase(self, namespace: Digest, *, suspended: bool) -> None:
+        """From now on KV means something else; live requests are forgotten, and never stored.
+
+        Args:
+            suspended: the tree still holds KV of before. What is computed on top of it means
+                nothing in any namespace, so nothing is loaded or stored until the tree is emptied.
+        """
+        self.end_all()
+        self._namespace = namespace
+        self._suspended = suspended
+
+    def emptied(self) -> None:
+        """The tree is being emptied."""
+        self.end_all()
+        self._suspended = False
+
+    def restore(self, rid: str) -> Restore | None:
+        """The live record of a request, if it has one."""
+        return self._restores.get(rid)
+
+    # ---- once a step ----
+
+    def poll(self, serving: Sequence[str]) -> None:
+        """Take the loader's news, agree on it, and move landed blocks of the request being served.
+
+        Args:
+            serving: ids of the requests that are being prefilled or wait for it, in order.
+        """
+        self.waiting = False
+        load_s = self._loader.load_s_per_block
+        self._teller.stepped(
+            overhead_s=self.step_s,
+            bandwidth_bytes_per_s=self._landing.block_bytes / load_s if load_s else 0.0,
+        )
+        self.step_s = 0.0
+        self._measure_compute()
+        for event in self._loader.drain():
+            self._receive(event)
+        self._landing.release_copied()
+        contending = [r for r in self._restores.values() if r.contending]
+        if contending:
+            own = Rates(
+                self._own_rates.compute_s_per_token,
+                self._own_rates.step_floor_s,
+                self._loader.load_s_per_block,
+            )
+            facts, self._rates = self._agreement.reach(contending, own)
+            for restore, fact in zip(contending, facts, strict=True):
+                self._apply(restore, fact)
+        live = (self._restores[rid] for rid in serving if rid in self._restores)
+        served = next((restore for restore in live if restore.contending), None)
+        if served is not None:
+            self._loader.admit(served.rid)
+            self._landing.place(served, list(served.staged))
+
+    def reclaim(self, tokens: int) -> int:
+        """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
+        return self._landing.reclaim(list(self._restores.values()), tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """Slots that hold landed blocks."""
+        return self._landing.held_tokens
+
+    # ---- one request of the step ----
+
+    def hold(self, req: "Req") -> bool:
+        """Whether a waiting request should stay in the queue while its lookup is under way."""
+        restore = self._restores.get(req.rid)
+        if restore is None or restore.known or restore.elapsed_s >= LOOKUP_PATIENCE_S:
+            return False
+        self.waiting = True
+        return True
+
+    def settle(self, req: "Req", attach: Attach) -> None:
+        """Bring the front up to `req.prefix_len` and attach the islands that it touches.
+
+        Args:
+            attach: `(req, slots, stop)` makes `slots` the KV of `[req.prefix_len, stop)`, gives
+                them to the tree and moves `req.prefix_len` to `stop`.
+        """
+        restore = self._restores.get(req.rid)
+        if restore is None:
+            return
+        if not restore.computed_tokens + restore.loaded_tokens:
+            restore.matched_tokens = req.prefix_len
+        self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
+        while (span := restore.meet.island()) is not None:
+            blocks = restore.meet.blocks_of(span)
+            if not self._landing.place(restore, blocks):
+                # No memory for the whole island: what has no slots now is computed.
+                unplaced = [b for b in blocks if b not in restore.slots]
+                self._landing.discard(restore, unplaced, "memory")
+                for block in unplaced:
+                    restore.meet.dropped(block)
+                continue
+            slots = self._landing.take(restore, span)
+            restore.meet.attach(span)
+            restore.meet_token = span.start if restore.meet_token is None else restore.meet_token
+            restore.loaded_tokens += span.tokens
+            self._counters.add("loaded_tokens", span.tokens)
+            self._teller.tell(restore, "attach", start=span.start, stop=span.stop)
+            attach(req, slots, span.stop)
+        self._fence(restore, restore.meet.fence)
+
+    def plan(self, req: "Req", chunk_tokens: int) -> Step | None:
+        """The next step of a settled request; None: compute as usual, nothing is to come."""
+        restore = self._restores.get(req.rid)
+        if restore is None or not restore.meet.racing:
+            return None
+        meet = restore.meet
+        step = next_step(
+            meet.ahead(),
+            mode=self._config.mode,
+            front=meet.front,
+            limit=meet.limit,
+            prompt_tokens=len(restore.tokens),
+            chunk_tokens=chunk_tokens,
+            block_tokens=meet.block_tokens,
+            rates=self._rates,
+            waited_s=restore.elapsed_s if restore.waiting_since_s is not None else 0.0,
+        )
+        if step.wait:
+            self.waiting = True
+            if restore.waiting_since_s is None:
+                restore.waiting_since_s = time.monotonic()
+        else:
+            restore.waiting_since_s = None
+        return step
+
+    def claimed(self, req: "Req", stop: int) -> None:
+        """The step being scheduled computes `[req.prefix_len, stop)`."""
+        tokens = stop - req.prefix_len
+        started_s, others = self._last_claim or (time.monotonic(), 0)
+        self._last_claim = (started_s, others + tokens)
+        restore = self._restores.get(req.rid)
+        if restore is None:
+            return
+        # A span that was not settled first (SGLang's own path, memory pressure) is still claimed.
+        self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
+        self._fence(restore, restore.meet.claim(stop))
+        restore.computed_tokens += tokens
+        self._counters.add("computed_tokens", tokens)
+        self._teller.tell(restore, "claim", start=req.prefix_len, stop=stop)
+        if stop >= len(restore.tokens):
+            self._prefilled(req, restore)
+
+    # ---- inside ----
+
+    def _seed(self, req: "Req") -> KeySeed:
+        """Raises: ConfigError if the request's LoRA adapter cannot be identified."""
+        extra_key, adapter = req.extra_key, None
+        if req.lora_id is not None:
+            # SGLang appends an id made of the adapter's name and path, which says nothing about
+            # its weights: those take its place.
+            adapter = self._adapter_digest(req.lora_id)
+            extra_key = (extra_key or "").removesuffix(req.lora_id) or None
+        return KeySeed(self._namespace, extra_key, req.cache_salt or None, adapter)
+
+    def _prefilled(self, req: "Req", restore: Restore) -> None:
+        restore.prefill_s = time.monotonic() - restore.arrived_s
+        self._stop_loading(restore, "overtaken")
+        self._teller.prefilled(restore)
+        req.customized_info = {**(req.customized_info or {}), "cake": [restore.story()]}
+
+    def _stop_loading(self, restore: Restore, reason: str) -> None:
+        self._loader.end(restore.rid)
+        for block in list(restore.arrived):
+            self._refuse(restore, restore.arrived.pop(block), reason)
+        self._landing.discard(restore, {*restore.staged, *restore.slots}, reason)
+
+    def _fence(self, restore: Restore, fence: int) -> None:
+        self._loader.fence(restore.rid, fence)
+        for block in [b for b in restore.arrived if b < fence]:
+            self._refuse(restore, restore.arrived.pop(block), "overtaken")
+
+    def _refuse(self, restore: Restore, staged: StagedBlock, reason: str) -> None:
+        """Bytes that landed and are of no use to this request."""
+        restore.wasted_bytes += len(staged.buffer.view)
+        staged.release(used=False, reason=reason)
+
+    def _receive(self, event: LoaderEvent) -> None:
+        restore = self._restores.get(event.rid)
+        if restore is None or restore.prefill_s is not None:
+            if isinstance(event, Landed):
+                event.staged.release(used=False, reason="ended")
+        elif isinstance(event, Found):
+            restore.answer = (event.stored, event.load)
+            self._teller.tell(restore, "found", stored_blocks=sum(event.stored))
+        elif isinstance(event, Landed):
+            restore.arrived[event.block] = event.staged
+            self._teller.tell(restore, "land", at_s=event.at_s, block=event.block)
+        else:
+            restore.failed.add(event.block)
+            self._teller.tell(restore, "lost", block=event.block, reason=event.reason)
+
+    def _apply(self, restore: Restore, facts: Facts) -> None:
+        restore.elapsed_s = facts.elapsed_s
+        if facts.stored is not None:
+            restore.known = True
+            restore.stored = facts.stored
+            if facts.load:
+                restore.meet.found(facts.stored)
+            else:  # too little is stored, for one rank at least
+                self._loader.end(restore.rid)
+        for block in facts.landed:
+            staged = restore.arrived.pop(block)
+            if restore.meet.landed(block):
+                restore.staged[block] = staged
+            else:
+                self._refuse(restore, staged, "overtaken")
+        for block in facts.lost:
+            if restore.meet.state(block) is BlockState.WANTED:
+                restore.meet.lost(block)
+            if block in restore.arrived:  # another rank could not get its part
+                self._refuse(restore, restore.arrived.pop(block), "peer")
+
+    def _measure_compute(self) -> None:
+        """The step under way at the last poll took until now."""
+        if self._last_claim is None:
+            self._steady = False
+            return
+        started_s, tokens = self._last_claim
+        self._last_claim = None
+        if self._pipelined and not self._steady:
+            self._steady = True
+            return
+        took_s = time.monotonic() - started_s
+        old = self._own_rates
+        per_token = took_s / tokens
+        if old.compute_s_per_token:
+            weight = _NEWEST * min(1.0, tokens / (4 * self._config.block_tokens))
+            per_token = old.compute_s_per_token + weight * (per_token - old.compute_s_per_token)
+        floor_s = min(old.step_floor_s * 1.05 or took_s, took_s)
+        self._own_rates = Rates(compute_s_per_token=per_token, step_floor_s=floor_s)
+
+
+def _keyable(req: "Req") -> bool:
+    """Whether the request's token ids alone say what its KV is."""
+    return (
+        req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and req.session is None
+    )

@@ -1,0 +1,128 @@
+"""Landed blocks between host staging and the tree: device slots for them, and back.
+
+Slots that hold landed blocks are owned by exactly one restore until they join the tree. The tree
+reports them as evictable (see `tree.py`), so SGLang may count on that memory; when it really needs
+it, `reclaim` gives slots up, and their blocks are computed instead.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_cake.adapter.pools import Copy, DeviceKV
+from sglang_cake.adapter.restore import Restore
+from sglang_cake.counters import Counters
+from sglang_cake.read.meet import BlockState
+from sglang_cake.read.staging import StagedBlock
+from sglang_cake.spans import Span
+
+
+class Landing:
+    """Device slots of landed blocks. The scheduler thread owns it.
+
+    Args:
+        allocator: SGLang's slot allocator (`alloc`, `free`, `available_size`).
+        evict: `(tokens)` evicts that many tokens from the tree, if it can.
+    """
+
+    def __init__(
+        self, kv: DeviceKV, allocator: Any, evict: Callable[[int], object], counters: Counters
+    ) -> None:
+        self._kv = kv
+        self._allocator = allocator
+        self._evict = evict
+        self._counters = counters
+        self._block_tokens = kv.layout.block_tokens
+        self.block_bytes = kv.layout.block_bytes
+        self._copies: deque[tuple[Copy, list[StagedBlock]]] = deque()
+        self.held_tokens = 0
+
+    def place(self, restore: Restore, blocks: Iterable[int]) -> bool:
+        """Find slots for staged `blocks` and launch the copies. False: not enough memory for all.
+
+        Rightmost blocks first: they stay landed longest.
+        """
+        todo = sorted((b for b in blocks if b not in restore.slots), reverse=True)
+        placed = []
+        for block in todo:
+            slots = self._allocate(self._block_tokens)
+            if slots is None:
+                break
+            restore.slots[block] = slots
+            placed.append(block)
+        if placed:
+            staged = [restore.staged.pop(b) for b in placed]
+            slots = torch.cat([restore.slots[b] for b in placed])
+            copy = self._kv.load([s.buffer for s in staged], slots)
+            self._copies.append((copy, staged))
+            self.held_tokens += len(slots)
+            self.release_copied()
+        return len(placed) == len(todo)
+
+    def take(self, restore: Restore, span: Span) -> torch.Tensor:
+        """Slots that hold `span`, which from now on are the caller's; all its blocks are placed.
+
+        What the blocks hold beside the span is freed. Whatever the scheduler launches next sees
+        the copies complete.
+        """
+        first = span.start // self._block_tokens
+        last = -(-span.stop // self._block_tokens)
+        slots = torch.cat([restore.slots.pop(b) for b in range(first, last)])
+        self.held_tokens -= len(slots)
+        self._kv.order_after_copies()
+        offset = span.start - first * self._block_tokens
+        self._free([slots[:offset], slots[offset + span.tokens :]])
+        return slots[offset : offset + span.tokens]
+
+    def discard(self, restore: Restore, blocks: Iterable[int], reason: str) -> None:
+        """Give up landed blocks, wherever they are; their bytes count as wasted."""
+        slots = []
+        for block in blocks:
+            staged = restore.staged.pop(block, None)
+            if staged is not None:
+                restore.wasted_bytes += self.block_bytes
+                staged.release(used=False, reason=reason)
+            if block in restore.slots:
+                slots.append(restore.slots.pop(block))
+                restore.wasted_bytes += self.block_bytes
+                self._counters.add("wasted_bytes", self.block_bytes, label=reason)
+        if slots:
+            self.held_tokens -= sum(len(s) for s in slots)
+            self._kv.order_after_copies()  # a copy may still be writing to them
+            self._free(slots)
+
+    def reclaim(self, restores: Sequence[Restore], tokens: int) -> int:
+        """Give up slots until `tokens` are freed: last request first, its leftmost block first.
+
+        The leftmost landed block is the one that compute would reach soonest.
+        """
+        freed = 0
+        for restore in reversed(restores):
+            for block in sorted(restore.slots):
+                if freed >= tokens:
+                    return freed
+                self.discard(restore, [block], "memory")
+                if restore.meet.state(block) is BlockState.LANDED:
+                    restore.meet.dropped(block)
+                freed += self._block_tokens
+        return freed
+
+    def release_copied(self) -> None:
+        """Let go of the host buffers whose copies are complete."""
+        while self._copies and self._copies[0][0].done():
+            for staged in self._copies.popleft()[1]:
+                staged.release(used=True)
+
+    def _allocate(self, tokens: int) -> torch.Tensor | None:
+        short = tokens - self._allocator.available_size()
+        if short > 0:
+            self._evict(short)
+        slots: torch.Tensor | None = self._allocator.alloc(tokens)
+        return slots
+
+    def _free(self, slots: Sequence[torch.Tensor]) -> None:
+        for part in slots:
+            if len(part):
+                self._allocator.free(part)

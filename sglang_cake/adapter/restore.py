@@ -1,0 +1,64 @@
+"""One request on its way through the cache: who owns which block, where landed bytes are."""
+
+import time
+from array import array
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_cake.keys import KeyChain
+from sglang_cake.read.meet import Meet
+from sglang_cake.read.staging import StagedBlock
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A live request's record. The scheduler thread owns it.
+
+    A landed block is in `staged` (host) until its copy to the device is complete, and in `slots`
+    (device) from the moment slots were found for it until it joins the tree.
+    """
+
+    rid: str
+    tokens: "array[int]"
+    chain: KeyChain
+    meet: Meet
+    known: bool = False  # the lookup has answered
+    stored: tuple[bool, ...] = ()
+    # What this rank has, whether or not the other ranks have it too:
+    arrived: dict[int, StagedBlock] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    answer: "tuple[tuple[bool, ...], bool] | None" = None  # (stored, load)
+    # What the ranks have agreed on:
+    staged: dict[int, StagedBlock] = field(default_factory=dict)
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)  # int64 [block_tokens] each
+    next_write: int = 0  # blocks before this one were offered to the store, or skipped for good
+    # Story, for the log and for meta_info:
+    arrived_s: float = field(default_factory=time.monotonic)
+    waiting_since_s: float | None = None
+    elapsed_s: float = 0.0  # agreed: since arrival while unknown, else since the wait began
+    matched_tokens: int = 0
+    computed_tokens: int = 0
+    loaded_tokens: int = 0
+    wasted_bytes: int = 0
+    meet_token: int | None = None
+    prefill_s: float | None = None
+
+    @property
+    def contending(self) -> bool:
+        """Whether decisions about this request still depend on what the loader does."""
+        return self.prefill_s is None and (not self.known or self.meet.racing)
+
+    def local_elapsed_s(self) -> float:
+        """How long the request has been waiting for the lookup, or for a load, by this clock."""
+        since = self.waiting_since_s if self.known else self.arrived_s
+        return 0.0 if since is None else time.monotonic() - since
+
+    def story(self) -> dict[str, int | None]:
+        """How the prompt was got; `meta_info["cake"]` of the response."""
+        return {
+            "computed_tokens": self.computed_tokens,
+            "loaded_tokens": self.loaded_tokens,
+            "matched_tokens": self.matched_tokens,
+            "meet_token": self.meet_token,
+        }

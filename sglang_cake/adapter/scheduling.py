@@ -1,0 +1,154 @@
+"""Hooks into SGLang's scheduler: when requests arrive, what each step prefills."""
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_cake.adapter.tree import CakeRadixCache
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_cake.adapter.coordinator import Coordinator
+
+# While nothing can run but a load is awaited, the scheduler polls; this leaves the interpreter to
+# the loader in between.
+_POLL_PAUSE_S = 0.0005
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+class CakePrefillAdder(PrefillAdder):
+    """SGLang's prefill admission, which attaches what has landed and leaves the rest to the loader.
+
+    It only ever shortens a step or leaves a request where it is; budgets stay SGLang's.
+    """
+
+    rem_chunk_tokens: int
+    chunked_req_limit: int | None
+    _stop: int | None = None  # where the step of the request being admitted must end
+
+    def add_chunked_req(self, req: "Req") -> "Req | None":
+        tree, cake = self._cake()
+        started_s = time.perf_counter()
+        cake.settle(req, tree.attach_running)
+        step = cake.plan(req, self.rem_chunk_tokens)
+        cake.step_s += time.perf_counter() - started_s
+        if step is not None and step.wait:
+            # Parked as SGLang parks it (extend_end stays at prefix_len). Nobody else is admitted in
+            # this step: a batch without the chunked request would miscount its chunks.
+            req.extend_end = req.prefix_len
+            self.rem_chunk_tokens = 0
+            return req
+        if step is not None:
+            limit = step.stop - req.prefix_len
+            self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
+        rest = super().add_chunked_req(req)
+        if req in self.can_run_list:
+            cake.claimed(req, req.extend_end)
+        return rest
+
+    def add_one_req(
+        self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        tree, cake = self._cake()
+        if cake.hold(req):
+            return AddReqResult.CONTINUE  # stays in the queue; the next request may go
+        started_s = time.perf_counter()
+        with self._lock_node(req.last_node):
+            cake.settle(req, tree.attach_waiting)
+        step = cake.plan(req, self.rem_chunk_tokens)
+        cake.step_s += time.perf_counter() - started_s
+        self._stop = None
+        if step is not None:
+            # To end before the prompt ends is to be chunked, and SGLang knows one such request.
+            taken = has_chunked_req or self.new_chunked_req is not None
+            if step.wait or (taken and step.stop < len(req.full_untruncated_fill_ids)):
+                return AddReqResult.CONTINUE
+            self._stop = step.stop
+        return super().add_one_req(req, has_chunked_req, truncation_align_size)
+
+    def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
+        admission = super()._select_prefill_admission(req, **kwargs)
+        if isinstance(admission, AddReqResult):
+            return admission
+        if self._stop is not None and admission.prefix_len + admission.extend_len > self._stop:
+            admission = replace(
+                admission,
+                extend_len=self._stop - admission.prefix_len,
+                is_chunked=True,
+                max_new_tokens=0,
+            )
+        taken = kwargs.get("has_chunked_req", False) or self.new_chunked_req is not None
+        if admission.is_chunked and taken:
+            # A shortened step leaves budget over, which SGLang never meets: no second one for it.
+            return AddReqResult.OTHER
+        return admission
+
+    def _commit_prefill_admission(self, req: "Req", admission: Any, *args: Any) -> None:
+        super()._commit_prefill_admission(req, admission, *args)
+        self._cake()[1].claimed(req, req.extend_end)
+
+    def _cake(self) -> "tuple[CakeRadixCache, Coordinator]":
+        tree = self.tree_cache
+        assert isinstance(tree, CakeRadixCache)
+        assert tree.coordinator is not None
+        return tree, tree.coordinator
+
+
+def install() -> None:
+    """Register the scheduler hooks. Call while plugins are being loaded."""
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        target = f"{_UPDATER}.update_weights_from_{source}"
+        HookRegistry.register(target, _new_weights, HookType.AFTER)
+    hooks = {
+        "get_prefill_adder_class": _adder_class,
+        "_process_hicache_events": _poll,
+        "_add_request_to_queue": _arrived,
+        "on_idle": _idle,
+    }
+    for name, hook in hooks.items():
+        HookRegistry.register(f"{_SCHEDULER}.{name}", hook, HookType.AFTER)
+
+
+def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
+    return getattr(scheduler.tree_cache, "coordinator", None)
+
+
+def _adder_class(original: type[PrefillAdder], scheduler: "Scheduler") -> type[PrefillAdder]:
+    return original if _coordinator(scheduler) is None else CakePrefillAdder
+
+
+def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
+    coordinator = _coordinator(scheduler)
+    if coordinator is not None:
+        running = [] if scheduler.chunked_req is None else [scheduler.chunked_req.rid]
+        started_s = time.perf_counter()
+        coordinator.poll(running + [req.rid for req in scheduler.waiting_queue])
+        coordinator.step_s += time.perf_counter() - started_s
+
+
+def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:
+    coordinator = _coordinator(scheduler)
+    queue = scheduler.waiting_queue
+    if coordinator is not None and queue and queue[-1] is req:  # else it was refused
+        tree = scheduler.tree_cache
+        coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
+
+
+def _new_weights(result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    tree = updater.scheduler.tree_cache
+    if isinstance(tree, CakeRadixCache) and tree.engine is not None:
+        # A failed update may have changed half of the weights: nobody can say what they are.
+        path = getattr(request, "model_path", None) if result.success else None
+        tree.engine.weights_changed(path=path, version=request.weight_version)
+
+
+def _idle(_: None, scheduler: "Scheduler") -> None:
+    coordinator = _coordinator(scheduler)
+    if coordinator is not None and coordinator.waiting:
+        time.sleep(_POLL_PAUSE_S)

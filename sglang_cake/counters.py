@@ -1,0 +1,42 @@
+"""What happened, counted: filled from every thread, read by metrics and logs."""
+
+import threading
+from collections import defaultdict
+
+# Every counter with its label values, so that each is visible from the start, at zero.
+WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
+FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
+UNSTORED_REASONS = ("queue_full", "unavailable")
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "loaded_tokens": ("",),
+    "computed_tokens": ("",),
+    "wasted_bytes": WASTE_REASONS,
+    "load_failures": FAILURE_REASONS,
+    "fallback": ("compute", "load"),
+    "read_bytes": ("",),
+    "stored_bytes": ("",),
+    "stored_blocks": ("",),
+    "unstored_blocks": UNSTORED_REASONS,
+}
+
+
+class Counters:
+    """Monotonic counters by name and label. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], int] = defaultdict(int)
+        for name, labels in COUNTERS.items():
+            for label in labels:
+                self._values[name, label] = 0
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Add `amount` to one counter of COUNTERS."""
+        assert label in COUNTERS[name], (name, label)
+        with self._lock:
+            self._values[name, label] += amount
+
+    def snapshot(self) -> dict[tuple[str, str], int]:
+        """A copy of all values."""
+        with self._lock:
+            return dict(self._values)

@@ -1,0 +1,56 @@
+"""The one thread that does I/O: an asyncio loop that loader and writer share."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, TypeVarTuple
+
+logger = logging.getLogger(__name__)
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+
+class IoThread:
+    """A daemon thread that runs an event loop from construction to `close`."""
+
+    def __init__(self, name: str = "cake-io") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, action: Callable[[*Args], object], *args: *Args) -> None:
+        """Run `action(*args)` in the thread, soon; from any thread. Ignored once closed."""
+        try:
+            self.loop.call_soon_threadsafe(action, *args)
+        except RuntimeError:  # the loop is closed: the process is on its way out
+            logger.debug("dropped %r: the I/O thread is closed", action)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        """Run a coroutine in the thread and wait for it, from another thread.
+
+        Raises: TimeoutError (the coroutine is then cancelled), and whatever it raises.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stop the loop, cancelling what still runs, and join the thread (at most 5 s)."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            pending = asyncio.all_tasks(self.loop)
+            for task in pending:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self.loop.close()

@@ -1,0 +1,282 @@
+"""Brings stored blocks to host memory, last block first, for all prompts over one link.
+
+The scheduler thread says which prompts want what (`begin`), what compute has taken (`fence`) and
+when a prompt needs nothing more (`end`); the I/O thread works on without being asked again, so the
+link stays busy while the scheduler thread sits in a prefill step. News comes back through `drain`.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from sglang_cake.buffers import Buffer, BufferPool
+from sglang_cake.counters import Counters
+from sglang_cake.errors import StoreError
+from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import BlockKey, KeyChain
+from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
+from sglang_cake.read.staging import StagedBlock
+from sglang_cake.store.base import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the loader must know of a prompt."""
+
+    rid: str
+    chain: KeyChain
+    tokens: "array[int]"  # 'q'; the loader reads it only
+    blocks: int  # how many leading blocks may be loaded at all
+    first_block: int  # blocks before this one are in the tree already
+    min_blocks: int  # with fewer stored blocks than this, loading is not worth its overhead
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One prompt's loads."""
+
+    prompt: Prompt
+    store: Store
+    admitted: bool = False
+    fence: int = 0  # written by the scheduler thread under the gate
+    todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One block being read, for every lane that wants it."""
+
+    key: BlockKey
+    store: Store
+    waiters: list[tuple[_Lane, int]]
+    task: "asyncio.Task[None] | None" = None
+
+
+class Loader:
+    """Loads of all live prompts: a shared queue depth, shared buffers, one read per block.
+
+    Args:
+        staging: buffers of one block each; when they run out, loading pauses.
+        queue_depth: reads in flight at most.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        staging: BufferPool,
+        io: IoThread,
+        counters: Counters,
+        *,
+        queue_depth: int,
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._io = io
+        self._counters = counters
+        self._depth = queue_depth
+        self._gate = threading.Lock()  # makes "fenced" and "being read" exclude each other
+        self._by_rid: dict[str, _Lane] = {}  # scheduler thread only
+        self._lanes: list[_Lane] = []  # I/O thread only; in order of arrival
+        self._flights: dict[BlockKey, _Flight] = {}
+        self._staged: dict[BlockKey, StagedBlock] = {}
+        self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
+        self._closed = False
+        self._last_landing_s = 0.0
+        self.load_s_per_block = 0.0  # moving average of the time the link needs for a block
+
+    # ---- scheduler thread ----
+
+    def begin(self, prompt: Prompt, *, load: bool) -> None:
+        """Look the prompt up (answered by a Found) and, with `load`, start loading at once."""
+        lane = _Lane(prompt, self._store, fence=prompt.first_block)
+        self._by_rid[prompt.rid] = lane
+        self._io.post(self._open, lane, load)
+
+    def fence(self, rid: str, block: int) -> None:
+        """Compute owns the blocks below `block`: no read of them starts after this returns."""
+        lane = self._by_rid.get(rid)
+        if lane is not None and block > lane.fence:
+            with self._gate:
+                lane.fence = block
+            self._io.post(self._trim, lane)
+
+    def admit(self, rid: str) -> None:
+        """The prompt is being served now: its loads go first and may use every buffer."""
+        lane = self._by_rid.get(rid)
+        if lane is not None and not lane.admitted:
+            lane.admitted = True
+            self._io.post(self._pump)
+
+    def end(self, rid: str) -> None:
+        """The prompt needs nothing more; what is in flight for it alone is cancelled."""
+        lane = self._by_rid.pop(rid, None)
+        if lane is not None:
+            self._io.post(self._close, lane)
+
+    def close(self) -> None:
+        """Start no more reads. The process is about to end or the I/O thread to stop."""
+        self._closed = True
+
+    def use(self, store: Store) -> None:
+        """Prompts that begin from now on are served by `store`."""
+        self._store = store
+
+    def drain(self) -> list[LoaderEvent]:
+        """News since the last call, in order. The caller releases every Landed's `staged`."""
+        events = []
+        while self._outbox:
+            events.append(self._outbox.popleft())
+        return events
+
+    # ---- I/O thread ----
+
+    def _open(self, lane: _Lane, load: bool) -> None:
+        self._lanes.append(lane)
+        lookup = asyncio.ensure_future(self._look_up(lane, load))
+        lookup.add_done_callback(_log_failure)
+
+    async def _look_up(self, lane: _Lane, load: bool) -> None:
+        prompt = lane.prompt
+        keys = prompt.chain.of(prompt.tokens)
+        try:
+            stored = await lane.store.contains(keys)
+        except StoreError:
+            self._counters.add("load_failures", label="lookup")
+            stored = [False] * len(keys)
+        todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
+        load = load and len(todo) >= prompt.min_blocks
+        self._outbox.append(Found(prompt.rid, tuple(stored), load=load))
+        if load and lane in self._lanes:
+            lane.todo = todo
+            self._pump()
+
+    def _pump(self) -> None:
+        """Start reads until the queue is full, the buffers are, or nothing is left to read."""
+        while len(self._flights) < self._depth and not self._closed:
+            lane = self._next_lane()
+            if lane is None:
+                return
+            with self._gate:
+                if lane.todo[-1] < lane.fence:
+                    lane.todo.clear()
+                    continue
+                if not self._start(lane, lane.todo[-1]):
+                    return  # no buffer: goes on when one comes back
+                lane.todo.pop()
+
+    def _next_lane(self) -> _Lane | None:
+        # A waiting prompt leaves some buffers to the one that is being served.
+        reserve = min(self._depth, self._staging.capacity // 4)
+        scarce = self._staging.free <= reserve
+        waiting = None
+        for lane in self._lanes:
+            if lane.todo and lane.admitted:
+                return lane
+            if lane.todo and waiting is None:
+                waiting = lane
+        return None if scarce else waiting
+
+    def _start(self, lane: _Lane, block: int) -> bool:
+        """Get one block under way for `lane`; False if there is no buffer for it."""
+        key = lane.prompt.chain.of(lane.prompt.tokens)[block]
+        staged = self._staged.get(key)
+        if staged is not None and staged.hold():
+            self._outbox.append(Landed(lane.prompt.rid, block, staged, time.monotonic()))
+            return True
+        flight = self._flights.get(key)
+        if flight is not None:
+            flight.waiters.append((lane, block))
+            return True
+        buffer = self._staging.take()
+        if buffer is None:
+            return False
+        flight = _Flight(key, lane.store, [(lane, block)])
+        self._flights[key] = flight
+        flight.task = asyncio.ensure_future(self._fetch(flight, buffer))
+        return True
+
+    async def _fetch(self, flight: _Flight, buffer: Buffer) -> None:
+        started_s = time.monotonic()
+        try:
+            await flight.store.get_into(flight.key, buffer.view)
+        except asyncio.CancelledError:
+            # An upper bound: how much of the block had been read is not known here.
+            self._counters.add("wasted_bytes", len(buffer.view), label="cancelled")
+            self._give_up(flight, buffer, reason=None)
+            raise
+        except StoreError as error:
+            self._give_up(flight, buffer, reason=error.reason)
+        except Exception:
+            logger.exception("a store broke its contract; the block will be computed")
+            self._give_up(flight, buffer, reason="internal")
+        else:
+            self._land(flight, buffer, started_s)
+        finally:
+            self._retire(flight)
+            self._pump()
+
+    def _land(self, flight: _Flight, buffer: Buffer, started_s: float) -> None:
+        now_s = time.monotonic()
+        took_s = now_s - max(self._last_landing_s, started_s)
+        self._last_landing_s = now_s
+        self.load_s_per_block += (took_s - self.load_s_per_block) * (
+            0.3 if self.load_s_per_block else 1.0
+        )
+        self._counters.add("read_bytes", len(buffer.view))
+        staged = StagedBlock(buffer, self._staging, lambda s: self._freed(flight.key, s))
+        self._staged[flight.key] = staged
+        for lane, block in flight.waiters:
+            if staged.hold():
+                self._outbox.append(Landed(lane.prompt.rid, block, staged, time.monotonic()))
+        # The read itself was the first holder; whether the bytes serve is up to the others.
+        staged.release(used=False, reason="cancelled")
+
+    def _give_up(self, flight: _Flight, buffer: Buffer, reason: str | None) -> None:
+        self._staging.give(buffer)
+        if reason is not None:
+            self._counters.add("load_failures", label=reason)
+            for lane, block in flight.waiters:
+                self._outbox.append(Lost(lane.prompt.rid, block, reason))
+
+    def _freed(self, key: BlockKey, staged: StagedBlock) -> None:
+        """A staged block's buffer went back to the pool. Any thread."""
+        if not staged.used:
+            self._counters.add("wasted_bytes", len(staged.buffer.view), label=staged.reason)
+        self._io.post(self._forget, key, staged)
+
+    def _forget(self, key: BlockKey, staged: StagedBlock) -> None:
+        if self._staged.get(key) is staged:
+            del self._staged[key]
+        self._pump()
+
+    def _trim(self, lane: _Lane) -> None:
+        """Stop what compute has overtaken."""
+        for flight in list(self._flights.values()):
+            before = len(flight.waiters)
+            flight.waiters = [(w, b) for w, b in flight.waiters if w is not lane or b >= lane.fence]
+            if before and not flight.waiters and flight.task is not None:
+                self._retire(flight)  # at once: nobody may board a cancelled flight
+                flight.task.cancel()
+        self._pump()
+
+    def _retire(self, flight: _Flight) -> None:
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
+
+    def _close(self, lane: _Lane) -> None:
+        self._lanes.remove(lane)
+        lane.todo.clear()
+        with self._gate:
+            lane.fence = lane.prompt.blocks
+        self._trim(lane)
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("a lookup failed", exc_info=task.exception())

@@ -1,0 +1,110 @@
+"""Puts new blocks into the store, in the background and bounded.
+
+The scheduler thread copies a block off the device into a write buffer and offers it; the I/O
+thread hashes the key and stores it. When every buffer is in use, the block is not stored, and that
+is counted: serving never waits for the store.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_cake.buffers import Buffer, BufferPool
+from sglang_cake.counters import Counters
+from sglang_cake.errors import StoreError
+from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import BlockKey, KeyChain
+from sglang_cake.store.base import Store
+
+logger = logging.getLogger(__name__)
+PUTS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Some blocks of one request, in host buffers.
+
+    `ready` returns when the copies into the buffers are complete (on a GPU it waits for an event);
+    it is called outside the scheduler thread.
+    """
+
+    chain: KeyChain
+    tokens: "array[int]"  # 'q': everything up to the end of the last block
+    blocks: tuple[int, ...]
+    buffers: tuple[Buffer, ...]
+    ready: Callable[[], None]
+
+
+class Writer:
+    """The write pipeline. The pool's capacity bounds what waits in it."""
+
+    def __init__(self, store: Store, pool: BufferPool, io: IoThread, counters: Counters) -> None:
+        self._store = store
+        self._pool = pool
+        self._io = io
+        self._counters = counters
+        self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
+        self._jobs: set[asyncio.Task[None]] = set()
+        self.pending_blocks = 0  # I/O thread writes, anyone may read
+
+    def take(self) -> Buffer | None:
+        """A buffer for one block, or None when the queue is full (counted). Scheduler thread."""
+        buffer = self._pool.take()
+        if buffer is None:
+            self._counters.add("unstored_blocks", label="queue_full")
+        return buffer
+
+    def offer(self, job: WriteJob) -> None:
+        """Hand over `job` and its buffers. Scheduler thread."""
+        self._io.post(self._accept, job, self._store)
+
+    def use(self, store: Store) -> None:
+        """Jobs that are offered from now on go to `store`. Scheduler thread."""
+        self._store = store
+
+    async def drained(self) -> None:
+        """Return when everything that was offered is stored or given up. I/O thread."""
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+
+    def _accept(self, job: WriteJob, store: Store) -> None:
+        self.pending_blocks += len(job.blocks)
+        task = asyncio.ensure_future(self._run(job, store))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    async def _run(self, job: WriteJob, store: Store) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, job.ready)
+            keys = job.chain.of(job.tokens)
+        except Exception:
+            # E.g. the device is gone. Half-copied buffers must never be stored.
+            logger.exception("the KV of %d blocks could not be copied", len(job.blocks))
+            for buffer in job.buffers:
+                self._release(buffer)
+            return
+        puts = [
+            self._put(store, keys[block], buffer)
+            for block, buffer in zip(job.blocks, job.buffers, strict=True)
+        ]
+        await asyncio.gather(*puts)
+
+    async def _put(self, store: Store, key: BlockKey, buffer: Buffer) -> None:
+        try:
+            async with self._slots:
+                fresh = await store.put(key, buffer.view)
+            if fresh:
+                self._counters.add("stored_blocks")
+                self._counters.add("stored_bytes", len(buffer.view))
+        except StoreError as error:
+            self._counters.add("unstored_blocks", label="unavailable")
+            logger.warning("a block was not stored: %s", error)
+        finally:
+            self._release(buffer)
+
+    def _release(self, buffer: Buffer) -> None:
+        self._pool.give(buffer)
+        self.pending_blocks -= 1
