@@ -8,8 +8,13 @@ _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request
 
 
 def install() -> None:
-    """Register the hook of the process that answers requests."""
-    HookRegistry.register(_TARGET, _unwrap, HookType.AFTER)
+    """Hook the process that answers requests; it knows that it does when plugins are long loaded.
+
+    Responses without a story pass untouched.
+    """
+    if _TARGET not in HookRegistry._patched:
+        HookRegistry.register(_TARGET, _unwrap, HookType.AFTER)
+        HookRegistry.apply_hooks()
 
 
 def _unwrap(_: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any) -> None:

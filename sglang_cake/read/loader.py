@@ -146,7 +146,9 @@ class Loader:
         keys = prompt.chain.of(prompt.tokens)
         try:
             stored = await lane.store.contains(keys)
-        except StoreError:
+        except Exception as error:
+            if not isinstance(error, StoreError):
+                logger.exception("a store broke its contract; the prompt will be computed")
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
         todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
@@ -199,16 +201,22 @@ class Loader:
         flight = _Flight(key, lane.store, [(lane, block)])
         self._flights[key] = flight
         flight.task = asyncio.ensure_future(self._fetch(flight, buffer))
+        flight.task.add_done_callback(lambda task: self._done(flight, buffer, task))
         return True
 
     async def _fetch(self, flight: _Flight, buffer: Buffer) -> None:
+        with self._gate:
+            wanted = any(block >= lane.fence for lane, block in flight.waiters)
+        if not wanted:  # fenced since it was taken up
+            self._retire(flight)
+            self._give_up(flight, buffer, reason=None)
+            return
         started_s = time.monotonic()
         try:
             await flight.store.get_into(flight.key, buffer.view)
         except asyncio.CancelledError:
             # An upper bound: how much of the block had been read is not known here.
             self._counters.add("wasted_bytes", len(buffer.view), label="cancelled")
-            self._give_up(flight, buffer, reason=None)
             raise
         except StoreError as error:
             self._give_up(flight, buffer, reason=error.reason)
@@ -219,7 +227,13 @@ class Loader:
             self._land(flight, buffer, started_s)
         finally:
             self._retire(flight)
-            self._pump()
+
+    def _done(self, flight: _Flight, buffer: Buffer, task: "asyncio.Task[None]") -> None:
+        # Here and not in `_fetch`, which a task that is cancelled at once never enters.
+        if task.cancelled():
+            self._give_up(flight, buffer, reason=None)
+        self._retire(flight)
+        self._pump()
 
     def _land(self, flight: _Flight, buffer: Buffer, started_s: float) -> None:
         now_s = time.monotonic()
@@ -231,11 +245,11 @@ class Loader:
         self._counters.add("read_bytes", len(buffer.view))
         staged = StagedBlock(buffer, self._staging, lambda s: self._freed(flight.key, s))
         self._staged[flight.key] = staged
-        for lane, block in flight.waiters:
-            if staged.hold():
-                self._outbox.append(Landed(lane.prompt.rid, block, staged, time.monotonic()))
+        takers = [waiter for waiter in flight.waiters if staged.hold()]
         # The read itself was the first holder; whether the bytes serve is up to the others.
         staged.release(used=False, reason="cancelled")
+        for lane, block in takers:
+            self._outbox.append(Landed(lane.prompt.rid, block, staged, time.monotonic()))
 
     def _give_up(self, flight: _Flight, buffer: Buffer, reason: str | None) -> None:
         self._staging.give(buffer)

@@ -58,14 +58,18 @@ class Event(IntEnum):
 _S, _E = BlockState, Event
 
 # (state, event) -> next state. A pair that is not here is a bug of ours.
-# Self-loops on CLAIMED and ATTACHED are news that came too late: the bytes, if any, are discarded.
+# Self-loops on CLAIMED and GONE are news that came too late: the bytes, if any, are discarded. (The
+# loader brings no block that the front has once passed, so a block stays GONE until it is claimed.)
 TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
     (_S.ABSENT, _E.FIND): _S.WANTED,
     (_S.CLAIMED, _E.FIND): _S.CLAIMED,
+    (_S.GONE, _E.FIND): _S.GONE,
     (_S.WANTED, _E.LAND): _S.LANDED,
     (_S.CLAIMED, _E.LAND): _S.CLAIMED,
+    (_S.GONE, _E.LAND): _S.GONE,
     (_S.WANTED, _E.LOSE): _S.GONE,
     (_S.CLAIMED, _E.LOSE): _S.CLAIMED,
+    (_S.GONE, _E.LOSE): _S.GONE,
     (_S.LANDED, _E.DROP): _S.GONE,
     (_S.ABSENT, _E.CLAIM): _S.CLAIMED,
     (_S.WANTED, _E.CLAIM): _S.CLAIMED,
@@ -183,7 +187,8 @@ class Meet:
     def claim(self, stop: int) -> int:
         """The step being scheduled computes `[front, stop)`. Returns the new `fence`."""
         last = min(-(-stop // self.block_tokens), len(self._states))
-        for block in range(self._block_of(self.front), last):
+        # Not from `_block_of`: past the limit the front stands in a block that may be attached.
+        for block in range(self._blocks_below(self.front), last):
             self._apply(block, Event.CLAIM)
         self.front = stop
         return self.fence

@@ -102,6 +102,9 @@ class Writer:
         except StoreError as error:
             self._counters.add("unstored_blocks", label="unavailable")
             logger.warning("a block was not stored: %s", error)
+        except Exception:
+            self._counters.add("unstored_blocks", label="unavailable")
+            logger.exception("a store broke its contract; a block was not stored")
         finally:
             self._release(buffer)
 

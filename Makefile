@@ -1,0 +1,26 @@
+# `make demo` on a fresh machine sets everything up and shows what the package does.
+#   make demo MODEL=/path/to/model ARGS="--repeats 5"
+#   make test ARGS="tests/test_ideal.py"
+.PHONY: setup test lint demo bench clean
+.DEFAULT_GOAL := demo
+
+setup:
+	@.ci/setup
+
+test: setup
+	.venv/bin/python -m pytest -v $(ARGS)
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy --strict sglang_cake
+
+demo: setup
+	@.venv/bin/sglang-cake demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+bench: setup
+	.venv/bin/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

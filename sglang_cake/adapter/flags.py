@@ -1,0 +1,236 @@
+"""The command line and `sglang.Engine`: cake's settings go in, one clear line comes out if wrong.
+
+A setting is checked when it is given (`from_cli_args`, or the keywords of `Engine`), and together
+with what SGLang made of its own settings and of the model's configuration when those are resolved
+(`resolve_once`). Both happen in the launching process, before anything is loaded.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from sglang.version import __version__ as sglang_version
+
+from sglang_cake.adapter import responses
+from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
+from sglang_cake.adapter.support import ModelFacts, unsupported
+from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
+from sglang_cake.errors import ConfigError
+from sglang_cake.store.url import check_store_url, default_store_url, parse_store_url
+
+SGLANG_VERSION = "0.5.23"
+BACKEND = "cake"
+
+_SETTINGS_FILE = "config"  # `--cake-config`: beside the settings, names a file of them
+_HELP = {
+    "store": "URL of the KV store, for example file:///nvme/kv. Default: in your cache folder.",
+    "mode": "Who provides a stored prefix: auto, both, compute or load.",
+    "codec": "How KV is encoded in the store: raw.",
+    "block_tokens": "Tokens of a stored block, a multiple of the page size.",
+    "min_load_tokens": "Load nothing when less than this many tokens could be loaded.",
+    "trace_file": "File to append one JSON line per event to. Default: no trace.",
+    "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",
+    "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
+    "queue_depth": "Reads of the store in flight at once.",
+}
+_METAVARS = {"store": "URL", "trace_file": "FILE", "mode": "MODE", "codec": "CODEC"}
+_OURS = re.compile(r"--(?:cake|enable-cake)\b")
+
+
+def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER `ServerArgs.add_cli_args`: cake's flags. Their values are judged later, by us."""
+    group = parser.add_argument_group(
+        "sglang_cake", "KV cache that reaches to disk: computes and loads a long prompt at once."
+    )
+    group.add_argument(
+        "--enable-cake", action="store_true", help="The same as --radix-cache-backend cake."
+    )
+    defaults = CakeConfig()
+    for name in NAMES:
+        default = getattr(defaults, name)
+        if name.endswith("_bytes"):
+            default = f"{default // 2**20}MiB"
+        group.add_argument(
+            as_flag(name),
+            metavar=_METAVARS.get(name, "N"),
+            help=_HELP[name] + ("" if default is None else f" Default: {default}."),
+        )
+    group.add_argument(
+        as_flag(_SETTINGS_FILE),
+        metavar="FILE",
+        help="TOML, JSON or YAML file with the same settings; flags and environment win over it.",
+    )
+    _answer_in_one_line(parser)
+
+
+def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND `ServerArgs.from_cli_args`: what was typed, checked. Exits with 2 if it is wrong."""
+    record = original(cls, args)
+    given = {
+        name: value
+        for name in (*NAMES, _SETTINGS_FILE)
+        if (value := getattr(args, f"cake_{name}", None)) is not None
+    }
+    try:
+        return _ask(record, bool(getattr(args, "enable_cake", False)), given, on_cli=True)
+    except ConfigError as error:
+        _exit(error)
+
+
+def engine_args(server_args_class: Any, **kwargs: Any) -> Any:
+    """`ServerArgs(**kwargs)` for an `Engine`, whose keywords may be cake's too.
+
+    Raises: ConfigError.
+    """
+    given = {
+        name.removeprefix("cake_"): kwargs.pop(name)
+        for name in list(kwargs)
+        if name.startswith("cake_")
+    }
+    enable = kwargs.pop("enable_cake", False)
+    if type(enable) is not bool:
+        raise ConfigError(f"enable_cake: {enable!r} is not possible, allowed: True, False")
+    return _ask(server_args_class(**kwargs), enable, given, on_cli=False)
+
+
+def resolve_once(original: Any, record: Any) -> None:
+    """AROUND `ServerArgs.resolve_once`, which every launcher calls before it starts children.
+
+    Raises: ConfigError; from the command line it exits with 2 instead.
+    """
+    try:
+        if _wants_cake(record) and _config_of(record) is None:
+            _ask(record, False, {}, on_cli=False)  # a ServerArgs built by hand
+        try:
+            original(record)
+        except (ValueError, AssertionError, NotImplementedError):
+            # SGLang has its own words for some models with any foreign backend; ours say more.
+            if _config_of(record) is not None:
+                _refuse(_reason_despite_failure(record))
+            raise
+        if _config_of(record) is not None and not getattr(record, "_cake_checked", False):
+            _refuse(_reason_when_resolved(record))
+            _keep(record, "_cake_checked", True)
+    except ConfigError as error:
+        withdraw()
+        if getattr(record, "_cake_on_cli", False):
+            _exit(error)
+        raise
+    config = _config_of(record)
+    if config is None:
+        withdraw()
+    else:
+        hand_over(config)
+        responses.install()
+
+
+def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
+    """Settle what cake is to do for this record, and keep it there."""
+    spell = as_flag if on_cli else _as_keyword
+    switch = "--enable-cake" if on_cli else "enable_cake=True"
+    if not enable and not _wants_cake(record):
+        withdraw()
+        if given:
+            raise ConfigError(f"{spell(next(iter(given)))} has no effect without {switch}: add it")
+        return record
+    if sglang_version != SGLANG_VERSION:
+        raise ConfigError(
+            f"cake needs SGLang {SGLANG_VERSION}, and {sglang_version} is installed: "
+            f"pip install sglang=={SGLANG_VERSION}"
+        )
+    if record.radix_cache_backend not in (None, BACKEND):
+        raise ConfigError(
+            f"{switch} and another radix cache backend, {record.radix_cache_backend!r}, exclude "
+            "each other: remove one of them"
+        )
+    file = given.pop(_SETTINGS_FILE, None)
+    if file is not None and not isinstance(file, str):
+        file = str(file)  # a Path, from Engine
+    config = resolve(given, environment_of_user(), file=file, spell=spell)
+    _refuse(unsupported(record, None, config.block_tokens))
+    _check_places(config)
+    if not _wants_cake(record):  # a sealed record must not be written, not even with the same
+        record.radix_cache_backend = BACKEND
+    _keep(record, "_cake_config", config)
+    _keep(record, "_cake_on_cli", on_cli)
+    hand_over(config)
+    return record
+
+
+def _wants_cake(record: Any) -> bool:
+    return bool(record.radix_cache_backend == BACKEND)
+
+
+def _config_of(record: Any) -> CakeConfig | None:
+    config = getattr(record, "_cake_config", None)
+    return config if isinstance(config, CakeConfig) else None
+
+
+def _reason_when_resolved(record: Any) -> str | None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(record)
+    config = _config_of(record)
+    assert config is not None
+    facts = None
+    if view.model_path.lower() not in ("none", "dummy"):  # as SGLang spells "no model"
+        facts = ModelFacts.of(model_config_of(record))
+    return unsupported(view, facts, config.block_tokens)
+
+
+def _reason_despite_failure(record: Any) -> str | None:
+    try:
+        return _reason_when_resolved(record)
+    except Exception:  # whatever half-resolved settings do: SGLang's error is the one to show
+        return None
+
+
+def _keep(record: Any, name: str, value: object) -> None:
+    # On the record, not beside it: it outlives copies, and each engine of a process has its own.
+    # SGLang keeps its own bookkeeping the same way; the seal on the record's fields lets it pass.
+    msgspec.Struct.__setattr__(record, name, value)
+
+
+def _check_places(config: CakeConfig) -> None:
+    url = default_store_url() if config.store is None else parse_store_url(config.store)
+    check_store_url(url)
+    trace = config.trace_file
+    if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
+        raise ConfigError(f"trace file {trace!r} cannot be written: no such folder, or a folder")
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def _as_keyword(name: str) -> str:
+    return f"cake_{name}"
+
+
+def _answer_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """argparse prints hundreds of lines of usage before an error; not for errors in our flags."""
+    usual = parser.error
+    flags = ["--enable-cake", *map(as_flag, (*NAMES, _SETTINGS_FILE))]
+
+    def error(message: str) -> NoReturn:
+        if _OURS.search(message):
+            unknown = re.search(r"unrecognized arguments:.*?(--(?:enable-)?cake[^\s=]*)", message)
+            near = []
+            if unknown:  # a high cutoff: all our flags share their first letters
+                near = difflib.get_close_matches(unknown[1], flags, n=1, cutoff=0.8)
+            hint = f", did you mean {near[0]}?" if near else ""
+            _exit(ConfigError(" ".join(message.split()) + hint))
+        usual(message)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _exit(error: ConfigError) -> NoReturn:
+    print(f"sglang-cake: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None

@@ -1,0 +1,185 @@
+"""What cake does not support in this version, said in one line before anything expensive happens.
+
+Known when: SGLang changes settings while it resolves them (page size, radix cache off for some
+models), so `unsupported` is asked twice, about what was typed and, still before a model is loaded,
+about what was resolved. `check_context` asks the scheduler once more, which knows its real pools.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_cake.config import CakeConfig
+from sglang_cake.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The kinds of a model that decide whether its KV is one array per layer, keyed by tokens."""
+
+    is_hybrid_swa: bool = False
+    is_hybrid_ssm: bool = False
+    is_encoder_decoder: bool = False
+    is_generation: bool = True
+    is_multimodal: bool = False
+    is_sparse: bool = False  # keeps an indexer's cache beside K and V
+    is_ngram: bool = False  # keeps a table of earlier tokens per request
+
+    @classmethod
+    def of(cls, model: "ModelConfig") -> "ModelFacts":
+        """Facts as SGLang itself derives them from the model's configuration."""
+        from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
+        from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
+
+        return cls(
+            is_hybrid_swa=bool(model.is_hybrid_swa),
+            is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
+            is_encoder_decoder=bool(model.is_encoder_decoder),
+            is_generation=bool(model.is_generation),
+            is_multimodal=bool(model.is_multimodal),
+            is_sparse=bool(is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)),
+            is_ngram=bool(model.use_ngram_embedding or model.use_engram),
+        )
+
+
+# Fields of SGLang's ServerArgs -> when it is in the way, and what to say then.
+_Rule = tuple[str, Callable[[Any], bool], str]
+_RULES: tuple[_Rule, ...] = (
+    ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
+    (
+        "chunked_prefill_size",
+        lambda size: size is not None and size <= 0,
+        "needs chunked prefill: give --chunked-prefill-size a positive value",
+    ),
+    (
+        "disaggregation_mode",
+        lambda mode: mode not in (None, "null"),
+        "does not support prefill/decode disaggregation: remove --disaggregation-mode",
+    ),
+    ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
+    ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
+    ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
+    ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
+    ("use_ray", bool, "does not support Ray: remove --use-ray"),
+    (
+        "speculative_algorithm",
+        bool,
+        "does not support speculative decoding: remove --speculative-algorithm",
+    ),
+    ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
+    (
+        "enable_hierarchical_cache",
+        bool,
+        "takes the place of HiCache: remove --enable-hierarchical-cache",
+    ),
+    ("enable_lmcache", bool, "takes the place of LMCache: remove --enable-lmcache"),
+    ("enable_flexkv", bool, "takes the place of FlexKV: remove --enable-flexkv"),
+    (
+        "enable_unified_cache_external_linker",
+        bool,
+        "takes the place of other linkers: remove --enable-unified-cache-external-linker",
+    ),
+    (
+        "enable_kv_cache_sharding",
+        bool,
+        "does not support sharded KV: remove --enable-kv-cache-sharding",
+    ),
+    (
+        "prefill_only_disable_kv_cache",
+        bool,
+        "needs the KV cache: remove --prefill-only-disable-kv-cache",
+    ),
+    # A session keeps its KV outside the tree, where an attach cannot put any.
+    (
+        "enable_streaming_session",
+        bool,
+        "does not support streaming sessions: remove --enable-streaming-session",
+    ),
+    ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
+)
+
+_MODEL_RULES: tuple[tuple[str, str], ...] = (
+    ("is_encoder_decoder", "encoder-decoder models (cross-attention KV)"),
+    # SGLang keys image tokens by 64 bits of a hash of the features, which a caller may also set.
+    # That serves a cache for a process's life; it does not prove that stored KV is equal.
+    ("is_multimodal", "multimodal models (--language-model-only serves the text part)"),
+    ("is_hybrid_ssm", "models with Mamba or linear attention (state beside KV)"),
+    (
+        "is_hybrid_swa",
+        "models with a KV pool for sliding windows (slots leave it behind the window)",
+    ),
+    ("is_sparse", "sparse attention (an indexer cache beside KV)"),
+    ("is_ngram", "models with n-gram embeddings"),
+)
+
+
+def unsupported(args: Any, model: ModelFacts | None, block_tokens: int) -> str | None:
+    """Why cake cannot work with these settings, in one line; None if nothing speaks against it.
+
+    Args:
+        args: SGLang's ServerArgs or a view of it, raw or resolved.
+        model: None while the model's configuration has not been read.
+    """
+    for field, is_in_the_way, reason in _RULES:
+        if is_in_the_way(getattr(args, field)):
+            return f"cake {reason}"
+    if model is not None:
+        reason_or_none = _unsupported_model(model)
+        if reason_or_none is not None:
+            return reason_or_none
+    return _page_mismatch(args.page_size, block_tokens)
+
+
+def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
+    """The last check, in a scheduler process, where nothing is a guess any more.
+
+    Raises: ConfigError, one line.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    params = ctx.params
+    reason = None
+    if ctx.disable_radix_cache or params.disable:
+        reason = "cake needs the radix cache, which SGLang turned off for this model or these flags"
+    elif params.is_eagle:
+        reason = "cake does not support speculative decoding: remove --speculative-algorithm"
+    elif params.pp_size > 1:
+        reason = "cake does not support pipeline parallelism: set --pp-size 1"
+    elif params.attn_cp_size > 1:
+        reason = "cake does not support context parallelism: set --attn-cp-size 1"
+    elif ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa:
+        kinds = ModelFacts(
+            is_hybrid_swa=ctx.is_hybrid_swa,
+            is_hybrid_ssm=ctx.is_hybrid_ssm,
+            is_sparse=ctx.is_dsa,
+        )
+        reason = _unsupported_model(kinds)
+    else:
+        view = resolving_view(ctx.server_args)
+        reason = unsupported(view, ModelFacts.of(ctx.model_config), config.block_tokens)
+        reason = reason or _page_mismatch(params.page_size, config.block_tokens)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def _unsupported_model(model: ModelFacts) -> str | None:
+    for field, kind in _MODEL_RULES:
+        if getattr(model, field):
+            return f"cake does not support {kind}"
+    if not model.is_generation:
+        return "cake does not support models that generate no text (embedding, reward, pooling)"
+    return None
+
+
+def _page_mismatch(page_size: int | None, block_tokens: int) -> str | None:
+    if page_size is None or block_tokens % page_size == 0:
+        return None
+    near = max(1, round(block_tokens / page_size)) * page_size
+    return (
+        f"cake stores whole pages, and {block_tokens} tokens are no multiple of the page size "
+        f"{page_size}: set --cake-block-tokens {near}"
+    )

@@ -1,0 +1,37 @@
+"""The command line: `sglang-cake patch|demo`.
+
+Every sub-command is a module with `add_parser(subparsers)`, which sets `run`, a function from the
+parsed arguments to an exit status. These modules import heavy packages only inside `run`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sglang_cake import __version__
+from sglang_cake.cli.demo import add_parser as add_demo
+from sglang_cake.cli.patch import add_parser as add_patch
+from sglang_cake.errors import CakeError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-cake",
+        description="Restores the KV cache of long prompts in SGLang from both ends at once.",
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-cake {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add in (add_demo, add_patch):
+        add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; a `CakeError` is one line on stderr and exit status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except CakeError as error:
+        print(f"sglang-cake: {error}", file=sys.stderr)
+        return 2
+    return status

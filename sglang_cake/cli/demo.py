@@ -1,0 +1,229 @@
+"""`sglang-cake demo`: one prompt, three ways to get its KV, on a real server.
+
+The prompt is computed once, which fills a store; then it is computed again, loaded, and got from
+both ends at once, over a link on which loading takes as long as computing: the hardest case for
+either alone.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_cake.cli.demo_report import Arm, Arms, draw, evaluate, table
+from sglang_cake.testing.models import build_llama, kv_token_bytes
+from sglang_cake.testing.server import Server, ServerDied, flush_cache, generate, has_gpu
+from sglang_cake.testing.trace import TRACE_ENV
+
+BLOCK_TOKENS = 128
+CHUNK_TOKENS = 512
+STORE_WAIT_S = 120.0
+MODEL_FORMAT = 1  # raise it when the way models are built changes: cached ones are then rebuilt
+# Large enough that the prompt takes seconds, small enough for two cores (92M parameters; 1.3B).
+CPU_MODEL = {"hidden": 768, "layers": 10, "heads": 12, "kv_heads": 4, "vocab": 4096}
+GPU_MODEL = {"hidden": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "vocab": 4096}
+
+
+class DemoFailed(RuntimeError):
+    """The demo cannot go on; the message says why."""
+
+
+class Progress:
+    """One line per step, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all arms share."""
+
+    model: Path
+    gpu: bool
+    dtype: str
+    prompt: list[int]
+    new_tokens: int
+    repeats: int
+    out: Path
+
+    @property
+    def store(self) -> Path:
+        return self.out / "store"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `demo` to the command line."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="compare computing, loading and both at once on a real server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", type=Path, help="folder of a model (default: a small random one)"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
+    parser.add_argument("--new-tokens", type=int, default=8, metavar="N", help="to generate")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each arm")
+    parser.add_argument("--out", type=Path, default=Path(".demo"), help="folder for all files")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 0 when every arm gave the same tokens, 1 otherwise."""
+    # A plain `kill` must stop the servers too: let it unwind like Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    progress = Progress()
+    try:
+        return _run(args, progress)
+    except KeyboardInterrupt:
+        progress.say("interrupted; the servers are stopped")
+        return 130
+    except (DemoFailed, ServerDied) as error:
+        progress.say(f"failed: {error}")
+        return 1
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> int:
+    setting = _prepare(args, progress)
+    prompt_bytes = len(setting.prompt) * kv_token_bytes(setting.model, setting.dtype)
+    compute = _arm(setting, "compute", None, progress)
+    bandwidth = prompt_bytes / statistics.median(compute.ttft_s)
+    progress.say(
+        f"the prompt's KV is {prompt_bytes / 1e6:.1f} MB; capping the link at "
+        f"{bandwidth / 1e6:.2f} MB/s, so that loading takes as long as computing"
+    )
+    load = _arm(setting, "load", bandwidth, progress)
+    both = _arm(setting, "both", bandwidth, progress)
+    arms = Arms(compute, load, both)
+    result = evaluate(arms, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
+    pictures = draw(arms, result, setting.out / "meet")
+    print(table(arms, result), end="\n\n")
+    for path in pictures:
+        progress.say(f"picture: {path}")
+    result["picture"] = str(pictures[-1])
+    line = json.dumps(result)
+    (setting.out / "result.json").write_text(line + "\n")
+    print(line)
+    return 0 if result["same_tokens"] else 1
+
+
+def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
+    if args.prompt_tokens <= 2 * CHUNK_TOKENS or args.repeats < 1 or args.new_tokens < 1:
+        raise DemoFailed(f"needs more than {2 * CHUNK_TOKENS} prompt tokens, one run, one token")
+    out = args.out.resolve()
+    gpu = has_gpu()
+    model, dtype = args.model, "auto"
+    if model is None:
+        model, dtype = _random_model(out, gpu, args.prompt_tokens, progress)
+    elif not (model / "config.json").is_file():
+        raise DemoFailed(f"{model} is not a model folder: it has no config.json")
+    prompt = _prompt(model, args.prompt_tokens)
+    progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
+    shutil.rmtree(out / "store", ignore_errors=True)
+    return Setting(model.resolve(), gpu, dtype, prompt, args.new_tokens, args.repeats, out)
+
+
+def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) -> tuple[Path, str]:
+    """Build the model once; later demos find it in `out`."""
+    size, dtype = (GPU_MODEL, "bfloat16") if gpu else (CPU_MODEL, "float32")
+    max_tokens = max(32768, 2 * prompt_tokens)
+    name = "-".join(str(part) for part in (MODEL_FORMAT, dtype, *size.values(), max_tokens))
+    model = out / f"model-{name}"
+    if not model.is_dir():
+        progress.say("building a random Llama (once)")
+        # Built beside and renamed: an interrupted build is never taken for a model.
+        building = out / "model-building"
+        shutil.rmtree(building, ignore_errors=True)
+        build_llama(building, **size, dtype=dtype, max_tokens=max_tokens)
+        building.rename(model)
+    return model, dtype
+
+
+def _prompt(model: Path, tokens: int) -> list[int]:
+    """The first `tokens` tokens of the language reference that every Python carries."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    ids: list[int] = tokenizer(text[: tokens * 8])["input_ids"]
+    if not ids:
+        raise DemoFailed(f"the tokenizer of {model} gives no tokens")
+    return (ids * (tokens // len(ids) + 1))[:tokens]
+
+
+def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progress) -> Arm:
+    """Start a server in `mode` and run the prompt; without a bandwidth, fill the store first."""
+    arm = Arm(mode, setting.out / f"trace-{mode}.jsonl")
+    arm.trace_file.unlink(missing_ok=True)
+    server = Server(
+        setting.model,
+        _flags(setting, mode, bandwidth),
+        env={TRACE_ENV: str(arm.trace_file)},
+        log=setting.out / f"server-{mode}.log",
+        gpu=setting.gpu,
+    )
+    progress.say(f"{mode}: starting a server (log: {server.log})")
+    with server:
+        progress.say(f"{mode}: healthy after {server.start_s:.1f} s")
+        if bandwidth is None:
+            reply = generate(server.base_url, setting.prompt, setting.new_tokens)
+            progress.say(f"{mode}: cold run, first token after {reply.ttft_s:.2f} s")
+            _wait_for_store(setting, progress)
+        for number in range(setting.repeats):
+            flush_cache(server.base_url)
+            reply = generate(server.base_url, setting.prompt, setting.new_tokens)
+            arm.replies.append(reply)
+            progress.say(
+                f"{mode}: run {number + 1} of {setting.repeats}, "
+                f"first token after {reply.ttft_s:.2f} s"
+            )
+    return arm
+
+
+def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str]:
+    url = setting.store.as_uri()
+    if bandwidth is not None:
+        url += f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
+    flags = [
+        *("--dtype", setting.dtype, "--chunked-prefill-size", str(CHUNK_TOKENS)),
+        *("--enable-cake", "--cake-store", url, "--cake-mode", mode),
+        *("--cake-block-tokens", str(BLOCK_TOKENS)),
+    ]
+    if not setting.gpu:
+        # Room for two prompts: the default would take a share of the machine's whole memory.
+        room = 2 * (len(setting.prompt) + setting.new_tokens)
+        flags += ["--mem-fraction-static", "0.3", "--max-total-tokens", str(room)]
+    return flags
+
+
+def _wait_for_store(setting: Setting, progress: Progress) -> None:
+    """Until the store holds every full block of the prompt, and has stopped growing."""
+    blocks = len(setting.prompt) // BLOCK_TOKENS
+    wanted = blocks * BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
+    deadline = time.monotonic() + STORE_WAIT_S
+    before = -1
+    while True:
+        files = [path for path in setting.store.rglob("*") if path.is_file()]
+        held = sum(path.stat().st_size for path in files)
+        if held >= wanted and held == before:
+            progress.say(f"the store holds {held / 1e6:.1f} MB in {len(files)} files")
+            return
+        if time.monotonic() > deadline:
+            raise DemoFailed(
+                f"the store holds {held:,} of {wanted:,} bytes after {STORE_WAIT_S:.0f} s"
+            )
+        before = held
+        time.sleep(1)

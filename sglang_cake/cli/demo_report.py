@@ -1,0 +1,126 @@
+"""What the demo's runs amount to: numbers, a table and the picture."""
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_cake.cli.picture import Drawn, draw_meet
+from sglang_cake.sim.ideal import ComputeCurve, Ideal, ideal_meet
+from sglang_cake.testing.server import Reply
+from sglang_cake.testing.trace import RequestTrace, read_trace
+
+
+@dataclass(slots=True)
+class Arm:
+    """Runs of the prompt in one mode of the server."""
+
+    mode: str
+    trace_file: Path
+    replies: list[Reply] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> list[float]:
+        """Of every run, in order."""
+        return [reply.ttft_s for reply in self.replies]
+
+    @property
+    def typical(self) -> Reply:
+        """The run with the (low) median time to first token."""
+        median = statistics.median_low(self.ttft_s)
+        return next(reply for reply in self.replies if reply.ttft_s == median)
+
+    @property
+    def trace(self) -> RequestTrace:
+        """The trace of the typical run."""
+        reply = self.typical
+        return read_trace(self.trace_file, reply.meta["id"], reply.first_token_s)
+
+
+class Arms(NamedTuple):
+    """The three ways to get the prompt's KV."""
+
+    compute: Arm
+    load: Arm
+    both: Arm
+
+
+def ideal_of(arms: Arms) -> Ideal:
+    """The ideal from what was measured: chunks where all was computed, blocks where all was loaded.
+
+    The last step is the one after the last loaded block; the fixed cost is the time from sending
+    the request to its first step. Both, and `ideal_meet`, are also in every measured time.
+    """
+    computed, loaded = arms.compute.trace, arms.load.trace
+    if not loaded.loads or not loaded.steps or not computed.steps:
+        raise ValueError("the traces lack steps or loads: nothing to compute the ideal from")
+    curve = ComputeCurve.from_chunks(
+        [(s.stop - s.start, s.end_s - s.begin_s) for s in computed.steps]
+    )
+    load_s = loaded.loads[-1].land_s - loaded.found_s
+    last = loaded.steps[-1]
+    return ideal_meet(
+        curve,
+        loaded.stored_tokens,
+        load_s / (len(loaded.loads) * loaded.block_tokens),
+        last_step_s=last.end_s - last.begin_s,
+        fixed_s=computed.steps[0].begin_s - arms.compute.typical.sent_s,
+    )
+
+
+def evaluate(arms: Arms, *, bandwidth: float, prompt_bytes: int) -> dict[str, Any]:
+    """All numbers of the demo; medians over the runs of each arm."""
+    ttft_s = {arm.mode: statistics.median(arm.ttft_s) for arm in arms}
+    ideal = ideal_of(arms)
+    outputs = {tuple(reply.output_ids) for arm in arms for reply in arm.replies}
+    trace = arms.load.trace
+    stored_bytes = prompt_bytes * trace.stored_tokens // trace.prompt_tokens
+    return {
+        "ttft_s": ttft_s,
+        "ideal_s": ideal.ttft_s,
+        "ideal_meet_token": round(ideal.meet_token),
+        "over_ideal": ttft_s["both"] / ideal.ttft_s,
+        "speedup": {arm: ttft_s[arm] / ttft_s["both"] for arm in ("compute", "load")},
+        "same_tokens": len(outputs) == 1,
+        "prompt_tokens": trace.prompt_tokens,
+        "stored_tokens": trace.stored_tokens,
+        "computed_tokens": arms.both.typical.cake["computed_tokens"],
+        "loaded_tokens": arms.both.typical.cake["loaded_tokens"],
+        "bandwidth_bytes_per_s": round(bandwidth),
+        "link_limit_s": stored_bytes / bandwidth,
+    }
+
+
+def table(arms: Arms, result: dict[str, Any]) -> str:
+    """The readable summary."""
+    names = {"compute": "compute only", "load": "load only", "both": "both at once"}
+    lines = ["", f"{'time to first token':22}{'median':>9}{'min':>9}{'max':>9}   both is"]
+    for arm in arms:
+        times = (result["ttft_s"][arm.mode], min(arm.ttft_s), max(arm.ttft_s))
+        row = f"  {names[arm.mode]:20}" + "".join(f"{time:7.2f} s" for time in times)
+        if arm.mode in result["speedup"]:
+            row += f"   {result['speedup'][arm.mode]:.2f}x faster"
+        lines.append(row)
+    lines += [
+        f"  {'ideal':20}{result['ideal_s']:7.2f} s{'':18}   {result['over_ideal']:.3f}x this",
+        "",
+        f"both at once: {result['computed_tokens']:,} tokens computed, "
+        f"{result['loaded_tokens']:,} loaded; ideally they meet at token "
+        f"{result['ideal_meet_token']:,}",
+        f"link: {result['bandwidth_bytes_per_s'] / 1e6:.2f} MB/s; the {result['stored_tokens']:,} "
+        f"stored tokens cannot pass it in less than {result['link_limit_s']:.2f} s",
+        "output tokens: "
+        + ("the same in every run" if result["same_tokens"] else "NOT THE SAME: this is a bug"),
+    ]
+    return "\n".join(lines)
+
+
+def draw(arms: Arms, result: dict[str, Any], out: Path) -> list[Path]:
+    """The picture of the typical run of `both`, with the other two arms behind it."""
+    title = (
+        f"{result['prompt_tokens']:,}-token prompt: first token "
+        f"{result['speedup']['compute']:.2f}x sooner than by computing, "
+        f"{result['speedup']['load']:.2f}x sooner than by loading"
+    )
+    compute, load, both = (Drawn(arm.trace, arm.typical.first_token_s) for arm in arms)
+    return draw_meet(both, compute, load, title, out)

@@ -1,0 +1,117 @@
+"""Unified diffs, applied exactly or not at all. Pure: bytes in, bytes out.
+
+No fuzz and no offsets: a hunk fits only where its header says, with every context line equal.
+`patch` and `git apply` would do, but a fresh machine has neither for certain; of the libraries on
+PyPI, patch-ng searches for a hunk's place and writes files itself, whatthepatch and unidiff are
+dependencies for less than what stands here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+class DiffError(ValueError):
+    """A malformed diff, or a hunk that does not fit."""
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """Replaces `old` at line `old_start` by `new` at line `new_start`; lines count from 1."""
+
+    old_start: int
+    old: tuple[bytes, ...]
+    new_start: int
+    new: tuple[bytes, ...]
+
+    def reversed(self) -> "Hunk":
+        return Hunk(self.new_start, self.new, self.old_start, self.old)
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    path: str
+    hunks: tuple[Hunk, ...]
+
+    def reversed(self) -> "FileDiff":
+        return FileDiff(self.path, tuple(hunk.reversed() for hunk in self.hunks))
+
+
+def _lines(content: bytes) -> list[bytes]:
+    """Split at newlines only: splitlines() also splits at a lone carriage return."""
+    *whole, rest = content.split(b"\n")
+    return [line + b"\n" for line in whole] + ([rest] if rest else [])
+
+
+def parse(text: bytes) -> list[FileDiff]:
+    """Read the files of a diff; text in front of the first `--- a/` is the header.
+
+    Raises: DiffError, also for what we never write: a created, deleted or renamed file, or a
+        last line without its newline.
+    """
+    lines = _lines(text)
+    at = next((i for i, line in enumerate(lines) if line.startswith(b"--- a/")), len(lines))
+    files = []
+    while at < len(lines):
+        path = lines[at][len(b"--- a/") :].rstrip(b"\n")
+        partner = [b"+++ b/" + path + b"\n"]
+        if not lines[at].startswith(b"--- a/") or lines[at + 1 : at + 2] != partner:
+            raise DiffError(f"line {at + 1}: expected '--- a/PATH' and '+++ b/PATH' of one path")
+        at += 2
+        hunks = []
+        while at < len(lines) and lines[at].startswith(b"@@"):
+            hunk, at = _parse_hunk(lines, at)
+            hunks.append(hunk)
+        if not hunks:
+            raise DiffError(f"line {at}: {path.decode()} has no hunk")
+        files.append(FileDiff(path.decode(), tuple(hunks)))
+    if not files:
+        raise DiffError("no file in the diff")
+    return files
+
+
+def _parse_hunk(lines: Sequence[bytes], at: int) -> tuple[Hunk, int]:
+    header = _HUNK.match(lines[at])
+    if header is None:
+        raise DiffError(f"line {at + 1}: not a hunk header")
+    old_start, old_count, new_start, new_count = (
+        1 if group is None else int(group) for group in header.groups()
+    )
+    old: list[bytes] = []
+    new: list[bytes] = []
+    at += 1
+    while len(old) < old_count or len(new) < new_count:
+        line = lines[at] if at < len(lines) else b""
+        mark, body = line[:1], line[1:]
+        if mark not in (b" ", b"-", b"+") or not body.endswith(b"\n"):
+            raise DiffError(f"line {at + 1}: not a line of a hunk")
+        if mark != b"+":
+            old.append(body)
+        if mark != b"-":
+            new.append(body)
+        at += 1
+    if (len(old), len(new)) != (old_count, new_count):
+        raise DiffError(f"line {at}: the hunk is longer than its header says")
+    return Hunk(old_start, tuple(old), new_start, tuple(new)), at
+
+
+def apply(content: bytes, diff: FileDiff) -> bytes:
+    """Return `content` with every hunk of `diff` applied.
+
+    Raises: DiffError if one hunk does not fit exactly.
+    """
+    lines = _lines(content)
+    result: list[bytes] = []
+    done = 0
+    for hunk in diff.hunks:
+        start = hunk.old_start - 1
+        if start < done or tuple(lines[start : start + len(hunk.old)]) != hunk.old:
+            raise DiffError(f"{diff.path}: the hunk at line {hunk.old_start} does not fit")
+        result += lines[done:start]
+        if len(result) != hunk.new_start - 1:
+            raise DiffError(f"{diff.path}: the hunk at line {hunk.old_start} has a wrong offset")
+        result += hunk.new
+        done = start + len(hunk.old)
+    return b"".join(result + lines[done:])

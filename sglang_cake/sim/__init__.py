@@ -1,0 +1,1 @@
+"""The decisions of the package on a virtual clock, and what the ideal would have been."""

@@ -1,0 +1,46 @@
+"""A store in a dict: the fast fake of tests and the store of the simulator."""
+
+from collections.abc import Sequence
+
+from sglang_cake.errors import BlockMissing, StoreUnavailable
+from sglang_cake.keys import BlockKey
+
+
+class MemoryStore:
+    """Implements `Store` without any waiting; bounded only by what is put into it."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockKey, bytes] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._check_open()
+        return [key in self._blocks for key in keys]
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        self._check_open()
+        block = self._blocks.get(key)
+        if block is None:
+            raise BlockMissing(key.hex())
+        out.cast("B")[:] = block
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        self._check_open()
+        if key in self._blocks:
+            return False
+        self._blocks[key] = bytes(data)
+        return True
+
+    async def delete(self, key: BlockKey) -> None:
+        self._check_open()
+        self._blocks.pop(key, None)
+
+    async def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed")

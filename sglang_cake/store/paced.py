@@ -1,0 +1,61 @@
+"""A link of a stated bandwidth in front of another store."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from sglang_cake.errors import BlockCorrupt
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import Store
+
+
+class PacedStore:
+    """Implements `Store`: reads go one after another, first come first served.
+
+    A read has the link for at least `block_bytes / bytes_per_s` seconds. One that is cancelled
+    while it waits for the link costs the others nothing; one that is cancelled in the middle gives
+    the link back at once, and so does one that ended without a block having crossed the link.
+    Everything but reads goes straight through.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        bytes_per_s: float,
+        block_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """Args: clock, sleep: seconds; tests pass their own, which go together."""
+        assert bytes_per_s > 0, bytes_per_s
+        self._inner, self._clock, self._sleep = inner, clock, sleep
+        self._read_s = block_bytes / bytes_per_s
+        self._link = asyncio.Lock()  # hands itself on in the order of asking
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self._inner.contains(keys)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        async with self._link:
+            until_s = self._clock() + self._read_s
+            try:
+                await self._inner.get_into(key, out)
+            except BlockCorrupt:  # found out only after the bytes had come over
+                await self._keep_link(until_s)
+                raise
+            await self._keep_link(until_s)
+
+    async def _keep_link(self, until_s: float) -> None:
+        left_s = until_s - self._clock()
+        if left_s > 0:
+            await self._sleep(left_s)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await self._inner.put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await self._inner.delete(key)
+
+    async def close(self) -> None:
+        await self._inner.close()

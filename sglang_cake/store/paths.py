@@ -1,0 +1,79 @@
+"""Names inside a file store: this module alone makes and parses them (see docs/format.md).
+
+<root>/<namespace digest>/          one namespace
+    namespace.json                  what the digest stands for
+    ab/cd/<key>                     one block; ab and cd are the first bytes of its key
+    ab/cd/.tmp-<host>-<pid>-<random>    a block being written
+    corrupt/<key>                   a block that failed a check
+"""
+
+import functools
+import hashlib
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_cake.keys import BlockKey, Digest
+
+TMP_PREFIX = ".tmp-"
+_TMP = re.compile(r"\.tmp-([0-9a-f]{16})-([0-9]{1,10})-[0-9a-f]{16}")
+
+
+class TmpOwner(NamedTuple):
+    """Who writes a temporary file."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFolder:
+    """Where the files of one namespace are."""
+
+    root: Path
+    digest: Digest
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.digest.hex()
+
+    @property
+    def description(self) -> Path:
+        return self.folder / "namespace.json"
+
+    @property
+    def corrupt(self) -> Path:
+        return self.folder / "corrupt"
+
+    def block(self, key: BlockKey) -> Path:
+        name = key.hex()
+        return self.folder / name[:2] / name[2:4] / name
+
+
+@functools.cache
+def this_host() -> str:
+    """16 hex digits for the set of processes among which a pid means something.
+
+    The host name would not do: containers that share a folder may share that too, and a pid of one
+    would look dead to the other. Boot and pid namespace together say it exactly.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        scope = boot + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: never the same host twice, so that only age tells what is stale
+        scope = secrets.token_hex(16)
+    return hashlib.sha256(scope.encode()).hexdigest()[:16]
+
+
+def new_tmp_name() -> str:
+    """A file name that nobody else uses and that is never taken for a block's (64 hex digits)."""
+    return f"{TMP_PREFIX}{this_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def tmp_owner(name: str) -> TmpOwner | None:
+    """Who made this temporary name; None if it is not one."""
+    match = _TMP.fullmatch(name)
+    return TmpOwner(match[1], int(match[2])) if match else None

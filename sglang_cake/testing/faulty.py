@@ -1,0 +1,132 @@
+"""Fakes around a real store, for tests of whoever uses one. None of them ever sleeps."""
+
+import asyncio
+from collections.abc import Sequence
+
+from sglang_cake.errors import BlockMissing, StoreError
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import Store
+
+
+class PassingStore:
+    """Implements `Store` by handing every call on; the fakes below override what they change."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self.inner.contains(keys)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        await self.inner.get_into(key, out)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await self.inner.put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await self.inner.delete(key)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+class SlowStore(PassingStore):
+    """Every read waits until the test lets it go on."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.waiting: list[BlockKey] = []  # reads that were asked for and not let go, oldest first
+        self._gates: dict[BlockKey, asyncio.Event] = {}
+        self._changed = asyncio.Event()
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        """A cancelled read leaves `waiting`."""
+        self.waiting.append(key)
+        self._changed.set()
+        try:
+            await self._gate(key).wait()
+        finally:
+            self.waiting.remove(key)
+        await self.inner.get_into(key, out)
+
+    async def until_waiting(self, count: int) -> None:
+        """Return once at least `count` reads wait."""
+        while len(self.waiting) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def release(self, *keys: BlockKey) -> None:
+        """Let reads of `keys` go on, those that wait and those to come."""
+        for key in keys:
+            self._gate(key).set()
+
+    def _gate(self, key: BlockKey) -> asyncio.Event:
+        return self._gates.setdefault(key, asyncio.Event())
+
+
+class FaultyStore(PassingStore):
+    """Misbehaves for the keys it is told to."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._errors: dict[BlockKey, StoreError] = {}
+        self._flipped: set[BlockKey] = set()
+        self._lost: set[BlockKey] = set()
+
+    def fail(self, key: BlockKey, error: StoreError) -> None:
+        """From now on reads and puts of `key` raise `error`; a failed read leaves garbage."""
+        self._errors[key] = error
+
+    def lose(self, key: BlockKey) -> None:
+        """`contains` goes on saying yes, but the block cannot be had: evicted in between."""
+        self._lost.add(key)
+
+    def flip(self, key: BlockKey) -> None:
+        """Reads of `key` return with one bit wrong and say nothing.
+
+        No store may do that. It is how a test shows that it would notice.
+        """
+        self._flipped.add(key)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        view = out.cast("B")
+        error = BlockMissing(key.hex()) if key in self._lost else self._errors.get(key)
+        if error is not None:
+            view[:] = b"\xa5" * len(view)  # `out` is undefined after an error: show it
+            raise error
+        await self.inner.get_into(key, out)
+        if key in self._flipped:
+            view[len(view) // 2] ^= 1
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        if key in self._errors:
+            raise self._errors[key]
+        return await self.inner.put(key, data)
+
+
+class RecordingStore(PassingStore):
+    """Remembers every call, in order of asking."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.calls: list[tuple[str, BlockKey]] = []  # ("contains" | "get" | "put" | "delete", key)
+
+    def keys_of(self, call: str) -> list[BlockKey]:
+        """The keys that `call` was asked for, in order."""
+        return [key for name, key in self.calls if name == call]
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.calls += [("contains", key) for key in keys]
+        return await super().contains(keys)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        self.calls.append(("get", key))
+        await super().get_into(key, out)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        self.calls.append(("put", key))
+        return await super().put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        self.calls.append(("delete", key))
+        await super().delete(key)

@@ -1,0 +1,90 @@
+"""Small random models, made on the spot: a Llama and a byte-level tokenizer, no network needed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+BYTE_SYMBOLS = 256
+# Some clients (SGLang's own test kits among them) insist on a chat template.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def build_llama(
+    path: Path,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int = 512,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_tokens: int = 32768,
+) -> Path:
+    """Write a random Llama with its tokenizer to `path`; the same arguments give the same files.
+
+    The embeddings are untied and the weights large (0.08), which makes the output depend strongly
+    on the whole prompt: with the usual initialisation, wrong KV hardly changes a random model's
+    tokens, and a check of the output would prove nothing.
+
+    Args:
+        vocab: at least 256; tokens from 256 up are never produced by the tokenizer.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        max_position_embeddings=max_tokens,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    path.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    _byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE
+    )
+
+
+def kv_token_bytes(path: Path, dtype: str) -> int:
+    """Bytes of KV that a server with `--dtype` keeps for one token of the model at `path`."""
+    config = json.loads((path / "config.json").read_text())
+    config = config.get("text_config", config)
+    if dtype == "auto":
+        stored = config.get("dtype") or config.get("torch_dtype") or "float16"
+        dtype = "float16" if stored == "float32" else stored
+    size = 4 if dtype in ("float32", "float") else 2
+    layers: int = config["num_hidden_layers"]
+    if "kv_lora_rank" in config:  # MLA keeps one latent row a layer
+        return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
+    heads: int = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return layers * size * 2 * int(kv_heads) * int(head_dim)

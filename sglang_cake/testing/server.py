@@ -1,0 +1,225 @@
+"""A real SGLang server as a child process, and the few calls that tests and benchmarks need."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 15.0
+REQUEST_TIMEOUT_S = 600.0
+
+
+class ServerDied(RuntimeError):
+    """The server ended or never became healthy; the message holds the end of its log."""
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU answers: the question that `make setup` asks too."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+
+
+def device_flags(gpu: bool) -> list[str]:
+    """What SGLang must be told to run on this device."""
+    if gpu:
+        return ["--attention-backend", "flashinfer"]
+    return [
+        *("--device", "cpu"),
+        *("--attention-backend", "torch_native"),
+        *("--cuda-graph-backend-decode", "disabled"),
+    ]
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A context manager: healthy on entry, its whole process tree gone on exit.
+
+    Args:
+        flags: appended to the command line, after the flags of the device.
+        env: added to this process's environment.
+        log: file for the server's output; it is overwritten.
+        launcher: the command before the flags; fakes in tests replace it.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        flags: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        log: Path,
+        gpu: bool = False,
+        start_timeout_s: float = START_TIMEOUT_S,
+        launcher: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+    ) -> None:
+        self.log = log
+        self.start_s = 0.0  # how long the last start took
+        self._start_timeout_s = start_timeout_s
+        port = free_port()
+        self.base_url = f"http://127.0.0.1:{port}"
+        self._command = [
+            *launcher,
+            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+            *device_flags(gpu),
+            *flags,
+        ]
+        device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
+        self._env = {**os.environ, **device_env, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> str:
+        """Start and wait for health; returns the base URL. Raises: ServerDied."""
+        begun = time.monotonic()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as out:
+            # An own session: Ctrl-C reaches us alone, and one signal to the group ends the tree.
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            while not self._healthy():
+                if self._process.poll() is not None:
+                    raise ServerDied(self._died(f"ended with status {self._process.returncode}"))
+                if time.monotonic() - begun > self._start_timeout_s:
+                    raise ServerDied(self._died(f"not healthy after {self._start_timeout_s:.0f} s"))
+                time.sleep(0.25)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - begun
+        return self.base_url
+
+    def stop(self) -> None:
+        """End the server and everything it started; harmless when nothing runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        # Whatever outlived its parent (a scheduler in a long step) is in the same group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def logs(self) -> str:
+        """Everything the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5) as reply:
+                return int(reply.status) == 200
+        except (urllib.error.URLError, OSError, http.client.HTTPException):
+            return False
+
+    def _died(self, why: str) -> str:
+        tail = "\n".join(self.logs().splitlines()[-25:])
+        return f"the server {why}; the end of {self.log}:\n{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer, with instants in `time.monotonic` seconds (one clock for the whole machine)."""
+
+    output_ids: list[int]
+    meta: dict[str, Any]
+    sent_s: float
+    first_token_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending the request to the first streamed event."""
+        return self.first_token_s - self.sent_s
+
+    @property
+    def cake(self) -> dict[str, Any]:
+        """How the prompt was got (`meta_info.cake`); empty when the server does not say."""
+        found = self.meta.get("cake") or {}
+        return dict(found[0] if isinstance(found, list) else found)
+
+
+def generate(
+    base_url: str,
+    input_ids: Sequence[int],
+    max_new_tokens: int = 8,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> Reply:
+    """Greedy streaming `/generate`. Raises: RuntimeError when the server answers with an error."""
+    body = json.dumps(
+        {
+            "input_ids": list(input_ids),
+            "stream": True,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+        }
+    )
+    address = urlsplit(base_url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+    with contextlib.closing(connection):
+        sent_s = time.monotonic()
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"/generate: {response.status} {response.read()[:500]!r}")
+        first_token_s = 0.0
+        last: dict[str, Any] = {}
+        for line in response:
+            if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                continue
+            first_token_s = first_token_s or time.monotonic()
+            last = json.loads(line[len(b"data:") :])
+            if "error" in last:
+                raise RuntimeError(f"/generate: {last['error']}")
+    if not last:
+        raise RuntimeError("/generate: the stream ended without a token")
+    return Reply(last["output_ids"], last["meta_info"], sent_s, first_token_s)
+
+
+def flush_cache(base_url: str) -> None:
+    """Empty the server's tree; waits for running requests to finish."""
+    request = urllib.request.Request(f"{base_url}/flush_cache?timeout=60", method="POST")
+    with urllib.request.urlopen(request, timeout=90):
+        pass

@@ -1,0 +1,188 @@
+"""What every `Store` must do, as pytest tests.
+
+Use: subclass `StoreContract` under a name that starts with `Test` and say how to open the store.
+No plugin is needed; each test runs its own event loop.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from sglang_cake.errors import BlockMissing, StoreUnavailable
+from sglang_cake.keys import BlockKey
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.base import Store
+
+LAYOUT = BlockLayout(
+    layers=2, parts=(("k", (2, 8)), ("v", (2, 8))), dtype="bfloat16", block_tokens=8
+)
+NAMESPACE = Namespace((("model", "contract"), ("dtype", "bfloat16")))
+
+
+def key_of(name: object) -> BlockKey:
+    """A key that differs for every name."""
+    return BlockKey(hashlib.sha256(repr(name).encode()).digest())
+
+
+def block_of(name: object, layout: BlockLayout = LAYOUT) -> memoryview:
+    """One block of bytes that differ for every name."""
+    return memoryview(hashlib.shake_128(repr(name).encode()).digest(layout.block_bytes))
+
+
+async def read(store: Store, key: BlockKey, layout: BlockLayout = LAYOUT) -> bytes:
+    """The block of `key`, read into fresh memory."""
+    out = bytearray(layout.block_bytes)
+    await store.get_into(key, memoryview(out))
+    return bytes(out)
+
+
+class StoreContract:
+    """Subclass it, and define `open`."""
+
+    def open(self, folder: Path) -> Store:
+        """An empty store of blocks of LAYOUT in NAMESPACE; `folder` is its own, if it wants one."""
+        raise NotImplementedError
+
+    def run(self, folder: Path, test: Callable[[Store], Awaitable[None]]) -> None:
+        """Run one test on a fresh store."""
+
+        async def main() -> None:
+            async with self._opened(folder) as store:
+                await test(store)
+
+        asyncio.run(main())
+
+    @asynccontextmanager
+    async def _opened(self, folder: Path) -> AsyncIterator[Store]:
+        store = self.open(folder)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    def test_what_was_put_is_read_back(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            for name in range(3):
+                assert await store.put(key_of(name), block_of(name))
+            for name in (2, 0, 1):
+                assert await read(store, key_of(name)) == block_of(name)
+
+        self.run(tmp_path, test)
+
+    def test_a_second_put_says_so_and_changes_nothing(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            assert await store.put(key_of("a"), block_of("a")) is True
+            assert await store.put(key_of("a"), block_of("a")) is False
+            assert await read(store, key_of("a")) == block_of("a")
+
+        self.run(tmp_path, test)
+
+    def test_contains_answers_in_the_order_of_the_keys(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            await store.put(key_of("a"), block_of("a"))
+            asked = [key_of("b"), key_of("a"), key_of("c"), key_of("a")]
+            assert await store.contains(asked) == [False, True, False, True]
+            assert await store.contains([]) == []
+
+        self.run(tmp_path, test)
+
+    def test_an_unknown_block_is_missing(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            with pytest.raises(BlockMissing):
+                await read(store, key_of("a"))
+
+        self.run(tmp_path, test)
+
+    def test_a_deleted_block_is_missing_and_may_be_put_again(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            await store.put(key_of("a"), block_of("a"))
+            await store.delete(key_of("a"))
+            await store.delete(key_of("a"))
+            assert await store.contains([key_of("a")]) == [False]
+            with pytest.raises(BlockMissing):
+                await read(store, key_of("a"))
+            assert await store.put(key_of("a"), block_of("a")) is True
+            assert await read(store, key_of("a")) == block_of("a")
+
+        self.run(tmp_path, test)
+
+    def test_data_is_not_kept_after_put(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            data = bytearray(block_of("a"))
+            await store.put(key_of("a"), memoryview(data))
+            data[:] = bytes(len(data))
+            assert await read(store, key_of("a")) == block_of("a")
+
+        self.run(tmp_path, test)
+
+    def test_get_into_writes_only_what_it_was_given(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            await store.put(key_of("a"), block_of("a"))
+            size = LAYOUT.block_bytes
+            staging = bytearray(b"\x11" * (3 * size))
+            await store.get_into(key_of("a"), memoryview(staging)[size : 2 * size])
+            assert staging == b"\x11" * size + bytes(block_of("a")) + b"\x11" * size
+
+        self.run(tmp_path, test)
+
+    def test_many_at_once(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            names = range(40)
+            fresh = await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
+            assert all(fresh)
+            got = await asyncio.gather(*(read(store, key_of(n)) for n in names))
+            assert got == [block_of(n) for n in names]
+
+        self.run(tmp_path, test)
+
+    def test_puts_of_one_key_at_once_leave_one_whole_block(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            fresh = await asyncio.gather(*(store.put(key_of("a"), block_of("a")) for _ in range(8)))
+            assert any(fresh)
+            assert await read(store, key_of("a")) == block_of("a")
+
+        self.run(tmp_path, test)
+
+    def test_cancelled_calls_leave_the_store_whole(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            for turns in range(6):  # how far each call gets before it is cancelled
+                key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
+                await store.put(key_of("old"), block_of("old"))
+                calls: list[asyncio.Task[object]] = [
+                    asyncio.create_task(store.put(key, block_of(turns))),
+                    asyncio.create_task(store.get_into(key_of("old"), memoryview(out))),
+                    asyncio.create_task(store.contains([key])),
+                ]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                for call in calls:
+                    call.cancel()
+                await asyncio.wait(calls)
+                out[:] = bytes(len(out))
+                assert await read(store, key_of("old")) == block_of("old")
+                if (await store.contains([key]))[0]:
+                    assert await read(store, key) == block_of(turns)
+                assert bytes(out) == bytes(len(out)), "written after the call had returned"
+
+        self.run(tmp_path, test)
+
+    def test_a_closed_store_is_unavailable(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            await store.put(key_of("a"), block_of("a"))
+            await store.close()
+            await store.close()
+            for call in (
+                store.contains([key_of("a")]),
+                read(store, key_of("a")),
+                store.put(key_of("b"), block_of("b")),
+                store.delete(key_of("a")),
+            ):
+                with pytest.raises(StoreUnavailable):
+                    await call
+
+        self.run(tmp_path, test)

@@ -1,0 +1,104 @@
+"""Reads the trace that a server writes when `SGLANG_CAKE_TRACE_FILE` is set.
+
+One JSON object a line: `t_s` (`time.monotonic` seconds), `rid`, `event`, and the event's own
+fields. `claim` is written when a step is scheduled; on a CPU, where steps run one after the other
+on the scheduler's own thread, a step ends about when the next `claim` or `attach` is written, and
+the last one with the first token (`done` only says that the last step is scheduled).
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRACE_ENV = "SGLANG_CAKE_TRACE_FILE"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One prefill step: the span of tokens it computes, and when."""
+
+    start: int
+    stop: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """One block that came over the link, from the landing before it to its own."""
+
+    block: int
+    begin_s: float
+    land_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """The front met an island and jumped from `start` to `stop`."""
+
+    start: int
+    stop: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """What happened to one request until its first token."""
+
+    arrive_s: float = 0.0
+    found_s: float = 0.0  # when it was known what the store has: reads begin
+    prompt_tokens: int = 0
+    stored_blocks: int = 0
+    block_tokens: int = 0
+    steps: list[Step] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    attaches: list[Attach] = field(default_factory=list)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Leading tokens that need not be computed; the last one always is, for its logits."""
+        return min(self.stored_blocks * self.block_tokens, self.prompt_tokens - 1)
+
+
+def read_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace:
+    """The trace of request `rid`. Raises: ValueError when the file says nothing about it."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [event for event in map(json.loads, lines) if event["rid"] == rid]
+    if not events:
+        raise ValueError(f"{path} has no events of request {rid}")
+    events.sort(key=lambda event: event["t_s"])
+    trace = RequestTrace()
+    for event in events:
+        if event["event"] == "arrive":
+            trace.arrive_s = event["t_s"]
+            trace.prompt_tokens = event["tokens"]
+            trace.block_tokens = event["block_tokens"]
+        elif event["event"] == "found":
+            trace.found_s = event["t_s"]
+            trace.stored_blocks = event["stored_blocks"]
+        elif event["event"] == "attach":
+            trace.attaches.append(Attach(event["start"], event["stop"], event["t_s"]))
+    trace.steps = _steps(events, first_token_s)
+    trace.loads = _loads(events, trace.found_s)
+    return trace
+
+
+def _steps(events: list[dict[str, Any]], first_token_s: float) -> list[Step]:
+    marks = [event for event in events if event["event"] in ("claim", "attach")]
+    ends = [mark["t_s"] for mark in marks[1:]] + [first_token_s]
+    return [
+        Step(mark["start"], mark["stop"], mark["t_s"], end)
+        for mark, end in zip(marks, ends, strict=True)
+        if mark["event"] == "claim"
+    ]
+
+
+def _loads(events: list[dict[str, Any]], found_s: float) -> list[BlockLoad]:
+    # Reads overlap to keep the link busy; what a block costs is the time between two landings.
+    lands = [event for event in events if event["event"] == "land"]
+    begins = [found_s, *(event["t_s"] for event in lands)]
+    return [
+        BlockLoad(event["block"], begin_s, event["t_s"])
+        for event, begin_s in zip(lands, begins, strict=False)
+    ]

@@ -1,0 +1,157 @@
+"""Patch 0003: the chunk attention gives the numbers of the released code."""
+
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from sglang_copy import Copies, cut_out  # noqa: E402
+
+BACKEND = "sglang/srt/layers/attention/torch_native_backend.py"
+METHODS = {"_run_sdpa_forward_extend", "_make_sliding_window_mask", "_causal_lower_right"}
+
+
+class Counting:
+    """`scaled_dot_product_attention`, keeping the query length of every call."""
+
+    def __init__(self) -> None:
+        self.query_lens: list[int] = []
+
+    def __call__(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+        self.query_lens.append(query.shape[-2])
+        return torch.nn.functional.scaled_dot_product_attention(query, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def backends(copies: Copies) -> SimpleNamespace:
+    def load(source: bytes) -> SimpleNamespace:
+        sdpa = Counting()
+        names = {"torch": torch, "Optional": Optional, "scaled_dot_product_attention": sdpa}
+        methods = cut_out(source, METHODS, names)
+        methods.sdpa = sdpa
+        return methods
+
+    return SimpleNamespace(
+        released=load(copies.released[BACKEND]), repaired=load(copies.repaired[BACKEND])
+    )
+
+
+def run_both(backends: SimpleNamespace, spans: list[tuple[int, int]], **options: Any) -> Any:
+    """Both outputs for requests of (prefix, new) tokens, whose KV lies in shuffled slots."""
+    generator = torch.Generator().manual_seed(options.pop("seed", 0))
+    heads, kv_heads = options.pop("heads", 4), options.pop("kv_heads", 2)
+    dim, v_dim = options.pop("dim", 16), options.pop("v_dim", 16)
+    dtype = options.pop("dtype", torch.float32)
+    encoder = options.pop("encoder", 0)
+    seq_lens = torch.tensor([prefix + new for prefix, new in spans])
+    width = int(seq_lens.max()) + encoder
+    slots = torch.randperm(len(spans) * width + 7, generator=generator)
+    query = torch.randn(sum(new for _, new in spans), heads, dim, generator=generator).to(dtype)
+    keys = torch.randn(len(slots), kv_heads, dim, generator=generator).to(dtype)
+    values = torch.randn(len(slots), kv_heads, v_dim, generator=generator).to(dtype)
+    outputs = []
+    for backend in (backends.released, backends.repaired):
+        backend.sdpa.query_lens.clear()
+        outputs.append(
+            backend._run_sdpa_forward_extend(
+                backend,
+                query,
+                torch.full((query.shape[0], heads, v_dim), float("nan"), dtype=dtype),
+                keys,
+                values,
+                slots[: len(spans) * width].view(len(spans), width),
+                torch.arange(len(spans)).flip(0),
+                seq_lens,
+                torch.tensor([prefix for prefix, _ in spans]),
+                torch.tensor([new for _, new in spans]),
+                torch.full((len(spans),), encoder) if encoder else None,
+                enable_gqa=heads != kv_heads,
+                **{"causal": True, **options},
+            )
+        )
+    return outputs
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=SPANS,
+    kv_heads=st.sampled_from([1, 2, 4]),
+    scaling=st.sampled_from([None, 0.3]),
+    seed=st.integers(0, 999),
+)
+def test_random_batches_are_equal(
+    backends: SimpleNamespace,
+    spans: list[tuple[int, int]],
+    kv_heads: int,
+    scaling: float | None,
+    seed: int,
+) -> None:
+    released, repaired = run_both(backends, spans, kv_heads=kv_heads, scaling=scaling, seed=seed)
+    torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
+
+
+# Around the block of 256 queries, and a decode-like single token of a mixed batch.
+@pytest.mark.parametrize("new", [1, 255, 256, 257, 512, 600])
+@pytest.mark.parametrize("prefix", [0, 1, 300])
+def test_block_borders_are_equal(backends: SimpleNamespace, prefix: int, new: int) -> None:
+    released, repaired = run_both(backends, [(prefix, new), (5, 3)])
+    torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
+
+
+def test_values_may_be_narrower_than_keys(backends: SimpleNamespace) -> None:
+    released, repaired = run_both(backends, [(30, 20)], dim=24, v_dim=16)
+    torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
+
+
+def test_bfloat16_is_equal_to_its_precision(backends: SimpleNamespace) -> None:
+    released, repaired = run_both(backends, [(300, 260)], dtype=torch.bfloat16)
+    torch.testing.assert_close(repaired, released, atol=2e-2, rtol=2e-2)
+
+
+def test_a_request_without_new_tokens_is_passed_over(backends: SimpleNamespace) -> None:
+    released, repaired = run_both(backends, [(9, 0), (4, 3)])
+    torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"sliding_window_size": 7},
+        {"causal": False, "encoder": 11, "is_cross_attn": True},
+        {"encoder": 11},
+    ],
+)
+def test_other_attentions_still_take_the_released_path(
+    backends: SimpleNamespace, options: dict[str, Any]
+) -> None:
+    spans = [(11, 0)] if options.get("is_cross_attn") else [(20, 10), (0, 5)]
+    released, repaired = run_both(backends, spans, **options)
+    assert backends.repaired.sdpa.query_lens == backends.released.sdpa.query_lens
+    assert torch.equal(repaired, released)
+
+
+def test_a_chunk_without_prefix_makes_the_released_call(backends: SimpleNamespace) -> None:
+    released, repaired = run_both(backends, [(0, 300)])
+    assert backends.repaired.sdpa.query_lens == backends.released.sdpa.query_lens == [300]
+    assert torch.equal(repaired, released)
+
+
+def test_work_no_longer_grows_with_the_prefix(backends: SimpleNamespace) -> None:
+    run_both(backends, [(900, 300)])
+    assert backends.released.sdpa.query_lens == [1200]
+    assert backends.repaired.sdpa.query_lens == [256, 44]
+
+
+def test_a_mask_off_by_one_would_be_seen(backends: SimpleNamespace) -> None:
+    """Negative control: the inputs tell a shifted mask from the right one."""
+    right, _ = run_both(backends, [(20, 10)])
+    shifted, _ = run_both(backends, [(20, 10)], sliding_window_size=28)
+    assert (right - shifted).abs().max() > 1e-3

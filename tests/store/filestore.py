@@ -1,0 +1,40 @@
+"""What the tests of the file store share."""
+
+import asyncio
+
+from sglang_cake.store.file import FileStore
+from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+
+A, B = key_of("a"), key_of("b")
+
+
+def opened(root, *, namespace=NAMESPACE, fsync="off", min_free_bytes=0):
+    return FileStore(root, namespace, LAYOUT, fsync=fsync, min_free_bytes=min_free_bytes, threads=1)
+
+
+def with_store(root, test, **kwargs):
+    async def main():
+        store = opened(root, **kwargs)
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def path_of(root, key):
+    name = key.hex()
+    return root / NAMESPACE.digest().hex() / name[:2] / name[2:4] / name
+
+
+def files_below(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+async def put_a(store):
+    assert await store.put(A, block_of("a"))
+
+
+async def read_a(store):
+    return await read(store, A)

@@ -1,0 +1,93 @@
+"""Forks writers for test_crash.py, which kills them: `python nursery.py ROOT`.
+
+One line in, for each writer: `run` (puts and deletes until killed), `crash N` (kills itself before
+its N-th system call that changes the disk) or `race` (two writers of the same blocks). Lines out:
+the writer's pid, then `ended STATUS` once it is gone and its pid is free.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from sglang_cake.layout import BlockLayout
+from sglang_cake.store import blockfile
+from sglang_cake.store.file import FileStore
+from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
+
+LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
+NAMES = range(12)
+BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
+blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
+
+
+def opened(root, fsync="off"):
+    return FileStore(root, NAMESPACE, LAYOUT, fsync=fsync, min_free_bytes=0, threads=2)
+
+
+async def put_all(store):
+    return await asyncio.gather(*(store.put(key_of(name), BLOCKS[name]) for name in NAMES))
+
+
+async def run(root):
+    store = opened(root)
+    while True:
+        await put_all(store)
+        await asyncio.gather(*(store.delete(key_of(name)) for name in NAMES[::2]))
+
+
+async def race(root):
+    store = opened(root)
+    await put_all(store)
+    await store.close()
+
+
+async def crash(root, at):
+    store, left = opened(root, fsync="data"), at
+
+    def dying(real):
+        def call(*args, **kwargs):
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return real(*args, **kwargs)
+
+        return call
+
+    await asyncio.to_thread(store._sweeper.join)
+    for name in ("open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync"):
+        setattr(os, name, dying(getattr(os, name)))
+    await store.put(key_of(0), BLOCKS[0])
+    os._exit(0)
+
+
+def fork(work):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            asyncio.run(work)
+        finally:
+            os._exit(1 if sys.exc_info()[0] else 0)
+    work.close()
+    return pid
+
+
+def main():
+    root = Path(sys.argv[1])
+    for line in sys.stdin:
+        command, *rest = line.split()
+        if command == "crash":
+            pids = [fork(crash(root, int(rest[0])))]
+        elif command == "race":
+            pids = [fork(race(root)), fork(race(root))]
+        else:
+            pids = [fork(run(root))]
+        print(pids[0], flush=True)
+        status = [os.waitpid(pid, 0)[1] for pid in pids]
+        print("ended", max(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Writers killed at any moment: every visible block is whole, and nothing else looks like one."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import nursery
+import pytest
+from nursery import BLOCKS, LAYOUT, NAMES
+
+import sglang_cake
+from sglang_cake.testing.store_contract import NAMESPACE, key_of, read
+
+KILLS = 30
+
+
+class Nursery:
+    """The other end of nursery.py."""
+
+    def __init__(self, root):
+        self.root = root
+        self.process = subprocess.Popen(
+            [sys.executable, nursery.__file__, str(root)],
+            env=os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parents[1])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, command):
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def ended(self):
+        word, status = self.process.stdout.readline().split()
+        assert word == "ended"
+        return int(status)
+
+
+@pytest.fixture
+def writers(tmp_path):
+    it = Nursery(tmp_path)
+    try:
+        yield it
+    finally:
+        it.process.stdin.close()
+        it.process.wait()
+        it.process.stdout.close()
+
+
+def check(root):
+    """Every visible block reads back right; returns the names of those. Sweeps, as an open does."""
+
+    async def main():
+        store = nursery.opened(root)
+        try:
+            await asyncio.to_thread(store._sweeper.join)
+            found = await store.contains([key_of(name) for name in NAMES])
+            names = [name for name in NAMES if found[name]]
+            for name in names:
+                assert await read(store, key_of(name), LAYOUT) == BLOCKS[name]
+            return names
+        finally:
+            await store.close()
+
+    names = asyncio.run(main())
+    folder = root / NAMESPACE.digest().hex()
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    blocks = {key_of(name).hex() for name in names}
+    assert files == {"namespace.json"} | {f"{key[:2]}/{key[2:4]}/{key}" for key in blocks}
+    return names
+
+
+def test_writers_killed_at_random_moments(writers, tmp_path):
+    moments = random.Random(7)
+    for _ in range(KILLS):
+        pid = writers.start("run")
+        time.sleep(moments.uniform(0, 0.03))  # random moments are the point of this test
+        os.kill(pid, signal.SIGKILL)
+        assert writers.ended() == signal.SIGKILL
+        check(tmp_path)
+
+
+def test_a_writer_killed_before_each_of_its_system_calls(writers, tmp_path):
+    check(tmp_path)
+    visible = []
+    for at in range(100):
+        writers.start(f"crash {at}")
+        status = writers.ended()
+        left = list(tmp_path.rglob(".tmp-*"))
+        assert all(re.fullmatch(r"\.tmp-[0-9a-f-]+", path.name) for path in left)
+        visible.append(check(tmp_path) == [0])
+        if status == 0:
+            break
+        assert status == signal.SIGKILL
+        folder = tmp_path / NAMESPACE.digest().hex()
+        for path in sorted(folder.rglob("*"), reverse=True):  # as if there had been no put
+            if path.name != "namespace.json":
+                path.rmdir() if path.is_dir() else path.unlink()
+    # Invisible up to the rename, visible from then on: folders, open, writes, sync, close, rename.
+    assert visible == sorted(visible)
+    assert visible.count(False) > 8
+    assert visible.count(True) > 2
+
+
+def test_two_processes_put_the_same_blocks(writers, tmp_path):
+    for _ in range(5):
+        writers.start("race")
+        assert writers.ended() == 0
+        assert check(tmp_path) == list(NAMES)
+        for name in NAMES:
+            key = key_of(name).hex()
+            (tmp_path / NAMESPACE.digest().hex() / key[:2] / key[2:4] / key).unlink()
+
+
+def test_two_writers_that_rename_at_the_same_moment(tmp_path, monkeypatch):
+    both, replace = threading.Barrier(2), os.replace
+
+    def replace_together(tmp, path):
+        if Path(path).name == key_of(0).hex():
+            both.wait()
+        replace(tmp, path)
+
+    async def main():
+        first, second = nursery.opened(tmp_path), nursery.opened(tmp_path)
+        monkeypatch.setattr(os, "replace", replace_together)
+        puts = [store.put(key_of(0), BLOCKS[0]) for store in (first, second)]
+        assert await asyncio.gather(*puts) == [True, True]
+        await first.close()
+        await second.close()
+
+    asyncio.run(main())
+    assert check(tmp_path) == [0]

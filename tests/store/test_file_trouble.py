@@ -1,0 +1,210 @@
+"""Disks that fail, fill up or vanish under a file store."""
+
+import errno
+import os
+import shutil
+import subprocess
+
+import pytest
+from filestore import A, B, files_below, opened, put_a, read_a, with_store
+
+from sglang_cake.codec.frame import HEADER_BYTES
+from sglang_cake.errors import BlockMissing, StoreUnavailable
+from sglang_cake.store import space
+from sglang_cake.store.space import FRESH_S, FreeSpace
+from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+
+
+def failing(number):
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+FAILURES = [
+    ("writev", errno.ENOSPC, "full"),
+    ("writev", errno.EDQUOT, "full"),
+    ("writev", errno.EIO, "unavailable"),
+    ("fdatasync", errno.EIO, "unavailable"),
+    ("replace", errno.EIO, "unavailable"),
+    ("fsync", errno.EIO, "unavailable"),
+]
+
+
+@pytest.mark.parametrize(("call", "number", "reason"), FAILURES)
+def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, reason):
+    async def test(store):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing(number))
+            with pytest.raises(StoreUnavailable) as error:
+                await store.put(A, block_of("a"))
+        assert error.value.reason == reason
+        assert await store.contains([A]) == [False]
+        assert [path.name for path in files_below(tmp_path)] == ["namespace.json"]
+        await put_a(store)
+
+    with_store(tmp_path, test, fsync="data")
+
+
+def test_a_read_only_file_system_is_unavailable(tmp_path, monkeypatch):
+    async def test(store):
+        await put_a(store)
+        real_open = os.open
+
+        def read_only_open(path, flags, *args, **kwargs):
+            if flags & os.O_CREAT:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return real_open(path, flags, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", read_only_open)
+            with pytest.raises(StoreUnavailable, match="Read-only"):
+                await store.put(B, block_of("b"))
+            assert await read_a(store) == block_of("a")
+            with monkeypatch.context() as deeper:
+                deeper.setattr(os, "unlink", failing(errno.EROFS))
+                with pytest.raises(StoreUnavailable, match="Read-only"):
+                    await store.delete(A)
+
+    with_store(tmp_path, test)
+
+
+def test_a_disk_that_cannot_read_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
+    with_store(tmp_path, put_a)
+
+    async def test(store):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing(errno.EIO))
+            with pytest.raises(StoreUnavailable):
+                await read_a(store)
+        return await read_a(store)
+
+    assert with_store(tmp_path, test) == block_of("a")
+
+
+def test_a_root_that_is_a_file_is_unavailable(tmp_path):
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(StoreUnavailable):
+        opened(tmp_path / "kv")
+
+
+def test_a_file_where_a_folder_should_be_is_unavailable(tmp_path):
+    (tmp_path / NAMESPACE.digest().hex()).mkdir()
+    (tmp_path / NAMESPACE.digest().hex() / A.hex()[:2]).write_text("")
+
+    async def test(store):
+        for call in (store.contains([A]), read_a(store), store.put(A, block_of("a"))):
+            with pytest.raises(StoreUnavailable):
+                await call
+
+    with_store(tmp_path, test)
+
+
+def test_a_removed_namespace_is_made_again(tmp_path):
+    async def test(store):
+        await put_a(store)
+        shutil.rmtree(tmp_path / NAMESPACE.digest().hex())
+        assert await store.contains([A]) == [False]
+        with pytest.raises(BlockMissing):
+            await read_a(store)
+        await put_a(store)
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test)
+    assert (tmp_path / NAMESPACE.digest().hex() / "namespace.json").exists()
+
+
+def test_a_removed_root_is_not_made_again(tmp_path):
+    root = tmp_path / "mount" / "kv"
+
+    async def test(store):
+        await put_a(store)
+        shutil.rmtree(tmp_path / "mount")
+        with pytest.raises(BlockMissing):
+            await read_a(store)
+        with pytest.raises(StoreUnavailable):
+            await store.put(A, block_of("a"))
+        assert not (tmp_path / "mount").exists()
+
+    with_store(root, test)
+
+
+def free_bytes(monkeypatch, get_free):
+    class Stat:
+        f_frsize = 1
+
+        @property
+        def f_bavail(self):
+            return get_free()
+
+    monkeypatch.setattr(os, "statvfs", lambda folder: Stat())
+
+
+def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
+    file_bytes = HEADER_BYTES + LAYOUT.block_bytes
+    free_bytes(monkeypatch, lambda: 1000 + 2 * file_bytes - 1)
+
+    async def test(store):
+        await put_a(store)
+        with pytest.raises(StoreUnavailable, match="min_free=1000") as error:
+            await store.put(B, block_of("b"))
+        assert error.value.reason == "full"
+        assert await store.put(A, block_of("a")) is False
+        assert await read_a(store) == block_of("a")
+        assert await store.contains([B]) == [False]
+
+    with_store(tmp_path, test, min_free_bytes=1000)
+
+
+def test_free_space_is_asked_once_a_second_and_counts_our_writes_between(tmp_path, monkeypatch):
+    now, free, asked = 0.0, 100, 0
+
+    def get_free():
+        nonlocal asked
+        asked += 1
+        return free
+
+    free_bytes(monkeypatch, get_free)
+    free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
+    free_space.take(30)
+    free_space.take(30)
+    with pytest.raises(StoreUnavailable):
+        free_space.take(1)
+    assert asked == 1
+    free, now = 41, FRESH_S
+    free_space.take(1)
+    assert asked == 2
+    assert space.store_full("x").reason == "full"
+    assert StoreUnavailable("x").reason == "unavailable"
+
+
+def test_a_small_file_system_fills_up_and_recovers(tmp_path):
+    file_bytes = HEADER_BYTES + LAYOUT.block_bytes
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs here")
+
+    async def test(store):
+        stored = []
+
+        async def fill():
+            for name in range((1 << 20) // file_bytes):
+                await store.put(key_of(name), block_of(name))
+                stored.append(name)
+
+        with pytest.raises(StoreUnavailable) as error:
+            await fill()
+        assert error.value.reason == "full"
+        assert not list(tmp_path.rglob(".tmp-*"))
+        for name in stored:
+            assert await read(store, key_of(name)) == block_of(name)
+        await store.delete(key_of(0))
+        store._space._asked_s = None  # a second later
+        assert await store.put(key_of(0), block_of(0))
+        return len(stored)
+
+    try:
+        assert with_store(tmp_path, test) > 5
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -1,0 +1,78 @@
+"""Every store passes the shipped contract, alone and under the shipped fakes."""
+
+import asyncio
+
+from sglang_cake.store.file import FileStore
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.open import open_store
+from sglang_cake.store.paced import PacedStore
+from sglang_cake.store.url import StoreUrl, parse_store_url
+from sglang_cake.testing.faulty import FaultyStore, RecordingStore
+from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, StoreContract, block_of, key_of
+
+
+class TestMemoryStore(StoreContract):
+    def open(self, folder):
+        return MemoryStore()
+
+
+class TestFileStore(StoreContract):
+    def open(self, folder):
+        return open_store(
+            StoreUrl("file", folder / "kv", min_free_bytes=0), NAMESPACE, LAYOUT, threads=2
+        )
+
+
+class TestFileStoreSynced(StoreContract):
+    def open(self, folder):
+        url = StoreUrl("file", folder / "kv", min_free_bytes=0, fsync="data")
+        return open_store(url, NAMESPACE, LAYOUT, threads=2)
+
+
+class TestFileStoreOneThread(StoreContract):
+    def open(self, folder):
+        return open_store(
+            StoreUrl("file", folder / "kv", min_free_bytes=0), NAMESPACE, LAYOUT, threads=1
+        )
+
+
+class TestPacedFileStore(StoreContract):
+    def open(self, folder):
+        store = open_store(
+            parse_store_url(f"file://{folder}/kv?bandwidth=100GB/s&min_free=0"),
+            NAMESPACE,
+            LAYOUT,
+            threads=2,
+        )
+        assert isinstance(store, PacedStore)
+        return store
+
+
+class TestFaultyStoreWithoutFaults(StoreContract):
+    def open(self, folder):
+        return FaultyStore(MemoryStore())
+
+
+class TestRecordingStore(StoreContract):
+    def open(self, folder):
+        return RecordingStore(MemoryStore())
+
+
+def test_recording_store_names_calls_in_order():
+    async def main():
+        store = RecordingStore(MemoryStore())
+        await store.put(key_of("a"), block_of("a"))
+        await store.contains([key_of("a"), key_of("b")])
+        await store.get_into(key_of("a"), memoryview(bytearray(LAYOUT.block_bytes)))
+        await store.delete(key_of("a"))
+        return store
+
+    store = asyncio.run(main())
+    assert [call for call, _ in store.calls] == ["put", "contains", "contains", "get", "delete"]
+    assert store.keys_of("contains") == [key_of("a"), key_of("b")]
+
+
+def test_open_store_without_bandwidth_is_the_bare_file_store(tmp_path):
+    store = open_store(StoreUrl("file", tmp_path / "kv"), NAMESPACE, LAYOUT, threads=1)
+    assert isinstance(store, FileStore)
+    asyncio.run(store.close())

@@ -1,0 +1,236 @@
+"""What may be written as a store URL, and one clear line for everything else."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.errors import ConfigError
+from sglang_cake.store import url as url_module
+from sglang_cake.store.url import (
+    DEFAULT_MIN_FREE_BYTES,
+    StoreUrl,
+    check_store_url,
+    default_store_url,
+    parse_bandwidth,
+    parse_size,
+    parse_store_url,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("200kB", 200_000),
+        ("200KB", 200_000),
+        ("200MB", 200_000_000),
+        ("500GB", 500 * 10**9),
+        ("500 GB", 500 * 10**9),
+        ("10TB", 10**13),
+        ("1PB", 10**15),
+        ("1KiB", 1024),
+        ("1.5GiB", 3 * 2**29),
+        ("2TiB", 2**41),
+        ("0.1GB", 10**8),
+        ("999999999999999999", 10**18 - 1),
+    ],
+)
+def test_sizes(text, expected):
+    assert parse_size(text) == expected
+
+
+BAD_SIZES = [
+    "",
+    "GB",
+    "-1",
+    "1e9",
+    "1.5.2GB",
+    "1gb",
+    "1Gb",
+    "1G",
+    "5 %",
+    "inf",
+    "1kiB",
+    "1GB/s",
+    "٣",
+]
+
+
+@pytest.mark.parametrize("text", BAD_SIZES)
+def test_bad_sizes(text):
+    with pytest.raises(ConfigError) as error:
+        parse_size(text)
+    assert str(error.value) == (
+        f"{text!r} is not a size: write bytes, or for example 500GB or 1.5GiB"
+    )
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_plain_bytes_are_exact(size_bytes):
+    assert parse_size(str(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("50MB/s", 50e6),
+        ("1GiB/s", 2.0**30),
+        ("32Gbps", 4e9),
+        ("7Gbit/s", 0.875e9),
+        ("8kbps", 1000.0),
+        ("100B/s", 100.0),
+        ("0.5MB/s", 0.5e6),
+    ],
+)
+def test_bandwidths(text, expected):
+    assert parse_bandwidth(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "50", "50MB", "50Mb/s", "MB/s", "0MB/s", "0.0Gbps", "-1MB/s", "50MB/h", "1mbps"]
+)
+def test_bad_bandwidths(text):
+    with pytest.raises(ConfigError, match="is not a bandwidth: write for example 50MB/s"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("file:///nvme/kv", StoreUrl("file", Path("/nvme/kv"))),
+        ("file:///nvme/kv/", StoreUrl("file", Path("/nvme/kv"))),
+        ("file:////nvme/kv", StoreUrl("file", Path("/nvme/kv"))),
+        ("file:///a%20b%2Cc%23", StoreUrl("file", Path("/a b,c#"))),
+        ("file:///a/b~1", StoreUrl("file", Path("/a/b~1"))),
+        ("file:///a?", StoreUrl("file", Path("/a"))),
+        (
+            "file:///a?bandwidth=50MB/s&fsync=data&min_free=20GB",
+            StoreUrl("file", Path("/a"), 50e6, "data", 20 * 10**9),
+        ),
+        ("file:///a?min_free=0&fsync=off", StoreUrl("file", Path("/a"), None, "off", 0)),
+        ("file:///a?min_free=1%20GB", StoreUrl("file", Path("/a"), min_free_bytes=10**9)),
+    ],
+)
+def test_good_urls(text, expected):
+    assert parse_store_url(text) == expected
+
+
+def test_a_disk_is_never_filled_to_the_last_byte_unasked():
+    assert parse_store_url("file:///a").min_free_bytes == DEFAULT_MIN_FREE_BYTES > 0
+
+
+BAD_URLS = {
+    "": "the store URL is empty",
+    "  ": "the store URL is empty",
+    "/nvme/kv": "write file:///absolute/path",
+    "file:/nvme/kv": "write file:///absolute/path",
+    "http://host:8700": "unknown scheme 'http', allowed: file",
+    "://a": "unknown scheme ''",
+    "FILE:///a": "unknown scheme 'FILE'",
+    "file://": "the path is not absolute",
+    "file:///": "names no folder",
+    "file:///%00": "names no folder",
+    "file://nvme/kv": "the path is not absolute, write file:///absolute/path",
+    "file://~/kv": "'~' and '$' are not expanded",
+    "file:///~/kv": "'~' and '$' are not expanded",
+    "file://~me/kv": "'~' and '$' are not expanded",
+    "file://$HOME/kv": "'~' and '$' are not expanded",
+    "file:///$HOME/kv": "'~' and '$' are not expanded",
+    "file:///a#b": "%23",
+    "file:///a,http://b": "only one store is possible in this version",
+    "file:///a,b": "only one store is possible in this version",
+    "file:///a?capacity=500GB": "'capacity': nothing is evicted in this version, bound the "
+    "disk with min_free",
+    "file:///a?speed=1": "'speed': unknown key, allowed: bandwidth, fsync, min_free",
+    "file:///a?Fsync=off": "'Fsync': unknown key",
+    "file:///a?&": "unknown key",
+    "file:///a?fsync": "'fsync': '' is not possible, allowed: off, data",
+    "file:///a?fsync=on": "'fsync': 'on' is not possible, allowed: off, data",
+    "file:///a?fsync=off&fsync=off": "'fsync' is given twice",
+    "file:///a?min_free=lots": "'min_free': 'lots' is not a size",
+    "file:///a?bandwidth=50MB": "'bandwidth': '50MB' is not a bandwidth",
+    "file:///a?bandwidth=50MB/s?fsync=off": "'bandwidth': '50MB/s?fsync=off' is not a bandwidth",
+}
+
+
+@pytest.mark.parametrize("text", BAD_URLS)
+def test_bad_urls(text):
+    with pytest.raises(ConfigError) as error:
+        parse_store_url(text)
+    assert BAD_URLS[text] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert repr(text) in str(error.value) or not text.strip()
+
+
+@given(st.one_of(st.text(), st.text().map(lambda text: "file:///a?" + text)))
+def test_any_text_is_a_store_or_a_config_error(text):
+    try:
+        url = parse_store_url(text)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017 - both ways are fine
+    else:
+        assert url.path.is_absolute()
+
+
+def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch, tmp_path):
+    class Stat:
+        f_blocks, f_frsize = 1000, 4096
+
+    asked = []
+    monkeypatch.setattr(url_module.os, "statvfs", lambda path: asked.append(path) or Stat())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = StoreUrl("file", tmp_path / "sglang_cake/store", min_free_bytes=819200)
+    assert default_store_url() == expected
+    assert asked == [tmp_path]  # the nearest folder that is there
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [None, "", "relative/cache"])
+def test_without_an_absolute_cache_folder_it_is_below_home(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if value is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert default_store_url().path == tmp_path / ".cache/sglang_cake/store"
+
+
+def test_without_a_home_the_user_is_asked_for_a_store(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match=r"no default store .*: name one"):
+        default_store_url()
+
+
+def test_checking_a_store_makes_its_folder_and_leaves_nothing_in_it(tmp_path):
+    url = StoreUrl("file", tmp_path / "a" / "kv")
+    check_store_url(url)
+    check_store_url(url)
+    assert list(url.path.iterdir()) == []
+    assert url.path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("below", ["", "kv", "a/kv"])
+def test_checking_a_store_that_cannot_be_made_is_one_line(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / below
+    with pytest.raises(ConfigError) as error:
+        check_store_url(StoreUrl("file", path))
+    assert f"store folder {path} cannot be made or written: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_checking_really_writes(tmp_path, monkeypatch):
+    def full(**kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(url_module.tempfile, "TemporaryFile", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        check_store_url(StoreUrl("file", tmp_path))

@@ -1,0 +1,86 @@
+"""What killed writers left behind is removed, and nothing else."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from filestore import A, files_below, path_of, put_a, read_a, with_store
+
+from sglang_cake.errors import StoreUnavailable
+from sglang_cake.store.paths import new_tmp_name, this_host
+from sglang_cake.store.sweep import STALE_S, sweep_stale
+from sglang_cake.testing.store_contract import block_of, key_of
+
+
+def ended_pid():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_only_stale_files_are_swept(tmp_path):
+    folder = tmp_path / "ab" / "cd"
+    folder.mkdir(parents=True)
+    long_ago = 1_000_000_000
+    dead, here, other_host = ended_pid(), this_host(), "0" * 16
+
+    def tmp(host, pid, number, *, old=False):
+        path = folder / f".tmp-{host}-{pid}-{number:016x}"
+        path.write_bytes(b"x")
+        if old:
+            os.utime(path, (long_ago, long_ago))
+        return path
+
+    gone = [
+        tmp(here, dead, 1),
+        tmp(here, os.getpid(), 2, old=True),
+        tmp(other_host, dead, 3, old=True),
+    ]
+    kept = [
+        tmp(here, os.getpid(), 4),
+        tmp(here, 1, 5),
+        tmp(other_host, dead, 6),
+        folder / new_tmp_name(),
+        folder / ".tmp-of-somebody-else",
+        folder / key_of("a").hex(),
+    ]
+    for path in kept[3:]:
+        path.write_bytes(b"x")
+    for path in kept[4:]:
+        os.utime(path, (long_ago, long_ago))
+    assert STALE_S == 3600
+    assert sweep_stale(tmp_path, threading.Event()) == len(gone)
+    assert files_below(tmp_path) == sorted(kept)
+
+
+def test_opening_sweeps_in_the_background(tmp_path):
+    with_store(tmp_path, put_a)
+    left = path_of(tmp_path, A).parent / f".tmp-{this_host()}-{ended_pid()}-{1:016x}"
+    left.write_bytes(b"x")
+
+    async def test(store):
+        await asyncio.to_thread(store._sweeper.join)
+        assert not left.exists()
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test)
+
+
+def test_a_writer_that_was_swept_away_fails_cleanly(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def swept_then_replace(tmp, path):
+        os.unlink(tmp)
+        replace(tmp, path)
+
+    async def test(store):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", swept_then_replace)
+            with pytest.raises(StoreUnavailable):
+                await store.put(A, block_of("a"))
+        assert await store.contains([A]) == [False]
+
+    with_store(tmp_path, test)

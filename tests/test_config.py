@@ -1,0 +1,212 @@
+"""The settings: round trips, precedence, and errors that fit on one line and say what is allowed."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.config import (
+    CONFIG_ENV,
+    ENABLED_ENV,
+    NAMES,
+    CakeConfig,
+    as_flag,
+    as_variable,
+    from_environment,
+    from_mapping,
+    load_file,
+    resolve,
+    to_environment,
+)
+from sglang_cake.errors import ConfigError
+
+PATHS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip)
+CONFIGS = st.builds(
+    CakeConfig,
+    store=st.sampled_from([None, "file:///kv", "file:///a%2Cb?bandwidth=50MB/s&min_free=20GB"]),
+    mode=st.sampled_from(["auto", "both", "compute", "load"]),
+    codec=st.just("raw"),
+    block_tokens=st.integers(1, 65_536),
+    min_load_tokens=st.integers(0, 2**31 - 1),
+    trace_file=st.none() | PATHS,
+    staging_bytes=st.integers(1, 2**60),
+    write_queue_bytes=st.integers(1, 2**60),
+    queue_depth=st.integers(1, 1024),
+)
+
+
+@given(CONFIGS)
+def test_environment_round_trip(config: CakeConfig) -> None:
+    assert from_environment(to_environment(config) | {ENABLED_ENV: "1"}) == config
+
+
+@given(CONFIGS)
+def test_mapping_round_trip_typed_and_as_text(config: CakeConfig) -> None:
+    assert from_mapping(asdict(config)) == config
+    text = {name: str(value) for name, value in asdict(config).items() if value is not None}
+    assert from_mapping(text) == config
+
+
+@given(CONFIGS, CONFIGS, CONFIGS, st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES)))
+def test_flag_before_environment_before_file_before_default(
+    tmp_path_factory: pytest.TempPathFactory,
+    flag: CakeConfig,
+    variable: CakeConfig,
+    in_file: CakeConfig,
+    flags: set[str],
+    variables: set[str],
+) -> None:
+    path = tmp_path_factory.mktemp("config") / "cake.json"
+    path.write_text(json.dumps(asdict(in_file)))
+    environ = {as_variable(name): text for name, text in _texts(variable).items()}
+    environ = {name: text for name, text in environ.items() if _plain(name) in variables}
+    given_flags = {name: text for name, text in _texts(flag).items() if name in flags}
+    got = resolve(given_flags, environ | {CONFIG_ENV: str(path)})
+    for name in NAMES:
+        first = (
+            flag if name in given_flags else variable if as_variable(name) in environ else in_file
+        )
+        assert getattr(got, name) == getattr(first, name)
+
+
+def _texts(config: CakeConfig) -> dict[str, str]:
+    return {name: str(value) for name, value in asdict(config).items() if value is not None}
+
+
+def _plain(variable: str) -> str:
+    return variable.removeprefix("SGLANG_CAKE_").lower()
+
+
+def test_file_named_by_flag_replaces_the_one_of_the_environment(tmp_path: Path) -> None:
+    for name, depth in (("a", 7), ("b", 8)):
+        (tmp_path / f"{name}.toml").write_text(f"queue_depth = {depth}\n")
+    environ = {CONFIG_ENV: str(tmp_path / "a.toml")}
+    assert from_environment(environ).queue_depth == 7
+    assert resolve({}, environ, file=str(tmp_path / "b.toml")).queue_depth == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.toml", 'mode = "load"\nblock-tokens = 64\nstaging_bytes = "2GiB"\n'),
+        ("c.toml", '[cake]\nmode = "load"\nblock_tokens = 64\nstaging-bytes = "2GiB"\n'),
+        ("c.json", '{"mode": "load", "block-tokens": "64", "staging_bytes": 2147483648}'),
+        ("c.yaml", "cake:\n  mode: load\n  block-tokens: 64\n  staging_bytes: 2GiB\n"),
+        ("C.YML", "mode: load\nblock_tokens: 64\nstaging_bytes: 2GiB\n"),
+    ],
+)
+def test_files(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    if name.lower().endswith("ml") and not name.endswith("toml"):
+        pytest.importorskip("yaml")
+    want = CakeConfig(mode="load", block_tokens=64, staging_bytes=2 * 2**30)
+    assert from_mapping(load_file(str(tmp_path / name))) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("c.toml", "mode = \n", "is not valid TOML"),
+        ("c.json", '{"mode"\n: }', "is not valid JSON"),
+        ("c.json", "[1]", "holds no table"),
+        ("c.json", '{"cake": 3}', "allowed: a table of settings"),
+        ("c.toml", "port = 1\n[cake]\n", "'port' stands beside the table 'cake'"),
+        ("c.toml", "block-tokens = 1\nblock_tokens = 2\n", "block_tokens is given twice"),
+        ("c.toml", "queue_depth = true\n", "queue_depth: True is not possible, allowed: a whole"),
+        ("c.toml", "block_token = 1\n", "did you mean block_tokens?"),
+        ("c.json", '{"mode": null}', "mode: None is not possible, allowed: auto, both"),
+        ("c.ini", "mode=load", "has an unknown type, allowed: .toml, .json, .yaml, .yml"),
+        ("c.yaml", "a: [\n1", "c.yaml: "),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str, part: str) -> None:
+    (tmp_path / name).write_text(text)
+    message = _message(lambda: load_file(str(tmp_path / name)))
+    assert part in message
+    assert name in message
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    message = _message(lambda: load_file(str(tmp_path / "none.toml")))
+    assert "none.toml" in message
+    assert "no such file" in message
+
+
+BAD: list[tuple[str, object, str]] = [
+    ("mode", "laod", "'laod' is not possible, allowed: auto, both, compute, load (did you mean lo"),
+    ("mode", "", "allowed: auto, both, compute, load"),
+    ("mode", "LOAD", "did you mean load?"),
+    ("codec", "zip", "allowed: raw"),
+    ("block_tokens", "0", "allowed: a whole number from 1 to 65536"),
+    ("block_tokens", "-1", "'-1'"),
+    ("block_tokens", "1e3", "'1e3'"),
+    ("block_tokens", "1_000", "'1_000'"),
+    ("block_tokens", "²", "'²'"),
+    ("block_tokens", 128.0, "128.0"),
+    ("block_tokens", None, "None"),
+    ("min_load_tokens", "many", "'many'"),
+    ("queue_depth", "9" * 5000, "a whole number from 1 to 1024"),
+    ("queue_depth", 2_000, "2000"),
+    ("staging_bytes", "1 gig", "'1 gig'"),
+    ("staging_bytes", 0, "a size in bytes above 0"),
+    ("staging_bytes", "0", "a size in bytes above 0"),
+    ("write_queue_bytes", True, "a size in bytes above 0"),
+    ("store", "", "store"),
+    ("store", "/nvme/kv", "file:///absolute/path"),
+    ("store", "ftp://x\ny", "unknown scheme 'ftp'"),
+    ("store", ["file:///kv"], "allowed: a URL"),
+    ("store", "file:///kv?bandwith=1MB/s", "bandwith"),
+    ("trace_file", "", "allowed: the path of a file"),
+    ("blocktokens", "1", "unknown setting, did you mean"),
+    ("xyz", "1", "unknown setting, allowed: "),
+    ("a\nb", "1", "unknown setting"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "part"), BAD)
+def test_bad_values_name_setting_value_and_what_is_allowed(
+    name: str, value: object, part: str
+) -> None:
+    assert part in _message(lambda: from_mapping({name: value}))
+    assert part in _message(lambda: resolve({name: value}, {}))
+    if "\n" not in name:
+        assert as_flag(name) in _message(lambda: resolve({name: value}, {}))
+        if isinstance(value, str):
+            environ = {as_variable(name): value}
+            assert as_variable(name) in _message(lambda: from_environment(environ))
+
+
+def test_environment_names_are_exact() -> None:
+    assert "SGLANG_CAKE_MODES: unknown setting, did you mean SGLANG_CAKE_MODE?" in _message(
+        lambda: from_environment({"SGLANG_CAKE_MODES": "load"})
+    )
+    assert "capital" in _message(lambda: from_environment({"SGLANG_CAKE_mode": "load"}))
+    assert from_environment({"SGLANG_OTHER": "1", "PATH": ""}) == CakeConfig()
+
+
+@given(st.sampled_from(NAMES), st.text() | st.integers() | st.floats() | st.none() | st.booleans())
+def test_any_value_is_taken_or_refused_in_one_line(name: str, value: Any) -> None:
+    try:
+        config = from_mapping({name: value})
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert from_environment(to_environment(config)) == config
+
+
+def test_every_field_can_be_set() -> None:
+    assert {field.name for field in fields(CakeConfig)} == set(NAMES)
+    assert from_mapping({}) == CakeConfig()
+
+
+def _message(action: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action()
+    message = str(caught.value)
+    assert message
+    assert len(message.splitlines()) == 1
+    return message
