@@ -23,7 +23,7 @@ ENABLED_ENV: Final = "SGLANG_CAKE_ENABLED"  # not a setting: tells child process
 
 _MAX_BLOCK_TOKENS: Final = 65_536
 _MAX_QUEUE_DEPTH: Final = 1_024
-_MAX_BYTES: Final = 2**60
+_MAX_BYTES: Final = 2**50  # 1 PiB
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"
 
 
@@ -207,7 +207,7 @@ def _size(spelled: str, value: object) -> int:
         except ConfigError as error:
             raise ConfigError(f"{spelled}: {error}") from None
     if type(number) is not int or not 0 < number <= _MAX_BYTES:
-        raise _bad(spelled, value, "a size in bytes above 0, for example 512MiB or 2GB")
+        raise _bad(spelled, value, "1 byte to 1PiB, for example 512MiB or 2GB")
     return number
 
 

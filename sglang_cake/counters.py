@@ -6,7 +6,7 @@ from collections import defaultdict
 # Every counter with its label values, so that each is visible from the start, at zero.
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
-UNSTORED_REASONS = ("queue_full", "unavailable")
+UNSTORED_REASONS = ("queue_full", "full", "unavailable")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
     "computed_tokens": ("",),

@@ -33,8 +33,8 @@ CONFIGS = st.builds(
     block_tokens=st.integers(1, 65_536),
     min_load_tokens=st.integers(0, 2**31 - 1),
     trace_file=st.none() | PATHS,
-    staging_bytes=st.integers(1, 2**60),
-    write_queue_bytes=st.integers(1, 2**60),
+    staging_bytes=st.integers(1, 2**50),
+    write_queue_bytes=st.integers(1, 2**50),
     queue_depth=st.integers(1, 1024),
 )
 
@@ -152,9 +152,9 @@ BAD: list[tuple[str, object, str]] = [
     ("queue_depth", "9" * 5000, "a whole number from 1 to 1024"),
     ("queue_depth", 2_000, "2000"),
     ("staging_bytes", "1 gig", "'1 gig'"),
-    ("staging_bytes", 0, "a size in bytes above 0"),
-    ("staging_bytes", "0", "a size in bytes above 0"),
-    ("write_queue_bytes", True, "a size in bytes above 0"),
+    ("staging_bytes", 0, "1 byte to 1PiB"),
+    ("staging_bytes", "0", "1 byte to 1PiB"),
+    ("write_queue_bytes", True, "1 byte to 1PiB"),
     ("store", "", "store"),
     ("store", "/nvme/kv", "file:///absolute/path"),
     ("store", "ftp://x\ny", "unknown scheme 'ftp'"),

@@ -172,12 +172,11 @@ class Coordinator:
             serving: ids of the requests that are being prefilled or wait for it, in order.
         """
         self.waiting = False
-        if self._restores:
-            load_s = self._loader.load_s_per_block
-            self._teller.stepped(
-                overhead_s=self.step_s,
-                bandwidth_bytes_per_s=self._landing.block_bytes / load_s if load_s else 0.0,
-            )
+        load_s = self._loader.load_s_per_block
+        self._teller.stepped(
+            overhead_s=self.step_s if self._restores else None,  # an idle poll is no step
+            bandwidth_bytes_per_s=self._landing.block_bytes / load_s if load_s else 0.0,
+        )
         self.step_s = 0.0
         self._measure_compute()
         for event in self._loader.drain():

@@ -221,7 +221,7 @@ def _answer_in_one_line(parser: argparse.ArgumentParser) -> None:
     def error(message: str) -> NoReturn:
         if _OURS.search(message):
             unknown = re.search(r"unrecognized arguments:.*?(--(?:enable-)?cake[^\s=]*)", message)
-            near = []
+            near: list[str] = []
             if unknown:  # a high cutoff: all our flags share their first letters
                 near = difflib.get_close_matches(unknown[1], flags, n=1, cutoff=0.8)
             hint = f", did you mean {near[0]}?" if near else ""

@@ -64,9 +64,10 @@ class Metrics:
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
         ).labels(**labels)
 
-    def publish(self, *, bandwidth_bytes_per_s: float, step_overhead_s: float) -> None:
+    def publish(self, *, bandwidth_bytes_per_s: float, step_overhead_s: float | None) -> None:
         """Once a step; counters go out once a second."""
-        self._overhead.observe(step_overhead_s)
+        if step_overhead_s is not None:
+            self._overhead.observe(step_overhead_s)
         now_s = time.monotonic()
         if now_s < self._next_s:
             return

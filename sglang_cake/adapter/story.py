@@ -35,8 +35,8 @@ class Storyteller:
             line = {"t_s": at_s or time.monotonic(), "rid": restore.rid, "event": event, **facts}
             self._trace.write(json.dumps(line) + "\n")
 
-    def stepped(self, *, overhead_s: float, bandwidth_bytes_per_s: float) -> None:
-        """A scheduling step is over in which cake itself took `overhead_s`."""
+    def stepped(self, *, overhead_s: float | None, bandwidth_bytes_per_s: float) -> None:
+        """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
             self._metrics.publish(
                 step_overhead_s=overhead_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s

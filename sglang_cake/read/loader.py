@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sglang_cake.buffers import Buffer, BufferPool
-from sglang_cake.counters import Counters
+from sglang_cake.counters import FAILURE_REASONS, Counters
 from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
@@ -219,7 +219,8 @@ class Loader:
             self._counters.add("wasted_bytes", len(buffer.view), label="cancelled")
             raise
         except StoreError as error:
-            self._give_up(flight, buffer, reason=error.reason)
+            known = error.reason in FAILURE_REASONS
+            self._give_up(flight, buffer, reason=error.reason if known else "unavailable")
         except Exception:
             logger.exception("a store broke its contract; the block will be computed")
             self._give_up(flight, buffer, reason="internal")

@@ -7,12 +7,13 @@ is counted: serving never waits for the store.
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_cake.buffers import Buffer, BufferPool
-from sglang_cake.counters import Counters
+from sglang_cake.counters import UNSTORED_REASONS, Counters
 from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
@@ -20,6 +21,7 @@ from sglang_cake.store.base import Store
 
 logger = logging.getLogger(__name__)
 PUTS_IN_FLIGHT = 2
+COMPLAIN_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Writer:
         self._counters = counters
         self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._quiet_until_s = 0.0
         self.pending_blocks = 0  # I/O thread writes, anyone may read
 
     def take(self) -> Buffer | None:
@@ -100,13 +103,20 @@ class Writer:
                 self._counters.add("stored_blocks")
                 self._counters.add("stored_bytes", len(buffer.view))
         except StoreError as error:
-            self._counters.add("unstored_blocks", label="unavailable")
-            logger.warning("a block was not stored: %s", error)
+            known = error.reason in UNSTORED_REASONS
+            self._counters.add("unstored_blocks", label=error.reason if known else "unavailable")
+            self._complain(error)
         except Exception:
             self._counters.add("unstored_blocks", label="unavailable")
             logger.exception("a store broke its contract; a block was not stored")
         finally:
             self._release(buffer)
+
+    def _complain(self, error: StoreError) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:  # a full disk fails every block, and says so once
+            self._quiet_until_s = now_s + COMPLAIN_EVERY_S
+            logger.warning("blocks are not stored: %s", error)
 
     def _release(self, buffer: Buffer) -> None:
         self._pool.give(buffer)

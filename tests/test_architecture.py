@@ -1,0 +1,65 @@
+"""The rules of docs/architecture.md, kept by a test: who may import whom, and how long things are."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import sglang_cake
+
+ROOT = Path(sglang_cake.__file__).parent
+FILES = sorted(p for p in ROOT.rglob("*.py") if "_patches" not in p.parts)
+NOUNS = {"nouns"}
+MAY_IMPORT = {
+    "nouns": NOUNS,
+    "codec": NOUNS | {"codec"},
+    "store": NOUNS | {"codec", "store"},
+    "read": NOUNS | {"codec", "store", "read"},
+    "write": NOUNS | {"codec", "store", "write"},
+    "sim": NOUNS | {"read", "store", "sim"},
+    "testing": NOUNS | {"codec", "store", "testing"},
+    "cli": NOUNS | {"codec", "store", "read", "write", "sim", "testing", "cli"},
+    "adapter": NOUNS | {"codec", "store", "read", "write", "sim", "adapter"},
+}
+# `config` judges store URLs where they are given, so that a bad one fails before anything starts.
+EXCEPTIONS = {("config.py", "store")}
+
+
+def _part(module: str) -> str:
+    names = module.split(".")
+    return names[1] if len(names) > 1 and names[1] in MAY_IMPORT else "nouns"
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_parts_import_only_what_they_may(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    part = relative.parts[0] if relative.parts[0] in MAY_IMPORT else "nouns"
+    if str(relative) == "__main__.py":
+        part = "cli"
+    for module in _imports(path):
+        if module.split(".")[0] == "sglang":
+            assert part == "adapter", f"{relative} imports {module}"
+        if module.split(".")[0] == "sglang_cake":
+            other = _part(module)
+            allowed = other in MAY_IMPORT[part] or (str(relative), other) in EXCEPTIONS
+            assert allowed, f"{relative} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= 60, f"{node.name} has {lines} lines"

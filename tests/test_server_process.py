@@ -1,0 +1,79 @@
+"""`testing.server` against a stand-in for SGLang: streaming, failures, nothing left running."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_cake.testing.server import Server, ServerDied, flush_cache, generate
+
+# Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
+STAND_IN = r"""
+import http.server, json, subprocess, sys, time
+port = int(sys.argv[sys.argv.index("--port") + 1])
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, body=b""):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.reply()
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path.startswith("/flush_cache"):
+            return self.reply()
+        if not json.loads(body)["input_ids"]:
+            return self.reply(b'data: {"error": {"message": "empty"}}\n\n')
+        self.reply()
+        for ids in ([5], [5, 6]):
+            event = {"output_ids": ids, "meta_info": {"id": "r", "cake": [{"meet_token": 3}]}}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.flush()
+            time.sleep(0.3)
+        self.wfile.write(b"data: [DONE]\n\n")
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def server(folder: Path, code: str) -> Server:
+    script = folder / "stand_in.py"
+    script.write_text(code)
+    return Server(folder, log=folder / "server.log", launcher=(sys.executable, str(script)))
+
+
+def gone(pid: int) -> bool:
+    """Ended; a zombie that nobody reaped yet counts."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return stat.rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_streams_and_stops_the_whole_tree(tmp_path: Path) -> None:
+    with server(tmp_path, STAND_IN) as running:
+        reply = generate(running.base_url, [1, 2, 3])
+        assert reply.output_ids == [5, 6]
+        assert reply.ttft_s < 0.3  # the first event, not the last
+        assert reply.cake == {"meet_token": 3}
+        flush_cache(running.base_url)
+        with pytest.raises(RuntimeError, match="empty"):
+            generate(running.base_url, [])
+        child = int(running.logs().split()[1])
+        os.kill(child, 0)
+    for _ in range(50):
+        if gone(child):
+            return
+        time.sleep(0.1)
+    pytest.fail("the child outlived its server")
+
+
+def test_a_server_that_ends_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    broken = server(tmp_path, "raise SystemExit('no such model')")
+    with pytest.raises(ServerDied, match=r"status 1(.|\n)*no such model"):
+        broken.start()

@@ -1,0 +1,101 @@
+"""Reading a server's trace, and the demo's numbers and picture made from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_cake.cli.demo_report import Arm, Arms, draw, evaluate, table
+from sglang_cake.testing.server import Reply
+from sglang_cake.testing.trace import read_trace
+
+PROMPT, BLOCK, CHUNK = 1024, 128, 256
+# Ten seconds to compute all, ten to load all; sent at 100, known to be stored at 101.
+COMPUTE = [("claim", 101 + 2.5 * i, {"start": 256 * i, "stop": 256 * i + 256}) for i in range(4)]
+LOAD = [
+    *(("land", 101 + 1.25 * (8 - block), {"block": block}) for block in range(7, -1, -1)),
+    ("attach", 111.0, {"start": 0, "stop": 1023}),
+    ("claim", 111.0, {"start": 1023, "stop": 1024}),
+]
+BOTH = [
+    *COMPUTE[:2],
+    *(("land", 101 + 1.25 * (8 - block), {"block": block}) for block in range(7, 3, -1)),
+    ("attach", 106.0, {"start": 512, "stop": 1023}),
+    ("claim", 106.0, {"start": 1023, "stop": 1024}),
+]
+
+
+def written(path: Path, rid: str, middle: list[tuple[str, float, dict[str, Any]]]) -> None:
+    events = [
+        ("arrive", 100.5, {"tokens": PROMPT, "block_tokens": BLOCK}),
+        ("found", 101.0, {"stored_blocks": 8}),
+        *middle,
+        ("done", middle[-1][1], {"computed_tokens": 0, "loaded_tokens": 0, "wasted_bytes": 0}),
+    ]
+    with path.open("a") as out:
+        for event, t_s, facts in reversed(events):  # the reader sorts
+            out.write(json.dumps({"t_s": t_s, "rid": rid, "event": event, **facts}) + "\n")
+
+
+def arm(folder: Path, mode: str, middle: list[Any], first_token_s: float, tokens: list[int]) -> Arm:
+    path = folder / f"{mode}.jsonl"
+    written(path, "warm-up", middle)
+    written(path, mode, middle)
+    cake = {"computed_tokens": 513, "loaded_tokens": 511}
+    reply = Reply(tokens, {"id": mode, "cake": [cake]}, sent_s=100.0, first_token_s=first_token_s)
+    return Arm(mode, path, [reply])
+
+
+@pytest.fixture
+def arms(tmp_path: Path) -> Arms:
+    return Arms(
+        arm(tmp_path, "compute", COMPUTE, 111.0, [1, 2]),
+        arm(tmp_path, "load", LOAD, 111.5, [1, 2]),
+        arm(tmp_path, "both", BOTH, 106.5, [1, 2]),
+    )
+
+
+def test_steps_end_where_the_next_begins_and_the_last_with_the_first_token(arms: Arms) -> None:
+    steps = read_trace(arms.both.trace_file, "both", 106.5).steps
+    assert [(step.start, step.stop) for step in steps] == [(0, 256), (256, 512), (1023, 1024)]
+    assert [step.end_s - step.begin_s for step in steps] == [2.5, 2.5, 0.5]
+
+
+def test_a_block_costs_the_time_between_landings(arms: Arms) -> None:
+    trace = read_trace(arms.load.trace_file, "load", 111.5)
+    assert [load.block for load in trace.loads] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert {load.land_s - load.begin_s for load in trace.loads} == {1.25}
+    assert trace.stored_tokens == PROMPT - 1
+
+
+def test_an_unknown_request_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no events of request nobody"):
+        read_trace(tmp_path / "missing.jsonl", "nobody", 1.0)
+
+
+def test_the_numbers_of_the_demo(arms: Arms) -> None:
+    result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
+    assert result["ttft_s"] == {"compute": 11.0, "load": 11.5, "both": 6.5}
+    # One second before the first step, half of ten seconds, half a second for the last step.
+    assert result["ideal_s"] == pytest.approx(6.5, rel=1e-3)
+    assert result["ideal_meet_token"] == pytest.approx(512, abs=1)
+    assert result["same_tokens"] is True
+    assert (result["computed_tokens"], result["loaded_tokens"]) == (513, 511)
+    text = table(arms, result)
+    assert "1.69x faster" in text
+    assert "the same in every run" in text
+
+
+def test_different_tokens_are_noticed(arms: Arms) -> None:
+    arms.both.replies[0].output_ids[-1] = 9
+    result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
+    assert result["same_tokens"] is False
+    assert "NOT THE SAME" in table(arms, result)
+
+
+def test_the_picture_is_drawn(arms: Arms, tmp_path: Path) -> None:
+    result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
+    paths = draw(arms, result, tmp_path / "meet")
+    assert [path.suffix for path in paths] == [".svg", ".png"]
+    assert all(path.stat().st_size > 10_000 for path in paths)
