@@ -138,9 +138,10 @@ def resolve(
         _read(given, spell),
         _read({name.lower(): value for name, value in variables.items()}, as_variable),
     ]
-    path = environ.get(CONFIG_ENV) if file is None else file
-    if path is not None:
-        layers.append(load_file(path))
+    if file is None and environ.get(ENABLED_ENV) != "1":  # else the launcher has read the file
+        file = environ.get(CONFIG_ENV)
+    if file is not None:
+        layers.append(load_file(file))
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
         merged.update(layer)
@@ -148,7 +149,10 @@ def resolve(
 
 
 def to_environment(config: CakeConfig) -> dict[str, str]:
-    """The variables from which `from_environment` reads the same settings again."""
+    """The variables from which a child's `from_environment` reads the same settings again.
+
+    With ENABLED_ENV beside them they are all there is: no file is read a second time.
+    """
     return {
         as_variable(name): str(value) for name, value in asdict(config).items() if value is not None
     }

@@ -47,7 +47,8 @@ def block_keys(
         tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
         known: keys of the leading blocks, if the caller has them: they are not hashed again.
     """
-    raw = memoryview(tokens if isinstance(tokens, array) else array("q", tokens)).cast("B")
+    ready = isinstance(tokens, array) and tokens.typecode == "q"
+    raw = memoryview(tokens if ready else array("q", tokens)).cast("B")  # type: ignore[arg-type]
     stride = block_tokens * 8
     keys = list(known)
     previous = bytes(keys[-1]) if keys else seed.digest()

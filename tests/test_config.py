@@ -1,4 +1,4 @@
-"""The settings: round trips, precedence, and errors that fit on one line and say what is allowed."""
+"""The settings: round trips, precedence, errors that fit on one line and say what is allowed."""
 
 import json
 from dataclasses import asdict, fields
@@ -87,6 +87,12 @@ def test_file_named_by_flag_replaces_the_one_of_the_environment(tmp_path: Path) 
     environ = {CONFIG_ENV: str(tmp_path / "a.toml")}
     assert from_environment(environ).queue_depth == 7
     assert resolve({}, environ, file=str(tmp_path / "b.toml")).queue_depth == 8
+
+
+def test_a_child_does_not_read_the_file_again() -> None:
+    environ = to_environment(CakeConfig(queue_depth=3)) | {CONFIG_ENV: "/gone.toml"}
+    assert from_environment(environ | {ENABLED_ENV: "1"}).queue_depth == 3
+    assert "/gone.toml" in _message(lambda: from_environment(environ))
 
 
 @pytest.mark.parametrize(
@@ -192,8 +198,8 @@ def test_environment_names_are_exact() -> None:
 def test_any_value_is_taken_or_refused_in_one_line(name: str, value: Any) -> None:
     try:
         config = from_mapping({name: value})
-    except ConfigError as error:
-        assert len(str(error).splitlines()) == 1
+    except ConfigError:
+        _message(lambda: from_mapping({name: value}))
     else:
         assert from_environment(to_environment(config)) == config
 

@@ -34,7 +34,8 @@ def written(path: Path, rid: str, middle: list[tuple[str, float, dict[str, Any]]
         ("done", middle[-1][1], {"computed_tokens": 0, "loaded_tokens": 0, "wasted_bytes": 0}),
     ]
     with path.open("a") as out:
-        for event, t_s, facts in reversed(events):  # the reader sorts
+        # A landing has its own instant and is written later: the reader sorts.
+        for event, t_s, facts in sorted(events, key=lambda event: event[0] == "land"):
             out.write(json.dumps({"t_s": t_s, "rid": rid, "event": event, **facts}) + "\n")
 
 

@@ -58,12 +58,14 @@ class CakePrefillAdder(PrefillAdder):
         tree, cake = self._cake()
         if cake.hold(req):
             return AddReqResult.CONTINUE  # stays in the queue; the next request may go
+        self._stop = None
+        if cake.restore(req.rid) is None:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
         started_s = time.perf_counter()
         with self._lock_node(req.last_node):
             cake.settle(req, tree.attach_waiting)
         step = cake.plan(req, self.rem_chunk_tokens)
         cake.step_s += time.perf_counter() - started_s
-        self._stop = None
         if step is not None:
             # To end before the prompt ends is to be chunked, and SGLang knows one such request.
             taken = has_chunked_req or self.new_chunked_req is not None

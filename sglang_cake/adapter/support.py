@@ -124,13 +124,13 @@ def unsupported(args: Any, model: ModelFacts | None, block_tokens: int) -> str |
         args: SGLang's ServerArgs or a view of it, raw or resolved.
         model: None while the model's configuration has not been read.
     """
+    # The model first: for some kinds SGLang itself turns off what the rules below ask for.
+    kind = None if model is None else _unsupported_model(model)
+    if kind is not None:
+        return kind
     for field, is_in_the_way, reason in _RULES:
         if is_in_the_way(getattr(args, field)):
             return f"cake {reason}"
-    if model is not None:
-        reason_or_none = _unsupported_model(model)
-        if reason_or_none is not None:
-            return reason_or_none
     return _page_mismatch(args.page_size, block_tokens)
 
 

@@ -82,7 +82,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when every arm gave the same tokens, 1 otherwise."""
     # A plain `kill` must stop the servers too: let it unwind like Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     progress = Progress()
     try:
         return _run(args, progress)
@@ -92,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     except (DemoFailed, ServerDied) as error:
         progress.say(f"failed: {error}")
         return 1
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> int:

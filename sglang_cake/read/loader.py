@@ -44,6 +44,7 @@ class _Lane:
     prompt: Prompt
     store: Store
     admitted: bool = False
+    keys: list[BlockKey] = field(default_factory=list)
     fence: int = 0  # written by the scheduler thread under the gate
     todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
 
@@ -143,7 +144,7 @@ class Loader:
 
     async def _look_up(self, lane: _Lane, load: bool) -> None:
         prompt = lane.prompt
-        keys = prompt.chain.of(prompt.tokens)
+        keys = lane.keys = prompt.chain.of(prompt.tokens)
         try:
             stored = await lane.store.contains(keys)
         except Exception as error:
@@ -173,9 +174,8 @@ class Loader:
                 lane.todo.pop()
 
     def _next_lane(self) -> _Lane | None:
-        # A waiting prompt leaves some buffers to the one that is being served.
-        reserve = min(self._depth, self._staging.capacity // 4)
-        scarce = self._staging.free <= reserve
+        # Waiting prompts leave buffers to the one that is being served.
+        scarce = self._staging.free <= self._staging.capacity // 4
         waiting = None
         for lane in self._lanes:
             if lane.todo and lane.admitted:
@@ -186,7 +186,7 @@ class Loader:
 
     def _start(self, lane: _Lane, block: int) -> bool:
         """Get one block under way for `lane`; False if there is no buffer for it."""
-        key = lane.prompt.chain.of(lane.prompt.tokens)[block]
+        key = lane.keys[block]
         staged = self._staged.get(key)
         if staged is not None and staged.hold():
             self._outbox.append(Landed(lane.prompt.rid, block, staged, time.monotonic()))

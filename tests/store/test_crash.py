@@ -126,7 +126,7 @@ def test_two_writers_that_rename_at_the_same_moment(tmp_path, monkeypatch):
 
     def replace_together(tmp, path):
         if Path(path).name == key_of(0).hex():
-            both.wait()
+            both.wait(10)
         replace(tmp, path)
 
     async def main():

@@ -1,0 +1,150 @@
+"""Ranks that see different things and must decide alike."""
+
+import copy
+from array import array
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_pools import restore_of
+
+from sglang_cake.adapter.agree import Agreement, Facts
+from sglang_cake.adapter.restore import Restore
+from sglang_cake.read.plan import Rates
+
+BLOCK = 4
+
+
+def reach(ranks: list[list[Restore]], rates: list[Rates]) -> list[tuple[list[Facts], Rates]]:
+    """What each rank learns: once to hear what all of them say, once to tell them the minimum."""
+    said: list[torch.Tensor] = []
+    for restores, own in zip(ranks, rates, strict=True):
+        Agreement(lambda tensor: said.append(tensor.clone())).reach(restores, own)
+    assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
+    least = torch.stack(said).min(dim=0).values
+    return [
+        Agreement(lambda tensor: tensor.copy_(least)).reach(restores, own)
+        for restores, own in zip(ranks, rates, strict=True)
+    ]
+
+
+def restore(
+    blocks: int,
+    *,
+    arrived: tuple[int, ...] = (),
+    failed: tuple[int, ...] = (),
+    answer: tuple[tuple[bool, ...], bool] | None = None,
+    known: bool = False,
+    extra: int = 0,
+) -> Restore:
+    made = restore_of(blocks, block=BLOCK)
+    made.tokens = array("q", range(blocks * BLOCK + extra))
+    made.arrived = dict.fromkeys(arrived)  # type: ignore[assignment]
+    made.failed = set(failed)
+    made.answer, made.known = answer, known
+    return made
+
+
+def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> None:
+    yes = ((True,) * 4, True)
+    ranks = [
+        [restore(4, arrived=(0, 2, 3), answer=yes)],
+        [restore(4, arrived=(2, 3), failed=(1,), answer=yes)],
+        [restore(4, arrived=(3, 0), answer=yes)],
+    ]
+    results = reach(ranks, [Rates()] * 3)
+    for facts, _ in results:
+        assert facts[0].landed == (3,)
+        assert facts[0].lost == (1,)
+        assert facts[0].stored == (True,) * 4
+        assert facts[0].load
+
+
+def test_a_lookup_counts_when_every_rank_has_answered() -> None:
+    quick, slow = restore(2, answer=((True, True), True)), restore(2)
+    for facts, _ in reach([[quick], [slow]], [Rates()] * 2):
+        assert facts[0].stored is None
+    slow.answer = ((True, False), True)
+    for facts, _ in reach([[quick], [slow]], [Rates()] * 2):
+        assert facts[0].stored == (True, False)
+        assert facts[0].load
+    slow.answer = ((True, False), False)
+    for facts, _ in reach([[quick], [slow]], [Rates()] * 2):
+        assert facts[0].stored == (True, False)
+        assert not facts[0].load
+
+
+def test_an_answer_is_given_once() -> None:
+    told = restore(2, answer=((True, True), True), known=True)
+    for facts, _ in reach([[told]], [Rates()]):
+        assert facts[0].stored is None
+
+
+def test_rates_are_the_smallest_and_unknown_anywhere_is_unknown() -> None:
+    for _, rates in reach([[], []], [Rates(2e-5, 0.3, 0.0), Rates(3e-5, 0.1, 0.5)]):
+        assert rates == Rates(2e-5, 0.1, 0.0)
+
+
+def test_a_single_rank_agrees_with_itself() -> None:
+    one = restore(3, arrived=(1,), failed=(2,), answer=((True, True, True), True), extra=3)
+    facts, rates = Agreement(None).reach([one], Rates(1e-5, 2e-3, 0.25))
+    assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
+    assert rates == Rates(1e-5, 2e-3, 0.25)
+
+
+def test_clocks_agree_on_the_shortest(monkeypatch) -> None:
+    waits = {"a": 5.0, "b": 2.0}
+    monkeypatch.setattr(Restore, "local_elapsed_s", lambda self: waits[self.rid])
+    ranks = [[restore(1)], [restore(1)]]
+    ranks[0][0].rid, ranks[1][0].rid = "a", "b"
+    assert [facts[0].elapsed_s for facts, _ in reach(ranks, [Rates()] * 2)] == [2.0, 2.0]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[list[Restore]]:
+    """The same requests as several ranks see them."""
+    shapes = draw(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=4)
+    )
+    ranks = []
+    for _ in range(draw(st.integers(1, 4))):
+        rank = []
+        for blocks, extra, known in shapes:
+            state = draw(st.lists(st.sampled_from("wlf"), min_size=blocks, max_size=blocks))
+            stored = tuple(draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks)))
+            answer = (stored, draw(st.booleans())) if known or draw(st.booleans()) else None
+            rank.append(
+                restore(
+                    blocks,
+                    arrived=tuple(b for b, s in enumerate(state) if s == "l"),
+                    failed=tuple(b for b, s in enumerate(state) if s == "f"),
+                    answer=answer,
+                    known=known,
+                    extra=extra,
+                )
+            )
+        ranks.append(rank)
+    return ranks
+
+
+@given(ranks=views(), rates=st.lists(st.floats(0, 10), min_size=12, max_size=12))
+def test_every_rank_learns_the_same_and_it_is_true(
+    ranks: list[list[Restore]], rates: list[float]
+) -> None:
+    own = [Rates(*rates[3 * n : 3 * n + 3]) for n in range(len(ranks))]
+    results = reach(copy.copy(ranks), own)
+    plain = [[(f.stored, f.load, f.landed, f.lost) for f in facts] for facts, _ in results]
+    assert all(p == plain[0] for p in plain)
+    assert len({agreed for _, agreed in results}) == 1
+    for n, (stored, load, landed, lost) in enumerate(plain[0]):
+        views_of_it = [rank[n] for rank in ranks]
+        assert set(landed) == set.intersection(*(set(r.arrived) for r in views_of_it))
+        assert set(lost) == set.union(*(r.failed for r in views_of_it))
+        answers = [r.answer for r in views_of_it]
+        if views_of_it[0].known or None in answers:
+            assert stored is None
+        else:
+            assert stored == tuple(
+                all(column) for column in zip(*(a[0] for a in answers if a), strict=True)
+            )
+        assert load == all(a is not None and a[1] for a in answers)

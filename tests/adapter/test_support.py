@@ -1,0 +1,145 @@
+"""What is refused, before a model is loaded and again in the scheduler."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_cake.adapter.support import ModelFacts, check_context, unsupported
+from sglang_cake.config import CakeConfig
+from sglang_cake.errors import ConfigError
+
+PLAIN = ModelFacts()
+
+
+def _args(**changes: Any) -> SimpleNamespace:
+    """The fields of SGLang's ServerArgs that matter, as they are by default."""
+    fields: dict[str, Any] = {
+        "disable_radix_cache": False,
+        "chunked_prefill_size": None,
+        "disaggregation_mode": "null",
+        "encoder_only": False,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
+        "use_ray": False,
+        "speculative_algorithm": None,
+        "dllm_algorithm": None,
+        "enable_hierarchical_cache": False,
+        "enable_lmcache": False,
+        "enable_flexkv": False,
+        "enable_unified_cache_external_linker": False,
+        "enable_kv_cache_sharding": False,
+        "prefill_only_disable_kv_cache": False,
+        "enable_streaming_session": False,
+        "is_embedding": False,
+        "page_size": None,
+    }
+    assert set(changes) <= set(fields)
+    return SimpleNamespace(**fields | changes)
+
+
+def test_defaults_are_supported() -> None:
+    assert unsupported(_args(), None, 128) is None
+    assert unsupported(_args(page_size=1, chunked_prefill_size=512), PLAIN, 128) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("disable_radix_cache", True),
+        ("chunked_prefill_size", -1),
+        ("disaggregation_mode", "decode"),
+        ("encoder_only", True),
+        ("pp_size", 2),
+        ("attn_cp_size", 2),
+        ("dcp_size", 2),
+        ("use_ray", True),
+        ("speculative_algorithm", "EAGLE3"),
+        ("dllm_algorithm", "LowConfidence"),
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+        ("enable_flexkv", True),
+        ("enable_unified_cache_external_linker", True),
+        ("enable_kv_cache_sharding", True),
+        ("prefill_only_disable_kv_cache", True),
+        ("enable_streaming_session", True),
+        ("is_embedding", True),
+    ],
+)
+def test_settings_are_refused_by_the_name_of_their_flag(field: str, value: object) -> None:
+    reason = unsupported(_args(**{field: value}), PLAIN, 128)
+    assert reason is not None
+    assert reason.startswith("cake ")
+    assert f"--{field.replace('_', '-')}" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("page_size", "block_tokens", "advice"),
+    [(96, 128, 96), (48, 128, 144), (256, 128, 256), (64, 100, 128)],
+)
+def test_blocks_are_whole_pages(page_size: int, block_tokens: int, advice: int) -> None:
+    reason = unsupported(_args(page_size=page_size), PLAIN, block_tokens)
+    assert reason is not None
+    assert reason.endswith(f"--cake-block-tokens {advice}")
+    assert unsupported(_args(page_size=page_size), PLAIN, advice) is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(PLAIN, is_hybrid_swa=True),
+        replace(PLAIN, is_hybrid_ssm=True),
+        replace(PLAIN, is_encoder_decoder=True),
+        replace(PLAIN, is_generation=False),
+        replace(PLAIN, is_multimodal=True),
+        replace(PLAIN, is_sparse=True),
+        replace(PLAIN, is_ngram=True),
+    ],
+)
+def test_model_kinds_are_named_before_what_sglang_turned_off_for_them(facts: ModelFacts) -> None:
+    reason = unsupported(_args(disable_radix_cache=True), facts, 128)
+    assert reason is not None
+    assert reason.startswith("cake does not support ")
+    assert "--disable-radix-cache" not in reason
+
+
+def _context(**changes: Any) -> Any:
+    params = {"disable": False, "is_eagle": False, "pp_size": 1, "attn_cp_size": 1, "page_size": 1}
+    fields: dict[str, Any] = {
+        "disable_radix_cache": False,
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "is_dsa": False,
+    }
+    params |= {name: changes.pop(name) for name in list(changes) if name in params}
+    assert set(changes) <= set(fields)
+    return SimpleNamespace(**fields | changes, params=SimpleNamespace(**params))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"disable_radix_cache": True},
+        {"disable": True},
+        {"is_eagle": True},
+        {"pp_size": 2},
+        {"attn_cp_size": 2},
+        {"is_hybrid_swa": True},
+        {"is_hybrid_ssm": True},
+        {"is_dsa": True},
+    ],
+)
+def test_scheduler_refuses_in_one_line(changes: dict[str, Any]) -> None:
+    pytest.importorskip("sglang")
+    with pytest.raises(ConfigError, match=r"^cake [^\n]+$"):
+        check_context(_context(**changes), CakeConfig())
+
+
+def test_the_rules_name_fields_that_sglang_has() -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.server_args import ServerArgs
+
+    assert unsupported(ServerArgs(model_path="none"), None, 128) is None

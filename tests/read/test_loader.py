@@ -1,0 +1,626 @@
+"""The loader on its real thread, with stores that the test holds by the hand."""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.buffers import BufferPool
+from sglang_cake.counters import Counters
+from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
+from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
+from sglang_cake.read.loader import Loader, Prompt
+from sglang_cake.store.base import Store
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
+
+BLOCK, BYTES, PATIENCE_S = 4, 32, 20.0
+SEED = KeySeed(Digest(b"n" * 32))
+
+
+@dataclass(slots=True, eq=False)
+class HostBytes:
+    data: bytearray
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+
+def tokens_of(name: int, blocks: int, shared: int = 0) -> array:
+    """The first `shared` blocks are alike for every name."""
+    own = range(1000 * (name + 1), 1000 * (name + 1) + (blocks - shared) * BLOCK)
+    return array("q", [*range(shared * BLOCK), *own])
+
+
+def keys_of(tokens: array) -> list[BlockKey]:
+    return KeyChain(SEED, BLOCK).of(tokens)
+
+
+def bytes_of(key: BlockKey) -> bytes:
+    return bytes(key)[:BYTES].ljust(BYTES, b".")
+
+
+class BrokenStore(PassingStore):
+    """Raises what no store may raise."""
+
+    def __init__(self, inner: Store, *, reads: bool = True, lookups: bool = True) -> None:
+        super().__init__(inner)
+        self.reads, self.lookups = reads, lookups
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self.lookups:
+            raise ZeroDivisionError
+        return await super().contains(keys)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        raise ZeroDivisionError
+
+
+class Desk:
+    """A loader, its store, and what came of it."""
+
+    def __init__(self, *, buffers: int = 8, depth: int = 2) -> None:
+        self.io = IoThread("test-io")
+        self.memory = MemoryStore()
+        self.slow = SlowStore(self.memory)
+        self.faulty = FaultyStore(self.slow)
+        self.store = RecordingStore(self.faulty)
+        self.pool = BufferPool(buffers, lambda: HostBytes(bytearray(BYTES)))
+        self.counters = Counters()
+        self.loader = self.new_loader(self.store, depth)
+        self.events: list[LoaderEvent] = []
+        self.held: list[Landed] = []
+
+    def new_loader(self, store: Store, depth: int = 2) -> Loader:
+        return Loader(store, self.pool, self.io, self.counters, queue_depth=depth)
+
+    # ---- the test's hands ----
+
+    def fill(self, tokens: array, *, without: Sequence[int] = ()) -> list[BlockKey]:
+        async def put() -> None:
+            for block, key in enumerate(keys):
+                if block not in without:
+                    await self.memory.put(key, memoryview(bytes_of(key)))
+
+        keys = keys_of(tokens)
+        self.io.run(put(), PATIENCE_S)
+        return keys
+
+    def begin(
+        self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
+    ) -> None:
+        prompt = Prompt(
+            rid=rid,
+            chain=KeyChain(SEED, BLOCK),
+            tokens=tokens,
+            blocks=len(tokens) // BLOCK,
+            first_block=first,
+            min_blocks=least,
+        )
+        self.loader.begin(prompt, load=load)
+
+    def settle(self) -> None:
+        """Return when nothing more happens in the I/O thread by itself."""
+
+        async def quiet() -> None:
+            for _ in range(30):
+                await asyncio.sleep(0)
+
+        self.io.run(quiet(), PATIENCE_S)
+
+    def open(self, *keys: BlockKey) -> None:
+        async def release() -> None:
+            self.slow.release(*keys)
+
+        self.io.run(release(), PATIENCE_S)
+        self.settle()
+
+    def waiting(self) -> list[BlockKey]:
+        self.settle()
+        return list(self.slow.waiting)
+
+    def news(self) -> list[LoaderEvent]:
+        self.settle()
+        events = self.loader.drain()
+        for event in events:
+            if isinstance(event, Landed):
+                self.held.append(event)
+        self.events += events
+        return events
+
+    def landed(self) -> list[tuple[str, int]]:
+        """Landed since the last call of `news` or `landed`; the bytes must be right."""
+        found = [e for e in self.news() if isinstance(e, Landed)]
+        return [(e.rid, e.block) for e in found]
+
+    def release(self, *, used: bool = True, reason: str = "ended") -> None:
+        for event in self.held:
+            event.staged.release(used=used, reason=reason)
+        self.held.clear()
+        self.settle()
+
+    def wasted(self) -> dict[str, int]:
+        values = self.counters.snapshot()
+        return {label: n for (name, label), n in values.items() if name == "wasted_bytes" and n}
+
+    def failures(self) -> dict[str, int]:
+        values = self.counters.snapshot()
+        return {label: n for (name, label), n in values.items() if name == "load_failures" and n}
+
+    def read_keys(self) -> list[BlockKey]:
+        self.settle()
+        return self.store.keys_of("get")
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.io.close()
+
+
+@pytest.fixture
+def desk_of() -> Iterator[Callable[..., Desk]]:
+    made = []
+
+    def make(**options: int) -> Desk:
+        made.append(Desk(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.io.close()
+
+
+# ---- one prompt ----
+
+
+def test_the_last_block_comes_first_and_the_queue_has_its_depth(desk: Desk) -> None:
+    tokens = tokens_of(0, 5)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[4], keys[3]]
+    assert desk.news() == [Found("a", (True,) * 5, load=True)]
+    desk.open(keys[3])
+    assert desk.waiting() == [keys[4], keys[2]]
+    desk.open(*keys)
+    assert desk.read_keys() == keys[::-1]
+    assert sorted(desk.landed()) == [("a", b) for b in range(5)]
+    for event in desk.held:
+        assert bytes(event.staged.buffer.view) == bytes_of(keys[event.block])
+    desk.release()
+    desk.loader.end("a")
+    desk.settle()
+    assert desk.pool.free == desk.pool.capacity
+    assert desk.wasted() == {}
+    assert desk.counters.snapshot()["read_bytes", ""] == 5 * BYTES
+    assert desk.loader.load_s_per_block > 0
+
+
+def test_only_what_is_stored_and_allowed_is_read(desk: Desk) -> None:
+    tokens = tokens_of(0, 6)
+    keys = desk.fill(tokens, without=[3])
+    desk.open(*keys)
+    desk.begin("a", tokens, first=2)
+    assert desk.news()[0] == Found("a", (True, True, True, False, True, True), load=True)
+    assert desk.read_keys() == [keys[5], keys[4], keys[2]]
+
+
+@pytest.mark.parametrize(("least", "load"), [(4, True), (5, False)])
+def test_too_little_is_not_worth_it(desk: Desk, least: int, load: bool) -> None:
+    tokens = tokens_of(0, 6)
+    desk.open(*desk.fill(tokens, without=[0]))
+    desk.begin("a", tokens, first=2, least=least)
+    assert desk.news()[0] == Found("a", (False, *[True] * 5), load=load)
+    assert len(desk.read_keys()) == (4 if load else 0)
+
+
+def test_a_lookup_alone_reads_nothing(desk: Desk) -> None:
+    tokens = tokens_of(0, 3)
+    desk.fill(tokens)
+    desk.begin("a", tokens, load=False)
+    assert desk.news() == [Found("a", (True,) * 3, load=False)]
+    assert desk.read_keys() == []
+
+
+# ---- the fence ----
+
+
+def test_the_fence_stops_what_is_under_way_and_what_was_to_come(desk: Desk) -> None:
+    tokens = tokens_of(0, 6)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[5], keys[4]]
+    desk.loader.fence("a", 5)
+    assert desk.waiting() == [keys[5]]
+    assert desk.wasted() == {"cancelled": BYTES}
+    desk.open(*keys)
+    assert desk.landed() == [("a", 5)]
+    assert desk.read_keys() == [keys[5], keys[4]]
+    desk.loader.fence("a", 2)  # a fence never goes back
+    assert desk.read_keys() == [keys[5], keys[4]]
+
+
+def test_no_read_starts_behind_the_fence_even_in_the_narrowest_gap(desk: Desk) -> None:
+    """The loader has taken the next block up and not begun to read it when the fence rises."""
+    tokens = tokens_of(0, 4)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[3], keys[2]]
+    entered, go_on = threading.Event(), threading.Event()
+
+    def turn() -> None:
+        desk.loader._depth = 3
+        desk.loader._pump()  # takes block 1 up; its task runs after this turn
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+
+    desk.io.post(turn)
+    assert entered.wait(PATIENCE_S)
+    desk.loader.fence("a", 2)
+    go_on.set()
+    assert desk.read_keys() == [keys[3], keys[2]]
+    desk.loader.end("a")
+    desk.settle()
+    assert desk.pool.free == desk.pool.capacity
+
+
+def test_a_read_cancelled_before_it_began_gives_its_buffer_back(desk: Desk) -> None:
+    tokens = tokens_of(0, 4)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[3], keys[2]]
+    lane = desk.loader._by_rid["a"]
+
+    def turn() -> None:
+        desk.loader._depth = 3
+        desk.loader._pump()  # takes block 1 up ...
+        lane.fence = 2
+        desk.loader._trim(lane)  # ... and cancels it before its task has run at all
+
+    desk.io.post(turn)
+    assert desk.read_keys() == [keys[3], keys[2]]
+    assert desk.pool.free == desk.pool.capacity - 2
+    assert desk.wasted() == {}  # nothing was read
+    desk.loader.end("a")
+    desk.settle()
+    assert desk.pool.free == desk.pool.capacity
+
+
+# ---- shared blocks ----
+
+
+def test_two_prompts_share_one_read(desk_of: Callable[..., Desk]) -> None:
+    desk = desk_of(depth=4)
+    a, b = tokens_of(0, 3, shared=2), tokens_of(1, 3, shared=2)
+    keys = desk.fill(a)
+    desk.fill(b)
+    desk.open(keys[2], keys_of(b)[2])
+    desk.begin("a", a)
+    desk.begin("b", b)
+    assert sorted(desk.landed()) == [("a", 2), ("b", 2)]
+    assert sorted(desk.waiting()) == sorted([keys[0], keys[1]])
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert len(desk.read_keys()) == 4
+    for event in desk.held:
+        keys_there = keys if event.rid == "a" else keys_of(b)
+        assert bytes(event.staged.buffer.view) == bytes_of(keys_there[event.block])
+    assert desk.pool.free == desk.pool.capacity - 4
+    desk.release()
+    assert desk.pool.free == desk.pool.capacity
+
+
+def test_bytes_in_staging_serve_a_later_prompt_without_a_read(desk: Desk) -> None:
+    tokens = tokens_of(0, 2)
+    desk.open(*desk.fill(tokens))
+    desk.begin("a", tokens)
+    assert len(desk.landed()) == 2
+    desk.begin("b", tokens)
+    assert sorted(desk.landed()) == [("b", 0), ("b", 1)]
+    assert len(desk.read_keys()) == 2
+    first, rest = desk.held[:2], desk.held[2:]
+    for event in first:
+        event.staged.release(used=False, reason="overtaken")
+    for event in rest:
+        event.staged.release(used=True)
+    desk.settle()
+    desk.held.clear()
+    assert desk.wasted() == {}  # they served one of the two
+    assert desk.pool.free == desk.pool.capacity
+    desk.begin("c", tokens)
+    assert len(desk.landed()) == 2
+    assert len(desk.read_keys()) == 4  # staging holds them no more
+
+
+def test_one_of_two_prompts_leaving_does_not_cancel_their_read(desk: Desk) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens)
+    assert desk.waiting() == keys
+    desk.loader.end("a")
+    assert desk.waiting() == keys
+    desk.open(*keys)
+    assert desk.landed() == [("b", 0)]
+    assert desk.wasted() == {}
+
+
+def test_who_comes_when_the_read_was_just_cancelled_still_gets_the_block(desk: Desk) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens, load=False)
+    assert desk.waiting() == keys
+    late = desk.loader._by_rid["b"]
+
+    def turn() -> None:
+        """In one turn of the loop: the only waiter leaves, another prompt wants the block."""
+        desk.loader._close(desk.loader._by_rid.pop("a"))
+        late.todo = [0]
+        desk.loader._pump()
+
+    desk.io.post(turn)
+    desk.open(*keys)
+    assert desk.landed() == [("b", 0)]
+    assert bytes(desk.held[0].staged.buffer.view) == bytes_of(keys[0])
+    desk.release()
+    assert desk.pool.free == desk.pool.capacity
+
+
+# ---- buffers ----
+
+
+def test_loading_pauses_without_buffers_and_goes_on_with_them(desk_of: Callable[..., Desk]) -> None:
+    desk = desk_of(buffers=3, depth=8)
+    tokens = tokens_of(0, 7)
+    keys = desk.fill(tokens)
+    desk.open(*keys)
+    desk.begin("a", tokens)
+    order = []
+    for expected in (3, 3, 1):
+        got = desk.landed()
+        order += [b for _, b in got]
+        assert len(got) == expected
+        assert desk.pool.free == 3 - expected
+        assert desk.landed() == []
+        desk.release()
+    assert order == [6, 5, 4, 3, 2, 1, 0]
+    assert desk.pool.free == 3
+
+
+def test_a_lost_block_gives_its_buffer_to_the_next(desk_of: Callable[..., Desk]) -> None:
+    desk = desk_of(buffers=1, depth=1)
+    tokens = tokens_of(0, 3)
+    keys = desk.fill(tokens)
+    desk.faulty.fail(keys[2], BlockMissing("gone"))
+    desk.faulty.fail(keys[1], BlockMissing("gone"))
+    desk.open(*keys)
+    desk.begin("a", tokens)
+    assert desk.landed() == [("a", 0)]
+    assert [e.block for e in desk.events if isinstance(e, Lost)] == [2, 1]
+
+
+def test_waiting_prompts_leave_a_reserve_to_the_one_that_is_served(
+    desk_of: Callable[..., Desk],
+) -> None:
+    desk = desk_of(buffers=8, depth=2)
+    a, b = tokens_of(0, 10), tokens_of(1, 10)
+    keys = [*desk.fill(a), *desk.fill(b)]
+    desk.open(*keys)
+    desk.begin("a", a)
+    desk.begin("b", b)
+    assert [rid for rid, _ in desk.landed()] == ["a"] * 6
+    assert desk.pool.free == 2
+    desk.loader.admit("b")
+    assert desk.landed() == [("b", 9), ("b", 8)]
+    assert desk.pool.free == 0
+    desk.release()
+    assert [rid for rid, _ in desk.landed()] == ["b"] * 8
+    desk.loader.admit("nobody")
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize("error", [BlockMissing, BlockCorrupt, StoreUnavailable])
+def test_a_block_that_cannot_be_had_is_reported_with_its_reason(
+    desk: Desk, error: type[StoreError]
+) -> None:
+    tokens = tokens_of(0, 3)
+    keys = desk.fill(tokens)
+    desk.faulty.fail(keys[1], error("x"))
+    desk.open(*keys)
+    desk.begin("a", tokens)
+    assert sorted(desk.landed()) == [("a", 0), ("a", 2)]
+    assert Lost("a", 1, error.reason) in desk.events
+    assert desk.failures() == {error.reason: 1}
+    desk.release()
+    assert desk.pool.free == desk.pool.capacity
+    assert desk.wasted() == {}
+
+
+def test_everyone_who_waited_hears_of_a_loss(desk: Desk) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens)
+    assert desk.waiting() == keys
+    desk.memory._blocks.clear()
+    desk.open(*keys)
+    lost = [e for e in desk.news() if isinstance(e, Lost)]
+    assert lost == [Lost("a", 0, "missing"), Lost("b", 0, "missing")]
+    assert desk.failures() == {"missing": 1}
+    # Whoever comes now is told anew; nobody boards a read that has failed.
+    desk.begin("c", tokens)
+    assert desk.news() == [Found("c", (False,), load=False)]
+
+
+def test_a_store_that_breaks_its_contract_costs_blocks_only(desk: Desk) -> None:
+    tokens = tokens_of(0, 3)
+    desk.fill(tokens)
+    desk.loader = desk.new_loader(BrokenStore(desk.memory, lookups=False))
+    desk.begin("a", tokens)
+    events = desk.news()
+    assert [e.block for e in events if isinstance(e, Lost)] == [2, 1, 0]
+    assert desk.failures() == {"internal": 3}
+    assert desk.pool.free == desk.pool.capacity
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_lookup_that_fails_finds_nothing(desk: Desk, broken: bool) -> None:
+    tokens = tokens_of(0, 3)
+    if broken:
+        desk.loader = desk.new_loader(BrokenStore(desk.memory))
+    else:
+        desk.io.run(desk.memory.close(), PATIENCE_S)
+    desk.begin("a", tokens)
+    assert desk.news() == [Found("a", (False,) * 3, load=False)]
+    assert desk.failures() == {"lookup": 1}
+
+
+# ---- ending ----
+
+
+def test_the_end_cancels_and_later_news_is_for_nobody(desk: Desk) -> None:
+    tokens = tokens_of(0, 4)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[3], keys[2]]
+    desk.loader.end("a")
+    assert desk.waiting() == []
+    assert desk.wasted() == {"cancelled": 2 * BYTES}
+    assert desk.pool.free == desk.pool.capacity
+    desk.open(*keys)
+    assert desk.landed() == []
+    desk.loader.end("a")
+    desk.loader.fence("a", 3)
+
+
+def test_an_end_before_the_lookup_answers_reads_nothing(desk: Desk) -> None:
+    tokens = tokens_of(0, 3)
+    desk.fill(tokens)
+    go_on = threading.Event()
+    desk.io.post(go_on.wait, PATIENCE_S)
+    desk.begin("a", tokens)
+    desk.loader.end("a")
+    go_on.set()
+    assert desk.read_keys() == []
+    assert desk.pool.free == desk.pool.capacity
+
+
+@pytest.mark.parametrize("reason", ["overtaken", "in_tree", "peer", "memory", "ended"])
+def test_bytes_in_vain_are_counted_by_reason(desk: Desk, reason: str) -> None:
+    tokens = tokens_of(0, 3)
+    desk.open(*desk.fill(tokens))
+    desk.begin("a", tokens)
+    assert len(desk.landed()) == 3
+    desk.held.pop().staged.release(used=True)
+    desk.release(used=False, reason=reason)
+    assert desk.wasted() == {reason: 2 * BYTES}
+
+
+def test_another_store_serves_prompts_that_begin_later(desk: Desk) -> None:
+    tokens = tokens_of(0, 2)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert len(desk.waiting()) == 2
+    other = RecordingStore(MemoryStore())
+    desk.loader.use(other)
+    desk.begin("b", tokens)
+    assert Found("b", (False, False), load=False) in desk.news()
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", 0), ("a", 1)]
+    assert other.keys_of("get") == []
+
+
+def test_a_closed_loader_reads_no_more(desk: Desk) -> None:
+    tokens = tokens_of(0, 4)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert len(desk.waiting()) == 2
+    desk.loader.close()
+    desk.open(*keys)
+    assert len(desk.landed()) == 2
+    assert len(desk.read_keys()) == 2
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "fence", "admit", "end", "open", "news", "release", "lose"]),
+        st.integers(0, 2),
+        st.integers(0, 5),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(actions=ACTIONS, buffers=st.integers(1, 5), depth=st.integers(1, 4))
+def test_every_buffer_comes_back_whatever_happens(
+    actions: list[tuple[str, int, int]], buffers: int, depth: int
+) -> None:
+    desk = Desk(buffers=buffers, depth=depth)
+    try:
+        play(desk, actions)
+    finally:
+        desk.io.close()
+
+
+def play(desk: Desk, actions: list[tuple[str, int, int]]) -> None:
+    prompts = [tokens_of(n, 6, shared=3) for n in range(3)]
+    keys = [desk.fill(tokens) for tokens in prompts]
+    live: set[int] = set()
+    fence = [0, 0, 0]
+    for action, who, number in actions:
+        rid = str(who)
+        if action == "begin" and who not in live:
+            live.add(who)
+            fence[who] = number // 2
+            desk.begin(rid, prompts[who], first=fence[who])
+        elif action == "fence":
+            fence[who] = max(fence[who], number)
+            desk.loader.fence(rid, number)
+        elif action == "admit":
+            desk.loader.admit(rid)
+        elif action == "end":
+            live.discard(who)
+            desk.loader.end(rid)
+        elif action == "open":
+            desk.io.loop.call_soon_threadsafe(desk.slow.release, keys[who][number])
+        elif action == "lose":
+            desk.faulty.lose(keys[who][number])
+        elif action == "news":
+            desk.news()
+        else:
+            desk.release(used=bool(number % 2))
+        assert 0 <= desk.pool.free <= desk.pool.capacity
+    # Whoever is left still gets all that it may have: no wake-up is lost.
+    for tokens_keys in keys:
+        desk.open(*tokens_keys)
+    for _ in range(20):
+        desk.news()
+        desk.release()
+    for event in desk.events:
+        if isinstance(event, Landed):
+            assert event.rid in "012"
+    for who in live:
+        told = {e.block for e in desk.events if not isinstance(e, Found) and e.rid == str(who)}
+        assert set(range(fence[who], 6)) <= told
+    for who in live:
+        desk.loader.end(str(who))
+    desk.news()
+    desk.release()
+    assert desk.pool.free == desk.pool.capacity
+    assert desk.slow.waiting == []
+    assert not desk.loader._flights
+    assert not desk.loader._staged
+    assert not desk.loader._lanes

@@ -1,0 +1,219 @@
+"""The write pipeline: what is offered is stored or counted, and every buffer comes back."""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from sglang_cake.buffers import Buffer, BufferPool
+from sglang_cake.counters import Counters
+from sglang_cake.errors import StoreUnavailable
+from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
+from sglang_cake.write.pipeline import PUTS_IN_FLIGHT, WriteJob, Writer
+
+BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 20.0
+SEED = KeySeed(Digest(b"n" * 32))
+
+
+@dataclass(slots=True, eq=False)
+class HostBytes:
+    data: bytearray
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+
+class HeldStore(PassingStore):
+    """Puts wait for the test; remembers how many there were at a time."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.at_once, self.most = 0, 0
+        self.error: Exception | None = None
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if self.error is not None:
+                raise self.error
+            return await super().put(key, data)
+        finally:
+            self.at_once -= 1
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.io = IoThread("test-io")
+        self.memory = MemoryStore()
+        self.faulty = FaultyStore(self.memory)
+        self.store = RecordingStore(self.faulty)
+        self.counters = Counters()
+        self.pool = BufferPool(CAPACITY, lambda: HostBytes(bytearray(BYTES)))
+        self.writer = Writer(self.store, self.pool, self.io, self.counters)
+
+    def offer(
+        self, tokens: array, blocks: tuple[int, ...], ready: Callable[[], None] = lambda: None
+    ) -> None:
+        buffers = []
+        for block in blocks:
+            buffer = self.writer.take()
+            assert buffer is not None
+            buffer.view[:] = bytes([block + 1]) * BYTES
+            buffers.append(buffer)
+        self.writer.offer(
+            WriteJob(KeyChain(SEED, BLOCK), tokens, blocks, tuple[Buffer, ...](buffers), ready)
+        )
+
+    def drain(self) -> None:
+        self.io.run(self.writer.drained(), PATIENCE_S)
+
+    def count(self, name: str, label: str = "") -> int:
+        return self.counters.snapshot()[name, label]
+
+    def stored(self, store: MemoryStore | None = None) -> dict[BlockKey, bytes]:
+        return dict((store or self.memory)._blocks)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.io.close()
+
+
+TOKENS = array("q", range(5 * BLOCK))
+KEYS = KeyChain(SEED, BLOCK).of(TOKENS)
+
+
+def test_everything_offered_is_stored_under_its_key(desk: Desk) -> None:
+    desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
+    desk.offer(TOKENS, (3, 4))
+    desk.drain()
+    assert desk.stored() == {KEYS[b]: bytes([b + 1]) * BYTES for b in (0, 2, 3, 4)}
+    assert desk.count("stored_blocks") == 4
+    assert desk.count("stored_bytes") == 4 * BYTES
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_a_block_that_is_there_already_is_not_counted_twice(desk: Desk) -> None:
+    desk.offer(TOKENS, (1,))
+    desk.offer(TOKENS, (1,))
+    desk.drain()
+    assert desk.count("stored_blocks") == 1
+    assert desk.count("stored_bytes") == BYTES
+    assert desk.pool.free == CAPACITY
+
+
+def test_a_full_queue_is_counted_and_empties_again(desk: Desk) -> None:
+    go_on = threading.Event()
+    desk.offer(TOKENS, (0, 1, 2, 3, 4), ready=lambda: bool(go_on.wait(PATIENCE_S)) and None)
+    assert desk.writer.take() is not None
+    assert desk.writer.take() is None
+    assert desk.writer.take() is None
+    assert desk.count("unstored_blocks", "queue_full") == 2
+    go_on.set()
+    desk.drain()
+    assert desk.pool.free == CAPACITY - 1
+    assert desk.count("stored_blocks") == 5
+
+
+def test_nothing_is_stored_before_the_copies_are_complete(desk: Desk) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def ready() -> None:
+        waiting.set()
+        assert go_on.wait(PATIENCE_S)
+
+    desk.offer(TOKENS, (0, 1), ready)
+    assert waiting.wait(PATIENCE_S)
+    desk.offer(TOKENS, (2,))  # a job that is ready does not wait for one that is not
+    while not desk.stored():
+        desk.io.run(desk.store.contains([]), PATIENCE_S)
+    assert list(desk.stored()) == [KEYS[2]]
+    assert desk.writer.pending_blocks == 2
+    go_on.set()
+    desk.drain()
+    assert len(desk.stored()) == 3
+
+
+def test_copies_that_failed_are_never_stored(desk: Desk) -> None:
+    def ready() -> None:
+        raise RuntimeError("the device is gone")
+
+    desk.offer(TOKENS, (0, 1), ready)
+    desk.offer(TOKENS, (2,))
+    desk.drain()
+    assert list(desk.stored()) == [KEYS[2]]
+    assert desk.store.keys_of("put") == [KEYS[2]]
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_a_store_that_fails_costs_the_block_only(desk: Desk) -> None:
+    desk.faulty.fail(KEYS[1], StoreUnavailable("full"))
+    desk.offer(TOKENS, (0, 1, 2))
+    desk.drain()
+    assert set(desk.stored()) == {KEYS[0], KEYS[2]}
+    assert desk.count("unstored_blocks", "unavailable") == 1
+    assert desk.count("stored_blocks") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_a_store_that_breaks_its_contract_costs_blocks_only(desk: Desk) -> None:
+    held = HeldStore(desk.memory)
+    held.error = ZeroDivisionError()
+    desk.writer.use(held)
+    desk.offer(TOKENS, (0, 1, 2, 3))
+    desk.drain()
+    assert held.at_once == 0  # drained means that no put is under way, whatever went wrong
+    assert desk.count("unstored_blocks", "unavailable") == 4
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_few_puts_at_a_time_over_all_jobs(desk: Desk) -> None:
+    held = HeldStore(desk.memory)
+    desk.writer.use(held)
+    desk.offer(TOKENS, (0, 1, 2))
+    desk.offer(TOKENS, (3, 4))
+    desk.drain()
+    assert held.most == PUTS_IN_FLIGHT
+    assert len(desk.stored()) == 5
+
+
+def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def ready() -> None:
+        waiting.set()
+        assert go_on.wait(PATIENCE_S)
+
+    other = MemoryStore()
+    desk.offer(TOKENS, (0,), ready)
+    assert waiting.wait(PATIENCE_S)
+    desk.writer.use(other)
+    desk.offer(TOKENS, (1,))
+    go_on.set()
+    desk.drain()
+    assert list(desk.stored()) == [KEYS[0]]
+    assert list(desk.stored(other)) == [KEYS[1]]
+
+
+def test_drained_waits_for_jobs_that_come_meanwhile(desk: Desk) -> None:
+    desk.drain()  # nothing to wait for
+    for block in range(5):
+        desk.offer(TOKENS, (block,))
+    desk.drain()
+    assert len(desk.stored()) == 5
