@@ -59,4 +59,6 @@ class Saving:
     def _is_new(self, restore: Restore, block: int) -> bool:
         if block < restore.meet.blocks and restore.meet.state(block) is BlockState.ATTACHED:
             return False
+        if block in restore.failed:  # stored, but missing or corrupt when it was read
+            return True
         return not (block < len(restore.stored) and restore.stored[block])

@@ -10,6 +10,10 @@ from sglang_cake.sim.ideal import ComputeCurve, Ideal, ideal_meet
 from sglang_cake.testing.server import Reply
 from sglang_cake.testing.trace import RequestTrace, read_trace
 
+# Equal runs on a quiet machine differ by a few percent; beyond this the arms, which run one after
+# the other, are not comparable.
+QUIET_SPREAD = 1.15
+
 
 @dataclass(slots=True)
 class Arm:
@@ -88,6 +92,7 @@ def evaluate(arms: Arms, *, bandwidth: float, prompt_bytes: int) -> dict[str, An
         "loaded_tokens": arms.both.typical.cake["loaded_tokens"],
         "bandwidth_bytes_per_s": round(bandwidth),
         "link_limit_s": stored_bytes / bandwidth,
+        "spread": max(max(arm.ttft_s) / min(arm.ttft_s) for arm in arms),
     }
 
 
@@ -112,6 +117,11 @@ def table(arms: Arms, result: dict[str, Any]) -> str:
         "output tokens: "
         + ("the same in every run" if result["same_tokens"] else "NOT THE SAME: this is a bug"),
     ]
+    if result["spread"] > QUIET_SPREAD or result["over_ideal"] < 1 / QUIET_SPREAD:
+        lines.append(
+            f"CAUTION: the machine was busy, equal runs differ by up to {result['spread']:.2f}x; "
+            "compare again on a quiet one"
+        )
     return "\n".join(lines)
 
 

@@ -75,7 +75,7 @@ def _draw_spans(axes: Any, drawn: Drawn) -> None:
     axes.text(
         0.12 * end, 0.03 * trace.prompt_tokens, "computed", color=COMPUTE, va="bottom", **text
     )
-    axes.text(0.35 * end, 0.95 * trace.stored_tokens, "loaded", color=LOAD, va="top", **text)
+    axes.text(0.45 * end, 0.95 * trace.stored_tokens, "loaded", color=LOAD, va="top", **text)
     axes.plot([end], [trace.prompt_tokens], "*", color="black", ms=14, clip_on=False, zorder=5)
     axes.annotate(
         f"first token: {end:.2f} s",
@@ -123,7 +123,7 @@ def _draw_alone(axes: Any, compute: Drawn, load: Drawn) -> None:
         axes.plot(*zip(*island, strict=True), color=LOAD, **ALONE)
     text = {"ha": "right", "bbox": WHITE_BOX}
     label = f"computing only: {compute.end_s:.2f} s"
-    top = 0.78 * compute.trace.prompt_tokens
+    top = 0.63 * compute.trace.prompt_tokens
     axes.text(0.99 * compute.end_s, top, label, color=COMPUTE, va="center", **text)
     label = f"loading only: {load.end_s:.2f} s"
     axes.text(0.99 * load.end_s, 0.2 * load.trace.prompt_tokens, label, color=LOAD, **text)

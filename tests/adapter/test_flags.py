@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,3 +298,20 @@ print(json.dumps({{
         "resolve_once",
     ]
     assert not (tmp_path / "home" / "sglang_cake").exists(), "no store folder is made"
+
+
+def test_another_sglang_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_cake.adapter import flags
+
+    monkeypatch.setattr(flags, "sglang_version", "0.6.0")
+    record = SimpleNamespace(radix_cache_backend=None)
+    with pytest.raises(SystemExit) as caught:
+        flags.from_cli_args(lambda cls, args: record, object, Namespace(enable_cake=True))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "sglang-cake: error: cake needs SGLang 0.5.23, and 0.6.0 is installed: "
+        "pip install sglang==0.5.23\n"
+    )
+    assert flags.from_cli_args(lambda cls, args: record, object, Namespace()) is record

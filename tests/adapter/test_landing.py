@@ -1,4 +1,4 @@
-"""Slots of landed blocks: found, filled, given on or given back; SGLang's allocator is the judge."""
+"""Slots of landed blocks: found, filled, given on or given back. SGLang's allocator judges."""
 
 from collections.abc import Callable
 from typing import Any

@@ -194,15 +194,10 @@ def test_few_puts_at_a_time_over_all_jobs(desk: Desk) -> None:
 
 
 def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
-    waiting, go_on = threading.Event(), threading.Event()
-
-    def ready() -> None:
-        waiting.set()
-        assert go_on.wait(PATIENCE_S)
-
+    go_on = threading.Event()
     other = MemoryStore()
-    desk.offer(TOKENS, (0,), ready)
-    assert waiting.wait(PATIENCE_S)
+    desk.io.post(go_on.wait, PATIENCE_S)  # the job is offered, and not yet taken in
+    desk.offer(TOKENS, (0,))
     desk.writer.use(other)
     desk.offer(TOKENS, (1,))
     go_on.set()

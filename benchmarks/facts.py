@@ -1,0 +1,76 @@
+"""What every result names: the machine, the versions, the commit, the day. No names, no paths."""
+
+import datetime
+import json
+import os
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("sglang", "torch", "transformers", "numpy", "sglang-cake")
+
+
+def machine() -> dict[str, Any]:
+    """The processor; these benchmarks use no GPU, whether there is one or not."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "what": f"{cores}-core CPU, no GPU",
+        "cpu": models[0] if models else "unknown",
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter; what is not installed is left out."""
+    import platform
+
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, with `+changes` when the product's files differ from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--", "sglang_cake", "patches")
+    return (head or "unknown") + ("+changes" if changed else "")
+
+
+def header(benchmark: str, **settings: Any) -> dict[str, Any]:
+    """The first part of a result file. `settings` are its arguments."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": settings,
+    }
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a result file whole, or leave the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(path)
+
+
+def shown(path: Path) -> str:
+    """The path as the repository sees it, if it is inside."""
+    whole = path.resolve()
+    return str(whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole)
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,146 @@
+"""What Cake's decisions cost the scheduler thread, in microseconds per step, without a server.
+
+One race over a long prompt, all of it stored: in every step some blocks land at the end, and a
+chunk is computed at the front, until they meet. `Coordinator`, `Meet`, `next_step` and `Agreement`
+are the product's; the loader and the device are replaced by stubs that do nothing, so copies, keys
+and the tree are not in these numbers.
+"""
+
+import time
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.restore import Restore
+from sglang_cake.adapter.story import Storyteller
+from sglang_cake.config import CakeConfig
+from sglang_cake.counters import Counters
+from sglang_cake.read.events import Found, Landed, LoaderEvent
+
+BLOCK_TOKENS = 128
+LOAD_S = 0.01  # what the stub loader claims a block takes
+PHASES = ("poll", "settle", "plan", "claimed")
+
+
+class _Staged:
+    """A landed block without bytes."""
+
+    buffer = SimpleNamespace(view=b"")
+
+    def release(self, *, used: bool, reason: str = "unused") -> None: ...
+
+
+class _Loader:
+    """Brings what it is told to."""
+
+    load_s_per_block = LOAD_S
+
+    def __init__(self) -> None:
+        self.news: list[LoaderEvent] = []
+
+    def drain(self) -> list[LoaderEvent]:
+        news, self.news = self.news, []
+        return news
+
+    def begin(self, prompt: Any, *, load: bool) -> None: ...
+    def fence(self, rid: str, block: int) -> None: ...
+    def admit(self, rid: str) -> None: ...
+    def end(self, rid: str) -> None: ...
+
+
+class _Landing:
+    """Slots without a device."""
+
+    block_bytes = 1
+    held_tokens = 0
+
+    def release_copied(self) -> None: ...
+
+    def place(self, restore: Restore, blocks: Any) -> bool:
+        for block in blocks:
+            if restore.staged.pop(block, None) is not None:
+                restore.slots[block] = torch.empty(0)
+        return True
+
+    def take(self, restore: Restore, span: Any) -> torch.Tensor:
+        for block in range(span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)):
+            restore.slots.pop(block)
+        return torch.empty(0)
+
+    def discard(self, restore: Restore, blocks: Any, reason: str) -> None:
+        for block in list(blocks):
+            restore.staged.pop(block, None)
+            restore.slots.pop(block, None)
+
+
+def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[dict[str, float]]:
+    """Seconds per phase, for each step of one race."""
+    loader = _Loader()
+    coordinator = _coordinator(loader)
+    req = _request(prompt_tokens)
+    blocks = prompt_tokens // BLOCK_TOKENS
+    coordinator.arrive(req, lambda tokens, limit: 0)
+    loader.news.append(Found("r", (True,) * blocks, True))
+    steps: list[dict[str, float]] = []
+    last = blocks  # blocks from here on have landed
+    while req.prefix_len < prompt_tokens:
+        first = max(req.prefix_len // BLOCK_TOKENS, last - landing_per_step)
+        for block in range(last - 1, first - 1, -1):
+            loader.news.append(Landed("r", block, _Staged(), 0.0))  # type: ignore[arg-type]
+        last = min(last, first)
+        marks = [time.perf_counter()]
+        coordinator.poll(["r"])
+        marks.append(time.perf_counter())
+        coordinator.settle(req, _attach)
+        marks.append(time.perf_counter())
+        step = coordinator.plan(req, chunk_tokens)
+        marks.append(time.perf_counter())
+        stop = step.stop if step else min(req.prefix_len + chunk_tokens, prompt_tokens)
+        if not (step and step.wait):
+            coordinator.claimed(req, stop)
+            req.prefix_len = stop
+        marks.append(time.perf_counter())
+        times = (b - a for a, b in zip(marks, marks[1:], strict=False))
+        steps.append(dict(zip(PHASES, times, strict=True)))
+    return steps
+
+
+def _attach(req: Any, slots: torch.Tensor, stop: int) -> None:
+    req.prefix_len = stop
+
+
+def _coordinator(loader: _Loader) -> Coordinator:
+    return Coordinator(
+        loader,  # type: ignore[arg-type]
+        _Landing(),  # type: ignore[arg-type]
+        config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
+        namespace=bytes(32),
+        page_tokens=1,
+        pipelined=False,
+        adapter_digest=str,
+        agreement=Agreement(None),
+        counters=Counters(),
+        teller=Storyteller(None, speaks=True, metrics=None),
+    )
+
+
+def _request(tokens: int) -> Any:
+    return SimpleNamespace(
+        rid="r",
+        origin_input_ids=array("q", range(tokens)),
+        output_ids=array("q"),
+        prefix_len=0,
+        extra_key=None,
+        cache_salt=None,
+        lora_id=None,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        multimodal_inputs=None,
+        session=None,
+        customized_info=None,
+        _compute_max_prefix_len=lambda length: length - 1,
+    )

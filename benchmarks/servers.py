@@ -1,0 +1,158 @@
+"""Models, prompts, and servers that stand still while another one is measured."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from sglang_cake.cli.demo import CPU_MODEL, MODEL_FORMAT
+from sglang_cake.testing.models import build_llama
+from sglang_cake.testing.server import Reply, Server, flush_cache, generate
+
+WORK = Path(__file__).resolve().parent / ".work"
+SMALL_MODEL = {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 512}
+DTYPE = "float32"
+BLOCK_TOKENS = 128
+STOCK = {"SGLANG_PLUGINS": "none"}  # a name that no plugin has: SGLang loads none
+SETTLE_S = 0.1
+# What the launchers `hicache_cpu` and `step_clock` take from the environment.
+LINK_ENV = "BENCH_LINK_FILE"
+STEPS_ENV = "BENCH_STEPS_FILE"
+
+
+class FrozenServer(Server):
+    """A server that runs only inside `with server.thawed()`.
+
+    An idle SGLang server polls, which costs a core; a stopped one costs nothing, and unlike
+    `--sleep-on-idle` this does not change how the one that runs behaves.
+    """
+
+    _frozen = False
+
+    def start(self) -> str:
+        """Start, wait for health, freeze."""
+        url = super().start()
+        self._freeze()
+        return url
+
+    def stop(self) -> None:
+        """End the server, frozen or not."""
+        self._thaw()
+        super().stop()
+
+    @contextlib.contextmanager
+    def thawed(self) -> Iterator[str]:
+        """Let it run; the value is its base URL."""
+        self._thaw()
+        time.sleep(SETTLE_S)
+        try:
+            yield self.base_url
+        finally:
+            self._freeze()
+
+    def cold(self, prompt: Sequence[int], new_tokens: int) -> Reply:
+        """Empty its cache and send `prompt`."""
+        with self.thawed() as url:
+            flush_cache(url)
+            return generate(url, prompt, new_tokens)
+
+    def _freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+        self._frozen = True
+
+    def _thaw(self) -> None:
+        if self._frozen:
+            self._signal(signal.SIGCONT)
+            self._frozen = False
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def model(small: bool) -> Path:
+    """The demo's CPU model (92M parameters), or a quarter of its width; built once."""
+    size = SMALL_MODEL if small else CPU_MODEL
+    name = "-".join(str(part) for part in (MODEL_FORMAT, DTYPE, *size.values()))
+    path = WORK / f"model-{name}"
+    if not path.is_dir():
+        building = WORK / "model-building"
+        shutil.rmtree(building, ignore_errors=True)
+        build_llama(building, **size, dtype=DTYPE)
+        building.rename(path)
+    return path
+
+
+def random_prompt(tokens: int, seed: int) -> list[int]:
+    """Any tokens do: the model is random as well."""
+    return random.Random(seed).choices(range(256), k=tokens)
+
+
+def common_flags(chunk_tokens: int, longest: int) -> list[str]:
+    """What every server gets, of whichever arm; room for two of the longest prompts."""
+    room = 2 * (-(-longest // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+    return [
+        *("--dtype", DTYPE, "--chunked-prefill-size", str(chunk_tokens)),
+        *("--mem-fraction-static", "0.3", "--max-total-tokens", str(room)),
+        "--enable-cache-report",
+    ]
+
+
+def cake_flags(url: str, mode: str) -> list[str]:
+    """Cake on, with the store at `url`."""
+    return [
+        *("--enable-cake", "--cake-store", url, "--cake-mode", mode),
+        *("--cake-block-tokens", str(BLOCK_TOKENS)),
+    ]
+
+
+def launcher(module: str) -> list[str]:
+    """Start a server through one of this folder's modules."""
+    return [sys.executable, "-m", f"benchmarks.{module}"]
+
+
+def wait_until_steady(folder: Path, at_least_bytes: int, timeout_s: float = 120.0) -> int:
+    """Until `folder` holds that much and has stopped growing; returns its bytes.
+
+    Raises: TimeoutError.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    before = -1
+    while True:
+        held = sum(path.stat().st_size for path in _files(folder))
+        if held >= at_least_bytes and held == before:
+            return held
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the store holds {held:,} of {at_least_bytes:,} bytes")
+        before = held
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def fresh_folder(name: str) -> Iterator[Path]:
+    """An empty folder for one run, gone afterwards."""
+    path = WORK / name
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """`extra`, and this folder importable in the server's processes."""
+    root = str(WORK.parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), **extra}
+
+
+def _files(folder: Path) -> list[Path]:
+    # A temporary file may be gone before it is asked for its size.
+    return [path for path in folder.rglob("*") if path.is_file() and ".tmp" not in path.name]

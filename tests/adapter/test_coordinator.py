@@ -1,0 +1,446 @@
+"""The scheduler thread's side, driven as SGLang drives it, with a store held by the hand."""
+
+import asyncio
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_pools import allocator_of, as_bytes, buffers_of, mha, scramble
+
+from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.adapter.story import Storyteller
+from sglang_cake.buffers import BufferPool
+from sglang_cake.config import CakeConfig
+from sglang_cake.counters import Counters
+from sglang_cake.errors import ConfigError
+from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.read.loader import Loader
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.testing.faulty import FaultyStore, SlowStore
+
+BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 20.0
+NAMESPACE = Digest(b"n" * 32)
+
+
+@dataclass
+class FakeReq:
+    """What the coordinator touches of SGLang's request."""
+
+    rid: str
+    origin_input_ids: array
+    prefix_len: int = 0
+    output_ids: array = field(default_factory=lambda: array("q"))
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: str | None = None
+    input_embeds: Any = None
+    positional_embed_overrides: Any = None
+    multimodal_inputs: Any = None
+    session: Any = None
+    customized_info: dict | None = None
+    owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
+
+    def _compute_max_prefix_len(self, tokens: int) -> int:
+        return max(0, tokens - 1)
+
+
+class Desk:
+    def __init__(self, *, slots: int = 20 * BLOCK, staging: int = 6, mode: Any = "auto") -> None:
+        self.pool = mha(slots, page=PAGE)
+        scramble(self.pool, 1)
+        self.allocator = allocator_of(self.pool, PAGE)
+        self.size = slots
+        self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
+        self.memory = MemoryStore()
+        self.slow = SlowStore(self.memory)
+        self.faulty = FaultyStore(self.slow)
+        self.io = IoThread("test-io")
+        self.counters = Counters()
+        self.staging = BufferPool(staging, self.kv.new_buffer)
+        self.cake = Coordinator(
+            Loader(self.faulty, self.staging, self.io, self.counters, queue_depth=2),
+            Landing(self.kv, self.allocator, lambda tokens: None, self.counters),
+            config=CakeConfig(mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK),
+            namespace=NAMESPACE,
+            page_tokens=PAGE,
+            pipelined=False,
+            adapter_digest=self.digest,
+            agreement=Agreement(None),
+            counters=self.counters,
+            teller=Storyteller(None, speaks=True, metrics=None),
+        )
+
+    def digest(self, lora_id: str) -> str:
+        if lora_id == "unknown":
+            raise ConfigError("no such adapter")
+        return "digest of " + lora_id
+
+    # ---- the store and its thread ----
+
+    def fill(self, tokens: array, blocks: set[int]) -> list[BlockKey]:
+        keys = KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens)
+
+        async def put() -> None:
+            for b in blocks:
+                await self.memory.put(keys[b], memoryview(self.block(b)))
+
+        self.io.run(put(), PATIENCE_S)
+        return keys
+
+    def block(self, number: int) -> bytes:
+        generator = torch.Generator().manual_seed(number)
+        size = (self.kv.layout.block_bytes,)
+        raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        return bytes(raw.numpy())
+
+    def settle_io(self) -> None:
+        async def quiet() -> None:
+            for _ in range(30):
+                await asyncio.sleep(0)
+
+        self.io.run(quiet(), PATIENCE_S)
+
+    def open(self, *keys: BlockKey) -> None:
+        async def release() -> None:
+            self.slow.release(*keys)
+
+        self.io.run(release(), PATIENCE_S)
+        self.settle_io()
+
+    # ---- SGLang's part ----
+
+    def arrive(self, req: FakeReq, matched: int = 0) -> None:
+        if matched:
+            req.owned.append(self.allocator.alloc(matched))
+        req.prefix_len = matched
+        self.cake.arrive(req, lambda tokens, limit: matched)
+        self.settle_io()
+
+    def attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
+        assert stop - req.prefix_len == len(slots)
+        want, have = b"", b""
+        for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):
+            data, at = self.block(token // BLOCK), 0
+            for buffer, size in zip(
+                buffers_of(self.pool), self.kv.layout.plane_token_bytes, strict=True
+            ):
+                start = at + token % BLOCK * size
+                want += data[start : start + size]
+                have += bytes(as_bytes(buffer)[slot].numpy())
+                at += size * BLOCK
+        assert want == have
+        req.owned.append(slots)
+        req.prefix_len = stop
+
+    def step(self, req: FakeReq) -> bool:
+        """One scheduling step of a request that is served. True: its prefill is over."""
+        if self.cake.hold(req):
+            return False
+        self.cake.settle(req, self.attach)
+        plan = self.cake.plan(req, CHUNK)
+        if plan is not None and plan.wait:
+            return False
+        total = len(req.origin_input_ids)
+        stop = min(total, req.prefix_len + CHUNK) if plan is None else plan.stop
+        pages = -(-stop // PAGE) - -(-req.prefix_len // PAGE)
+        slots = self.allocator.alloc(pages * PAGE)
+        if slots is None:
+            self.cake.reclaim(pages * PAGE - self.allocator.available_size())
+            slots = self.allocator.alloc(pages * PAGE)
+            if slots is None:
+                return False
+        if pages:
+            req.owned.append(slots)
+        self.cake.claimed(req, stop)
+        req.prefix_len = stop
+        return stop == total
+
+    def leave(self, req: FakeReq) -> None:
+        """Its slots go back, as when the tree is emptied."""
+        self.cake.end(req.rid)
+        for slots in req.owned:
+            self.allocator.free(slots)
+        req.owned.clear()
+
+    def all_back(self) -> None:
+        self.settle_io()
+        self.cake.poll([])
+        self.settle_io()
+        self.cake.poll([])
+        assert self.cake.held_tokens == 0
+        assert self.allocator.available_size() == self.size
+        assert self.staging.free == self.staging.capacity
+        assert self.slow.waiting == []
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.io.close()
+
+
+def req_of(blocks: float, rid: str = "r") -> FakeReq:
+    return FakeReq(rid, array("q", range(int(blocks * BLOCK))))
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 4.5, 0.5, 1.25])
+@pytest.mark.parametrize("matched", [0, 4, 12])
+def test_a_wholly_stored_prompt_is_loaded(desk: Desk, blocks: float, matched: int) -> None:
+    req = req_of(blocks)
+    if matched >= len(req.origin_input_ids):
+        return
+    full = int(blocks)
+    desk.open(*desk.fill(req.origin_input_ids, set(range(full))))
+    desk.arrive(req, matched)
+    for _ in range(3):
+        desk.cake.poll([req.rid])
+        desk.settle_io()
+    assert desk.step(req)
+    limit = (len(req.origin_input_ids) - 1) // PAGE * PAGE
+    loaded = max(0, min(full * BLOCK, limit) - matched)
+    [story] = req.customized_info["cake"]
+    assert story["loaded_tokens"] == loaded
+    assert story["matched_tokens"] == matched
+    assert story["computed_tokens"] == len(req.origin_input_ids) - matched - loaded
+    desk.leave(req)
+    desk.all_back()
+
+
+def test_compute_and_load_meet(desk: Desk) -> None:
+    req = req_of(8.5)
+    keys = desk.fill(req.origin_input_ids, set(range(8)))
+    desk.arrive(req)
+    desk.cake.poll([req.rid])
+    assert not desk.step(req)
+    assert req.prefix_len == 32  # a chunk of 40, on a block border
+    desk.open(*keys)
+    for _ in range(3):
+        desk.cake.poll([req.rid])
+        desk.settle_io()
+    assert desk.step(req)
+    [story] = req.customized_info["cake"]
+    assert story["computed_tokens"] == 40
+    assert story["loaded_tokens"] == 96
+    assert story["matched_tokens"] == 0
+    assert story["meet_token"] == 32
+    desk.leave(req)
+    desk.all_back()
+
+
+def test_a_step_that_nobody_settled_claims_its_span(desk: Desk) -> None:
+    req = req_of(4.5)
+    desk.fill(req.origin_input_ids, set(range(4)))
+    desk.arrive(req)
+    desk.cake.poll([req.rid])
+    req.prefix_len = 16
+    desk.cake.claimed(req, 72)
+    desk.settle_io()
+    assert desk.slow.waiting == []
+    desk.cake.end(req.rid)
+    desk.all_back()
+
+
+def test_a_slow_lookup_after_the_tree_forgot_the_prefix(desk: Desk) -> None:
+    req = req_of(4.5)
+    desk.fill(req.origin_input_ids, set(range(4)))
+    desk.arrive(req, matched=32)
+    restore = desk.cake.restore(req.rid)
+    assert restore is not None
+    req.prefix_len = 0
+    desk.cake.settle(req, desk.attach)  # the patience is over before the answer is taken in
+    desk.cake.poll([req.rid])
+    assert restore.known
+    desk.leave(req)
+    desk.all_back()
+
+
+def test_without_memory_the_island_is_computed() -> None:
+    desk = Desk(slots=5 * BLOCK)
+    try:
+        req = req_of(4.5)
+        desk.open(*desk.fill(req.origin_input_ids, set(range(4))))
+        hog = desk.allocator.alloc(3 * BLOCK)
+        desk.arrive(req)
+        for _ in range(3):
+            desk.cake.poll([req.rid])
+            desk.settle_io()
+        assert desk.cake.held_tokens == 2 * BLOCK
+        assert desk.cake.reclaim(1) == BLOCK
+        assert desk.cake.held_tokens == BLOCK
+        desk.allocator.free(hog)
+        while not desk.step(req):
+            desk.cake.poll([req.rid])
+        [story] = req.customized_info["cake"]
+        assert story["computed_tokens"] + story["loaded_tokens"] == len(req.origin_input_ids)
+        desk.leave(req)
+        desk.all_back()
+    finally:
+        desk.io.close()
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"input_embeds": 1},
+        {"multimodal_inputs": 1},
+        {"session": 1},
+        {"positional_embed_overrides": 1},
+        {"lora_id": "unknown"},
+    ],
+)
+def test_requests_whose_tokens_do_not_say_all_are_left_alone(desk: Desk, strange: dict) -> None:
+    req = req_of(4.5)
+    for name, value in strange.items():
+        setattr(req, name, value)
+    desk.arrive(req)
+    assert desk.cake.restore(req.rid) is None
+    assert not desk.cake.hold(req)
+    assert desk.cake.plan(req, CHUNK) is None
+    desk.cake.settle(req, desk.attach)
+    desk.cake.claimed(req, 40)
+    desk.all_back()
+
+
+def test_who_a_request_belongs_to_seeds_its_keys(desk: Desk) -> None:
+    def first_key(**who: Any) -> BlockKey:
+        req = req_of(1.5)
+        for name, value in who.items():
+            setattr(req, name, value)
+        desk.arrive(req)
+        restore = desk.cake.restore(req.rid)
+        assert restore is not None
+        return restore.chain.of(restore.tokens)[0]
+
+    alike = [
+        first_key(lora_id="l1", extra_key="tenant" + "l1"),
+        first_key(lora_id="l2", extra_key="tenant" + "l2"),
+        first_key(extra_key="tenant"),
+        first_key(cache_salt="tenant"),
+        first_key(),
+    ]
+    assert len(set(alike)) == 5
+    assert first_key(cache_salt="") == first_key()
+
+
+def test_new_weights_make_new_keys_and_may_pause_everything(desk: Desk) -> None:
+    req = req_of(2.5)
+    desk.fill(req.origin_input_ids, {0, 1})
+    desk.arrive(req)
+    desk.cake.rebase(Digest(b"w" * 32), suspended=True)
+    assert desk.cake.restore(req.rid) is None
+    desk.arrive(req)
+    assert desk.cake.restore(req.rid) is None
+    desk.cake.emptied()
+    desk.arrive(req)
+    restore = desk.cake.restore(req.rid)
+    assert restore is not None
+    desk.cake.poll([req.rid])
+    assert restore.stored == (False, False)
+    desk.cake.end_all()
+    desk.all_back()
+
+
+# ---- anything in any order ----
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["arrive", "step", "step", "poll", "open", "fail", "leave", "reclaim", "flush"]
+        ),
+        st.integers(0, 2),
+        st.integers(0, 6),
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    actions=ACTIONS,
+    mode=st.sampled_from(["auto", "both", "compute", "load"]),
+    staging=st.integers(3, 6),
+    tight=st.booleans(),
+    stored=st.sets(st.integers(0, 5)),
+    blocks=st.tuples(*[st.sampled_from([0.5, 2, 4.25, 6])] * 3),
+)
+def test_everything_comes_back_and_every_token_is_got(
+    actions: list, mode: str, staging: int, tight: bool, stored: set[int], blocks: tuple
+) -> None:
+    desk = Desk(slots=(9 if tight else 24) * BLOCK, staging=staging, mode=mode)
+    try:
+        play(desk, actions, stored, blocks)
+    finally:
+        desk.io.close()
+
+
+def play(desk: Desk, actions: list, stored: set[int], blocks: tuple) -> None:
+    reqs = [req_of(n, rid=str(i)) for i, n in enumerate(blocks)]
+    longest = array("q", range(6 * BLOCK))
+    keys = desk.fill(longest, stored)
+    live: list[FakeReq] = []
+    running: FakeReq | None = None
+    for action, who, number in actions:
+        req = reqs[who]
+        if action == "arrive" and req not in live:
+            total = len(req.origin_input_ids)
+            matched = min(number * PAGE, (total - 1) // PAGE * PAGE)
+            if desk.allocator.available_size() < matched:
+                continue
+            req.customized_info = None
+            live.append(req)
+            desk.arrive(req, matched)
+        elif action == "step" and live:
+            # SGLang prefills one chunked request at a time.
+            running = running if running in live else live[0]
+            if running.customized_info is None and desk.step(running):
+                check_story(running)
+                live.remove(running)
+                desk.leave(running)
+        elif action == "poll":
+            desk.cake.poll([r.rid for r in live])
+        elif action == "open" and number < 6:
+            desk.open(keys[number])
+        elif action == "fail" and number < 6:
+            desk.faulty.lose(keys[number])
+        elif action == "leave" and req in live:
+            live.remove(req)
+            desk.leave(req)
+        elif action == "reclaim":
+            before = desk.allocator.available_size()
+            freed = desk.cake.reclaim(number * PAGE)
+            assert desk.allocator.available_size() == before + freed
+        elif action == "flush" and number == 0:
+            desk.cake.emptied()
+            while live:
+                desk.leave(live.pop())
+        owned = sum(len(s) for r in reqs for s in r.owned)
+        assert desk.allocator.available_size() + desk.cake.held_tokens + owned == desk.size
+    desk.open(*keys)
+    for req in list(live):
+        for _ in range(200):
+            desk.cake.poll([r.rid for r in live])
+            if desk.step(req):
+                check_story(req)
+                break
+            desk.settle_io()
+        else:
+            raise AssertionError("a request does not get on")
+        live.remove(req)
+        desk.leave(req)
+    desk.all_back()
+
+
+def check_story(req: FakeReq) -> None:
+    [story] = (req.customized_info or {})["cake"]
+    got = story["computed_tokens"] + story["loaded_tokens"] + story["matched_tokens"]
+    assert got == len(req.origin_input_ids)

@@ -1,0 +1,192 @@
+"""Servers for the end-to-end tests: few, shared, and each one's log is read."""
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from live import BLOCK, CHUNK, Live, StoreView
+
+from sglang_cake.testing.models import build_llama
+from sglang_cake.testing.server import Server
+
+VOCAB = 32000  # as SGLang's own test kits expect
+HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+}
+FLAGS = ("--mem-fraction-static", "0.2", "--chunked-prefill-size", str(CHUNK))
+
+Start = Callable[..., contextlib.AbstractContextManager[Live]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def needs_sglang() -> None:
+    pytest.importorskip("sglang")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("e2e")
+
+
+@pytest.fixture(scope="session")
+def models(folder: Path) -> dict[str, Path]:
+    """Two models of one shape, both called `model`."""
+    return {
+        name: build_llama(
+            folder / name / "model",
+            hidden=HIDDEN,
+            layers=LAYERS,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            vocab=VOCAB,
+            seed=seed,
+        )
+        for seed, name in enumerate(("first", "second"))
+    }
+
+
+@pytest.fixture(scope="session")
+def standins(folder: Path) -> dict[str, str]:
+    """Environment of a server that needs tests/e2e/standins: see there."""
+    info = folder / "plugins" / "cake_test_standins-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-test-standins\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\ncake_test_standins = cake_test_standins:register\n"
+    )
+    module = Path(__file__).parent / "standins"
+    return {"PYTHONPATH": f"{info.parent}:{module}"}
+
+
+@pytest.fixture(scope="session")
+def adapters(folder: Path) -> dict[str, Path]:
+    """LoRA adapters `a` in two versions, and `b`."""
+    return {
+        name: write_adapter(folder / "adapters" / name, seed)
+        for seed, name in enumerate(("a", "a2", "b"))
+    }
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    random_of = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        base = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        tensors[f"{base}.lora_A.weight"] = torch.randn(8, HIDDEN, generator=random_of) * 0.1
+        tensors[f"{base}.lora_B.weight"] = torch.randn(HIDDEN, 8, generator=random_of) * 0.1
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["o_proj"],
+        "base_model_name_or_path": "model",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="session")
+def start(folder: Path) -> Start:
+    """Starts servers; at the end of each its log is checked."""
+    count = 0
+
+    @contextlib.contextmanager
+    def start(
+        model: Path,
+        flags: Sequence[str] = (),
+        *,
+        store: Path | None = None,
+        bandwidth: str = "5MB/s",
+        env: dict[str, str] | None = None,
+        strict: bool = True,
+    ) -> Iterator[Live]:
+        nonlocal count
+        count += 1
+        trace = folder / f"trace-{count}.jsonl"
+        cake: list[str] = []
+        if store is not None:
+            cake = [
+                "--enable-cake",
+                *("--cake-store", f"file://{store}?bandwidth={bandwidth}&min_free=0"),
+                *("--cake-block-tokens", str(BLOCK)),
+                *("--cake-min-load-tokens", str(BLOCK)),
+                *("--cake-trace-file", str(trace)),
+            ]
+        server = Server(
+            model,
+            (*FLAGS, *cake, *flags),
+            env={**(STRICT if strict else {}), **(env or {})},
+            log=folder / f"server-{count}.log",
+        )
+        view = None if store is None else StoreView(store)
+        with server:
+            live = Live(server, view, trace)
+            yield live
+            live.check_log()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def plain(
+    start: Start, models: dict[str, Path], adapters: dict[str, Path], standins: dict[str, str]
+) -> Iterator[Live]:
+    """A server without cake: its answers are the references."""
+    names = [f"{name}={path}" for name, path in adapters.items()]
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "12000"),
+        *("--enable-metrics", "--sleep-on-idle"),
+        *("--enable-lora", "--lora-backend", "torch_native", "--lora-paths", *names),
+    )
+    with start(models["first"], flags, env=standins) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def both(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    """Page size 1, overlap scheduling, both arms at once."""
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
+        *("--enable-metrics", "--sleep-on-idle"),
+    )
+    with start(models["first"], flags, store=folder / "store-both") as live:
+        yield live
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+    """Random prompts: each test has its own, the same in every run."""
+    source = random.Random(request.node.nodeid)
+
+    def make(tokens: int) -> list[int]:
+        return [source.randrange(VOCAB) for _ in range(tokens)]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def calm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test on the shared server: it is alive, and its log says nothing bad."""
+    yield
+    if "both" in request.fixturenames:
+        request.getfixturevalue("both").check_log()

@@ -1,0 +1,263 @@
+"""Asking live servers, looking into their stores, and waiting without guessing."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import requests
+
+from sglang_cake.codec.frame import HEADER_BYTES, check_header, make_header, payload_checksum
+from sglang_cake.keys import BlockKey, Digest, KeySeed, block_keys
+from sglang_cake.layout import BlockLayout
+from sglang_cake.store.paths import NamespaceFolder
+from sglang_cake.testing.server import Server
+
+BLOCK = 64
+CHUNK = 256
+NEW_TOKENS = 6
+DEADLINE_S = 120.0
+# Different chunk borders round differently; wrong KV is off by more than 0.1 (see the control).
+TOLERANCE = 2e-3
+_ALARMS = re.compile(
+    r"leak detected|exception in the scheduler|Scheduler hit an exception|SIGQUIT received"
+    r"|broke its contract|a lookup failed|could not be copied|AssertionError|KeyError",
+    re.IGNORECASE,
+)
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """The first true value of `condition`; fails after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {deadline_s:.0f} s in vain: {what}"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request came back with."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    input_logprobs: list[float | None]
+    cached: int
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> "Answer":
+        assert "meta_info" in body, body
+        meta = body["meta_info"]
+        return cls(
+            tokens=body["output_ids"],
+            logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
+            input_logprobs=[entry[0] for entry in meta.get("input_token_logprobs") or ()],
+            cached=meta["cached_tokens"],
+            meta=meta,
+        )
+
+    @property
+    def loaded(self) -> int:
+        return int(self.meta["cake"]["loaded_tokens"])
+
+    @property
+    def computed(self) -> int:
+        return int(self.meta["cake"]["computed_tokens"])
+
+
+def distance(one: Sequence[float | None], other: Sequence[float | None]) -> float:
+    assert len(one) == len(other)
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def assert_same(answer: Answer, reference: Answer, tolerance: float = TOLERANCE) -> None:
+    assert answer.tokens == reference.tokens
+    assert distance(answer.logprobs, reference.logprobs) <= tolerance
+    assert distance(answer.input_logprobs, reference.input_logprobs) <= tolerance
+
+
+@dataclass(slots=True)
+class StoreView:
+    """The files of a store, for tests that look at them or spoil them."""
+
+    root: Path
+
+    def places(self) -> list[NamespaceFolder]:
+        found = sorted(self.root.glob("*/namespace.json"))
+        return [NamespaceFolder(self.root, Digest(bytes.fromhex(f.parent.name))) for f in found]
+
+    def files(self, tokens: Sequence[int], **seed: str) -> list[Path]:
+        """Where the full blocks of `tokens` are or would be, of all namespaces; in order."""
+        return [
+            place.block(key)
+            for place in self.places()
+            for key in block_keys(KeySeed(place.digest, **seed), tokens, BLOCK)
+        ]
+
+    def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
+        files = self.files(tokens, **seed)
+        until(lambda: all(f.exists() for f in files), f"{len(files)} blocks in the store")
+        return files
+
+    def blocks(self) -> list[Path]:
+        return [f for f in self.root.glob("*/*/*/*") if len(f.name) == 64]
+
+    def set_aside(self, file: Path) -> bool:
+        return any(place.corrupt.joinpath(file.name).exists() for place in self.places())
+
+
+def layout_of(file: Path) -> BlockLayout:
+    description = json.loads((file.parents[2] / "namespace.json").read_text())
+    facts = json.loads(description["layout"])
+    parts = tuple((name, tuple(shape)) for name, shape in facts["parts"])
+    return BlockLayout(facts["layers"], parts, facts["dtype"], facts["block_tokens"])
+
+
+def check_block(file: Path) -> None:
+    """Raises: BlockCorrupt, or AssertionError, if the file is not a whole block."""
+    raw, layout = file.read_bytes(), layout_of(file)
+    header = check_header(
+        raw[:HEADER_BYTES],
+        namespace=Digest(bytes.fromhex(file.parents[2].name)),
+        key=BlockKey(bytes.fromhex(file.name)),
+        layout=layout,
+    )
+    assert payload_checksum(raw[HEADER_BYTES:]) == header.payload_checksum, file
+
+
+def falsify(file: Path) -> None:
+    """Make a valid block file of KV that is wrong: the tokens of each plane in reverse order."""
+    layout = layout_of(file)
+    payload = np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.uint8)
+    planes, offset = [], 0
+    for token_bytes in layout.plane_token_bytes:
+        size = token_bytes * layout.block_tokens
+        plane = payload[offset : offset + size].reshape(layout.block_tokens, token_bytes)
+        planes.append(plane[::-1].ravel())
+        offset += size
+    wrong = np.concatenate(planes).tobytes()
+    header = make_header(
+        namespace=Digest(bytes.fromhex(file.parents[2].name)),
+        key=BlockKey(bytes.fromhex(file.name)),
+        layout=layout,
+        payload_bytes=len(wrong),
+        checksum=payload_checksum(wrong),
+    )
+    file.write_bytes(header + wrong)
+
+
+@dataclass(slots=True)
+class Live:
+    """A server that runs, and what it was started with."""
+
+    server: Server
+    store: StoreView | None = None
+    trace: Path | None = None
+    known: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return self.server.base_url
+
+    def post(self, path: str, timeout_s: float = DEADLINE_S, **body: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=timeout_s)
+
+    def ask(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
+        """Greedy, with the logprobs of what was generated."""
+        reply = self.post("/generate", **request(ids, new_tokens, **extra))
+        assert reply.status_code == 200, reply.text[:500]
+        return Answer.of(reply.json())
+
+    def know(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
+        """The same, asked once: for servers whose answers are references."""
+        name = json.dumps([list(ids), new_tokens, extra], sort_keys=True)
+        if name not in self.known:
+            self.known[name] = self.ask(ids, new_tokens, **extra)
+        return self.known[name]
+
+    def flush(self) -> None:
+        """Empty the tree, once everything that runs has ended."""
+        reply = requests.post(f"{self.url}/flush_cache?timeout={DEADLINE_S}", timeout=DEADLINE_S)
+        assert reply.status_code == 200, reply.text
+
+    def again(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
+        """Ask with an empty tree: what is not computed comes from the store."""
+        self.flush()
+        return self.ask(ids, new_tokens, **extra)
+
+    def keep(self, ids: Sequence[int], **extra: Any) -> list[Path]:
+        """Have the blocks of a prompt in the store."""
+        assert self.store is not None
+        seed = {"cache_salt": extra["cache_salt"]} if "cache_salt" in extra else {}
+        self.ask(ids, 1, **extra)
+        return self.store.until_stored(ids, **seed)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of `sglang:cake_<name>` that carry `labels`."""
+        total = 0.0
+        for line in requests.get(self.url + "/metrics", timeout=DEADLINE_S).text.splitlines():
+            if line.startswith(f"sglang:cake_{name}{{") and all(
+                f'{label}="{value}"' in line for label, value in labels.items()
+            ):
+                total += float(line.rpartition(" ")[2])
+        return total
+
+    def events(self, rid: str) -> list[dict[str, Any]]:
+        assert self.trace is not None
+        text = self.trace.read_text() if self.trace.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        return [json.loads(line) for line in lines if f'"{rid}"' in line]
+
+    def check_log(self) -> None:
+        found = [line for line in self.server.logs().splitlines() if _ALARMS.search(line)]
+        assert not found, "\n".join(line[:400] for line in found[:5])
+
+
+def request(ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return {
+        "input_ids": list(ids),
+        "return_logprob": True,
+        "sampling_params": sampling | extra.pop("sampling", {}),
+        **extra,
+    }
+
+
+class Asking:
+    """A request under way in a thread of its own."""
+
+    def __init__(self, live: Live, ids: Sequence[int], **extra: Any) -> None:
+        self.rid = str(extra.get("rid"))
+        self._live = live
+        self._result: Answer | Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(ids, extra), daemon=True)
+        self._thread.start()
+
+    def answer(self) -> Answer:
+        self._thread.join(DEADLINE_S)
+        if isinstance(self._result, Exception):
+            raise self._result
+        assert self._result is not None, "no answer"
+        return self._result
+
+    def until(self, event: str, count: int = 1) -> None:
+        """Wait until the trace has `count` such events of this request, or it has ended."""
+
+        def seen() -> bool:
+            events = self._live.events(self.rid)
+            return sum(e["event"] == event for e in events) >= count or not self._thread.is_alive()
+
+        until(seen, f"{count} x {event}")
+
+    def _run(self, ids: Sequence[int], extra: dict[str, Any]) -> None:
+        try:
+            self._result = self._live.ask(ids, **extra)
+        except Exception as error:
+            self._result = error

@@ -1,0 +1,149 @@
+"""Every way to ask a server, with prompts that are in the store."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import requests
+from live import BLOCK, DEADLINE_S, Live, assert_same, request
+
+from sglang_cake.testing.server import generate
+
+Make = Callable[[int], list[int]]
+
+
+@pytest.fixture
+def text(prompt: Make) -> str:
+    """A long text of one token per character, and one that is new in each test."""
+    return "".join(chr(ord("a") + token % 26) for token in prompt(10 * BLOCK))
+
+
+def _text_ids(live: Live, text: str) -> list[int]:
+    return list(live.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"])
+
+
+def test_streaming_gives_the_same_tokens_and_the_story(
+    both: Live, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(14 * BLOCK)
+    both.keep(ids)
+    both.flush()
+    reply = generate(both.url, ids, max_new_tokens=12)
+    assert reply.output_ids == plain.know(ids, 12).tokens
+    assert reply.cake["loaded_tokens"] > 0
+    assert set(reply.cake) >= {"computed_tokens", "loaded_tokens", "matched_tokens", "meet_token"}
+
+
+def test_several_samples_of_one_prompt(both: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(12 * BLOCK + 3)
+    both.keep(ids)
+    both.flush()
+    reply = both.post("/generate", **request(ids, sampling={"n": 3}))
+    samples = reply.json()
+    assert [s["output_ids"] for s in samples] == [plain.know(ids).tokens] * 3
+    assert sum(s["meta_info"]["cake"]["loaded_tokens"] for s in samples) > 0
+
+
+def test_a_batch_in_one_request(both: Live, plain: Live, prompt: Make) -> None:
+    shared = prompt(8 * BLOCK)
+    batch = [shared + prompt(n) for n in (3, 80)] + [prompt(30)]
+    both.keep(shared)
+    both.flush()
+    sampling = request(shared)["sampling_params"]
+    answers = both.post("/generate", input_ids=batch, sampling_params=sampling).json()
+    assert [a["output_ids"] for a in answers] == [plain.know(ids).tokens for ids in batch]
+
+
+def _completion(live: Live, body: dict[str, Any], path: str) -> dict[str, Any]:
+    body = {"model": "default", "temperature": 0, "max_tokens": 8, "ignore_eos": True, **body}
+    reply = live.post(path, **body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_openai_endpoints_load_and_answer_alike(
+    both: Live, plain: Live, text: str, kind: str
+) -> None:
+    chat = kind.startswith("chat")
+    question = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    cold = _completion(both, question, f"/v1/{kind}")
+    # A chat template puts a few tokens around the text, so its keys are not known here: the
+    # blocks are stored when a flushed server loads them.
+    both.store.until_stored([] if chat else _text_ids(both, text))
+    both.flush()
+    before = both.metric("loaded_tokens_total")
+    warm = _completion(both, question, f"/v1/{kind}")
+    reference = _completion(plain, question, f"/v1/{kind}")
+
+    def said(body: dict[str, Any]) -> Any:
+        choice = body["choices"][0]
+        return choice["message"]["content"] if chat else choice["text"]
+
+    assert said(cold) == said(warm) == said(reference)
+    if not chat:
+        from live import until
+
+        until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
+
+
+def test_openai_streaming(both: Live, plain: Live, text: str) -> None:
+    def stream(live: Live) -> str:
+        body = {
+            "model": "default",
+            "prompt": text,
+            "temperature": 0,
+            "max_tokens": 8,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with requests.post(
+            live.url + "/v1/completions", json=body, stream=True, timeout=DEADLINE_S
+        ) as reply:
+            lines = [line for line in reply.iter_lines() if line.startswith(b"data: {")]
+        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)
+
+    cold = stream(both)
+    both.store.until_stored(_text_ids(both, text))
+    both.flush()
+    assert stream(both) == cold == stream(plain)
+
+
+def test_a_program_of_sglangs_frontend(both: Live, plain: Live, text: str) -> None:
+    """gen, fork and several turns: the same answers twice, and the second time from the store."""
+    import sglang as sgl
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += text
+        s += sgl.gen("first", max_tokens=6, temperature=0, ignore_eos=True)
+        forks = s.fork(2)
+        for i, fork in enumerate(forks):
+            fork += f" branch {i}: "
+            fork += sgl.gen("branch", max_tokens=6, temperature=0, ignore_eos=True)
+        s += "".join(fork["branch"] for fork in forks)
+        s += sgl.gen("last", max_tokens=6, temperature=0, ignore_eos=True)
+
+    def run(live: Live) -> str:
+        return str(program.run(backend=sgl.RuntimeEndpoint(live.url)).text())
+
+    cold = run(both)
+    both.store.until_stored(_text_ids(both, text))
+    both.flush()
+    assert run(both) == cold == run(plain)
+
+
+def test_cache_salts_and_extra_keys_share_nothing(both: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(6 * BLOCK + 1)
+    both.keep(ids)
+    reference = plain.know(ids)
+    for extra in ({"cache_salt": "mine"}, {"extra_key": "mine"}, {"cache_salt": "other"}):
+        answer = both.again(ids, **extra)
+        assert_same(answer, reference)
+        assert (answer.loaded, answer.cached) == (0, 0)
+    both.store.until_stored(ids, cache_salt="mine")
+    both.store.until_stored(ids, extra_key="mine")
+    again = both.again(ids, cache_salt="mine")
+    assert_same(again, reference)
+    assert again.loaded > 0

@@ -1,0 +1,192 @@
+"""The same tokens and logprobs with and without the store, whatever is stored of a prompt."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+from live import BLOCK, CHUNK, NEW_TOKENS, Live, assert_same, falsify, until
+
+Make = Callable[[int], list[int]]
+
+LENGTHS = (
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK - 1,
+    CHUNK - 1,
+    CHUNK,
+    CHUNK + 1,
+    2 * CHUNK,
+    2 * CHUNK + BLOCK,  # wholly stored: exactly 9 blocks
+    1000,
+    2047,
+)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_a_stored_prompt_gives_the_answer_of_a_server_without_cake(
+    both: Live, plain: Live, prompt: Make, tokens: int
+) -> None:
+    ids = prompt(tokens)
+    reference = plain.know(ids)
+    assert_same(both.ask(ids), reference)
+    both.store.until_stored(ids)
+    answer = both.again(ids)
+    assert_same(answer, reference)
+    if tokens > 2 * BLOCK:
+        assert answer.loaded > 0
+    assert answer.loaded + answer.computed == tokens
+    assert answer.cached == answer.loaded
+
+
+def test_the_last_token_of_a_wholly_stored_prompt_is_computed(both: Live, prompt: Make) -> None:
+    ids = prompt(6 * BLOCK)
+    both.keep(ids)
+    answer = both.again(ids)
+    assert answer.loaded > 0
+    assert answer.computed >= 1
+
+
+@pytest.mark.parametrize("tail", [1, BLOCK - 1, BLOCK + 1, CHUNK + 7])
+def test_a_new_question_follows_a_stored_document(
+    both: Live, plain: Live, prompt: Make, tail: int
+) -> None:
+    document = prompt(10 * BLOCK + 11)
+    both.keep(document)
+    ids = document + prompt(tail)
+    answer = both.again(ids)
+    assert_same(answer, plain.know(ids))
+    assert answer.loaded > 0
+
+
+def test_prompts_that_share_a_stored_document_differ_after_it(
+    both: Live, plain: Live, prompt: Make
+) -> None:
+    document = prompt(12 * BLOCK)
+    both.keep(document)
+    both.flush()
+    for tail in (5, 90, 300):
+        ids = document + prompt(tail)
+        assert_same(both.ask(ids), plain.know(ids))
+
+
+@pytest.mark.parametrize("on_device", [BLOCK // 2, 3 * BLOCK, 5 * BLOCK + 1])
+def test_the_device_holds_part_of_a_stored_prompt(
+    both: Live, plain: Live, prompt: Make, on_device: int
+) -> None:
+    ids = prompt(16 * BLOCK + 3)
+    both.keep(ids)
+    both.again(ids[:on_device], 1)
+    answer = both.ask(ids)
+    assert_same(answer, plain.know(ids))
+    story = answer.meta["cake"]
+    assert story["matched_tokens"] >= on_device - 1
+    assert answer.loaded > 0
+    assert story["matched_tokens"] + answer.loaded + answer.computed == len(ids)
+
+
+def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(24 * BLOCK + 9)
+    files = both.keep(ids)
+    for block in (7, 12, 13, 18, 22):
+        files[block].unlink()
+    answer = both.again(ids)
+    assert_same(answer, plain.know(ids))
+    attaches = [e for e in both.events(answer.meta["id"]) if e["event"] == "attach"]
+    assert len(attaches) >= 2
+    both.store.until_stored(ids)  # the holes are filled again
+
+
+def test_a_corrupt_block_is_computed_counted_and_set_aside(
+    both: Live, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(20 * BLOCK + 1)
+    files = both.keep(ids)
+    before = both.metric("load_failures_total", reason="corrupt")
+    payload, header = files[18], files[19]
+    for file, offset in ((payload, 5000), (header, 50)):
+        raw = bytearray(file.read_bytes())
+        raw[offset] ^= 1
+        file.write_bytes(raw)
+    assert_same(both.again(ids), plain.know(ids))
+    assert both.store.set_aside(payload)
+    assert both.store.set_aside(header)
+    until(lambda: both.metric("load_failures_total", reason="corrupt") >= before + 2, "counted")
+    both.store.until_stored(ids)
+    assert_same(both.again(ids), plain.know(ids))
+
+
+def test_a_block_cut_short_is_computed_and_healed(both: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(10 * BLOCK + 1)
+    files = both.keep(ids)
+    whole = files[8].stat().st_size
+    files[8].write_bytes(files[8].read_bytes()[: whole // 2])
+    assert_same(both.again(ids), plain.know(ids))
+    until(lambda: files[8].stat().st_size == whole, "the block is whole again")
+
+
+def test_a_folder_missing_in_the_middle_costs_its_blocks_only(
+    both: Live, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(18 * BLOCK + 5)
+    files = both.keep(ids)
+    shutil.rmtree(files[14].parents[1])
+    answer = both.again(ids)
+    assert_same(answer, plain.know(ids))
+    assert answer.loaded > 0
+
+
+@pytest.mark.parametrize("start_len", [0, 300, 700])
+def test_logprobs_of_the_prompt_are_the_same(
+    both: Live, plain: Live, prompt: Make, start_len: int
+) -> None:
+    ids = prompt(12 * BLOCK + 2)
+    both.keep(ids)
+    answer = both.again(ids, logprob_start_len=start_len)
+    assert_same(answer, plain.again(ids, logprob_start_len=start_len))
+    assert answer.loaded <= start_len  # what logprobs are wanted of must be computed
+    assert len(answer.input_logprobs) == len(ids) - start_len
+
+
+def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(2 * BLOCK)
+    first = both.ask(ids, 3 * BLOCK)
+    conversation = ids + first.tokens[:-1]
+    both.store.until_stored(conversation)
+    turn = conversation + first.tokens[-1:] + prompt(20)
+    answer = both.again(turn)
+    assert answer.loaded > len(ids)
+    assert_same(answer, plain.know(turn))
+
+
+def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt: Make) -> None:
+    """Loaded KV is written again from the device: the files must be the same."""
+    ids = prompt(12 * BLOCK)
+    files = both.keep(ids)
+    loaded = both.again(ids, 1)
+    stored = [file.read_bytes() for file in files]
+    for file in files:
+        file.unlink()
+    assert both.ask(ids, 1).cached == len(ids) - 1  # from the device
+    both.store.until_stored(ids)
+    first = -(-loaded.meta["cake"]["meet_token"] // BLOCK)
+    assert first < len(files) - 1
+    for file, before in list(zip(files, stored, strict=True))[first:-1]:
+        assert file.read_bytes() == before
+
+
+def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt: Make) -> None:
+    """Negative control: valid files with the KV of other positions must change the answer."""
+    ids = prompt(14 * BLOCK)
+    files = both.keep(ids)
+    reference = plain.know(ids, 1)
+    for file in files:
+        falsify(file)
+    lie = both.again(ids, 1)
+    for file in files:
+        file.unlink()
+    assert lie.loaded > 0
+    assert abs(lie.logprobs[0] - reference.logprobs[0]) > 0.05 or lie.tokens != reference.tokens
+    with pytest.raises(AssertionError):
+        assert_same(lie, reference)
+    assert_same(both.again(ids), plain.know(ids, NEW_TOKENS))

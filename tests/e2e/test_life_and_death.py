@@ -1,0 +1,175 @@
+"""Requests that end early, and what must not be lost with them. The log is the judge."""
+
+from collections.abc import Callable
+
+import pytest
+import requests
+from live import BLOCK, Asking, Live, assert_same, request, until
+
+Make = Callable[[int], list[int]]
+
+# Stages of a request by what its trace says: (event, how many of them).
+STAGES = (
+    ("arrive", 1),
+    ("found", 1),
+    ("land", 1),
+    ("claim", 1),
+    ("land", 6),
+    ("claim", 2),
+    ("attach", 1),
+    ("done", 1),
+)
+
+
+@pytest.fixture(scope="module")
+def document(both: Live) -> list[int]:
+    """A long stored prompt."""
+    ids = [(7 * i * i + 3 * i) % 9973 for i in range(32 * BLOCK + 5)]
+    both.keep(ids)
+    return ids
+
+
+@pytest.fixture
+def unharmed(both: Live, plain: Live, document: list[int]) -> Callable[[], None]:
+    """Says whether the server is as it was: idle, nothing leaked, right answers."""
+
+    def check() -> None:
+        both.flush()  # refused while anything runs; then SGLang's idle check looks at every slot
+        both.check_log()
+        answer = both.ask(document)
+        assert_same(answer, plain.know(document))
+        assert answer.loaded > 0
+        both.flush()
+
+    return check
+
+
+def test_aborts_at_every_stage_give_everything_back(
+    both: Live, document: list[int], unharmed: Callable[[], None]
+) -> None:
+    for turn, (event, count) in enumerate(STAGES):
+        both.flush()
+        asking = Asking(both, document, new_tokens=32, rid=f"abort-{turn}")
+        asking.until(event, count)
+        both.post("/abort_request", rid=asking.rid)
+        assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
+    unharmed()
+
+
+def test_clients_that_hang_up_at_every_stage_give_everything_back(
+    both: Live, document: list[int], unharmed: Callable[[], None]
+) -> None:
+    for turn, (event, count) in enumerate(STAGES):
+        both.flush()
+        rid = f"hang-up-{turn}"
+        body = request(document, 32, rid=rid, stream=True)
+        with requests.post(both.url + "/generate", json=body, stream=True, timeout=60):
+            pass  # headers come with the first event or earlier; whatever runs is cut off
+
+        body["rid"] = rid = f"hang-up-late-{turn}"
+        asking = _HangingUp(both, body)
+        until(lambda r=rid, e=event, n=count: _seen(both, r, e, n), f"{count} x {event}")
+        asking.hang_up()
+    unharmed()
+
+
+def test_aborting_all_with_a_queue_gives_everything_back(
+    both: Live, document: list[int], unharmed: Callable[[], None]
+) -> None:
+    both.flush()
+    asked = [Asking(both, document[i:], new_tokens=16, rid=f"all-{i}") for i in range(5)]
+    asked[0].until("land")
+    both.post("/abort_request", abort_all=True)
+    for asking in asked:
+        assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
+    unharmed()
+
+
+def test_flushing_while_a_load_runs_is_refused_and_harms_nothing(
+    both: Live, plain: Live, document: list[int], unharmed: Callable[[], None]
+) -> None:
+    both.flush()
+    asking = Asking(both, document, rid="flush-while-loading")
+    asking.until("land", 2)
+    requests.post(both.url + "/flush_cache", timeout=60)
+    assert_same(asking.answer(), plain.know(document))
+    unharmed()
+
+
+def test_two_requests_for_the_same_blocks_share_one_load(
+    both: Live, plain: Live, document: list[int], prompt: Make
+) -> None:
+    both.flush()
+    block_bytes = both.store.files(document)[0].stat().st_size - 4096
+    before = {n: both.metric(n + "_total") for n in ("read_bytes", "loaded_tokens")}
+    tails = [prompt(9), prompt(70)]
+    asked = [Asking(both, document + tail, rid=f"share-{i}") for i, tail in enumerate(tails)]
+    answers = [asking.answer() for asking in asked]
+    for tail, answer in zip(tails, answers, strict=True):
+        assert_same(answer, plain.know(document + tail))
+    loaded = sum(answer.loaded for answer in answers)
+    assert loaded > 0
+    until(
+        lambda: both.metric("loaded_tokens_total") - before["loaded_tokens"] >= loaded,
+        "the counters are published",
+    )
+    blocks = len(document) // BLOCK
+    assert both.metric("read_bytes_total") - before["read_bytes"] <= blocks * block_bytes
+
+
+def test_a_store_whose_folder_vanishes_does_not_stop_the_server(
+    both: Live, plain: Live, document: list[int], prompt: Make
+) -> None:
+    root, away = both.store.root, both.store.root.with_name("away")
+    both.flush()
+    root.rename(away)
+    try:
+        for ids in (document, prompt(5 * BLOCK)):
+            assert_same(both.ask(ids), plain.know(ids))
+    finally:
+        away.rename(root)
+    both.flush()
+    assert both.ask(document).loaded > 0
+
+
+def test_many_requests_at_once_with_aborts_and_flushes(
+    both: Live, plain: Live, document: list[int], unharmed: Callable[[], None]
+) -> None:
+    both.flush()
+    starts = [0, 0, BLOCK, 1, 0, 2 * BLOCK, 1, BLOCK]
+    # A prompt that does not start at the document's start shares nothing with it.
+    asked = [Asking(both, document[s : s + 1200], rid=f"many-{i}") for i, s in enumerate(starts)]
+    for victim in (asked[1], asked[5]):
+        both.post("/abort_request", rid=victim.rid)
+    requests.post(both.url + "/flush_cache", timeout=60)
+    for index, (asking, s) in enumerate(zip(asked, starts, strict=True)):
+        answer = asking.answer()
+        if index not in (1, 5):
+            assert_same(answer, plain.know(document[s : s + 1200]))
+    unharmed()
+
+
+def _seen(live: Live, rid: str, event: str, count: int) -> bool:
+    events = [e["event"] for e in live.events(rid)]
+    return events.count(event) >= count or "done" in events
+
+
+class _HangingUp:
+    """A raw connection that is cut in the middle of a request."""
+
+    def __init__(self, live: Live, body: dict[str, object]) -> None:
+        import json
+        import socket
+        from urllib.parse import urlsplit
+
+        address = urlsplit(live.url)
+        payload = json.dumps(body).encode()
+        head = (
+            f"POST /generate HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        )
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=60)
+        self._socket.sendall(head.encode() + payload)
+
+    def hang_up(self) -> None:
+        self._socket.close()

@@ -1,0 +1,216 @@
+"""Other shapes of server: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Start
+from live import BLOCK, Asking, Live, assert_same, falsify
+
+from sglang_cake.testing.models import build_llama
+
+Make = Callable[[int], list[int]]
+HALF_TOLERANCE = 0.05  # bfloat16 at other chunk borders; wrong KV is off by far more
+
+
+def _check_exactness(live: Live, prompt: Make, tolerance: float) -> None:
+    """Cold and stored answers agree, and would not if the KV were wrong."""
+    document = prompt(10 * BLOCK)
+    cold = live.ask(document, 1)
+    files = live.store.until_stored(document)
+    warm = live.again(document, 1)
+    assert warm.loaded > 0
+    assert_same(warm, cold, tolerance)
+    tails = [document + prompt(n) for n in (1, 70, 300)]
+    cold_tails = [live.again(ids, 1, cache_salt="cold") for ids in tails]
+    live.flush()
+    asked = [Asking(live, ids, new_tokens=1, rid=f"tail-{i}") for i, ids in enumerate(tails)]
+    for asking, reference in zip(asked, cold_tails, strict=True):
+        assert_same(asking.answer(), reference, tolerance)
+    for file in files:
+        falsify(file)
+    lie = live.again(document, 1)
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, cold, tolerance)
+
+
+@pytest.fixture(scope="module")
+def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two ranks need two cores")
+    flags = (
+        *("--dtype", "bfloat16", "--max-total-tokens", "8192", "--page-size", "64", "--tp", "2"),
+        *("--cake-mode", "auto"),
+    )
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with start(models["first"], flags, store=folder / "store-tp", env=env) as live:
+        yield live
+
+
+def test_two_ranks_with_pages_of_64_in_bfloat16(parallel: Live, prompt: Make) -> None:
+    _check_exactness(parallel, prompt, HALF_TOLERANCE)
+    ranks = [json.loads(p.description.read_text())["tp_rank"] for p in parallel.store.places()]
+    assert sorted(ranks) == ["0", "1"]
+
+
+def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: Make) -> None:
+    document = prompt(12 * BLOCK)
+    cold = parallel.ask(document, 1)
+    files = parallel.store.until_stored(document)
+    spoiled = files[10]  # of the first rank only
+    raw = bytearray(spoiled.read_bytes())
+    raw[9000] ^= 1
+    spoiled.write_bytes(raw)
+    files[7].unlink()
+    warm = parallel.again(document, 1)
+    assert_same(warm, cold, HALF_TOLERANCE)
+    assert 0 < warm.loaded <= 10 * BLOCK
+    assert parallel.store.set_aside(spoiled)
+
+
+def test_two_ranks_survive_aborts(parallel: Live, prompt: Make) -> None:
+    document = prompt(20 * BLOCK)
+    parallel.keep(document)
+    for event in ("arrive", "land", "claim", "attach"):
+        parallel.flush()
+        asking = Asking(parallel, document, new_tokens=8, rid=f"tp-{event}")
+        asking.until(event)
+        parallel.post("/abort_request", rid=asking.rid)
+        asking.answer()
+    parallel.flush()
+    parallel.check_log()
+
+
+@pytest.fixture(scope="module")
+def latent(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Live]:
+    """A tiny DeepSeek-V2, dense, whose KV is one latent row a layer."""
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "both")
+    model = build_deepseek(folder / "latent" / "model", tokenizer_of=models["first"])
+    store = folder / "store-mla"
+    # One latent row is small: a narrow link, so that both sides take part.
+    with start(model, flags, store=store, bandwidth="600kB/s", env=standins) as live:
+        yield live
+
+
+def test_an_mla_model(latent: Live, prompt: Make) -> None:
+    _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], 2e-3)
+    layout = json.loads(json.loads(latent.store.places()[0].description.read_text())["layout"])
+    assert [name for name, _ in layout["parts"]] == ["kv"]
+
+
+def build_deepseek(path: Path, tokenizer_of: Path) -> Path:
+    import torch
+    from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=3,
+        n_group=1,
+        topk_group=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = DeepseekV2ForCausalLM(config)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(path)
+    # What SGLang reads and this version of transformers does not write.
+    file = path / "config.json"
+    facts = json.loads(file.read_text())
+    scaling = {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    facts |= {
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+        "rope_theta": 10000.0,
+        "rope_scaling": scaling,
+        "rope_parameters": {**scaling, "rope_theta": 10000.0},
+    }
+    file.write_text(json.dumps(facts))
+    return path
+
+
+ENGINE = """
+import json, sys, time
+import sglang as sgl
+
+def main():
+    model, store = sys.argv[1:3]
+    engine = sgl.Engine(
+        model_path=model, device="cpu", attention_backend="torch_native", dtype="float16",
+        cuda_graph_backend_decode="disabled", mem_fraction_static=0.2, max_total_tokens=4096,
+        chunked_prefill_size=256, log_level="warning",
+        enable_cake=True, cake_store=f"file://{store}?min_free=0&bandwidth=5MB/s",
+        cake_block_tokens=64, cake_min_load_tokens=64, cake_mode="both",
+    )
+    ids = [(i * i * 7 + i) % 250 for i in range(900)]
+    ask = lambda: engine.generate(
+        input_ids=ids, return_logprob=True,
+        sampling_params={"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+    )
+    answers = [ask()]
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        engine.flush_cache()
+        answers.append(ask())
+        if answers[-1]["meta_info"]["cake"]["loaded_tokens"]:
+            break
+    engine.shutdown()
+    print("ANSWERS " + json.dumps(answers))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_an_engine_in_process_with_float16_kv(folder: Path, tmp_path: Path) -> None:
+    # Half precision on a CPU is slow: a smaller model does.
+    model = build_llama(folder / "half" / "model", hidden=128, layers=2, heads=4, kv_heads=2)
+    program = tmp_path / "program.py"
+    program.write_text(ENGINE)
+    done = subprocess.run(
+        [sys.executable, str(program), str(model), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    answers = json.loads(lines[0].removeprefix("ANSWERS "))
+    assert answers[-1]["meta_info"]["cake"]["loaded_tokens"] > 0
+    assert answers[-1]["output_ids"][0] == answers[0]["output_ids"][0]

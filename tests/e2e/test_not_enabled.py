@@ -1,0 +1,64 @@
+"""The plugin is installed, and nobody asked for cake: SGLang is as it was."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import pytest
+import requests
+from live import Live
+
+Make = Callable[[int], list[int]]
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    if "cake" not in {e.name for e in entry_points(group="sglang.srt.plugins")}:
+        pytest.skip("the package is not installed: its entry point is what is tested")
+
+
+def test_a_plain_server_has_sglangs_tree_and_says_nothing_of_cake(
+    plain: Live, prompt: Make
+) -> None:
+    answer = plain.ask(prompt(300))
+    assert "cake" not in answer.meta
+    metrics = requests.get(plain.url + "/metrics", timeout=60).text
+    assert "sglang:cake_" not in metrics
+    assert "CakeRadixCache" not in metrics
+    assert "cake is on" not in plain.server.logs()
+
+
+def test_a_server_with_cake_says_so(both: Live) -> None:
+    """Control of the test above."""
+    assert "sglang:cake_" in requests.get(both.url + "/metrics", timeout=60).text
+    assert "cake is on" in both.server.logs()
+
+
+def test_loaded_plugins_leave_scheduler_and_registry_alone() -> None:
+    program = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import registry
+import sys
+HookRegistry.apply_hooks()
+patched = [name for name in HookRegistry._patched if "ServerArgs" not in name]
+assert not patched, patched
+assert Scheduler.get_prefill_adder_class.__module__.startswith("sglang.srt"), "adder"
+known = [name for name in dir(registry) if isinstance(getattr(registry, name), dict)]
+assert all("cake" not in getattr(registry, name) for name in known), "registry"
+assert "sglang_cake.adapter.scheduling" not in sys.modules
+assert "sglang_cake.adapter.tree" not in sys.modules
+print("as it was")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**__import__("os").environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )
+    assert "as it was" in done.stdout, done.stderr[-2000:]

@@ -1,0 +1,209 @@
+"""Servers that come and go on one store folder: what is found again, and what must not be.
+
+Three servers in a row. Each fixture is one life; the tests look at what it said.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from conftest import VOCAB, Start
+from live import BLOCK, Answer, Asking, Live, StoreView, assert_same, check_block, until
+
+ADAPTER = {"lora_path": "a"}
+
+
+def _ids(seed: int, tokens: int) -> list[int]:
+    return [(seed * 7919 + i * i * 31 + i * 17) % VOCAB for i in range(tokens)]
+
+
+KEPT = _ids(1, 14 * BLOCK)
+WITH_ADAPTER = _ids(2, 8 * BLOCK + 2)
+CUT_BY_TERM = _ids(3, 40 * BLOCK)
+CUT_BY_KILL = _ids(4, 40 * BLOCK)
+
+
+@dataclass(slots=True)
+class Life:
+    """One server's answers."""
+
+    store: StoreView
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Folders whose content changes between lives while their names stay."""
+
+    model: Path
+    adapter: Path
+    store: Path
+
+
+@pytest.fixture(scope="module")
+def home(folder: Path, models: dict[str, Path], adapters: dict[str, Path]) -> Home:
+    home = Home(folder / "home" / "model", folder / "home" / "adapter", folder / "home" / "store")
+    shutil.copytree(models["first"], home.model)
+    shutil.copytree(adapters["a"], home.adapter)
+    return home
+
+
+def _flags(home: Home, mode: str) -> list[str]:
+    return [
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
+        *("--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"a={home.adapter}"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
+    """Mode compute; ended by SIGTERM while it writes."""
+    flags = _flags(home, "compute")
+    with start(home.model, flags, store=home.store, env=standins) as live:
+        life = Life(live.store)
+        life.answers["kept"] = live.ask(KEPT)
+        life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
+        until(lambda: len(life.store.blocks()) >= 14 + 8, "both prompts in the store")
+        life.answers["again"] = live.again(KEPT)
+        asking = Asking(live, CUT_BY_TERM, new_tokens=1, rid="term")
+        asking.until("claim", 6)
+    return life
+
+
+@pytest.fixture(scope="module")
+def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> Life:
+    """Mode load, the same folder; killed while it writes."""
+    flags = _flags(home, "load")
+    with start(home.model, flags, store=home.store, env=standins) as live:
+        life = Life(live.store)
+        life.answers["kept"] = live.ask(KEPT)
+        life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
+        life.answers["term"] = live.ask(CUT_BY_TERM)
+        asking = Asking(live, CUT_BY_KILL, new_tokens=1, rid="kill")
+        asking.until("claim", 6)
+        os.killpg(live.server._process.pid, signal.SIGKILL)
+    return life
+
+
+@pytest.fixture(scope="module")
+def third(
+    second: Life,
+    home: Home,
+    start: Start,
+    standins: dict[str, str],
+    models: dict[str, Path],
+    adapters: dict[str, Path],
+) -> Iterator[Live]:
+    """Mode both, the same folders: in them another model of the same shape, another adapter."""
+    for name, source in ((home.model, models["second"]), (home.adapter, adapters["a2"])):
+        shutil.rmtree(name)
+        shutil.copytree(source, name)
+    flags = _flags(home, "both")
+    with start(home.model, flags, store=home.store, env=standins) as live:
+        yield live
+
+
+def _become(live: Live, model: Path, **more: str) -> None:
+    reply = live.post("/update_weights_from_disk", model_path=str(model), **more)
+    assert reply.json()["success"], reply.text
+
+
+@pytest.fixture(scope="module")
+def reference(plain: Live) -> Live:
+    return plain
+
+
+def test_mode_compute_stores_and_never_loads(first: Life, reference: Live) -> None:
+    for name in ("kept", "again"):
+        assert_same(first.answers[name], reference.know(KEPT))
+        assert first.answers[name].loaded == 0
+
+
+def test_mode_load_loads_all_that_is_stored(second: Life, reference: Live) -> None:
+    assert_same(second.answers["kept"], reference.know(KEPT))
+    assert second.answers["kept"].loaded >= len(KEPT) - 1
+    assert second.answers["kept"].computed == 1
+
+
+def test_an_adapters_blocks_are_found_after_a_restart(second: Life, reference: Live) -> None:
+    assert_same(second.answers["adapter"], reference.know(WITH_ADAPTER, **ADAPTER))
+    assert second.answers["adapter"].loaded == 8 * BLOCK
+
+
+def test_a_prompt_cut_off_by_sigterm_is_right_afterwards(second: Life, reference: Live) -> None:
+    assert_same(second.answers["term"], reference.know(CUT_BY_TERM))
+
+
+def test_a_kill_leaves_whole_blocks_only(second: Life) -> None:
+    blocks = second.store.blocks()
+    assert len(blocks) > 14
+    for block in blocks:
+        check_block(block)
+
+
+def test_another_model_in_the_same_folder_finds_nothing(
+    third: Live, second: Life, plain: Live, models: dict[str, Path]
+) -> None:
+    answer = third.ask(KEPT)
+    assert (answer.loaded, answer.cached) == (0, 0)
+    _become(plain, models["second"])
+    try:
+        assert_same(answer, plain.ask(KEPT))
+    finally:
+        _become(plain, models["first"])
+    with pytest.raises(AssertionError):  # the control: the models do differ
+        assert_same(answer, second.answers["kept"])
+
+
+def test_weights_that_come_back_find_their_blocks(
+    third: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    """Update to the first model's weights: its blocks, those of the killed server among them."""
+    third.flush()
+    _become(third, models["first"])
+    answer = third.ask(KEPT)
+    assert_same(answer, plain.know(KEPT))
+    assert answer.loaded > 0
+    assert_same(third.ask(CUT_BY_KILL), plain.know(CUT_BY_KILL))
+
+
+def test_other_weights_under_an_adapters_name_find_nothing(
+    third: Live, plain: Live, models: dict[str, Path], second: Life
+) -> None:
+    _become(third, models["first"])
+    answer = third.ask(WITH_ADAPTER, **ADAPTER)
+    assert answer.loaded == 0
+    assert_same(answer, plain.know(WITH_ADAPTER, lora_path="a2"))
+    with pytest.raises(AssertionError):
+        assert_same(answer, second.answers["adapter"])
+
+
+def test_a_new_weight_version_is_a_new_namespace(
+    third: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    _become(third, models["first"], weight_version="step-2")
+    answer = third.ask(KEPT)
+    assert_same(answer, plain.know(KEPT))
+    assert answer.loaded == 0
+
+
+def test_weights_that_change_under_a_tree_that_stays_are_not_stored(
+    third: Live, models: dict[str, Path], plain: Live
+) -> None:
+    ids = _ids(9, 6 * BLOCK)
+    _become(third, models["first"])
+    third.ask(ids[: 3 * BLOCK + 1], 1)
+    _become(third, models["second"], flush_cache=False)
+    third.ask(ids, 1)  # half of it on KV of the other weights: that is what was asked for
+    third.flush()
+    answer = third.ask(ids)
+    assert answer.loaded == 0
+    _become(plain, models["second"])
+    try:
+        assert_same(answer, plain.ask(ids))
+    finally:
+        _become(plain, models["first"])

@@ -1,0 +1,97 @@
+"""SGLang's own test kits, against a server with cake.
+
+Left out, because they need what a random model on a CPU does not have: accuracy (gsm8k, mmmu,
+decode correctness, reasoning), constrained decoding that means something, speculative decoding,
+PD, VLM and streaming sessions (cake refuses these four), timeouts of a server started for them.
+"""
+
+import functools
+import json
+import random
+import unittest
+from pathlib import Path
+
+import pytest
+import requests
+from live import Live
+from sglang.test.kits import radix_cache_server_kit
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
+from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
+
+
+class _Case(unittest.TestCase):
+    """What the kits find in their surroundings."""
+
+    base_url: str
+    model: str
+
+    @pytest.fixture(autouse=True)
+    def surroundings(self, both: Live, models: dict[str, Path]) -> None:
+        self.base_url, self.model = both.url, str(models["first"])
+        self.process = both.server._process
+
+
+class TestApiContract(BasicAPIContractMixin, _Case):
+    pass
+
+
+class TestAbortAll(AbortAllMixin, _Case):
+    abort_all_num_requests = 8
+    abort_all_max_new_tokens = 4000
+    abort_all_sleep = 0.5
+
+
+class TestPauseAndResume(PauseResumeInPlaceMixin, _Case):
+    pause_num_requests = 4
+    pause_max_new_tokens = 150
+    pause_duration = 1
+    pause_ignore_eos = True
+
+
+class TestRadixTree(UnifiedRadixTreeTestMixin, _Case):
+    kl_threshold = 1e-6  # the kit's own 0.003 would not notice wrong KV in a random model
+    max_new_tokens = 12
+    num_groups = 2
+    branches_per_group = 2
+    prefix_len = 384
+    input_ids = tuple(random.Random(i).choices(range(1, 30000), k=448) for i in range(4))
+    test_gsm8k = None  # needs a model that can calculate
+
+
+def test_a_random_radix_tree_of_requests(both: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    random.seed(1)
+    small = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=24, chunk_len=64)
+    monkeypatch.setattr(radix_cache_server_kit, "gen_radix_tree", small)
+    radix_cache_server_kit.run_radix_attention_test(both.url)
+
+
+def test_cache_hits_over_several_turns(both: Live, models: dict[str, Path], tmp_path: Path) -> None:
+    words = " ".join(str(i) for i in range(800))
+    turns = [{"from": "human", "value": words}, {"from": "gpt", "value": words}]
+    dataset = tmp_path / "sharegpt.json"
+    dataset.write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(8)]))
+    run_multiturn_cache_hit_test(
+        both.url,
+        str(models["first"]),
+        num_clients=2,
+        num_rounds=3,
+        request_length=160,
+        output_length=8,
+        dataset_path=str(dataset),
+    )
+
+
+def test_a_prompt_is_got_back_after_a_flush(both: Live) -> None:
+    """As `test_l3_prefetch_full_prefix_hit_after_flush` of the kit, which takes a whole load."""
+    rng = random.Random(987)
+    ids = [rng.randint(1, 30000) for _ in range(1024)]
+    both.keep(ids)
+    both.flush()
+    reply = requests.post(
+        both.url + "/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 4}}
+    )
+    meta = reply.json()["meta_info"]
+    assert 0 < meta["cached_tokens"] == meta["cake"]["loaded_tokens"]

@@ -1,0 +1,96 @@
+"""A pool that is too small for everything: page 16, mixed chunks, no overlap scheduling."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Start
+from live import BLOCK, Asking, Live, assert_same
+
+Make = Callable[[int], list[int]]
+POOL = 2048
+
+
+@pytest.fixture(scope="module")
+def small(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", str(POOL), "--page-size", "16"),
+        *("--enable-mixed-chunk", "--disable-overlap-schedule", "--cake-mode", "both"),
+        *("--enable-metrics", "--schedule-conservativeness", "0.05"),
+    )
+    with start(models["first"], flags, store=folder / "store-small") as live:
+        yield live
+
+
+def test_mixed_chunks_give_the_same_answers(small: Live, plain: Live, prompt: Make) -> None:
+    document = prompt(9 * BLOCK + 20)
+    small.keep(document)
+    small.flush()
+    prompts = [document + prompt(n) for n in (1, 40, 70)]
+    asked = [Asking(small, ids, new_tokens=24, rid=f"mixed-{i}") for i, ids in enumerate(prompts)]
+    for asking, ids in zip(asked, prompts, strict=True):
+        assert_same(asking.answer(), plain.know(ids, 24))
+
+
+def test_retracted_requests_come_back_with_the_same_answers(
+    small: Live, plain: Live, prompt: Make
+) -> None:
+    """Four requests that outgrow the pool together, each over a stored prompt."""
+    prompts = [prompt(5 * BLOCK + i) for i in range(4)]
+    for ids in prompts:
+        small.keep(ids)
+    small.flush()
+    new = 280
+    asked = [
+        Asking(small, ids, new_tokens=new, rid=f"retract-{i}") for i, ids in enumerate(prompts)
+    ]
+    answers = [asking.answer() for asking in asked]
+    assert "Retract requests" in small.server.logs()
+    for answer, ids in zip(answers, prompts, strict=True):
+        reference = plain.know(ids, new)
+        assert answer.tokens == reference.tokens
+    small.flush()
+
+
+def test_a_load_gives_way_when_running_requests_need_its_memory(
+    small: Live, plain: Live, prompt: Make
+) -> None:
+    """Long answers take the slots that a waiting prompt's blocks have landed in."""
+    stored = prompt(20 * BLOCK)
+    small.keep(stored)
+    small.flush()
+    runners = [prompt(3 * BLOCK) for _ in range(3)]
+    asked = [Asking(small, ids, new_tokens=200, rid=f"runner-{i}") for i, ids in enumerate(runners)]
+    asked[-1].until("done")
+    late = Asking(small, stored, rid="late")
+    assert_same(late.answer(), plain.know(stored))
+    for asking, ids in zip(asked, runners, strict=True):
+        assert asking.answer().tokens == plain.know(ids, 200).tokens
+    small.flush()
+
+
+def test_a_prompt_that_fills_the_pool(small: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(POOL - 3 * BLOCK)
+    small.keep(ids)
+    answer = small.again(ids)
+    assert_same(answer, plain.know(ids))
+    assert answer.loaded > 0
+    tail = prompt(7 * BLOCK)
+    small.keep(tail)  # evicts
+    small.again(tail)
+    assert_same(small.ask(ids), plain.know(ids))
+    small.flush()
+
+
+def test_an_abort_while_the_pool_is_full_gives_everything_back(small: Live, prompt: Make) -> None:
+    ids = prompt(24 * BLOCK)
+    small.keep(ids)
+    small.flush()
+    asked = [Asking(small, ids[i:], new_tokens=64, rid=f"full-{i}") for i in range(3)]
+    asked[0].until("land", 2)
+    for asking in asked:
+        small.post("/abort_request", rid=asking.rid)
+    for asking in asked:
+        asking.answer()
+    small.flush()
+    small.check_log()
