@@ -9,7 +9,8 @@ The paper's Figure 7, as five servers that take turns; each gets the same new pr
     full     Cake on; the prompt is not stored, and the store has no room: blocks are copied to host
              memory, and refused by the store
     writing  Cake on; the prompt is not stored: every block is copied to host memory and written
-    stored   Cake on, --cake-mode compute; the prompt is stored: looked up, nothing loaded or written
+    stored   Cake on, --cake-mode compute; the prompt is stored: looked up, and then nothing is
+             copied, loaded or written
 
 All run at the same time, but those that are not being measured are stopped, and every one has the
 same clock on its prefill steps (`step_clock.py`). Ratios are medians over pairs (same round, same
@@ -34,7 +35,6 @@ from benchmarks.scheduler_cost import PHASES, race
 from benchmarks.servers import (
     BLOCK_TOKENS,
     DTYPE,
-    STEPS_ENV,
     STOCK,
     FrozenServer,
     cake_flags,
@@ -46,6 +46,7 @@ from benchmarks.servers import (
     random_prompt,
     wait_until_steady,
 )
+from benchmarks.step_clock import STEPS_ENV
 from sglang_cake.cli.demo import Progress
 from sglang_cake.testing.models import kv_token_bytes
 
@@ -135,10 +136,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """All rounds: what each arm's steps took, and Cake's own count of its time."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ORDERS[0]}
     prompt_bytes = (
-        args.prompt_tokens
-        // BLOCK_TOKENS
-        * BLOCK_TOKENS
-        * kv_token_bytes(model(args.small), DTYPE)
+        args.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS * kv_token_bytes(model(args.small), DTYPE)
     )
     with fresh_folder("overhead") as work, _servers(args, work, progress) as servers:
         for server in servers.values():  # the first prompt pays for what is done once
@@ -156,9 +154,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 if name == "writing":
                     with servers[name].thawed():
                         written = wait_until_steady(work / "store", written + prompt_bytes)
-        histograms = {
-            name: _histogram(servers[name]) for name in ("full", "writing", "stored")
-        }
+        histograms = {name: _histogram(servers[name]) for name in ("full", "writing", "stored")}
     return {"runs": runs, "step_overhead_seconds": histograms}
 
 

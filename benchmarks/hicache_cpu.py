@@ -2,7 +2,7 @@
 
     python -m benchmarks.hicache_cpu --model-path ... --enable-hierarchical-cache ...
 
-Three things are replaced, when this module is imported: SGLang starts its processes with "spawn",
+Three things are replaced, when this is the main module: SGLang starts its processes with "spawn",
 which imports the main module again, so they hold in the scheduler too.
 
 - `transfer_kv_direct` of `sgl_kernel`, which has no CPU build: indexed copies in plain PyTorch.
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache import hicache_storage
-from sglang.srt.mem_cache.pool_host import base, mha
 
 LINK_ENV = "BENCH_LINK_FILE"
 HOST_RESERVE_BYTES = 2**30
@@ -49,8 +47,10 @@ def transfer_kv_direct(
 class Link:
     """One transfer at a time, each of them as long as its bytes take at the file's bandwidth."""
 
-    def __init__(self, bandwidth_file: Path) -> None:
+    def __init__(self, bandwidth_file: Path, clock: Any = time) -> None:
+        """Args: clock: has `monotonic` and `sleep`; tests pass their own."""
         self._file = bandwidth_file
+        self._clock = clock
         self._lock = threading.Lock()
         self._free_s = 0.0  # when the link was free again
 
@@ -68,19 +68,22 @@ class Link:
         link: HiCache asks for one page after the other, where Cake has several reads in flight.
         """
         with self._lock:
-            begun_s = max(self._free_s, time.monotonic() - CATCH_UP_S)
+            begun_s = max(self._free_s, self._clock.monotonic() - CATCH_UP_S)
             result = read()
             while (limit := self.bytes_per_s()) > 0:
-                left_s = begun_s + size_bytes / limit - time.monotonic()
+                left_s = begun_s + size_bytes / limit - self._clock.monotonic()
                 if left_s <= 0:
                     break
-                time.sleep(min(left_s, LOOK_AGAIN_S))
+                self._clock.sleep(min(left_s, LOOK_AGAIN_S))
             limit = self.bytes_per_s()
-            self._free_s = begun_s + size_bytes / limit if limit > 0 else time.monotonic()
+            now_s = self._clock.monotonic()
+            self._free_s = min(now_s, begun_s + size_bytes / limit) if limit > 0 else now_s
             return result
 
 
 def _pace_reads(link: Link) -> None:
+    from sglang.srt.mem_cache import hicache_storage
+
     plain = hicache_storage.HiCacheFile.get
 
     @functools.wraps(plain)
@@ -91,7 +94,9 @@ def _pace_reads(link: Link) -> None:
     hicache_storage.HiCacheFile.get = get
 
 
-def _unpin_host_pool() -> None:
+def _repair_host_pool() -> None:
+    from sglang.srt.mem_cache.pool_host import base, mha
+
     plain = mha.MHATokenToKVPoolHost.__init__
 
     @functools.wraps(plain)
@@ -99,13 +104,14 @@ def _unpin_host_pool() -> None:
         plain(self, *args, **{**kwargs, "pin_memory": False})
 
     mha.MHATokenToKVPoolHost.__init__ = init
+    mha.transfer_kv_direct = transfer_kv_direct
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_RESERVE_BYTES
 
 
-mha.transfer_kv_direct = transfer_kv_direct
-_unpin_host_pool()
-if LINK_ENV in os.environ:
-    _pace_reads(Link(Path(os.environ[LINK_ENV])))
+if __name__ in ("__main__", "__mp_main__"):
+    _repair_host_pool()
+    if LINK_ENV in os.environ:
+        _pace_reads(Link(Path(os.environ[LINK_ENV])))
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

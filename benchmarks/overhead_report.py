@@ -76,9 +76,10 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append("")
     micro = result["decisions"]
     phases = ", ".join(f"{phase} {us:.0f}" for phase, us in micro["median_us"].items())
+    total = micro["total_us"]
     lines += [
         f"decisions alone, {micro['prompt_tokens']:,} tokens in {micro['blocks']:,} blocks:",
-        f"  {micro['total_us']['median']:.0f} us a step (p99 {micro['total_us']['p99']:.0f}): {phases}",
+        f"  {total['median']:.0f} us a step (p99 {total['p99']:.0f}): {phases}",
     ]
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ are the product's; the loader and the device are replaced by stubs that do nothi
 and the tree are not in these numbers.
 """
 
+import itertools
 import time
 from array import array
 from types import SimpleNamespace
@@ -104,7 +105,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
             coordinator.claimed(req, stop)
             req.prefix_len = stop
         marks.append(time.perf_counter())
-        times = (b - a for a, b in zip(marks, marks[1:], strict=False))
+        times = (b - a for a, b in itertools.pairwise(marks))
         steps.append(dict(zip(PHASES, times, strict=True)))
     return steps
 

@@ -20,9 +20,6 @@ DTYPE = "float32"
 BLOCK_TOKENS = 128
 STOCK = {"SGLANG_PLUGINS": "none"}  # a name that no plugin has: SGLang loads none
 SETTLE_S = 0.1
-# What the launchers `hicache_cpu` and `step_clock` take from the environment.
-LINK_ENV = "BENCH_LINK_FILE"
-STEPS_ENV = "BENCH_STEPS_FILE"
 
 
 class FrozenServer(Server):

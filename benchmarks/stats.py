@@ -16,7 +16,7 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 
 
 def sigma(both_s: float, load_s: float, compute_s: float) -> float:
-    """1/s_io + 1/s_c: 1 where both resources are used to the full and a chunk always costs the same.
+    """1/s_io + 1/s_c: 1 if both resources are used to the full and all chunks cost the same.
 
     Less is possible where late chunks cost more than early ones, as with attention; more than 1 is
     waste, whatever the cost of a chunk.

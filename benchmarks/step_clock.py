@@ -4,10 +4,10 @@
 
 One JSON line per prefill step: `rid`; `tokens` that it computes; `schedule_s`, the time in
 `get_next_batch_to_run` (where SGLang books the chunk before, and Cake polls, copies new blocks off
-the device and plans); `run_s`, the time in `run_batch`; `step_s`, from the end of the step before to
-the end of this one, so that nothing in between is missed (for a request's first step: schedule and
-run alone); and the CPU time of that, of the scheduler thread (`thread_s`) and of all threads of the
-process (`process_s`), which another process on the machine disturbs least.
+the device and plans); `run_s`, the time in `run_batch`; `step_s`, from the end of the step before
+to the end of this one, so that nothing in between is missed (for a request's first step: schedule
+and run alone); and the CPU time of that, of the scheduler thread (`thread_s`) and of all threads of
+the process (`process_s`), which another process on the machine disturbs least.
 """
 
 import json
@@ -15,8 +15,6 @@ import os
 import runpy
 import time
 from typing import IO, Any
-
-from sglang.srt.managers import scheduler as _module
 
 STEPS_ENV = "BENCH_STEPS_FILE"
 
@@ -78,8 +76,11 @@ def _clocks() -> tuple[float, float, float]:
     return time.perf_counter(), time.thread_time(), time.process_time()
 
 
-if STEPS_ENV in os.environ:
-    StepClock(os.environ[STEPS_ENV]).install(_module.Scheduler)
+# SGLang starts its processes with "spawn", which imports the main module again under this name.
+if __name__ in ("__main__", "__mp_main__"):
+    from sglang.srt.managers.scheduler import Scheduler
+
+    StepClock(os.environ[STEPS_ENV]).install(Scheduler)
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

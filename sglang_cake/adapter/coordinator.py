@@ -5,6 +5,7 @@ the chunk computed before (`checkpointed`), then for each request of the step `s
 islands that the front touches), `plan` (how far to compute) and `claimed`.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -76,6 +77,10 @@ class Coordinator:
         self._adapter_digest = adapter_digest
         self._suspended = False
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
+        # What the loader calls them. A request that comes back under its id is another load, whose
+        # news must not be mixed up with what is still on its way for the first.
+        self._tickets: dict[str, Restore] = {}
+        self._numbers = itertools.count()
         self._rates = Rates()  # agreed
         self._own_rates = Rates()  # measured here
         self._last_claim: tuple[float, int] | None = None  # (when, tokens) of the step under way
@@ -107,6 +112,7 @@ class Coordinator:
         block_tokens = self._config.block_tokens
         restore = Restore(
             rid=req.rid,
+            ticket=f"{req.rid}#{next(self._numbers)}",
             tokens=tokens,
             chain=KeyChain(seed, block_tokens),
             meet=Meet(
@@ -117,10 +123,10 @@ class Coordinator:
                 front=matched(tokens, limit),
             ),
         )
-        self._restores[req.rid] = restore
+        self._restores[req.rid] = self._tickets[restore.ticket] = restore
         self._loader.begin(
             Prompt(
-                rid=req.rid,
+                rid=restore.ticket,
                 chain=restore.chain,
                 tokens=tokens,
                 blocks=restore.meet.blocks,
@@ -135,6 +141,7 @@ class Coordinator:
         """The request is over, aborted or retracted: give everything back. Unknown ids are fine."""
         restore = self._restores.pop(rid, None)
         if restore is not None:
+            del self._tickets[restore.ticket]
             self._stop_loading(restore, "ended")
             self._teller.ended(restore)
 
@@ -195,7 +202,7 @@ class Coordinator:
         live = (self._restores[rid] for rid in serving if rid in self._restores)
         served = next((restore for restore in live if restore.contending), None)
         if served is not None:
-            self._loader.admit(served.rid)
+            self._loader.admit(served.ticket)
             self._landing.place(served, list(served.staged))
 
     def reclaim(self, tokens: int) -> int:
@@ -309,13 +316,13 @@ class Coordinator:
         req.customized_info = {**(req.customized_info or {}), "cake": [restore.story()]}
 
     def _stop_loading(self, restore: Restore, reason: str) -> None:
-        self._loader.end(restore.rid)
+        self._loader.end(restore.ticket)
         for block in list(restore.arrived):
             self._refuse(restore, restore.arrived.pop(block), reason)
         self._landing.discard(restore, {*restore.staged, *restore.slots}, reason)
 
     def _fence(self, restore: Restore, fence: int) -> None:
-        self._loader.fence(restore.rid, fence)
+        self._loader.fence(restore.ticket, fence)
         for block in [b for b in restore.arrived if b < fence]:
             self._refuse(restore, restore.arrived.pop(block), "overtaken")
 
@@ -325,7 +332,7 @@ class Coordinator:
         staged.release(used=False, reason=reason)
 
     def _receive(self, event: LoaderEvent) -> None:
-        restore = self._restores.get(event.rid)
+        restore = self._tickets.get(event.rid)
         if restore is None or restore.prefill_s is not None:
             if isinstance(event, Landed):
                 event.staged.release(used=False, reason="ended")
@@ -347,7 +354,7 @@ class Coordinator:
             if facts.load:
                 restore.meet.found(facts.stored)
             else:  # too little is stored, for one rank at least
-                self._loader.end(restore.rid)
+                self._loader.end(restore.ticket)
         for block in facts.landed:
             staged = restore.arrived.pop(block)
             if restore.meet.landed(block):

@@ -20,6 +20,7 @@ class Restore:
     """
 
     rid: str
+    ticket: str  # what the loader calls it: unique, while a retracted request's id comes again
     tokens: "array[int]"
     chain: KeyChain
     meet: Meet

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Prompt:
     """What the loader must know of a prompt."""
 
-    rid: str
+    rid: str  # names this load, never another one
     chain: KeyChain
     tokens: "array[int]"  # 'q'; the loader reads it only
     blocks: int  # how many leading blocks may be loaded at all

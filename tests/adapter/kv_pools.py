@@ -87,6 +87,7 @@ def restore_of(
     tokens = array("q", range(blocks * block))
     return Restore(
         rid=rid,
+        ticket=rid,
         tokens=tokens,
         chain=KeyChain(SEED, block),
         meet=Meet(

@@ -7,20 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from live import BLOCK, CHUNK, Live, StoreView
+from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 
 from sglang_cake.testing.models import build_llama
 from sglang_cake.testing.server import Server
 
-VOCAB = 32000  # as SGLang's own test kits expect
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
 }
 FLAGS = ("--mem-fraction-static", "0.2", "--chunked-prefill-size", str(CHUNK))
-
-Start = Callable[..., contextlib.AbstractContextManager[Live]]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Start
-from live import BLOCK, Asking, Live, assert_same, falsify
+from live import BLOCK, Asking, Live, Start, assert_same, falsify
 
 from sglang_cake.testing.models import build_llama
 

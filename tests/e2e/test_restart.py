@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from conftest import VOCAB, Start
-from live import BLOCK, Answer, Asking, Live, StoreView, assert_same, check_block, until
+from live import (
+    BLOCK,
+    VOCAB,
+    Answer,
+    Asking,
+    Live,
+    Start,
+    StoreView,
+    assert_same,
+    check_block,
+    until,
+)
 
 ADAPTER = {"lora_path": "a"}
 

@@ -45,25 +45,25 @@ class TestAbortAll(AbortAllMixin, _Case):
 
 
 class TestPauseAndResume(PauseResumeInPlaceMixin, _Case):
-    pause_num_requests = 4
-    pause_max_new_tokens = 150
+    pause_num_requests = 3
+    pause_max_new_tokens = 100
     pause_duration = 1
     pause_ignore_eos = True
 
 
 class TestRadixTree(UnifiedRadixTreeTestMixin, _Case):
     kl_threshold = 1e-6  # the kit's own 0.003 would not notice wrong KV in a random model
-    max_new_tokens = 12
+    max_new_tokens = 6
     num_groups = 2
     branches_per_group = 2
     prefix_len = 384
-    input_ids = tuple(random.Random(i).choices(range(1, 30000), k=448) for i in range(4))
+    input_ids = tuple(random.Random(i).choices(range(1, 30000), k=448) for i in range(2))
     test_gsm8k = None  # needs a model that can calculate
 
 
 def test_a_random_radix_tree_of_requests(both: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     random.seed(1)
-    small = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=24, chunk_len=64)
+    small = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=12, chunk_len=48)
     monkeypatch.setattr(radix_cache_server_kit, "gen_radix_tree", small)
     radix_cache_server_kit.run_radix_attention_test(both.url)
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Start
-from live import BLOCK, Asking, Live, assert_same
+from live import BLOCK, Asking, Live, Start, assert_same
 
 Make = Callable[[int], list[int]]
 POOL = 2048

@@ -1,8 +1,4 @@
-"""CakeRadixCache behaves as SGLang's own tree, whose fixtures build both here."""
-
-from array import array
-from types import SimpleNamespace
-from typing import Any
+"""CakeRadixCache behaves as SGLang's own tree, under the same calls."""
 
 import pytest
 
@@ -18,71 +14,19 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixtures
+from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
+from trees import CORES, SLOTS, Nobody, Side, config_of
 
-from sglang_cake.adapter.coordinator import Coordinator
-from sglang_cake.adapter.landing import Landing
-from sglang_cake.adapter.pools import DeviceKV
-from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.tree import CakeRadixCache
-from sglang_cake.buffers import BufferPool
-from sglang_cake.counters import Counters
-from sglang_cake.keys import Digest, KeyChain, KeySeed
-from sglang_cake.read.meet import Meet
-from sglang_cake.read.staging import StagedBlock
 
-CORES = ("python", "rust")
-SLOTS = 96
-BLOCK = 8
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None)
-
-
-def build(cls: type, page: int, core: str, slots: int = SLOTS) -> tuple[Any, Any, Any]:
-    """SGLang's fixture, for another class of tree: (tree, allocator, request pool)."""
-    config = CacheConfig(page_size=page, kv_size=slots, num_layers=1, head_num=1, head_dim=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixtures, "UnifiedRadixCache", cls)
-        try:
-            return fixtures.build_fixture(config, tree_core_backend=core)
-        except (ImportError, ModuleNotFoundError) as error:
-            pytest.skip(f"the {core} core is not installed: {error}")
-
-
-def key_of(tokens: list[int], extra: str | None = None) -> RadixKey:
-    return RadixKey(array("q", tokens), extra_key=extra)
-
-
-class _Side:
-    """One tree with its slots."""
-
-    def __init__(self, cls: type, page: int, core: str) -> None:
-        self.tree, self.allocator, self.requests = build(cls, page, core)
-        self.locks: list[tuple[Any, Any]] = []
-
-    def insert(self, tokens: list[int], extra: str | None) -> Any:
-        short = len(tokens) - self.allocator.available_size()
-        if short > 0:
-            self.tree.evict(EvictParams(num_tokens=short))
-        value = self.allocator.alloc(len(tokens))
-        if value is None:
-            return None
-        result = self.tree.insert(InsertParams(key=key_of(tokens, extra), value=value))
-        return result.prefix_len
-
-    def match(self, tokens: list[int], extra: str | None) -> Any:
-        return self.tree.match_prefix(MatchPrefixParams(key=key_of(tokens, extra)))
-
-    def books(self) -> tuple[int, int, int]:
-        return (
-            self.allocator.available_size(),
-            self.tree.evictable_size(),
-            self.tree.protected_size(),
-        )
 
 
 class TwoTrees(RuleBasedStateMachine):
@@ -93,18 +37,15 @@ class TwoTrees(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.sides = [_Side(cls, self.page, self.core) for cls in (CakeRadixCache, self.model())]
-        self.sides[0].tree.coordinator = _idle_coordinator()
-
-    @staticmethod
-    def model() -> type:
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-        return UnifiedRadixCache
+        self.sides = [
+            Side(cls, self.page, self.core) for cls in (CakeRadixCache, UnifiedRadixCache)
+        ]
+        self.sides[0].tree.coordinator = Nobody()
 
     def whole(self, tokens: list[int]) -> list[int]:
         """The tokens at page size 1; each as one page otherwise."""
-        return [t for token in tokens for t in [token] * self.page][: SLOTS // 2 // self.page * self.page]
+        room = SLOTS // 2 // self.page
+        return [token for token in tokens[:room] for _ in range(self.page)]
 
     @rule(tokens=TOKENS, extra=st.sampled_from([None, "x"]))
     def insert(self, tokens: list[int], extra: str | None) -> None:
@@ -120,7 +61,7 @@ class TwoTrees(RuleBasedStateMachine):
     def lock(self, tokens: list[int]) -> None:
         for side in self.sides:
             node = side.match(self.whole(tokens), None).last_device_node
-            if not side.tree.tree_core.is_root(node):
+            if not side.is_root(node):
                 side.locks.append((node, side.tree.inc_lock_ref(node)))
         assert len({len(side.locks) for side in self.sides}) == 1
 
@@ -156,75 +97,42 @@ class TwoTrees(RuleBasedStateMachine):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("page", [1, 4])
 def test_the_tree_answers_as_sglangs_own(page: int, core: str) -> None:
-    build(CakeRadixCache, page, core)  # skips without this core
     machine = type("Machine", (TwoTrees,), {"page": page, "core": core})
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("seed", range(3))
-def test_sglangs_lock_fuzz_passes(page: int, core: str, seed: int) -> None:
-    build(CakeRadixCache, page, core)
+@pytest.mark.parametrize("seed", range(4))
+def test_sglangs_lock_fuzz_passes(seed: int) -> None:
+    """The kit's own, for trees with sliding windows; it needs the Python core."""
     fuzz = SegmentLockFuzzFixtures()
-    fuzz.cfg = CacheConfig(page_size=page, kv_size=256, num_layers=1, head_num=1, head_dim=2)
+    components = (ComponentType.FULL, ComponentType.SWA)
+    fuzz.cfg = CacheConfig(page_size=1, components=components, sliding_window_size=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixtures, "UnifiedRadixCache", CakeRadixCache)
-        patch.setattr(fixtures, "TREE_CORE_TEST_BACKEND", core)
+        patch.setattr(fixtures, "get_device", lambda: "cpu")
         fuzz._run_seed(seed)
 
 
-def _idle_coordinator() -> Any:
-    """A coordinator of nobody."""
-    return SimpleNamespace(
-        held_tokens=0,
-        reclaim=lambda tokens: 0,
-        restore=lambda rid: None,
-        end=lambda rid: None,
-        emptied=lambda: None,
-        step_s=0.0,
-    )
-
-
-# ---- slots that hold landed blocks ----
-
-
-class _Holding:
-    """A tree whose coordinator holds landed blocks, with cake's own Landing."""
-
-    def __init__(self, page: int, core: str) -> None:
-        self.tree, self.allocator, _ = build(CakeRadixCache, page, core)
-        kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
-        self.landing = Landing(kv, self.allocator, self.tree.evict_own, Counters())
-        self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
-        self.restores: list[Restore] = []
-        self.tree.coordinator = SimpleNamespace(
-            **vars(_idle_coordinator()), **{}
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("page", [1, 4])
+def test_checkpoints_of_a_request_give_the_same_tree(page: int, core: str) -> None:
+    """Chunk by chunk, with locks that move along, on both trees."""
+    kit = UnifiedRadixCacheFixtures()
+    kit.cfg = config_of(page)
+    seen = []
+    for cls in (CakeRadixCache, UnifiedRadixCache):
+        side = Side(cls, page, core)
+        if cls is CakeRadixCache:
+            side.tree.coordinator = Nobody()
+        ids = [token for token in range(12) for _ in range(page)][:40]
+        side.insert(ids[: 4 * page])
+        req, _ = kit._make_inflight_req(
+            side.tree, side.allocator, side.requests, ids, allocated=True
         )
-        coordinator = self.tree.coordinator
-        coordinator.reclaim = lambda tokens: self.landing.reclaim(self.restores, tokens)
-        type(coordinator).held_tokens = property(lambda _: self.landing.held_tokens)
-        del coordinator.__dict__["held_tokens"]
-
-    def land(self, blocks: int) -> bool:
-        """Have `blocks` blocks of a new prompt in device slots."""
-        tokens = array("q", range(blocks * BLOCK + 1))
-        meet = Meet(
-            block_tokens=BLOCK, page_tokens=1, limit_tokens=len(tokens), prompt_tokens=len(tokens)
-        )
-        chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
-        restore = Restore(rid=f"r{len(self.restores)}", tokens=tokens, chain=chain, meet=meet)
-        meet.found([True] * blocks)
-        self.restores.append(restore)
-        for block in range(blocks):
-            buffer = self.pool.take()
-            if buffer is None:
-                return False
-            staged = StagedBlock(buffer, self.pool, lambda _: None)
-            restore.meet.landed(block)
-            restore.staged[block] = staged
-        return self.landing.place(restore, range(blocks))
-
-    @property
-    def held(self) -> int:
-        return self.landing.held_tokens
+        steps = []
+        for stop in (2 * page, 6 * page, len(ids)):
+            side.tree.checkpoint(req, up_to=stop)
+            side.tree.sanity_check()
+            steps.append((side.books(), side.match(ids).device_prefix_len))
+        seen.append(steps)
+    assert seen[0] == seen[1]

@@ -5,6 +5,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.read.loader import Loader, Prompt
+from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.base import Store
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
@@ -376,6 +378,32 @@ def test_who_comes_when_the_read_was_just_cancelled_still_gets_the_block(desk: D
     assert desk.pool.free == desk.pool.capacity
 
 
+def test_nobody_boards_a_read_that_has_just_failed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens, load=False)
+    assert desk.waiting() == keys
+    late, give_up = desk.loader._by_rid["b"], desk.loader._give_up
+
+    def board() -> None:
+        late.todo = [0]
+        desk.loader._pump()
+
+    def failing(*args: Any, **options: Any) -> None:
+        if not late.todo and desk.failures() == {}:
+            desk.io.loop.call_soon(board)  # comes before whatever the task's end sets off
+        give_up(*args, **options)
+
+    monkeypatch.setattr(desk.loader, "_give_up", failing)
+    desk.io.run(desk.memory.delete(keys[0]), PATIENCE_S)
+    desk.open(*keys)
+    assert Lost("b", 0, "missing") in desk.news()
+    assert desk.pool.free == desk.pool.capacity
+
+
 # ---- buffers ----
 
 
@@ -515,6 +543,45 @@ def test_an_end_before_the_lookup_answers_reads_nothing(desk: Desk) -> None:
     go_on.set()
     assert desk.read_keys() == []
     assert desk.pool.free == desk.pool.capacity
+
+
+def test_an_end_during_the_lookup_reads_nothing(desk: Desk) -> None:
+    class SlowLookup(PassingStore):
+        async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+            asked.set()
+            await answer.wait()
+            return await super().contains(keys)
+
+    tokens = tokens_of(0, 3)
+    desk.fill(tokens)
+    asked, answer = threading.Event(), asyncio.Event()
+    desk.loader = desk.new_loader(SlowLookup(desk.store))
+    desk.begin("a", tokens)
+    assert asked.wait(PATIENCE_S)
+    desk.loader.end("a")
+    desk.io.post(answer.set)
+    assert desk.read_keys() == []
+    assert not desk.loader._flights
+    assert desk.pool.free == desk.pool.capacity
+
+
+def test_a_staged_block_is_used_if_any_holder_used_it_and_is_gone_with_the_last() -> None:
+    for uses in ([True, False], [False, True], [False, False]):
+        pool = BufferPool(1, lambda: HostBytes(bytearray(BYTES)))
+        buffer = pool.take()
+        assert buffer is not None
+        freed: list[StagedBlock] = []
+        staged = StagedBlock(buffer, pool, freed.append)
+        assert staged.hold()
+        staged.release(used=uses[0], reason="overtaken")
+        assert freed == []
+        assert pool.free == 0
+        staged.release(used=uses[1], reason="memory")
+        assert freed == [staged]
+        assert staged.used is any(uses)
+        assert staged.reason == ("overtaken" if uses == [False, True] else "memory")
+        assert pool.free == 1
+        assert not staged.hold()
 
 
 @pytest.mark.parametrize("reason", ["overtaken", "in_tree", "peer", "memory", "ended"])

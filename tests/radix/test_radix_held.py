@@ -1,0 +1,177 @@
+"""Slots that hold landed blocks: evictable in SGLang's books, given back last, and all of them."""
+
+from array import array
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from trees import CORES, SLOTS, Nobody, Side
+
+from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.adapter.restore import Restore
+from sglang_cake.adapter.tree import CakeRadixCache
+from sglang_cake.buffers import BufferPool
+from sglang_cake.counters import Counters
+from sglang_cake.keys import Digest, KeyChain, KeySeed
+from sglang_cake.read.meet import BlockState, Meet
+from sglang_cake.read.staging import StagedBlock
+
+BLOCK = 8
+
+
+class Holding(Side):
+    """A tree whose coordinator holds landed blocks, by cake's own Landing."""
+
+    def __init__(self, core: str) -> None:
+        super().__init__(CakeRadixCache, 1, core)
+        kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
+        self.counters = Counters()
+        self.landing = Landing(kv, self.allocator, self.tree.evict_own, self.counters)
+        self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
+        self.restores: list[Restore] = []
+        self.tree.coordinator = Nobody()
+        self.tree.coordinator.held = lambda: self.landing.held_tokens
+        self.tree.coordinator.reclaim = lambda n: self.landing.reclaim(self.restores, n)
+
+    def land(self, blocks: int) -> bool:
+        """Have `blocks` blocks of a new prompt in device slots; False: no memory for all."""
+        tokens = array("q", range(blocks * BLOCK + 1))
+        count = len(tokens)
+        meet = Meet(block_tokens=BLOCK, page_tokens=1, limit_tokens=count, prompt_tokens=count)
+        meet.found([True] * blocks)
+        chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
+        restore = Restore(rid=f"r{len(self.restores)}", tokens=tokens, chain=chain, meet=meet)
+        self.restores.append(restore)
+        for block in range(blocks):
+            buffer = self.pool.take()
+            if buffer is None:
+                return False
+            meet.landed(block)
+            restore.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
+        return self.landing.place(restore, list(restore.staged))
+
+    def drop(self, index: int) -> None:
+        restore = self.restores.pop(index)
+        self.landing.discard(restore, {*restore.staged, *restore.slots}, "ended")
+
+    @property
+    def held(self) -> int:
+        return self.landing.held_tokens
+
+    def own_evictable(self) -> int:
+        return int(UnifiedRadixCache.evictable_size(self.tree))
+
+
+class Held(RuleBasedStateMachine):
+    core = "python"
+
+    @initialize()
+    def begin(self) -> None:
+        self.side = Holding(self.core)
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=24))
+    def insert(self, tokens: list[int]) -> None:
+        self.side.insert(tokens)
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=24))
+    def lock(self, tokens: list[int]) -> None:
+        tree = self.side.tree
+        node = self.side.match(tokens).last_device_node
+        if not self.side.is_root(node):
+            self.side.locks.append((node, tree.inc_lock_ref(node)))
+
+    @precondition(lambda self: self.side.locks)
+    @rule()
+    def unlock(self) -> None:
+        node, receipt = self.side.locks.pop()
+        self.side.tree.dec_lock_ref(node, receipt.to_dec_params())
+
+    @rule(blocks=st.integers(1, 5))
+    def land(self, blocks: int) -> None:
+        self.side.land(blocks)
+
+    @precondition(lambda self: self.side.restores)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.side.drop(data.draw(st.integers(0, len(self.side.restores) - 1)))
+
+    @rule(tokens=st.integers(1, 60))
+    def evict(self, tokens: int) -> None:
+        side = self.side
+        own, held, free = side.own_evictable(), side.held, side.allocator.available_size()
+        result = side.tree.evict(EvictParams(num_tokens=tokens))
+        freed = side.allocator.available_size() - free
+        assert freed == result.num_tokens_evicted
+        assert freed >= min(tokens, own + held)
+        if tokens <= own:
+            assert side.held == held  # landed blocks go last
+
+    @rule(tokens=st.integers(1, 60))
+    def evict_for_alloc(self, tokens: int) -> None:
+        side = self.side
+        promised = side.allocator.available_size() + side.tree.evictable_size()
+        side.tree.evict_for_alloc(EvictParams(num_tokens=tokens))
+        assert side.allocator.available_size() >= min(tokens, promised)
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        side = self.side
+        free, evictable, protected = side.books()
+        assert free + evictable + protected == SLOTS
+        assert evictable == side.own_evictable() + side.held
+        assert side.tree.full_evictable_size() == evictable
+        assert side.held == sum(len(s) for r in side.restores for s in r.slots.values())
+        side.tree.sanity_check()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_no_slot_is_lost_whatever_happens(core: str) -> None:
+    machine = type("Machine", (Held,), {"core": core})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_eviction_takes_the_tree_first_and_then_landed_blocks(core: str) -> None:
+    side = Holding(core)
+    side.insert(list(range(100, 140)))
+    assert side.land(4)
+    assert side.tree.evictable_size() == 40 + 4 * BLOCK
+    side.tree.evict(EvictParams(num_tokens=40))
+    assert (side.own_evictable(), side.held) == (0, 4 * BLOCK)
+    result = side.tree.evict(EvictParams(num_tokens=BLOCK + 1))
+    assert result.num_tokens_evicted == 2 * BLOCK
+    restore = side.restores[0]
+    assert sorted(restore.slots) == [2, 3]  # the leftmost go: compute would reach them first
+    assert [restore.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [
+        BlockState.LANDED
+    ] * 2
+    assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.landing.block_bytes
+    assert side.pool.free == side.pool.capacity
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_landing_makes_room_in_the_tree_but_takes_no_landed_block(core: str) -> None:
+    side = Holding(core)
+    assert side.land(6)
+    side.insert(list(range(100, 140)))
+    assert side.land(5)  # 8 slots are free, 32 come from the tree
+    assert side.held == 11 * BLOCK
+    assert not side.land(2)  # there is room for one
+    assert side.held == 12 * BLOCK
+    assert len(side.restores[0].slots) == 6

@@ -1,0 +1,114 @@
+"""Trees of any class, built as SGLang's unit kits build theirs."""
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+
+from sglang_cake.adapter.restore import Restore
+
+CORES = ("python", "rust")
+SLOTS = 96
+
+
+def config_of(page: int, slots: int = SLOTS) -> CacheConfig:
+    return CacheConfig(page_size=page, kv_size=slots, num_layers=1, head_num=1, head_dim=2)
+
+
+def build(cls: type, page: int, core: str) -> tuple[Any, Any, Any]:
+    """(tree, allocator, request pool) as SGLang's fixture makes them, with a server's tree core."""
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=page))
+    requests = ReqToTokenPool(size=10, max_context_len=512, device="cpu", enable_memory_saver=False)
+    pool = MHATokenToKVPool(
+        size=SLOTS,
+        page_size=page,
+        dtype=torch.float32,
+        head_num=1,
+        head_dim=2,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    allocator = TokenToKVPoolAllocator(
+        size=SLOTS, dtype=torch.float32, device="cpu", kvcache=pool, need_sort=False
+    )
+    params = CacheInitParams(
+        req_to_token_pool=requests,
+        token_to_kv_pool_allocator=allocator,
+        page_size=page,
+        disable=False,
+        tree_components=(ComponentType.FULL,),
+    )
+    with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(core):
+        tree = cls(params=params)
+    assert tree._tree_core_backend == core
+    return tree, allocator, requests
+
+
+def key_of(tokens: list[int], extra: str | None = None) -> RadixKey:
+    return RadixKey(array("q", tokens), extra_key=extra)
+
+
+class Side:
+    """One tree with its slots."""
+
+    def __init__(self, cls: type, page: int, core: str) -> None:
+        self.tree, self.allocator, self.requests = build(cls, page, core)
+        self.locks: list[tuple[Any, Any]] = []
+
+    def insert(self, tokens: list[int], extra: str | None = None) -> int | None:
+        """How much of it was there; None if there are no slots for it."""
+        short = len(tokens) - self.allocator.available_size()
+        if short > 0:
+            self.tree.evict(EvictParams(num_tokens=short))
+        value = self.allocator.alloc(len(tokens))
+        if value is None:
+            return None
+        result = self.tree.insert(InsertParams(key=key_of(tokens, extra), value=value))
+        return int(result.prefix_len)
+
+    def match(self, tokens: list[int], extra: str | None = None) -> Any:
+        return self.tree.match_prefix(MatchPrefixParams(key=key_of(tokens, extra)))
+
+    def is_root(self, node: Any) -> bool:
+        return bool(node == self.tree.root_node_handle())
+
+    def books(self) -> tuple[int, int, int]:
+        tree = self.tree
+        return self.allocator.available_size(), tree.evictable_size(), tree.protected_size()
+
+
+class Nobody:
+    """A coordinator without requests, or with those whose landed blocks a test holds."""
+
+    def __init__(self) -> None:
+        self.held: Callable[[], int] = lambda: 0
+        self.reclaim: Callable[[int], int] = lambda tokens: 0
+        self.step_s = 0.0
+
+    @property
+    def held_tokens(self) -> int:
+        return self.held()
+
+    def restore(self, rid: str) -> Restore | None:
+        return None
+
+    def end(self, rid: str) -> None:
+        pass
+
+    def emptied(self) -> None:
+        pass

@@ -1,0 +1,249 @@
+"""The pure parts of the benchmarks, and that each of them explains itself; no server is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
+
+from benchmarks import (  # noqa: E402
+    __main__,
+    bench_overhead,
+    bench_ttft,
+    facts,
+    overhead_report,
+    scheduler_cost,
+    stats,
+    ttft_report,
+)
+
+BENCHES = ("attention", "overhead", "ttft")
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_help_says_what_the_benchmark_shows(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+def test_all_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(__main__.benches()) == set(BENCHES)
+    assert __main__.main([]) == 0
+    assert __main__.main(["no-such-thing"]) == 2
+    out = capsys.readouterr().out
+    assert all(name in out for name in BENCHES)
+
+
+def test_lists_of_numbers() -> None:
+    assert stats.numbers("0.5,1, 2") == [0.5, 1.0, 2.0]
+    assert stats.whole_numbers("256,512") == [256, 512]
+    for wrong in ("", "0", "-1", "a", "nan", "inf"):
+        with pytest.raises(ValueError, match=r"list|convert"):
+            stats.numbers(wrong)
+    with pytest.raises(ValueError, match="whole"):
+        stats.whole_numbers("1.5")
+
+
+def test_sigma_is_one_without_curvature() -> None:
+    compute_s, load_s = 3.0, 6.0
+    assert stats.sigma(compute_s * load_s / (compute_s + load_s), load_s, compute_s) == (
+        pytest.approx(1.0)
+    )
+
+
+def test_paired_ratio_is_of_pairs_and_not_of_medians() -> None:
+    # A machine that is three times slower in the second round: the pairs still agree.
+    rounds = [[(1.01, 1.0), (2.02, 2.0)], [(3.03, 3.0), (6.06, 6.0)]]
+    found = stats.paired_ratio(rounds)
+    assert found == {"ratio": 1.01, "low": 1.01, "high": 1.01, "pairs": 4}
+    with pytest.raises(ValueError, match="no pairs"):
+        stats.paired_ratio([[]])
+
+
+def test_paired_ratio_interval_holds_the_ratio() -> None:
+    rounds = [[(1 + 0.1 * (i % 5), 1.0) for i in range(r, r + 7)] for r in range(4)]
+    found = stats.paired_ratio(rounds)
+    assert found["low"] <= found["ratio"] <= found["high"]
+    assert found["low"] < found["high"]
+    assert found == stats.paired_ratio(rounds)  # the same seed, the same interval
+
+
+def test_header_names_the_machine_and_no_host() -> None:
+    text = json.dumps(facts.header("x", repeats=3))
+    header = json.loads(text)
+    assert header["machine"]["what"].endswith("no GPU")
+    assert header["versions"]["torch"]
+    assert header["settings"] == {"repeats": 3}
+    assert str(ROOT) not in text
+    import socket
+
+    assert f'"{socket.gethostname()}"' not in text
+
+
+def test_result_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "a.json"
+    facts.write(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+
+
+# ---- time to first token ----
+
+
+def test_ttft_arguments() -> None:
+    args = bench_ttft.parse_args([])
+    assert (args.lengths, args.chunks, args.repeats) == ([2048, 4096, 8192], [256, 512], 3)
+    assert args.out == facts.RESULTS / "ttft-cpu.json"
+    small = bench_ttft.parse_args(["--small", "--repeats", "2"])
+    assert (small.repeats, small.peer_repeats, small.name) == (2, 2, "small")
+    for wrong in (["--lengths", "100"], ["--lengths", "x"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            bench_ttft.parse_args(wrong)
+
+
+def test_ttft_combinations() -> None:
+    args = bench_ttft.parse_args([])
+    assert list(bench_ttft.combinations(args)) == [(512, [0.5, 1.0, 2.0]), (256, [1.0])]
+    args = bench_ttft.parse_args(["--all-cells"])
+    assert list(bench_ttft.combinations(args)) == [(512, [0.5, 1.0, 2.0]), (256, [0.5, 1.0, 2.0])]
+
+
+def test_what_is_faster_than_both_is_named() -> None:
+    rivals = {"compute": 1.0, "load": 0.99, "hicache-timeout": 0.5}
+    assert ttft_report.beaten_by(1.015, rivals) == ["load", "hicache-timeout"]
+    assert ttft_report.beaten_by(0.5, rivals) == []
+
+
+def _cell(**changes: Any) -> dict[str, Any]:
+    return {
+        "prompt_tokens": 2049,
+        "chunk_tokens": 512,
+        "bandwidth_ratio": 0.5,
+        "bandwidth_bytes_per_s": 5e6,
+        "link_limit_s": 8.4,
+        "ttft_s": {"compute": 4.0, "load": 8.5, "both": 3.0},
+        "ideal_s": 2.8,
+        "over_ideal": 1.071,
+        "sigma": 1.1,
+        "sigma_ideal": 1.03,
+        "same_tokens": True,
+        "peers": {"hicache-timeout": {"ttft_s": {"median": 2.5, "min": 2.5, "max": 2.5}}},
+        "beaten_by": ["hicache-timeout"],
+        **changes,
+    }
+
+
+def test_ttft_table_keeps_and_marks_what_lost() -> None:
+    lines = ttft_report.table([_cell(), _cell(peers={}, beaten_by=[], same_tokens=False)])
+    assert "2.50!" in lines
+    assert "beaten in 1 of them" in lines
+    assert "DIFFERENT in 1 cells" in lines
+    rows = [line for line in lines.splitlines() if line.startswith("  2,049")]
+    assert len(rows) == 2
+    assert rows[1].endswith("- ")
+    assert ttft_report.table([])  # nothing measured yet is no error
+
+
+# ---- overhead ----
+
+
+def _run(factor: float, chunks: tuple[int, ...] = (512, 512)) -> dict[str, Any]:
+    steps = [
+        {
+            "tokens": t,
+            "schedule_s": 0.001,
+            **dict.fromkeys(overhead_report.CLOCKS, factor * (i + 1)),
+        }
+        for i, t in enumerate(chunks)
+    ]
+    return {"ttft_s": 3 * factor, "steps": steps, "cached_tokens": 0}
+
+
+def test_overhead_summary_and_table() -> None:
+    runs = {"absent": [_run(1.0), _run(2.0)], "full": [_run(1.005), _run(2.01)]}
+    summary = overhead_report.summarise(runs)
+    assert "over_absent" not in summary["absent"]
+    assert summary["full"]["over_absent"]["step_s"]["ratio"] == pytest.approx(1.005)
+    assert summary["absent"]["chunk_ms"] == [1500.0, 3000.0]
+    text = overhead_report.table(
+        {
+            "summary": summary,
+            "step_overhead_seconds": {"full": {"mean_ms": 0.5, "steps": 10.0}},
+            "decisions": bench_overhead.micro(races=1),
+        }
+    )
+    assert "below 1 %" in text
+    assert "0.500 ms in 10 steps" in text
+
+
+def test_overhead_refuses_to_compare_other_chunks() -> None:
+    with pytest.raises(ValueError, match="other chunks"):
+        overhead_report.summarise({"absent": [_run(1.0)], "off": [_run(1.0, (256, 512))]})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(0.99, 1.005, "below 1 %"), (1.02, 1.03, "above 1 %"), (0.9, 1.1, "not resolved")],
+)
+def test_overhead_verdict(low: float, high: float, words: str) -> None:
+    assert overhead_report.verdict({"low": low, "high": high}) == words
+
+
+def test_writing_comes_before_stored_in_every_round() -> None:
+    for order in bench_overhead.ORDERS:
+        assert sorted(order) == sorted(bench_overhead.ORDERS[0])
+        assert order.index("writing") < order.index("stored")
+
+
+def test_histogram_is_read_from_metrics() -> None:
+    text = 'x_sum{a="1"} 0.02\nx_count{a="1"} 10.0\nx_bucket{le="1"} 10.0\ny_sum{a="1"} 5\n'
+    assert bench_overhead.parse_histogram(text, "x") == {"steps": 10.0, "mean_ms": 2.0}
+    assert bench_overhead.parse_histogram(text, "z") == {"steps": 0.0, "mean_ms": 0.0}
+
+
+def test_race_of_the_decisions_ends_where_front_and_tail_meet() -> None:
+    steps = scheduler_cost.race(4096, 512, 4)  # 32 blocks, 4 + 4 a step
+    assert 4 <= len(steps) <= 6
+    assert all(set(step) == set(scheduler_cost.PHASES) for step in steps)
+
+
+# ---- the stand-ins for HiCache ----
+
+
+def test_link_takes_the_time_that_the_bytes_take(tmp_path: Path) -> None:
+    hicache_cpu = pytest.importorskip("benchmarks.hicache_cpu")
+    bandwidth = tmp_path / "link"
+    bandwidth.write_text("1000")
+    now = SimpleNamespace(s=100.0)
+    clock = SimpleNamespace(monotonic=lambda: now.s, sleep=lambda s: setattr(now, "s", now.s + s))
+    link = hicache_cpu.Link(bandwidth, clock)
+    assert link.carry(500, lambda: "page") == "page"
+    link.carry(500, lambda: "page")
+    assert now.s == pytest.approx(101.0, abs=0.02)
+    bandwidth.write_text("0")
+    link.carry(10**9, lambda: "page")
+    assert now.s == pytest.approx(101.0, abs=0.02)
+
+
+def test_copies_between_host_and_device_are_indexed() -> None:
+    hicache_cpu = pytest.importorskip("benchmarks.hicache_cpu")
+    torch = pytest.importorskip("torch")
+    source, target = torch.arange(8).view(4, 2), torch.zeros(4, 2, dtype=torch.int64)
+    hicache_cpu.transfer_kv_direct(
+        [source], [target], torch.tensor([3, 1]), torch.tensor([0, 2]), page_size=1
+    )
+    assert target.tolist() == [[6, 7], [0, 0], [2, 3], [0, 0]]
