@@ -44,6 +44,7 @@ from benchmarks.servers import (
     launcher,
     model,
     random_prompt,
+    unwind_when_told_to_end,
     wait_until_steady,
 )
 from benchmarks.step_clock import STEPS_ENV
@@ -187,6 +188,7 @@ def parse_histogram(text: str, name: str) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0 if every arm computed every prompt in full."""
     args = parse_args(argv)
+    unwind_when_told_to_end()
     progress = Progress()
     result = facts.header(
         "overhead",

@@ -251,6 +251,7 @@ def run(bench: Bench, result: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0 if the three arms gave the same tokens in every cell."""
     args = parse_args(argv)
+    servers.unwind_when_told_to_end()
     progress = Progress()
     result = facts.header(
         "ttft",

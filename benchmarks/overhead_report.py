@@ -53,7 +53,8 @@ def _ratio(
 
 
 def _median_ms(steps: Sequence[dict[str, Any]], key: str) -> float:
-    return round(1e3 * statistics.median(step[key] for step in steps), 3)
+    median_s: float = statistics.median(step[key] for step in steps)
+    return round(1e3 * median_s, 3)
 
 
 def verdict(ratio: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
+from sglang_cake.keys import Digest
 from sglang_cake.read.events import Found, Landed, LoaderEvent
 
 BLOCK_TOKENS = 128
@@ -119,7 +120,7 @@ def _coordinator(loader: _Loader) -> Coordinator:
         loader,  # type: ignore[arg-type]
         _Landing(),  # type: ignore[arg-type]
         config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
-        namespace=bytes(32),
+        namespace=Digest(bytes(32)),
         page_tokens=1,
         pipelined=False,
         adapter_digest=str,

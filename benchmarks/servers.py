@@ -131,6 +131,15 @@ def wait_until_steady(folder: Path, at_least_bytes: int, timeout_s: float = 120.
         time.sleep(0.5)
 
 
+def unwind_when_told_to_end() -> None:
+    """A plain `kill`, or a time limit, must end the servers too, the stopped ones above all."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def fresh_folder(name: str) -> Iterator[Path]:
     """An empty folder for one run, gone afterwards."""

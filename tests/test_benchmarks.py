@@ -216,8 +216,9 @@ def test_histogram_is_read_from_metrics() -> None:
 
 
 def test_race_of_the_decisions_ends_where_front_and_tail_meet() -> None:
-    steps = scheduler_cost.race(4096, 512, 4)  # 32 blocks, 4 + 4 a step
-    assert 4 <= len(steps) <= 6
+    steps = scheduler_cost.race(4096, 512, 4)
+    # 32 blocks, of which 4 land in every step, whatever the other side does.
+    assert 4 <= len(steps) <= 10
     assert all(set(step) == set(scheduler_cost.PHASES) for step in steps)
 
 

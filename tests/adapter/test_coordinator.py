@@ -88,7 +88,7 @@ class Desk:
     def digest(self, lora_id: str) -> str:
         if lora_id == "unknown":
             raise ConfigError("no such adapter")
-        return "digest of " + lora_id
+        return "digest of " + lora_id.split("@")[0]
 
     # ---- the store and its thread ----
 
@@ -296,25 +296,23 @@ def test_without_memory_the_island_is_computed() -> None:
 
 def test_a_block_that_lands_after_compute_took_it_goes_back(desk: Desk) -> None:
     req = req_of(4.5)
-    desk.open(*desk.fill(req.origin_input_ids, set(range(4))))
+    keys = desk.fill(req.origin_input_ids, set(range(4)))
     desk.arrive(req)
+    desk.cake.poll([])
+    desk.open(*keys)  # landed, and the coordinator does not know yet
     restore = desk.cake.restore(req.rid)
     assert restore is not None
-    desk.cake._receive(desk.cake._loader.drain()[0])
-    restore.meet.found([True] * 4)
-    restore.known = True
-    desk.settle_io()
-    restore.meet.claim(2 * BLOCK)  # the bytes are on their way to the coordinator already
-    restore.meet.advance(2 * BLOCK)
+    restore.meet.claim(2 * BLOCK)
     desk.cake.poll([])
     assert sorted(restore.staged) == [2, 3]
+    desk.settle_io()
     assert desk.counters.snapshot()["wasted_bytes", "overtaken"] == 2 * desk.kv.layout.block_bytes
     desk.leave(req)
     desk.all_back()
 
 
 def test_the_part_of_an_island_without_memory_is_computed_and_the_rest_attached() -> None:
-    desk = Desk(slots=8 * BLOCK)
+    desk = Desk(slots=8 * BLOCK, staging=10)
     try:
         req = req_of(6.5)
         desk.open(*desk.fill(req.origin_input_ids, set(range(6))))
@@ -386,6 +384,9 @@ def test_who_a_request_belongs_to_seeds_its_keys(desk: Desk) -> None:
     ]
     assert len(set(alike)) == 5
     assert first_key(cache_salt="") == first_key()
+    # The same adapter under another name and path is the same adapter.
+    names = ("l1@a", "l1@b")
+    assert len({first_key(lora_id=name, extra_key=name) for name in names}) == 1
 
 
 def test_new_weights_make_new_keys_and_may_pause_everything(desk: Desk) -> None:

@@ -149,8 +149,8 @@ def test_logprobs_of_the_prompt_are_the_same(
 
 
 def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, prompt: Make) -> None:
-    ids = prompt(2 * BLOCK)
-    first = both.ask(ids, 3 * BLOCK)
+    ids = prompt(4 * BLOCK)
+    first = both.ask(ids, BLOCK + 2)
     conversation = ids + first.tokens[:-1]
     both.store.until_stored(conversation)
     turn = conversation + first.tokens[-1:] + prompt(20)

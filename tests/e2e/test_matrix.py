@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, Asking, Live, Start, assert_same, falsify
+from live import BLOCK, TOLERANCE, Asking, Live, Start, assert_same, falsify
 
 from sglang_cake.testing.models import build_llama
 
 Make = Callable[[int], list[int]]
-HALF_TOLERANCE = 0.05  # bfloat16 at other chunk borders; wrong KV is off by far more
+HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV changes tokens
 
 
 def _check_exactness(live: Live, prompt: Make, tolerance: float) -> None:
@@ -30,12 +30,13 @@ def _check_exactness(live: Live, prompt: Make, tolerance: float) -> None:
     asked = [Asking(live, ids, new_tokens=1, rid=f"tail-{i}") for i, ids in enumerate(tails)]
     for asking, reference in zip(asked, cold_tails, strict=True):
         assert_same(asking.answer(), reference, tolerance)
+    truth = live.again(document, cache_salt="cold")
     for file in files:
         falsify(file)
-    lie = live.again(document, 1)
+    lie = live.again(document)
     assert lie.loaded > 0
     with pytest.raises(AssertionError):
-        assert_same(lie, cold, tolerance)
+        assert_same(lie, truth, tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def latent(
 
 
 def test_an_mla_model(latent: Live, prompt: Make) -> None:
-    _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], 2e-3)
+    _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
     layout = json.loads(json.loads(latent.store.places()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
 
