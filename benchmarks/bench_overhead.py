@@ -72,13 +72,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a small model and 2,048 tokens")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="default 8192")
     parser.add_argument("--chunk", type=int, default=512, metavar="N", help="tokens of a step")
-    parser.add_argument("--rounds", type=int, metavar="N", help="runs of each arm (default 5)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="runs of each arm (default 4)")
     parser.add_argument("--micro-only", action="store_true", help="the last part alone, no server")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
     args.prompt_tokens = args.prompt_tokens or (2048 if args.small else 8192)
-    args.rounds = args.rounds or (2 if args.small else 5)
+    args.rounds = args.rounds or (2 if args.small else 4)
     args.name = args.name or ("small" if args.small else "cpu")
     args.out = args.out or facts.RESULTS / f"overhead-{args.name}.json"
     if args.prompt_tokens < args.chunk or args.chunk < 1 or args.rounds < 1:

@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, kept by a test: who may import whom, and how long things are."""
+"""The rules of docs/architecture.md, kept by a test: who may import whom, how long things are."""
 
 import ast
 from pathlib import Path

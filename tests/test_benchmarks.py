@@ -197,7 +197,12 @@ def test_overhead_refuses_to_compare_other_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "words"),
-    [(0.99, 1.005, "below 1 %"), (1.02, 1.03, "above 1 %"), (0.9, 1.1, "not resolved")],
+    [
+        (0.99, 1.005, "below 1 %"),
+        (1.02, 1.03, "above 1 %"),
+        (0.9, 1.1, "not resolved"),
+        (0.1, 0.8, "not resolved"),
+    ],
 )
 def test_overhead_verdict(low: float, high: float, words: str) -> None:
     assert overhead_report.verdict({"low": low, "high": high}) == words

@@ -236,7 +236,7 @@ class Coordinator:
             return
         if not restore.computed_tokens + restore.loaded_tokens:
             restore.matched_tokens = req.prefix_len
-        self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
+        self._advance(restore, req)
         while (span := restore.meet.island()) is not None:
             blocks = restore.meet.blocks_of(span)
             if not self._landing.place(restore, blocks):
@@ -253,6 +253,7 @@ class Coordinator:
             self._counters.add("loaded_tokens", span.tokens)
             self._teller.tell(restore, "attach", start=span.start, stop=span.stop)
             attach(req, slots, span.stop)
+            self._advance(restore, req)  # the tree may have matched more by now
         self._fence(restore, restore.meet.fence)
 
     def plan(self, req: "Req", chunk_tokens: int) -> Step | None:
@@ -288,8 +289,7 @@ class Coordinator:
         restore = self._restores.get(req.rid)
         if restore is None:
             return
-        # A span that was not settled first (SGLang's own path, memory pressure) is still claimed.
-        self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
+        self._advance(restore, req)
         self._fence(restore, restore.meet.claim(stop))
         restore.computed_tokens += tokens
         self._counters.add("computed_tokens", tokens)
@@ -308,6 +308,9 @@ class Coordinator:
             adapter = self._adapter_digest(req.lora_id)
             extra_key = (extra_key or "").removesuffix(req.lora_id) or None
         return KeySeed(self._namespace, extra_key, req.cache_salt or None, adapter)
+
+    def _advance(self, restore: Restore, req: "Req") -> None:
+        self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
 
     def _prefilled(self, req: "Req", restore: Restore) -> None:
         restore.prefill_s = time.monotonic() - restore.arrived_s
@@ -354,7 +357,7 @@ class Coordinator:
             if facts.load:
                 restore.meet.found(facts.stored)
             else:  # too little is stored, for one rank at least
-                self._loader.end(restore.ticket)
+                self._stop_loading(restore, "peer")
         for block in facts.landed:
             staged = restore.arrived.pop(block)
             if restore.meet.landed(block):

@@ -57,6 +57,8 @@ class Saving:
         )
 
     def _is_new(self, restore: Restore, block: int) -> bool:
+        if block in restore.failed:
+            return True  # the store could not give it: put it there again
         if block < restore.meet.blocks and restore.meet.state(block) is BlockState.ATTACHED:
             return False
         if block in restore.failed:  # stored, but missing or corrupt when it was read

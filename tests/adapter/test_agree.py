@@ -4,7 +4,7 @@ import copy
 from array import array
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import restore_of
 
@@ -127,6 +127,7 @@ def views(draw: st.DrawFn) -> list[list[Restore]]:
     return ranks
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=views(), rates=st.lists(st.floats(0, 10), min_size=12, max_size=12))
 def test_every_rank_learns_the_same_and_it_is_true(
     ranks: list[list[Restore]], rates: list[float]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import allocator_of, as_bytes, buffers_of, mha, scramble
 
@@ -245,10 +245,15 @@ def test_compute_and_load_meet(desk: Desk) -> None:
 
 def test_a_step_that_nobody_settled_claims_its_span(desk: Desk) -> None:
     req = req_of(4.5)
-    desk.fill(req.origin_input_ids, set(range(4)))
+    keys = desk.fill(req.origin_input_ids, set(range(4)))
     desk.arrive(req)
     desk.cake.poll([req.rid])
+    assert sorted(desk.slow.waiting) == sorted(keys[2:])
     req.prefix_len = 16
+    desk.cake.claimed(req, 40)
+    desk.settle_io()
+    assert desk.slow.waiting == [keys[3]]  # compute has begun the third block
+    req.prefix_len = 40
     desk.cake.claimed(req, 72)
     desk.settle_io()
     assert desk.slow.waiting == []
@@ -551,7 +556,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=ACTIONS,
     mode=st.sampled_from(["auto", "both", "compute", "load"]),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import Staging, allocator_of, as_bytes, buffers_of, mha, restore_of, scramble
 
@@ -199,7 +199,7 @@ def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPa
     assert desk.staging.pool.free == 64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     page=st.sampled_from([1, 4, 16]),
     actions=st.lists(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.buffers import BufferPool
@@ -630,7 +630,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(actions=ACTIONS, buffers=st.integers(1, 5), depth=st.integers(1, 4))
 def test_every_buffer_comes_back_whatever_happens(
     actions: list[tuple[str, int, int]], buffers: int, depth: int

@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -261,7 +261,12 @@ class Race(RuleBasedStateMachine):
 
 
 TestRace = Race.TestCase
-TestRace.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+TestRace.settings = settings(
+    max_examples=250,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 # ---- the table ----

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.read.meet import BlockState, Meet
@@ -194,7 +194,7 @@ def test_the_arms_do_what_their_names_say() -> None:
     assert load.waited_s == pytest.approx(32 * machine.load_s, rel=0.01)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
 @given(
     prompt=st.integers(1, 3000),
     chunk=st.integers(1, 700),
@@ -249,6 +249,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]))
 def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
     step = next_step(mode=mode, **now)
@@ -263,6 +264,7 @@ def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
     assert front < step.stop <= min([front + now["chunk_tokens"], now["prompt_tokens"], *islands])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(now=situations())
 def test_who_has_waited_long_enough_computes(now: dict) -> None:
     rates: Rates = now["rates"]
@@ -270,12 +272,14 @@ def test_who_has_waited_long_enough_computes(now: dict) -> None:
     assert not next_step(mode="auto", **{**now, "waited_s": longest}).wait
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(now=situations())
 def test_load_alone_waits_as_long_as_something_is_to_come(now: dict) -> None:
     wanted = any(s is WAITING for _, s in now["ahead"])
     assert next_step(mode="load", **now).wait is wanted
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(now=situations(), mode=st.sampled_from(["auto", "both", "load"]))
 def test_with_nothing_to_come_a_step_is_full(now: dict, mode: Mode) -> None:
     now["ahead"] = [(b, GONE if s is WAITING else s) for b, s in now["ahead"]]
