@@ -219,7 +219,9 @@ class Coordinator:
     def hold(self, req: "Req") -> bool:
         """Whether a waiting request should stay in the queue while its lookup is under way."""
         restore = self._restores.get(req.rid)
-        if restore is None or restore.known or restore.elapsed_s >= LOOKUP_PATIENCE_S:
+        if restore is None or restore.known:
+            return False
+        if self._config.mode != "load" and restore.elapsed_s >= LOOKUP_PATIENCE_S:
             return False
         self.waiting = True
         return True

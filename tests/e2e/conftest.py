@@ -159,14 +159,19 @@ def plain(
         yield live
 
 
-@pytest.fixture(scope="session")
-def both(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
-    """Page size 1, overlap scheduling, both arms at once."""
+@pytest.fixture(scope="session", params=["both", "load"])
+def both(
+    request: pytest.FixtureRequest, start: Start, models: dict[str, Path], folder: Path
+) -> Iterator[Live]:
+    """Page size 1, overlap scheduling. In mode `both`, who provides a block is a matter of speed;
+    in mode `load`, all that is stored is loaded."""
+    mode = str(request.param)
     flags = (
-        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
         *("--enable-metrics", "--sleep-on-idle"),
     )
-    with start(models["first"], flags, store=folder / "store-both") as live:
+    with start(models["first"], flags, store=folder / f"store-{mode}") as live:
+        live.races = mode == "both"
         yield live
 
 

@@ -168,6 +168,8 @@ class Live:
     store: StoreView | None = None
     trace: Path | None = None
     known: dict[str, Answer] = field(default_factory=dict)
+    # Whether compute may overtake any load, so that nothing is certain to come from the store.
+    races: bool = True
 
     @property
     def url(self) -> str:

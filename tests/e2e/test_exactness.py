@@ -34,7 +34,7 @@ def test_a_stored_prompt_gives_the_answer_of_a_server_without_cake(
     answer = both.again(ids)
     assert_same(answer, reference)
     if tokens > 2 * BLOCK:
-        assert answer.loaded > 0
+        assert answer.loaded > 0 or both.races
     assert answer.loaded + answer.computed == tokens
     assert answer.cached == answer.loaded
 
@@ -43,7 +43,7 @@ def test_the_last_token_of_a_wholly_stored_prompt_is_computed(both: Live, prompt
     ids = prompt(6 * BLOCK)
     both.keep(ids)
     answer = both.again(ids)
-    assert answer.loaded > 0
+    assert answer.loaded > 0 or both.races
     assert answer.computed >= 1
 
 
@@ -56,7 +56,7 @@ def test_a_new_question_follows_a_stored_document(
     ids = document + prompt(tail)
     answer = both.again(ids)
     assert_same(answer, plain.know(ids))
-    assert answer.loaded > 0
+    assert answer.loaded > 0 or both.races
 
 
 def test_prompts_that_share_a_stored_document_differ_after_it(
@@ -81,7 +81,7 @@ def test_the_device_holds_part_of_a_stored_prompt(
     assert_same(answer, plain.know(ids))
     story = answer.meta["cake"]
     assert story["matched_tokens"] >= on_device - 1
-    assert answer.loaded > 0
+    assert answer.loaded > 0 or both.races
     assert story["matched_tokens"] + answer.loaded + answer.computed == len(ids)
 
 
@@ -93,13 +93,15 @@ def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt
     answer = both.again(ids)
     assert_same(answer, plain.know(ids))
     attaches = [e for e in both.events(answer.meta["id"]) if e["event"] == "attach"]
-    assert len(attaches) >= 2
+    assert len(attaches) >= 2 or both.races
     both.store.until_stored(ids)  # the holes are filled again
 
 
 def test_a_corrupt_block_is_computed_counted_and_set_aside(
     both: Live, plain: Live, prompt: Make
 ) -> None:
+    if both.races:
+        pytest.skip("that each block is read is certain in mode load only")
     ids = prompt(20 * BLOCK + 1)
     files = both.keep(ids)
     before = both.metric("load_failures_total", reason="corrupt")
@@ -133,7 +135,7 @@ def test_a_folder_missing_in_the_middle_costs_its_blocks_only(
     shutil.rmtree(files[14].parents[1])
     answer = both.again(ids)
     assert_same(answer, plain.know(ids))
-    assert answer.loaded > 0
+    assert answer.loaded > 0 or both.races
 
 
 @pytest.mark.parametrize("start_len", [0, 300, 700])
@@ -156,7 +158,7 @@ def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, pr
     turn = conversation + first.tokens[-1:] + prompt(20)
     answer = both.again(turn)
     assert_same(answer, plain.know(turn))
-    assert answer.loaded > 0
+    assert answer.loaded > 0 or both.races
     found = next(e for e in both.events(answer.meta["id"]) if e["event"] == "found")
     assert found["stored_blocks"] >= len(conversation) // BLOCK
 
@@ -179,6 +181,8 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
 
 def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt: Make) -> None:
     """Negative control: valid files with the KV of other positions must change the answer."""
+    if both.races:
+        pytest.skip("that wrong blocks are used is certain in mode load only")
     ids = prompt(14 * BLOCK)
     files = both.keep(ids)
     reference = plain.know(ids)

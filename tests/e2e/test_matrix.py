@@ -45,7 +45,7 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
         pytest.skip("two ranks need two cores")
     flags = (
         *("--dtype", "bfloat16", "--max-total-tokens", "8192", "--page-size", "64", "--tp", "2"),
-        *("--cake-mode", "auto"),
+        *("--cake-mode", "load"),
     )
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with start(models["first"], flags, store=folder / "store-tp", env=env) as live:
@@ -91,7 +91,7 @@ def latent(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:
     """A tiny DeepSeek-V2, dense, whose KV is one latent row a layer."""
-    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "both")
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
     model = build_deepseek(folder / "latent" / "model", tokenizer_of=models["first"])
     store = folder / "store-mla"
     # One latent row is small: a narrow link, so that both sides take part.
@@ -174,7 +174,7 @@ def main():
         cuda_graph_backend_decode="disabled", mem_fraction_static=0.2, max_total_tokens=4096,
         chunked_prefill_size=256, log_level="warning",
         enable_cake=True, cake_store=f"file://{store}?min_free=0&bandwidth=5MB/s",
-        cake_block_tokens=64, cake_min_load_tokens=64, cake_mode="both",
+        cake_block_tokens=64, cake_min_load_tokens=64, cake_mode="load",
     )
     ids = [(i * i * 7 + i) % 250 for i in range(900)]
     ask = lambda: engine.generate(

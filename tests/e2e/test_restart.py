@@ -108,11 +108,11 @@ def third(
     models: dict[str, Path],
     adapters: dict[str, Path],
 ) -> Iterator[Live]:
-    """Mode both, the same folders: in them another model of the same shape, another adapter."""
+    """Mode load, the same folders: in them another model of the same shape, another adapter."""
     for name, source in ((home.model, models["second"]), (home.adapter, adapters["a2"])):
         shutil.rmtree(name)
         shutil.copytree(source, name)
-    flags = _flags(home, "both")
+    flags = _flags(home, "load")
     with start(home.model, flags, store=home.store, env=standins) as live:
         yield live
 

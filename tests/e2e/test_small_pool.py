@@ -8,6 +8,9 @@ from live import BLOCK, Asking, Live, Start, assert_same
 
 Make = Callable[[int], list[int]]
 POOL = 2048
+# SGLang sets aside all that a request with `ignore_eos` may generate, and then never retracts. (The
+# model has no end-of-sequence token: answers are of full length all the same.)
+HOPEFUL = {"ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_retracted_requests_come_back_with_the_same_answers(
     new = 400
     asked = []
     for i, ids in enumerate(prompts):  # one by one: together SGLang would not admit them all
-        asked.append(Asking(small, ids, new_tokens=new, rid=f"retract-{i}"))
+        asked.append(Asking(small, ids, new_tokens=new, rid=f"retract-{i}", sampling=HOPEFUL))
         asked[-1].until("done")
     answers = [asking.answer() for asking in asked]
     assert "Retract requests" in small.server.logs()
@@ -59,8 +62,11 @@ def test_a_load_gives_way_when_running_requests_need_its_memory(
     stored = prompt(20 * BLOCK)
     small.keep(stored)
     small.flush()
-    runners = [prompt(3 * BLOCK) for _ in range(2)]
-    asked = [Asking(small, ids, new_tokens=160, rid=f"runner-{i}") for i, ids in enumerate(runners)]
+    runners = [prompt(3 * BLOCK) for _ in range(3)]
+    asked = [
+        Asking(small, ids, new_tokens=160, rid=f"runner-{i}", sampling=HOPEFUL)
+        for i, ids in enumerate(runners)
+    ]
     asked[-1].until("done")
     late = Asking(small, stored, rid="late")
     assert_same(late.answer(), plain.know(stored))
@@ -75,7 +81,6 @@ def test_a_prompt_that_fills_the_pool(small: Live, plain: Live, prompt: Make) ->
     small.keep(ids)
     answer = small.again(ids)
     assert_same(answer, plain.know(ids))
-    assert answer.loaded > 0
     tail = prompt(7 * BLOCK)
     small.keep(tail)  # evicts
     small.again(tail)
