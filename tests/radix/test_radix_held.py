@@ -54,7 +54,8 @@ class Holding(Side):
         meet = Meet(block_tokens=BLOCK, page_tokens=1, limit_tokens=count, prompt_tokens=count)
         meet.found([True] * blocks)
         chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
-        restore = Restore(rid=f"r{len(self.restores)}", tokens=tokens, chain=chain, meet=meet)
+        rid = f"r{len(self.restores)}"
+        restore = Restore(rid=rid, ticket=rid, tokens=tokens, chain=chain, meet=meet)
         self.restores.append(restore)
         for block in range(blocks):
             buffer = self.pool.take()
