@@ -221,10 +221,9 @@ class Coordinator:
         restore = self._restores.get(req.rid)
         if restore is None or restore.known:
             return False
-        if self._config.mode != "load" and restore.elapsed_s >= LOOKUP_PATIENCE_S:
-            return False
-        self.waiting = True
-        return True
+        held = self._config.mode == "load" or restore.elapsed_s < LOOKUP_PATIENCE_S
+        self.waiting |= held
+        return held
 
     def settle(self, req: "Req", attach: Attach) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
