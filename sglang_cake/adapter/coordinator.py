@@ -199,11 +199,11 @@ class Coordinator:
             facts, self._rates = self._agreement.reach(contending, own)
             for restore, fact in zip(contending, facts, strict=True):
                 self._apply(restore, fact)
-        live = (self._restores[rid] for rid in serving if rid in self._restores)
-        served = next((restore for restore in live if restore.contending), None)
-        if served is not None:
-            self._loader.admit(served.ticket)
-            self._landing.place(served, list(served.staged))
+        for restore in (self._restores[rid] for rid in serving if rid in self._restores):
+            if restore.contending:  # the first of them is the one that is being served
+                self._loader.admit(restore.ticket)
+                self._landing.place(restore, list(restore.staged))
+                break
 
     def reclaim(self, tokens: int) -> int:
         """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
@@ -376,8 +376,7 @@ class Coordinator:
         if self._last_claim is None:
             self._steady = False
             return
-        started_s, tokens = self._last_claim
-        self._last_claim = None
+        (started_s, tokens), self._last_claim = self._last_claim, None
         if self._pipelined and not self._steady:
             self._steady = True
             return
