@@ -34,7 +34,7 @@ class CakeConfig:
     store: str | None = None
     """URL of the store; None is `default_store_url()`, in the user's cache folder."""
     mode: Literal["auto", "both", "compute", "load"] = "auto"
-    """Who provides a stored prefix: auto decides by cost, the others are fixed (for benchmarks)."""
+    """Who provides a stored prefix; auto is both in this version, the others are for benchmarks."""
     codec: Literal["raw"] = "raw"
     """How KV is encoded in the store; raw keeps every bit."""
     block_tokens: int = 128

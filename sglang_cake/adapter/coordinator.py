@@ -92,9 +92,7 @@ class Coordinator:
     # ---- a request's life ----
 
     def arrive(self, req: "Req", matched: Callable[[Any, int], int]) -> None:
-        """A request joined the waiting queue: look it up and start loading.
-
-        Nothing happens for a request whose token ids do not say all about its KV.
+        """A request joined the queue: look it up and start loading, if tokens say all of its KV.
 
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
