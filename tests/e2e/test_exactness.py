@@ -165,6 +165,8 @@ def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, pr
 
 def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt: Make) -> None:
     """Loaded KV is written again from the device: the files must be the same."""
+    if both.races:
+        pytest.skip("how many blocks are loaded is certain in mode load only")
     ids = prompt(12 * BLOCK)
     files = both.keep(ids)
     loaded = both.again(ids, 1)
