@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from sglang_cake.errors import ConfigError
-from sglang_cake.store.url import parse_size, parse_store_url
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.store.url import parse_size
 
 ENVIRONMENT_PREFIX: Final = "SGLANG_CAKE_"
 CONFIG_ENV: Final = "SGLANG_CAKE_CONFIG"  # path of a settings file
@@ -32,7 +33,7 @@ class CakeConfig:
     """What a user may set. First what cake does, then what it may use for that."""
 
     store: str | None = None
-    """URL of the store; None is `default_store_url()`, in the user's cache folder."""
+    """URL of the store; None is a file store in the user's cache folder."""
     mode: Literal["auto", "both", "compute", "load"] = "auto"
     """Who provides a stored prefix; auto is both in this version, the others are for benchmarks."""
     codec: Literal["raw"] = "raw"
@@ -221,7 +222,7 @@ def _store(spelled: str, value: object) -> str | None:
     if not isinstance(value, str):
         raise _bad(spelled, value, "a URL, for example file:///nvme/kv")
     try:
-        parse_store_url(value)
+        parse_sources(value)
     except ConfigError as error:
         raise ConfigError(f"{spelled}: {_one_line(str(error))}") from None
     return value

@@ -3,10 +3,11 @@
 CakeError
 ├── ConfigError        a user's mistake: one line that says what to do, exit status 2
 ├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
-└── StoreError         what a store can answer instead of a block; all three mean: compute it
+└── StoreError         what a store can answer instead of doing it; to a reader: compute the block
     ├── BlockMissing       the store does not have the block (any more)
     ├── BlockCorrupt       the bytes are there and wrong
-    └── StoreUnavailable   the store did not answer, or cannot take the block now
+    ├── StoreUnavailable   the store did not answer
+    └── StoreFull          the store has no room for the block, now
 """
 
 
@@ -41,6 +42,12 @@ class BlockCorrupt(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer or cannot take blocks now."""
+    """The store did not answer."""
 
     reason = "unavailable"
+
+
+class StoreFull(StoreError):
+    """The store has no room for the block, now."""
+
+    reason = "full"

@@ -19,6 +19,7 @@ from sglang_cake.adapter.story import Storyteller
 from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
+from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.io_thread import IoThread
@@ -26,7 +27,7 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.read.loader import Loader
 from sglang_cake.store.base import Store
 from sglang_cake.store.open import open_store
-from sglang_cake.store.url import default_store_url, parse_store_url
+from sglang_cake.store.sources import sources_of
 from sglang_cake.write.pipeline import Writer
 
 if TYPE_CHECKING:
@@ -132,12 +133,8 @@ class Engine:
         )
 
     def _open(self, namespace: Namespace) -> Store:
-        url = (
-            default_store_url()
-            if self._config.store is None
-            else parse_store_url(self._config.store)
-        )
-        return open_store(url, namespace, self._kv.layout, threads=self._config.queue_depth)
+        frame = BlockFrame(namespace, self._kv.layout)
+        return open_store(sources_of(self._config.store), frame, depth=self._config.queue_depth)
 
     def _close_later(self, store: Store) -> None:
         async def close() -> None:

@@ -20,7 +20,7 @@ from sglang_cake.adapter.handover import environment_of_user, hand_over, withdra
 from sglang_cake.adapter.support import ModelFacts, unsupported
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
-from sglang_cake.store.url import check_store_url, default_store_url, parse_store_url
+from sglang_cake.store.sources import sources_of
 
 SGLANG_VERSION = "0.5.23"
 BACKEND = "cake"
@@ -197,8 +197,8 @@ def _keep(record: Any, name: str, value: object) -> None:
 
 
 def _check_places(config: CakeConfig) -> None:
-    url = default_store_url() if config.store is None else parse_store_url(config.store)
-    check_store_url(url)
+    for source in sources_of(config.store):
+        source.check()
     trace = config.trace_file
     if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
         raise ConfigError(f"trace file {trace!r} cannot be written: no such folder, or a folder")

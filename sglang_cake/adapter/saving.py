@@ -61,6 +61,4 @@ class Saving:
             return True  # the store could not give it: put it there again
         if block < restore.meet.blocks and restore.meet.state(block) is BlockState.ATTACHED:
             return False
-        if block in restore.failed:  # stored, but missing or corrupt when it was read
-            return True
         return not (block < len(restore.stored) and restore.stored[block])

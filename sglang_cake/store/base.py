@@ -1,9 +1,31 @@
-"""The contract of a store: bytes by key. Every implementation passes `testing.store_contract`."""
+"""What a store is: blocks by key. Every implementation passes `testing.store_contract`."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_cake.keys import BlockKey
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.keys import BlockKey, Digest
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One stored block, as `Store.list_blocks` names it."""
+
+    key: BlockKey
+    stored_bytes: int  # with header, as it lies there
+    used_s: float | None = None  # when it was last put or read, seconds since 1970; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """How full a store is; over all namespaces that share its room."""
+
+    blocks: int | None = None  # None: the store cannot tell
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None  # None: no bound of its own
+    evicted_bytes: int = 0  # since this process opened it
+    policy: str = ""  # what decides who is evicted
 
 
 class Store(Protocol):
@@ -21,7 +43,7 @@ class Store(Protocol):
         ...
 
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
-        """Fill `out` (caller-owned, writable, exactly one block long) with checked bytes.
+        """Fill `out` (caller-owned, writable, exactly one payload long) with checked bytes.
 
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable; `out` is then undefined.
         """
@@ -30,7 +52,7 @@ class Store(Protocol):
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """Store one block; False if it was there already. `data` is not kept after the return.
 
-        Raises: StoreUnavailable (full, read-only, gone); nothing is visible then.
+        Raises: StoreFull; StoreUnavailable (read-only, gone); nothing is visible then.
         """
         ...
 
@@ -38,6 +60,53 @@ class Store(Protocol):
         """Forget one block; forgetting an unknown one is no error. Raises: StoreUnavailable."""
         ...
 
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        """The blocks of this namespace, in no order; what changes meanwhile may be in it or not.
+
+        Raises: StoreUnavailable, while iterating.
+        """
+        ...
+
+    async def stats(self) -> StoreStats:
+        """How full the store is. Raises: StoreUnavailable."""
+        ...
+
     async def close(self) -> None:
-        """Release files and threads. Later calls raise StoreUnavailable."""
+        """Release files, connections and threads. Later calls raise StoreUnavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNamespace:
+    """A namespace that a store holds blocks of."""
+
+    digest: Digest
+    fields: dict[str, str]  # as `Namespace.describe` gave them; empty if that cannot be read
+
+
+class StoreSource(Protocol):
+    """Where a store is: what one URL says. Made by the `parse` function of its scheme.
+
+    Making one does no I/O. A third party names its own `parse(url: StoreUrl) -> StoreSource` in
+    the entry-point group `sglang_cake.stores`, under its scheme.
+    """
+
+    def check(self) -> None:
+        """Find out now, before a model is loaded, whether the store can be used at all.
+
+        What may heal by itself (a server that is down) is no reason to refuse.
+        Raises: ConfigError, one line that says what to do.
+        """
+        ...
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        """Open one namespace of it; the caller closes it. May block on a disk for a moment.
+
+        Args: depth: calls of each kind that the store should be able to serve at once.
+        Raises: StoreUnavailable; ConfigError if what is there describes something else.
+        """
+        ...
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """What the store holds blocks of, for tools. Raises: StoreUnavailable."""
         ...

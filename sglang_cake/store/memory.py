@@ -1,9 +1,10 @@
 """A store in a dict: the fast fake of tests and the store of the simulator."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from sglang_cake.errors import BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import BlockInfo, StoreStats
 
 
 class MemoryStore:
@@ -37,6 +38,15 @@ class MemoryStore:
     async def delete(self, key: BlockKey) -> None:
         self._check_open()
         self._blocks.pop(key, None)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        self._check_open()
+        for key, block in list(self._blocks.items()):
+            yield BlockInfo(key, len(block))
+
+    async def stats(self) -> StoreStats:
+        self._check_open()
+        return StoreStats(len(self._blocks), sum(map(len, self._blocks.values())))
 
     async def close(self) -> None:
         self._closed = True

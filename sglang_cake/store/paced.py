@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import Store
+from sglang_cake.store.base import BlockInfo, Store, StoreStats
 
 
 class PacedStore:
@@ -56,6 +56,12 @@ class PacedStore:
 
     async def delete(self, key: BlockKey) -> None:
         await self._inner.delete(key)
+
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        return self._inner.list_blocks()
+
+    async def stats(self) -> StoreStats:
+        return await self._inner.stats()
 
     async def close(self) -> None:
         await self._inner.close()

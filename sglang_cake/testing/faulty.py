@@ -1,11 +1,11 @@
 """Fakes around a real store, for tests of whoever uses one. None of them ever sleeps."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from sglang_cake.errors import BlockMissing, StoreError
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import Store
+from sglang_cake.store.base import BlockInfo, Store, StoreStats
 
 
 class PassingStore:
@@ -25,6 +25,12 @@ class PassingStore:
 
     async def delete(self, key: BlockKey) -> None:
         await self.inner.delete(key)
+
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        return self.inner.list_blocks()
+
+    async def stats(self) -> StoreStats:
+        return await self.inner.stats()
 
     async def close(self) -> None:
         await self.inner.close()

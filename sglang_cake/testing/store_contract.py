@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
@@ -21,7 +22,8 @@ from sglang_cake.store.base import Store
 LAYOUT = BlockLayout(
     layers=2, parts=(("k", (2, 8)), ("v", (2, 8))), dtype="bfloat16", block_tokens=8
 )
-NAMESPACE = Namespace((("model", "contract"), ("dtype", "bfloat16")))
+NAMESPACE = Namespace((("model", "contract"), ("dtype", "bfloat16"), ("layout", LAYOUT.describe())))
+FRAME = BlockFrame(NAMESPACE, LAYOUT)
 
 
 def key_of(name: object) -> BlockKey:
@@ -45,7 +47,7 @@ class StoreContract:
     """Subclass it, and define `open`."""
 
     def open(self, folder: Path) -> Store:
-        """An empty store of blocks of LAYOUT in NAMESPACE; `folder` is its own, if it wants one."""
+        """An empty store of blocks of FRAME; `folder` is its own, if it wants one."""
         raise NotImplementedError
 
     def run(self, folder: Path, test: Callable[[Store], Awaitable[None]]) -> None:
@@ -108,6 +110,33 @@ class StoreContract:
                 await read(store, key_of("a"))
             assert await store.put(key_of("a"), block_of("a")) is True
             assert await read(store, key_of("a")) == block_of("a")
+
+        self.run(tmp_path, test)
+
+    def test_listed_is_what_is_stored(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            assert [block async for block in store.list_blocks()] == []
+            for name in range(4):
+                await store.put(key_of(name), block_of(name))
+            await store.delete(key_of(2))
+            listed = {block.key: block async for block in store.list_blocks()}
+            assert listed.keys() == {key_of(0), key_of(1), key_of(3)}
+            assert all(block.stored_bytes >= LAYOUT.block_bytes for block in listed.values())
+
+        self.run(tmp_path, test)
+
+    def test_stats_grow_with_what_is_stored_if_they_are_known(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            before = await store.stats()
+            for name in range(4):
+                await store.put(key_of(name), block_of(name))
+            after = await store.stats()
+            if before.blocks is not None and after.blocks is not None:
+                assert after.blocks - before.blocks == 4
+            if before.used_bytes is not None and after.used_bytes is not None:
+                assert after.used_bytes - before.used_bytes >= 4 * LAYOUT.block_bytes
+            if after.capacity_bytes is not None and after.used_bytes is not None:
+                assert after.used_bytes <= after.capacity_bytes
 
         self.run(tmp_path, test)
 
@@ -181,6 +210,8 @@ class StoreContract:
                 read(store, key_of("a")),
                 store.put(key_of("b"), block_of("b")),
                 store.delete(key_of("a")),
+                store.stats(),
+                anext(aiter(store.list_blocks())),
             ):
                 with pytest.raises(StoreUnavailable):
                     await call

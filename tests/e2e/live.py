@@ -16,7 +16,7 @@ import requests
 from sglang_cake.codec.frame import HEADER_BYTES, check_header, make_header, payload_checksum
 from sglang_cake.keys import BlockKey, Digest, KeySeed, block_keys
 from sglang_cake.layout import BlockLayout
-from sglang_cake.store.paths import NamespaceFolder
+from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.testing.server import Server
 
 BLOCK = 64

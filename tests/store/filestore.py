@@ -2,14 +2,17 @@
 
 import asyncio
 
-from sglang_cake.store.file import FileStore
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.store import FileStore
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")
 
 
 def opened(root, *, namespace=NAMESPACE, fsync="off", min_free_bytes=0):
-    return FileStore(root, namespace, LAYOUT, fsync=fsync, min_free_bytes=min_free_bytes, threads=1)
+    folder = BlockFolder(root, sync=fsync == "data", min_free_bytes=min_free_bytes)
+    return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=1)
 
 
 def with_store(root, test, **kwargs):

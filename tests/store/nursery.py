@@ -11,19 +11,23 @@ import signal
 import sys
 from pathlib import Path
 
+from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.layout import BlockLayout
-from sglang_cake.store import blockfile
-from sglang_cake.store.file import FileStore
+from sglang_cake.store.file import blockfile
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.store import FileStore
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 
 LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
+FRAME = BlockFrame(NAMESPACE, LAYOUT)
 NAMES = range(12)
 BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
 blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
 
 
 def opened(root, fsync="off"):
-    return FileStore(root, NAMESPACE, LAYOUT, fsync=fsync, min_free_bytes=0, threads=2)
+    folder = BlockFolder(root, sync=fsync == "data", min_free_bytes=0)
+    return FileStore(folder, FRAME, threads=2)
 
 
 async def put_all(store):
@@ -56,7 +60,7 @@ async def crash(root, at):
 
         return call
 
-    await asyncio.to_thread(store._sweeper.join)
+    await asyncio.to_thread(store._folder._sweeper.join)
     for name in ("open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync"):
         setattr(os, name, dying(getattr(os, name)))
     await store.put(key_of(0), BLOCKS[0])

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sglang_cake.errors import StoreUnavailable
-from sglang_cake.store import blockfile
-from sglang_cake.store.file import FileStore
+from sglang_cake.store.file import blockfile
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.threads import run_stoppable
-from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")
 
@@ -37,8 +38,8 @@ def small_pieces(monkeypatch):
 
 def with_store(root, test):
     async def main():
-        store = FileStore(root, NAMESPACE, LAYOUT, fsync="off", min_free_bytes=0, threads=1)
-        await asyncio.to_thread(store._sweeper.join)
+        store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
+        await asyncio.to_thread(store._folder._sweeper.join)
         await store.put(A, block_of("a"))
         try:
             await test(store)

@@ -62,7 +62,7 @@ def check(root):
     async def main():
         store = nursery.opened(root)
         try:
-            await asyncio.to_thread(store._sweeper.join)
+            await asyncio.to_thread(store._folder._sweeper.join)
             found = await store.contains([key_of(name) for name in NAMES])
             names = [name for name in NAMES if found[name]]
             for name in names:

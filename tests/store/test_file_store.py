@@ -12,8 +12,8 @@ from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_st
 from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.namespace import Namespace
-from sglang_cake.store import blockfile
-from sglang_cake.store.file import MAX_SET_ASIDE
+from sglang_cake.store.file import blockfile
+from sglang_cake.store.file.folder import MAX_SET_ASIDE
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 

@@ -9,9 +9,8 @@ import pytest
 from filestore import A, B, files_below, opened, put_a, read_a, with_store
 
 from sglang_cake.codec.frame import HEADER_BYTES
-from sglang_cake.errors import BlockMissing, StoreUnavailable
-from sglang_cake.store import space
-from sglang_cake.store.space import FRESH_S, FreeSpace
+from sglang_cake.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.store.file.space import FRESH_S, FreeSpace
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 
@@ -37,7 +36,7 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, re
     async def test(store):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing(number))
-            with pytest.raises(StoreUnavailable) as error:
+            with pytest.raises(StoreError) as error:
                 await store.put(A, block_of("a"))
         assert error.value.reason == reason
         assert await store.contains([A]) == [False]
@@ -147,7 +146,7 @@ def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
 
     async def test(store):
         await put_a(store)
-        with pytest.raises(StoreUnavailable, match="min_free=1000") as error:
+        with pytest.raises(StoreFull, match="min_free=1000") as error:
             await store.put(B, block_of("b"))
         assert error.value.reason == "full"
         assert await store.put(A, block_of("a")) is False
@@ -169,13 +168,13 @@ def test_free_space_is_asked_once_a_second_and_counts_our_writes_between(tmp_pat
     free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
     free_space.take(30)
     free_space.take(30)
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreFull):
         free_space.take(1)
     assert asked == 1
     free, now = 41, FRESH_S
     free_space.take(1)
     assert asked == 2
-    assert space.store_full("x").reason == "full"
+    assert StoreFull("x").reason == "full"
     assert StoreUnavailable("x").reason == "unavailable"
 
 
@@ -193,14 +192,14 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
                 await store.put(key_of(name), block_of(name))
                 stored.append(name)
 
-        with pytest.raises(StoreUnavailable) as error:
+        with pytest.raises(StoreFull) as error:
             await fill()
         assert error.value.reason == "full"
         assert not list(tmp_path.rglob(".tmp-*"))
         for name in stored:
             assert await read(store, key_of(name)) == block_of(name)
         await store.delete(key_of(0))
-        store._space._asked_s = None  # a second later
+        store._folder._space._asked_s = None  # a second later
         assert await store.put(key_of(0), block_of(0))
         return len(stored)
 

@@ -11,10 +11,12 @@ import pytest
 import xxhash
 
 from sglang_cake.codec import frame
+from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.keys import KeySeed, block_keys
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.file import MAX_SET_ASIDE, FileStore
+from sglang_cake.store.file.folder import MAX_SET_ASIDE, BlockFolder
+from sglang_cake.store.file.store import FileStore
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 EXAMPLE = json.loads(re.search(r"```json\n(.*?)```", DOC, re.DOTALL)[1])
@@ -35,7 +37,8 @@ def block_file(tmp_path):
         shape = json.loads(EXAMPLE["layout"])
         parts = tuple((name, tuple(dims)) for name, dims in shape.pop("parts"))
         layout = BlockLayout(parts=parts, **shape)
-        store = FileStore(tmp_path, NAMESPACE, layout, fsync="off", min_free_bytes=0, threads=1)
+        folder = BlockFolder(tmp_path, sync=False, min_free_bytes=0)
+        store = FileStore(folder, BlockFrame(NAMESPACE, layout), threads=1)
         key = bytes.fromhex(EXAMPLE["keys"][1])
         await store.put(key, memoryview(bytes.fromhex(EXAMPLE["payload"])))
         await store.close()

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from sglang_cake.store.file import FileStore
+from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.open import open_store
 from sglang_cake.store.paced import PacedStore
-from sglang_cake.store.url import StoreUrl, parse_store_url
+from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.faulty import FaultyStore, RecordingStore
-from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, StoreContract, block_of, key_of
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, StoreContract, block_of, key_of
 
 
 class TestMemoryStore(StoreContract):
@@ -17,33 +17,27 @@ class TestMemoryStore(StoreContract):
 
 
 class TestFileStore(StoreContract):
+    options = ""
+    depth = 2
+
     def open(self, folder):
-        return open_store(
-            StoreUrl("file", folder / "kv", min_free_bytes=0), NAMESPACE, LAYOUT, threads=2
-        )
+        sources = parse_sources(f"file://{folder}/kv?min_free=0{self.options}")
+        return open_store(sources, FRAME, depth=self.depth)
 
 
-class TestFileStoreSynced(StoreContract):
+class TestFileStoreSynced(TestFileStore):
+    options = "&fsync=data"
+
+
+class TestFileStoreOneThread(TestFileStore):
+    depth = 1
+
+
+class TestPacedFileStore(TestFileStore):
+    options = "&bandwidth=100GB/s"
+
     def open(self, folder):
-        url = StoreUrl("file", folder / "kv", min_free_bytes=0, fsync="data")
-        return open_store(url, NAMESPACE, LAYOUT, threads=2)
-
-
-class TestFileStoreOneThread(StoreContract):
-    def open(self, folder):
-        return open_store(
-            StoreUrl("file", folder / "kv", min_free_bytes=0), NAMESPACE, LAYOUT, threads=1
-        )
-
-
-class TestPacedFileStore(StoreContract):
-    def open(self, folder):
-        store = open_store(
-            parse_store_url(f"file://{folder}/kv?bandwidth=100GB/s&min_free=0"),
-            NAMESPACE,
-            LAYOUT,
-            threads=2,
-        )
+        store = super().open(folder)
         assert isinstance(store, PacedStore)
         return store
 
@@ -73,6 +67,6 @@ def test_recording_store_names_calls_in_order():
 
 
 def test_open_store_without_bandwidth_is_the_bare_file_store(tmp_path):
-    store = open_store(StoreUrl("file", tmp_path / "kv"), NAMESPACE, LAYOUT, threads=1)
+    store = open_store(parse_sources(f"file://{tmp_path}/kv"), FRAME, depth=1)
     assert isinstance(store, FileStore)
     asyncio.run(store.close())

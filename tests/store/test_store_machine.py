@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_cake.errors import BlockMissing
-from sglang_cake.store.file import FileStore
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.memory import MemoryStore
-from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 NAMES = st.integers(0, 5)
 
@@ -88,9 +89,8 @@ class FileMachine(Machine):
     def open(self):
         if not hasattr(self, "folder"):
             self.folder = tempfile.TemporaryDirectory()
-        return FileStore(
-            Path(self.folder.name), NAMESPACE, LAYOUT, fsync="off", min_free_bytes=0, threads=1
-        )
+        folder = BlockFolder(Path(self.folder.name), sync=False, min_free_bytes=0)
+        return FileStore(folder, FRAME, threads=1)
 
     def reopened(self):
         self.call(self.store.close())

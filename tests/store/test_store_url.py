@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.errors import ConfigError
-from sglang_cake.store import url as url_module
-from sglang_cake.store.url import (
-    DEFAULT_MIN_FREE_BYTES,
-    StoreUrl,
-    check_store_url,
-    default_store_url,
-    parse_bandwidth,
-    parse_size,
-    parse_store_url,
-)
+from sglang_cake.store.file import source as source_module
+from sglang_cake.store.file.source import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.store.url import parse_bandwidth, parse_size
 
 
 @pytest.mark.parametrize(
@@ -101,34 +95,44 @@ def test_bad_bandwidths(text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("file:///nvme/kv", StoreUrl("file", Path("/nvme/kv"))),
-        ("file:///nvme/kv/", StoreUrl("file", Path("/nvme/kv"))),
-        ("file:////nvme/kv", StoreUrl("file", Path("/nvme/kv"))),
-        ("file:///a%20b%2Cc%23", StoreUrl("file", Path("/a b,c#"))),
-        ("file:///a/b~1", StoreUrl("file", Path("/a/b~1"))),
-        ("file:///a?", StoreUrl("file", Path("/a"))),
-        (
-            "file:///a?bandwidth=50MB/s&fsync=data&min_free=20GB",
-            StoreUrl("file", Path("/a"), 50e6, "data", 20 * 10**9),
-        ),
-        ("file:///a?min_free=0&fsync=off", StoreUrl("file", Path("/a"), None, "off", 0)),
-        ("file:///a?min_free=1%20GB", StoreUrl("file", Path("/a"), min_free_bytes=10**9)),
+        ("file:///nvme/kv", FileSource(Path("/nvme/kv"))),
+        ("file:///nvme/kv/", FileSource(Path("/nvme/kv"))),
+        ("file:////nvme/kv", FileSource(Path("/nvme/kv"))),
+        ("file:///a%20b%2Cc%23", FileSource(Path("/a b,c#"))),
+        ("file:///a/b~1", FileSource(Path("/a/b~1"))),
+        ("file:///a?", FileSource(Path("/a"))),
+        ("file:///a?fsync=data&min_free=20GB", FileSource(Path("/a"), "data", 20 * 10**9)),
+        ("file:///a?min_free=0&fsync=off", FileSource(Path("/a"), "off", 0)),
+        ("file:///a?min_free=1%20GB", FileSource(Path("/a"), min_free_bytes=10**9)),
     ],
 )
 def test_good_urls(text, expected):
-    assert parse_store_url(text) == expected
+    assert parse_sources(text) == [expected]
+
+
+def test_any_store_may_be_held_to_a_bandwidth():
+    (source,) = parse_sources("file:///a?bandwidth=50MB/s&fsync=data")
+    assert source.inner == FileSource(Path("/a"), "data")
+    assert source.bytes_per_s == 50e6
+
+
+def test_several_stores_are_named_fastest_first():
+    assert parse_sources("file:///a,file:///b%2Cc") == [
+        FileSource(Path("/a")),
+        FileSource(Path("/b,c")),
+    ]
 
 
 def test_a_disk_is_never_filled_to_the_last_byte_unasked():
-    assert parse_store_url("file:///a").min_free_bytes == DEFAULT_MIN_FREE_BYTES > 0
+    assert parse_sources("file:///a")[0].min_free_bytes == DEFAULT_MIN_FREE_BYTES > 0
 
 
 BAD_URLS = {
     "": "the store URL is empty",
     "  ": "the store URL is empty",
-    "/nvme/kv": "write file:///absolute/path",
-    "file:/nvme/kv": "write file:///absolute/path",
-    "http://host:8700": "unknown scheme 'http', allowed: file",
+    "/nvme/kv": "write for example file:///absolute/path",
+    "file:/nvme/kv": "write for example file:///absolute/path",
+    "gopher://host:8700": "unknown scheme",
     "://a": "unknown scheme ''",
     "FILE:///a": "unknown scheme 'FILE'",
     "file://": "the path is not absolute",
@@ -141,13 +145,11 @@ BAD_URLS = {
     "file://$HOME/kv": "'~' and '$' are not expanded",
     "file:///$HOME/kv": "'~' and '$' are not expanded",
     "file:///a#b": "%23",
-    "file:///a,http://b": "only one store is possible in this version",
-    "file:///a,b": "only one store is possible in this version",
-    "file:///a?capacity=500GB": "'capacity': nothing is evicted in this version, bound the "
-    "disk with min_free",
+    "file:///a,b": "store URL 'b': write for example file:///absolute/path",
+    "file:///a,": "store URL '': write for example file:///absolute/path",
     "file:///a?speed=1": "'speed': unknown key, allowed: bandwidth, fsync, min_free",
     "file:///a?Fsync=off": "'Fsync': unknown key",
-    "file:///a?&": "unknown key",
+    "file:///a?&": "is given twice",
     "file:///a?fsync": "'fsync': '' is not possible, allowed: off, data",
     "file:///a?fsync=on": "'fsync': 'on' is not possible, allowed: off, data",
     "file:///a?fsync=off&fsync=off": "'fsync' is given twice",
@@ -160,20 +162,20 @@ BAD_URLS = {
 @pytest.mark.parametrize("text", BAD_URLS)
 def test_bad_urls(text):
     with pytest.raises(ConfigError) as error:
-        parse_store_url(text)
+        parse_sources(text)
     assert BAD_URLS[text] in str(error.value)
     assert "\n" not in str(error.value)
-    assert repr(text) in str(error.value) or not text.strip()
+    assert repr(text.split(",")[-1]) in str(error.value) or not text.strip()
 
 
 @given(st.one_of(st.text(), st.text().map(lambda text: "file:///a?" + text)))
 def test_any_text_is_a_store_or_a_config_error(text):
     try:
-        url = parse_store_url(text)
+        sources = parse_sources(text)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017 - both ways are fine
     else:
-        assert url.path.is_absolute()
+        assert all(source.path.is_absolute() for source in sources)
 
 
 def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch, tmp_path):
@@ -181,10 +183,10 @@ def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch
         f_blocks, f_frsize = 1000, 4096
 
     asked = []
-    monkeypatch.setattr(url_module.os, "statvfs", lambda path: asked.append(path) or Stat())
+    monkeypatch.setattr(source_module.os, "statvfs", lambda path: asked.append(path) or Stat())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    expected = StoreUrl("file", tmp_path / "sglang_cake/store", min_free_bytes=819200)
-    assert default_store_url() == expected
+    expected = FileSource(tmp_path / "sglang_cake/store", min_free_bytes=819200)
+    assert default_source() == expected
     assert asked == [tmp_path]  # the nearest folder that is there
     assert list(tmp_path.iterdir()) == []
 
@@ -196,7 +198,7 @@ def test_without_an_absolute_cache_folder_it_is_below_home(monkeypatch, tmp_path
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert default_store_url().path == tmp_path / ".cache/sglang_cake/store"
+    assert default_source().path == tmp_path / ".cache/sglang_cake/store"
 
 
 def test_without_a_home_the_user_is_asked_for_a_store(monkeypatch):
@@ -206,13 +208,13 @@ def test_without_a_home_the_user_is_asked_for_a_store(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(ConfigError, match=r"no default store .*: name one"):
-        default_store_url()
+        default_source()
 
 
 def test_checking_a_store_makes_its_folder_and_leaves_nothing_in_it(tmp_path):
-    url = StoreUrl("file", tmp_path / "a" / "kv")
-    check_store_url(url)
-    check_store_url(url)
+    url = FileSource(tmp_path / "a" / "kv")
+    url.check()
+    url.check()
     assert list(url.path.iterdir()) == []
     assert url.path.stat().st_mode & 0o777 == 0o700
 
@@ -222,7 +224,7 @@ def test_checking_a_store_that_cannot_be_made_is_one_line(tmp_path, below):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / below
     with pytest.raises(ConfigError) as error:
-        check_store_url(StoreUrl("file", path))
+        FileSource(path).check()
     assert f"store folder {path} cannot be made or written: " in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -231,6 +233,6 @@ def test_checking_really_writes(tmp_path, monkeypatch):
     def full(**kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(url_module.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(source_module.tempfile, "TemporaryFile", full)
     with pytest.raises(ConfigError, match="No space left on device"):
-        check_store_url(StoreUrl("file", tmp_path))
+        FileSource(tmp_path).check()

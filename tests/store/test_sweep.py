@@ -10,8 +10,8 @@ import pytest
 from filestore import A, files_below, path_of, put_a, read_a, with_store
 
 from sglang_cake.errors import StoreUnavailable
-from sglang_cake.store.paths import new_tmp_name, this_host
-from sglang_cake.store.sweep import STALE_S, sweep_stale
+from sglang_cake.store.file.paths import new_tmp_name, this_host
+from sglang_cake.store.file.sweep import STALE_S, sweep_stale
 from sglang_cake.testing.store_contract import block_of, key_of
 
 
@@ -62,7 +62,7 @@ def test_opening_sweeps_in_the_background(tmp_path):
     left.write_bytes(b"x")
 
     async def test(store):
-        await asyncio.to_thread(store._sweeper.join)
+        await asyncio.to_thread(store._folder._sweeper.join)
         assert not left.exists()
         assert await read_a(store) == block_of("a")
 

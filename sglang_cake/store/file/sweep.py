@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from sglang_cake.store.paths import TMP_PREFIX, this_host, tmp_owner
+from sglang_cake.store.file.paths import TMP_PREFIX, this_host, tmp_owner
 
 STALE_S = 3600.0  # a writer touches its file every PIECE_BYTES; none is silent that long
 

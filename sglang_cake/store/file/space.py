@@ -6,16 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_cake.errors import StoreUnavailable
+from sglang_cake.errors import StoreFull
 
 FRESH_S = 1.0  # how long one answer of the file system is used
-
-
-def store_full(message: str) -> StoreUnavailable:
-    """The error of a put for which there is no room; its `reason` tells it from other trouble."""
-    error = StoreUnavailable(message)
-    error.reason = "full"
-    return error
 
 
 class FreeSpace:
@@ -35,7 +28,7 @@ class FreeSpace:
         Between two looks at the file system our own writes are subtracted, so that a fast burst
         cannot run past the bound; what others write is seen after FRESH_S.
 
-        Raises: StoreUnavailable (reason "full"); OSError if the folder cannot be asked.
+        Raises: StoreFull; OSError if the folder cannot be asked.
         """
         with self._lock:
             now_s = self._clock()
@@ -44,7 +37,7 @@ class FreeSpace:
                 self._usable_bytes = stat.f_bavail * stat.f_frsize - self._min_free_bytes
                 self._asked_s = now_s
             if size_bytes > self._usable_bytes:
-                raise store_full(
+                raise StoreFull(
                     f"{self._folder}: {size_bytes} more bytes would leave less than "
                     f"min_free={self._min_free_bytes} bytes free"
                 )

@@ -1,0 +1,116 @@
+"""Moving framed blocks between memory and files, in pieces that can be given up."""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_cake.codec.frame import Incoming
+from sglang_cake.store.file.paths import new_tmp_name
+from sglang_cake.store.threads import check_stop
+
+# Large enough that the system calls cost nothing, small enough that a cancelled caller waits for
+# less than a millisecond or so, and that a piece is still in the CPU's cache when it is hashed.
+PIECE_BYTES = 1 << 20
+
+
+def read_framed(fd: int, block: Incoming, framed_bytes: int, stop: threading.Event) -> None:
+    """Fill `block` from the start of the file and check it.
+
+    Raises: BlockCorrupt; OSError; Stopped.
+    """
+    while block.done < framed_bytes:
+        check_stop(stop)
+        got = os.preadv(fd, block.room(PIECE_BYTES), block.done)
+        if got == 0:
+            break
+        block.advance(got)
+    block.finish()
+
+
+class NewFile:
+    """A file that is written under a temporary name and then becomes visible at once, or never.
+
+    Mode 0600. A crash at any point leaves either nothing new at `path` or all of it, and at most a
+    temporary file beside it. Not thread-safe.
+    """
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        """Args: sync: bytes and name are on the disk when `commit` returns. Raises: OSError."""
+        self._path, self._sync = path, sync
+        self._tmp: Path | None = path.parent / new_tmp_name()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(self._tmp, flags, 0o600)
+
+    def append(self, views: Sequence[memoryview], stop: threading.Event) -> None:
+        """Write all of `views` ("B"). Raises: OSError; Stopped."""
+        rest = [view for view in views if len(view)]
+        while rest:
+            check_stop(stop)
+            put = os.writev(self._fd, [*rest[:-1], rest[-1][:PIECE_BYTES]])
+            if put == 0:
+                raise OSError(errno.EIO, "the file takes no more bytes")
+            rest = _after(rest, put)
+
+    def commit(self, stop: threading.Event) -> None:
+        """Make it visible, replacing what was there. Raises: OSError; Stopped; nothing is then."""
+        assert self._tmp is not None
+        if self._sync:
+            os.fdatasync(self._fd)
+        self._close()  # before the rename: a network file system may only now say it was full
+        check_stop(stop)
+        os.replace(self._tmp, self._path)
+        self._tmp = None
+        if self._sync:
+            try:
+                sync_folder(self._path.parent)
+            except OSError:
+                self._path.unlink()
+                raise
+
+    def discard(self) -> None:
+        """Leave nothing of it, unless it was committed. Harmless afterwards."""
+        with contextlib.suppress(OSError):
+            self._close()
+        if self._tmp is not None:
+            with contextlib.suppress(OSError):
+                self._tmp.unlink()
+            self._tmp = None
+
+    def allocated_bytes(self) -> int:
+        """What the file takes on the disk by now. Raises: OSError."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    while views and done >= len(views[0]):
+        done -= len(views[0])
+        views = views[1:]
+    return [views[0][done:], *views[1:]] if views else []
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, atomically and on the disk. Raises: OSError."""
+    stop = threading.Event()
+    file = NewFile(path, sync=True)
+    try:
+        file.append([memoryview(data)], stop)
+        file.commit(stop)
+    finally:
+        file.discard()
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the folder's names on the disk. Raises: OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,95 @@
+"""`file:///abs/path?capacity=500GB&min_free=20GB&fsync=off`: blocks in a folder."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import ConfigError
+from sglang_cake.store.base import Store, StoredNamespace
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.store import FileStore
+from sglang_cake.store.url import StoreUrl, one_of, parse_size
+
+# A store never fills a disk to the last byte, even where the user named no bound.
+DEFAULT_MIN_FREE_BYTES = 10**9
+DEFAULT_MIN_FREE_SHARE = 0.2  # of the file system, for the store nobody asked for by name
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Implements `StoreSource`."""
+
+    path: Path  # absolute
+    fsync: str = "off"  # or "data"
+    min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
+
+    def check(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path) as probe:
+                probe.write(b"probe")
+                probe.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"store folder {self.path} cannot be made or written: {error.strerror}"
+            ) from None
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return FileStore(self._folder(), frame, threads=depth)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        def look() -> list[StoredNamespace]:
+            with contextlib.closing(self._folder()) as folder:
+                return folder.namespaces()
+
+        return await asyncio.to_thread(look)
+
+    def _folder(self) -> BlockFolder:
+        sync = self.fsync == "data"
+        return BlockFolder(self.path, sync=sync, min_free_bytes=self.min_free_bytes)
+
+
+def parse(url: StoreUrl) -> FileSource:
+    """Raises: ConfigError."""
+    return FileSource(
+        path=_path(url),
+        fsync=url.option("fsync", one_of("off", "data"), "off"),
+        min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
+    )
+
+
+def _path(url: StoreUrl) -> Path:
+    if "#" in url.place:
+        raise url.error("write a '#' that belongs to the path as %23")
+    path = unquote(url.place)
+    if "~" in path.split("/") or "$" in path or path.startswith("~"):
+        raise url.error("'~' and '$' are not expanded, write the absolute path")
+    if not path.startswith("/"):
+        raise url.error("the path is not absolute, write file:///absolute/path")
+    if "\0" in path or not path.strip("/"):
+        raise url.error("names no folder, write file:///absolute/path")
+    # Path keeps a doubled leading slash, which POSIX lets mean something else.
+    return Path("/" + path.lstrip("/"))
+
+
+def default_source() -> FileSource:
+    """The store of who named none: in the user's cache folder, a fifth of the disk kept free.
+
+    Raises: ConfigError if there is no home folder, or its disk cannot be asked for its size.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        if not cache.is_absolute():  # unset, or to be ignored by the XDG specification
+            cache = Path.home() / ".cache"
+        path = cache / "sglang_cake" / "store"
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        stat = os.statvfs(there)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
+    size_bytes = stat.f_blocks * stat.f_frsize
+    return FileSource(path, min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE))

@@ -1,0 +1,95 @@
+"""One namespace of a folder of blocks, for an event loop."""
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+from sglang_cake.codec.frame import BlockFrame, Incoming
+from sglang_cake.errors import BlockCorrupt
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import BlockInfo, StoreStats
+from sglang_cake.store.file.blockfile import read_framed
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.threads import check_stop, run_stoppable
+
+LIST_AT_ONCE = 1000  # blocks that `list_blocks` fetches in one turn of a thread
+
+
+class FileStore:
+    """Implements `Store`. Reads and writes have a pool of `threads` each, so that neither waits
+    behind the other."""
+
+    def __init__(self, folder: BlockFolder, frame: BlockFrame, *, threads: int) -> None:
+        """Open the namespace in `folder`, which is closed with this store.
+
+        Raises: StoreUnavailable; ConfigError if the folder describes another namespace.
+        """
+        self._folder, self._frame = folder, frame
+        folder.claim(frame.digest, frame.namespace.describe())
+        self._readers = ThreadPoolExecutor(threads, "cake-file-read")
+        self._writers = ThreadPoolExecutor(threads, "cake-file-write")
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await run_stoppable(self._readers, functools.partial(self._contains, list(keys)))
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        """As in `Store`. Cancelled, it returns once its thread has let go of `out`."""
+        await run_stoppable(self._readers, functools.partial(self._get, key, out))
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `Store`. Cancelled, it returns once its thread has let go of `data`."""
+        assert data.nbytes == self._frame.payload_bytes, data.nbytes
+        work = functools.partial(self._put, key, data.cast("B"))
+        return await run_stoppable(self._writers, work)
+
+    async def delete(self, key: BlockKey) -> None:
+        await run_stoppable(self._writers, functools.partial(self._delete, key))
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        blocks = self._folder.list_blocks(self._frame.digest)
+        while batch := await run_stoppable(
+            self._readers, lambda stop: list(islice(blocks, LIST_AT_ONCE))
+        ):
+            for block in batch:
+                yield block
+
+    async def stats(self) -> StoreStats:
+        return await run_stoppable(self._readers, lambda stop: self._folder.stats())
+
+    async def close(self) -> None:
+        """Calls still queued fail; those that run end as they would have."""
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for wait in (self._readers.shutdown, self._writers.shutdown, self._folder.close):
+            await asyncio.to_thread(wait)
+
+    # What follows runs in the pools' threads.
+
+    def _contains(self, keys: list[BlockKey], stop: threading.Event) -> list[bool]:
+        frame = self._frame
+        return self._folder.contains(frame.digest, keys, frame.framed_bytes, stop)
+
+    def _get(self, key: BlockKey, out: memoryview, stop: threading.Event) -> None:
+        with self._folder.reading(self._frame.digest, key) as fd:
+            size = os.fstat(fd).st_size
+            if size != self._frame.framed_bytes:
+                raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
+            block = Incoming(self._frame, key, out)
+            read_framed(fd, block, self._frame.framed_bytes, stop)
+
+    def _put(self, key: BlockKey, data: memoryview, stop: threading.Event) -> bool:
+        frame = self._frame
+        with self._folder.writing(frame.digest, key, frame.framed_bytes) as file:
+            if file is None:
+                return False
+            file.append([memoryview(frame.header(key, data)), data], stop)
+            file.commit(stop)
+            return True
+
+    def _delete(self, key: BlockKey, stop: threading.Event) -> None:
+        check_stop(stop)
+        self._folder.delete(self._frame.digest, key)
