@@ -32,7 +32,9 @@ def path_of(root, key):
 
 
 def files_below(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """All files but the index, which comes and goes in several."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in files if not path.name.startswith("index."))
 
 
 async def put_a(store):

@@ -1,6 +1,7 @@
 """Forks writers for test_crash.py, which kills them: `python nursery.py ROOT`.
 
-One line in, for each writer: `run` (puts and deletes until killed), `crash N` (kills itself before
+One line in, for each writer: `run` (puts and deletes until killed), `fill` (puts more than there is
+room for), `crash N` (kills itself before
 its N-th system call that changes the disk) or `race` (two writers of the same blocks). Lines out:
 the writer's pid, then `ended STATUS` once it is gone and its pid is free.
 """
@@ -21,12 +22,13 @@ from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
 FRAME = BlockFrame(NAMESPACE, LAYOUT)
 NAMES = range(12)
+FILL = [("fill", number) for number in range(80)]
 BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
 blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
 
 
-def opened(root, fsync="off"):
-    folder = BlockFolder(root, sync=fsync == "data", min_free_bytes=0)
+def opened(root, fsync="off", capacity_bytes=None):
+    folder = BlockFolder(root, sync=fsync == "data", capacity_bytes=capacity_bytes)
     return FileStore(folder, FRAME, threads=2)
 
 
@@ -39,6 +41,14 @@ async def run(root):
     while True:
         await put_all(store)
         await asyncio.gather(*(store.delete(key_of(name)) for name in NAMES[::2]))
+
+
+async def fill(root):
+    """Writes more than there is room for, over and over."""
+    store = opened(root, capacity_bytes=16 << 20)
+    while True:
+        for name in FILL:
+            await store.put(key_of(name), block_of(name, LAYOUT))
 
 
 async def race(root):
@@ -60,7 +70,6 @@ async def crash(root, at):
 
         return call
 
-    await asyncio.to_thread(store._folder._sweeper.join)
     for name in ("open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync"):
         setattr(os, name, dying(getattr(os, name)))
     await store.put(key_of(0), BLOCKS[0])
@@ -86,6 +95,8 @@ def main():
             pids = [fork(crash(root, int(rest[0])))]
         elif command == "race":
             pids = [fork(race(root)), fork(race(root))]
+        elif command == "fill":
+            pids = [fork(fill(root))]
         else:
             pids = [fork(run(root))]
         print(pids[0], flush=True)

@@ -39,7 +39,6 @@ def small_pieces(monkeypatch):
 def with_store(root, test):
     async def main():
         store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
-        await asyncio.to_thread(store._folder._sweeper.join)
         await store.put(A, block_of("a"))
         try:
             await test(store)

@@ -7,18 +7,19 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import nursery
 import pytest
+from filestore import files_below
 from nursery import BLOCKS, LAYOUT, NAMES
 
 import sglang_cake
+from sglang_cake.errors import BlockMissing
 from sglang_cake.testing.store_contract import NAMESPACE, key_of, read
 
-KILLS = 30
+KILLS = 200
 
 
 class Nursery:
@@ -62,18 +63,23 @@ def check(root):
     async def main():
         store = nursery.opened(root)
         try:
-            await asyncio.to_thread(store._folder._sweeper.join)
             found = await store.contains([key_of(name) for name in NAMES])
-            names = [name for name in NAMES if found[name]]
-            for name in names:
-                assert await read(store, key_of(name), LAYOUT) == BLOCKS[name]
+            names = []
+            for name in NAMES:
+                if found[name]:
+                    try:
+                        assert await read(store, key_of(name), LAYOUT) == BLOCKS[name]
+                    except BlockMissing:  # killed after its file had gone, before its booking had
+                        assert await store.contains([key_of(name)]) == [False]
+                    else:
+                        names.append(name)
             return names
         finally:
             await store.close()
 
     names = asyncio.run(main())
     folder = root / NAMESPACE.digest().hex()
-    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    files = {str(path.relative_to(folder)) for path in files_below(folder)}
     blocks = {key_of(name).hex() for name in names}
     assert files == {"namespace.json"} | {f"{key[:2]}/{key[2:4]}/{key}" for key in blocks}
     return names
@@ -119,23 +125,3 @@ def test_two_processes_put_the_same_blocks(writers, tmp_path):
         for name in NAMES:
             key = key_of(name).hex()
             (tmp_path / NAMESPACE.digest().hex() / key[:2] / key[2:4] / key).unlink()
-
-
-def test_two_writers_that_rename_at_the_same_moment(tmp_path, monkeypatch):
-    both, replace = threading.Barrier(2), os.replace
-
-    def replace_together(tmp, path):
-        if Path(path).name == key_of(0).hex():
-            both.wait(10)
-        replace(tmp, path)
-
-    async def main():
-        first, second = nursery.opened(tmp_path), nursery.opened(tmp_path)
-        monkeypatch.setattr(os, "replace", replace_together)
-        puts = [store.put(key_of(0), BLOCKS[0]) for store in (first, second)]
-        assert await asyncio.gather(*puts) == [True, True]
-        await first.close()
-        await second.close()
-
-    asyncio.run(main())
-    assert check(tmp_path) == [0]

@@ -25,6 +25,7 @@ def test_names_and_modes(tmp_path):
         os.umask(old)
     folder = tmp_path / "kv" / NAMESPACE.digest().hex()
     assert files_below(tmp_path) == sorted([path_of(tmp_path / "kv", A), folder / "namespace.json"])
+    assert {path.name for path in (tmp_path / "kv").iterdir()} >= {"index.db", "index.lock"}
     assert json.loads((folder / "namespace.json").read_text()) == NAMESPACE.describe()
     for path in (tmp_path / "kv").rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -102,10 +103,12 @@ def test_wrong_bytes_are_corrupt_set_aside_and_healed(tmp_path, change, reason):
 
 
 @pytest.mark.parametrize("size", [0, HEADER_BYTES, HEADER_BYTES + 5])
-def test_a_file_cut_short_counts_as_absent_and_put_heals_it(tmp_path, size):
+def test_a_file_cut_short_is_found_out_when_it_is_read_and_put_heals_it(tmp_path, size):
     spoiled(tmp_path, lambda raw: raw[:size])
 
     async def test(store):
+        with pytest.raises(BlockCorrupt):
+            await read_a(store)
         assert await store.contains([A]) == [False]
         await put_a(store)
         return await read_a(store)

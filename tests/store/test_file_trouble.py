@@ -6,10 +6,11 @@ import shutil
 import subprocess
 
 import pytest
-from filestore import A, B, files_below, opened, put_a, read_a, with_store
+from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
 
 from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.store.file.pause import Pause
 from sglang_cake.store.file.space import FRESH_S, FreeSpace
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
@@ -41,6 +42,9 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, re
         assert error.value.reason == reason
         assert await store.contains([A]) == [False]
         assert [path.name for path in files_below(tmp_path)] == ["namespace.json"]
+        with pytest.raises(StoreUnavailable, match="writing rests for 1 s after"):
+            await put_a(store)
+        store._folder._pause = Pause()  # a second later
         await put_a(store)
 
     with_store(tmp_path, test, fsync="data")
@@ -93,7 +97,7 @@ def test_a_file_where_a_folder_should_be_is_unavailable(tmp_path):
     (tmp_path / NAMESPACE.digest().hex() / A.hex()[:2]).write_text("")
 
     async def test(store):
-        for call in (store.contains([A]), read_a(store), store.put(A, block_of("a"))):
+        for call in (read_a(store), store.put(A, block_of("a"))):
             with pytest.raises(StoreUnavailable):
                 await call
 
@@ -103,11 +107,13 @@ def test_a_file_where_a_folder_should_be_is_unavailable(tmp_path):
 def test_a_removed_namespace_is_made_again(tmp_path):
     async def test(store):
         await put_a(store)
-        shutil.rmtree(tmp_path / NAMESPACE.digest().hex())
-        assert await store.contains([A]) == [False]
-        with pytest.raises(BlockMissing):
-            await read_a(store)
-        await put_a(store)
+        for forgotten in (False, True):
+            shutil.rmtree(tmp_path / NAMESPACE.digest().hex())
+            if forgotten:
+                with pytest.raises(BlockMissing):
+                    await read_a(store)
+                assert await store.contains([A]) == [False]
+            await put_a(store)
         assert await read_a(store) == block_of("a")
 
     with_store(tmp_path, test)
@@ -140,17 +146,32 @@ def free_bytes(monkeypatch, get_free):
     monkeypatch.setattr(os, "statvfs", lambda folder: Stat())
 
 
-def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
-    file_bytes = HEADER_BYTES + LAYOUT.block_bytes
-    free_bytes(monkeypatch, lambda: 1000 + 2 * file_bytes - 1)
+STORED_BYTES = 2 * 4096  # what a block takes on the disk
+
+
+def test_blocks_make_way_for_others_rather_than_leave_too_little_free(tmp_path, monkeypatch):
+    free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
 
     async def test(store):
         await put_a(store)
-        with pytest.raises(StoreFull, match="min_free=1000") as error:
-            await store.put(B, block_of("b"))
-        assert error.value.reason == "full"
-        assert await store.put(A, block_of("a")) is False
-        assert await read_a(store) == block_of("a")
+        assert await store.put(B, block_of("b")) is True
+        assert await store.contains([A, B]) == [False, True]
+        assert not path_of(tmp_path, A).exists()
+
+    with_store(tmp_path, test, min_free_bytes=1000)
+
+
+def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
+    with_store(tmp_path, put_a)
+    free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
+
+    async def test(store):
+        with store._folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
+            with pytest.raises(StoreFull, match="min_free=1000") as error:
+                await store.put(B, block_of("b"))
+            assert error.value.reason == "full"
+            assert await store.put(A, block_of("a")) is False
+            assert await read_a(store) == block_of("a")
         assert await store.contains([B]) == [False]
 
     with_store(tmp_path, test, min_free_bytes=1000)
@@ -166,21 +187,18 @@ def test_free_space_is_asked_once_a_second_and_counts_our_writes_between(tmp_pat
 
     free_bytes(monkeypatch, get_free)
     free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
-    free_space.take(30)
-    free_space.take(30)
-    with pytest.raises(StoreFull):
-        free_space.take(1)
+    assert [free_space.take(30), free_space.take(30), free_space.take(3)] == [0, 0, 3]
+    free_space.freed(2)
+    assert [free_space.take(3), free_space.take(2), free_space.take(1)] == [1, 0, 1]
     assert asked == 1
     free, now = 41, FRESH_S
-    free_space.take(1)
+    assert free_space.take(1) == 0
     assert asked == 2
-    assert StoreFull("x").reason == "full"
-    assert StoreUnavailable("x").reason == "unavailable"
 
 
 def test_a_small_file_system_fills_up_and_recovers(tmp_path):
     file_bytes = HEADER_BYTES + LAYOUT.block_bytes
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("may not mount a tmpfs here")
 
@@ -188,7 +206,7 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
         stored = []
 
         async def fill():
-            for name in range((1 << 20) // file_bytes):
+            for name in range((16 << 20) // file_bytes):
                 await store.put(key_of(name), block_of(name))
                 stored.append(name)
 
@@ -199,7 +217,8 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
         for name in stored:
             assert await read(store, key_of(name)) == block_of(name)
         await store.delete(key_of(0))
-        store._folder._space._asked_s = None  # a second later
+        store._folder._space._asked_s = None  # some seconds later
+        store._folder._pause = Pause()
         assert await store.put(key_of(0), block_of(0))
         return len(stored)
 

@@ -147,7 +147,10 @@ BAD_URLS = {
     "file:///a#b": "%23",
     "file:///a,b": "store URL 'b': write for example file:///absolute/path",
     "file:///a,": "store URL '': write for example file:///absolute/path",
-    "file:///a?speed=1": "'speed': unknown key, allowed: bandwidth, fsync, min_free",
+    "file:///a?speed=1": "'speed': unknown key, allowed: bandwidth, capacity, fsync, min_free, "
+    "policy",
+    "file:///a?capacity=1MB": "'capacity': '1MB' is too small, at least 16777216 bytes",
+    "file:///a?policy=best": "'policy': 'best' is not possible, allowed: lru, fifo, lfu",
     "file:///a?Fsync=off": "'Fsync': unknown key",
     "file:///a?&": "is given twice",
     "file:///a?fsync": "'fsync': '' is not possible, allowed: off, data",
@@ -185,7 +188,9 @@ def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch
     asked = []
     monkeypatch.setattr(source_module.os, "statvfs", lambda path: asked.append(path) or Stat())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    expected = FileSource(tmp_path / "sglang_cake/store", min_free_bytes=819200)
+    expected = FileSource(
+        tmp_path / "sglang_cake/store", min_free_bytes=819200, capacity_bytes=2048000
+    )
     assert default_source() == expected
     assert asked == [tmp_path]  # the nearest folder that is there
     assert list(tmp_path.iterdir()) == []

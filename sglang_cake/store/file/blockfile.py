@@ -39,7 +39,8 @@ class NewFile:
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         """Args: sync: bytes and name are on the disk when `commit` returns. Raises: OSError."""
-        self._path, self._sync = path, sync
+        self.path, self._sync = path, sync
+        self.committed = False
         self._tmp: Path | None = path.parent / new_tmp_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(self._tmp, flags, 0o600)
@@ -61,13 +62,14 @@ class NewFile:
             os.fdatasync(self._fd)
         self._close()  # before the rename: a network file system may only now say it was full
         check_stop(stop)
-        os.replace(self._tmp, self._path)
-        self._tmp = None
+        os.replace(self._tmp, self.path)
+        self._tmp, self.committed = None, True
         if self._sync:
             try:
-                sync_folder(self._path.parent)
+                sync_folder(self.path.parent)
             except OSError:
-                self._path.unlink()
+                self.path.unlink()
+                self.committed = False
                 raise
 
     def discard(self) -> None:
@@ -78,10 +80,6 @@ class NewFile:
             with contextlib.suppress(OSError):
                 self._tmp.unlink()
             self._tmp = None
-
-    def allocated_bytes(self) -> int:
-        """What the file takes on the disk by now. Raises: OSError."""
-        return os.fstat(self._fd).st_blocks * 512
 
     def _close(self) -> None:
         if self._fd >= 0:

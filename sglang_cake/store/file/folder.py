@@ -2,52 +2,76 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    ConfigError,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
+from sglang_cake.store.eviction import Usage
 from sglang_cake.store.file.blockfile import NewFile, sync_folder, write_file
+from sglang_cake.store.file.books import FOLDER_BYTES, Books
+from sglang_cake.store.file.index import BlockIndex
 from sglang_cake.store.file.paths import NamespaceFolder
+from sglang_cake.store.file.pause import Pause
+from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.space import FreeSpace
-from sglang_cake.store.file.sweep import sweep_stale
+from sglang_cake.store.file.sweep import namespaces_in
 from sglang_cake.store.threads import check_stop
 
-MAX_SET_ASIDE = 16  # corrupt files kept for whoever wants to know what happened
+MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
+OPEN_WAIT_S = 5.0  # how long opening waits for the books; a rebuild goes on behind
+LIST_AT_ONCE = 1000
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class BlockFolder:
-    """Any number of processes of one machine may have the same folder open.
+    """Any number of processes of one machine may have the same folder open; they share the books
+    (index.py), by which the folder never holds more than its capacity."""
 
-    Of two concurrent writers of one key both may succeed; the file is whole at every moment.
-    """
-
-    def __init__(self, root: Path, *, sync: bool, min_free_bytes: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        sync: bool = False,
+        min_free_bytes: int = 0,
+        capacity_bytes: int | None = None,
+        policy: str = "lru",
+    ) -> None:
         """Open (and make) the folder. Blocks on the disk for a moment.
 
         Args:
             sync: every block is on the disk when it becomes visible; otherwise that is left to the
                 kernel: after a power cut, late blocks are missing or fail their check.
-            min_free_bytes: of the file system; a block that would leave less is refused.
+            min_free_bytes: of the file system; blocks make way for one that would leave less.
+            capacity_bytes: on the disk, all files and folders below `root`; None: no bound.
+            policy: who makes way, a key of `eviction.RANKS`.
 
         Raises: StoreUnavailable.
         """
         self._root, self._sync = root, sync
-        self._space = FreeSpace(root, min_free_bytes)
         self._claimed: dict[Digest, dict[str, str]] = {}
+        self._pause = Pause()
         with _foreign_errors():
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._closing = threading.Event()
-        # In the background: a large store has 65536 folders to look through.
-        self._sweeper = threading.Thread(
-            target=sweep_stale, args=(root, self._closing), name="cake-file-sweep", daemon=True
-        )
-        self._sweeper.start()
+            self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
+        self._space = FreeSpace(root, min_free_bytes)
+        self._room = Room(root, capacity_bytes, policy)
+        self._books = Books(root, self._room, self._allocated_bytes)
+        self._books.wait(OPEN_WAIT_S)
 
     def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
         """Make the namespace's folder with its description, or check the one that is there.
@@ -64,30 +88,21 @@ class BlockFolder:
                 # Always synced: an empty one after a power cut would lock the namespace.
                 write_file(place.description, (json.dumps(dict(fields), indent=2) + "\n").encode())
                 sync_folder(place.root)
-        if self._fields(place) != dict(fields):
+        if _described(place) != dict(fields):
             raise ConfigError(
                 f"{place.description} does not describe the namespace it is in: "
                 "remove that folder, or choose another one for the store"
             )
 
-    def _claim_again(self, digest: Digest) -> None:
-        try:
-            self.claim(digest, self._claimed[digest])
-        except ConfigError as error:  # somebody else made it meanwhile, for something else
-            raise StoreUnavailable(str(error)) from error
-
-    def _fields(self, place: NamespaceFolder) -> dict[str, str]:
-        try:
-            found = json.loads(place.description.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def contains(
         self, digest: Digest, keys: Sequence[BlockKey], framed_bytes: int, stop: threading.Event
     ) -> list[bool]:
-        """Which keys have a file of the right size. One cut short (power cut) counts as absent,
-        so that the next write of the same block heals it. Raises: StoreUnavailable; Stopped."""
+        """Which keys are booked; while there are no books, which have a file of the right size.
+
+        Raises: StoreUnavailable; Stopped.
+        """
+        with contextlib.suppress(StoreUnavailable), self._books.open() as index:
+            return index.contains(digest, keys)
         place, found = NamespaceFolder(self._root, digest), []
         for key in keys:
             check_stop(stop)
@@ -107,13 +122,17 @@ class BlockFolder:
                 # O_NONBLOCK does nothing to a file, and keeps a foreign pipe from hanging us.
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except FileNotFoundError:
+                self._forget(digest, key)
                 raise BlockMissing(key.hex()) from None
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise BlockCorrupt("not a file")
+                if not lock(fd, fcntl.LOCK_SH):
+                    raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
+                self._books.was_read(digest, key)
             except BlockCorrupt as error:
-                self.set_aside(digest, key)
+                self._set_aside(digest, key, os.fstat(fd).st_ino)
                 raise BlockCorrupt(f"{path}: {error}") from None
             finally:
                 os.close(fd)
@@ -121,74 +140,208 @@ class BlockFolder:
     @contextlib.contextmanager
     def writing(self, digest: Digest, key: BlockKey, framed_bytes: int) -> Iterator[NewFile | None]:
         """A file for `framed_bytes` bytes, to be appended to and committed; without a commit it
-        leaves nothing. None if the block is there already. The namespace must have been claimed.
+        leaves nothing. None if the block is there already, or being written. The namespace must
+        have been claimed. Other blocks may have to make room for it.
 
         Raises: StoreFull, StoreUnavailable.
         """
-        path = NamespaceFolder(self._root, digest).block(key)
-        with _foreign_errors():
-            if _is_whole(path, framed_bytes):
+        left_s = self._pause.left_s(time.monotonic())
+        if left_s > 0:
+            raise StoreUnavailable(f"writing rests for {left_s:.0f} s after {self._pause.reason}")
+        stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
+        with _foreign_errors(self._pause):
+            block = self._book(digest, key, stored_bytes)
+            if block is None:
                 yield None
                 return
-            self._space.take(framed_bytes)
+            file: NewFile | None = None
             try:
-                file = NewFile(path, sync=self._sync)
-            except FileNotFoundError:  # the first block of its folder, or the folder was removed
-                self._claim_again(digest)
-                for made in (path.parent.parent, path.parent):
-                    made.mkdir(mode=0o700, exist_ok=True)
-                file = NewFile(path, sync=self._sync)
-            try:
+                file = self._new_file(digest, key)
                 yield file
+                if file.committed:
+                    self._settle(block, stored_bytes, file)
             finally:
-                file.discard()
-
-    def set_aside(self, digest: Digest, key: BlockKey) -> None:
-        """Keep a bad file for inspection, up to MAX_SET_ASIDE of them; delete any further one."""
-        place = NamespaceFolder(self._root, digest)
-        path = place.block(key)
-        try:
-            place.corrupt.mkdir(mode=0o700, exist_ok=True)
-            if len(os.listdir(place.corrupt)) < MAX_SET_ASIDE:
-                os.replace(path, place.corrupt / path.name)
-            else:
-                path.unlink()
-        except OSError:
-            pass  # read-only, or another reader was first: the block stays bad, and is never used
+                if file is not None:
+                    file.discard()
+                if file is None or not file.committed:
+                    self._unbook(block)
 
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Forget one block. Raises: StoreUnavailable."""
         with _foreign_errors():
             NamespaceFolder(self._root, digest).block(key).unlink(missing_ok=True)
+        self._forget(digest, key)
 
     def list_blocks(self, digest: Digest) -> Iterator[BlockInfo]:
         """The blocks of one namespace. Raises: StoreUnavailable."""
-        with _foreign_errors():
-            for path in NamespaceFolder(self._root, digest).folder.glob("??/??/" + "?" * 64):
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    status = path.stat()
-                    key = BlockKey(bytes.fromhex(path.name))
-                    yield BlockInfo(key, status.st_size, status.st_atime)
+        after = 0
+        while True:
+            with self._books.open() as index:
+                batch = index.stored_in(digest, after, LIST_AT_ONCE)
+            if not batch:
+                return
+            for booked in batch:
+                yield BlockInfo(booked.key, booked.usage.stored_bytes, booked.usage.used_s)
+            after = batch[-1].id
 
     def namespaces(self) -> list[StoredNamespace]:
         """Every namespace that was claimed. Raises: StoreUnavailable."""
         with _foreign_errors():
-            found = []
-            for path in sorted(self._root.glob("?" * 64)):
-                with contextlib.suppress(ValueError):
-                    digest = Digest(bytes.fromhex(path.name))
-                    fields = self._fields(NamespaceFolder(self._root, digest))
-                    found.append(StoredNamespace(digest, fields))
-            return found
+            return [
+                StoredNamespace(digest, _described(NamespaceFolder(self._root, digest)))
+                for digest in namespaces_in(self._root)
+            ]
+
+    def used_bytes(self, digest: Digest) -> int:
+        """What one namespace takes on the disk. Raises: StoreUnavailable."""
+        with self._books.open() as index:
+            return index.totals(digest)[1]
 
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
-        return StoreStats()
+        with self._books.open() as index:
+            blocks, used_bytes = index.totals()
+        return StoreStats(
+            blocks=blocks,
+            used_bytes=used_bytes + self._room.overhead_bytes(),
+            capacity_bytes=self._room.capacity_bytes,
+            evicted_bytes=self._room.evicted_bytes,
+            policy=self._room.policy_name,
+        )
+
+    def evict(self, bytes_wanted: int) -> int:
+        """Evict blocks of so many bytes, those first that would go first anyway; returns how many
+        bytes they were. Raises: StoreUnavailable."""
+        with _foreign_errors(), self._books.open() as index:
+            self._books.flush(index)
+            return self._room.make(index, bytes_wanted)
+
+    def remove_set_aside(self) -> int:
+        """Remove the corrupt files that were kept; returns how many. Raises: StoreUnavailable."""
+        removed = 0
+        with _foreign_errors(), self._books.open() as index:
+            for digest in namespaces_in(self._root):
+                place = NamespaceFolder(self._root, digest)
+                for path in place.corrupt.glob("*"):
+                    path.unlink(missing_ok=True)
+                    removed += 1
+                index.drop_aside(digest)
+        return removed
 
     def close(self) -> None:
         """Stop what runs in the background. Blocks until it has."""
-        self._closing.set()
-        self._sweeper.join()
+        self._books.close()
+
+    # ---- booking ----
+
+    def _book(self, digest: Digest, key: BlockKey, stored_bytes: int) -> int | None:
+        """Book room for a block, evicting others if need be; None if it is there.
+
+        Raises: StoreFull; StoreUnavailable; OSError.
+        """
+        path = NamespaceFolder(self._root, digest).block(key)
+        with self._books.open() as index:
+            block = self._reserve(index, digest, key, stored_bytes)
+            if block is None and index.forget(digest, key, path):  # removed behind our back
+                block = self._reserve(index, digest, key, stored_bytes)
+            if block is None:
+                return None
+            try:
+                self._take_space(index, stored_bytes)
+            except BaseException:
+                index.drop(block)
+                raise
+        self._books.wake()
+        return block
+
+    def _reserve(
+        self, index: BlockIndex, digest: Digest, key: BlockKey, stored_bytes: int
+    ) -> int | None:
+        while True:
+            room = index.reserve(digest, key, stored_bytes, self._room.limit_bytes())
+            if not room.short_bytes:
+                return room.id
+            self._books.flush(index)
+            if not self._room.make(index, room.short_bytes):
+                raise StoreFull(f"{self._root}: capacity={self._room.capacity_bytes} is taken")
+
+    def _take_space(self, index: BlockIndex, stored_bytes: int) -> None:
+        """Leave `min_free` bytes of the file system. Raises: StoreFull; OSError."""
+        short_bytes = self._space.take(stored_bytes)
+        if short_bytes:
+            self._books.flush(index)
+            self._space.freed(self._room.make(index, short_bytes))
+            if self._space.take(stored_bytes):
+                raise StoreFull(
+                    f"{self._root}: {stored_bytes} more bytes would leave less than "
+                    f"min_free={self._space.min_free_bytes} bytes free"
+                )
+
+    def _new_file(self, digest: Digest, key: BlockKey) -> NewFile:
+        """Raises: OSError; StoreUnavailable."""
+        path = NamespaceFolder(self._root, digest).block(key)
+        try:
+            return NewFile(path, sync=self._sync)
+        except FileNotFoundError:  # the first block of its folder, or the folder was removed
+            self._claim_again(digest)
+            for made in (path.parent.parent, path.parent):
+                with contextlib.suppress(FileExistsError):
+                    made.mkdir(mode=0o700)
+                    with self._books.open() as index:
+                        index.add_folder(digest, FOLDER_BYTES)
+            return NewFile(path, sync=self._sync)
+
+    def _claim_again(self, digest: Digest) -> None:
+        try:
+            self.claim(digest, self._claimed[digest])
+        except ConfigError as error:  # somebody else made it meanwhile, for something else
+            raise StoreUnavailable(str(error)) from error
+
+    def _settle(self, block: int, stored_bytes: int, file: NewFile) -> None:
+        """Raises: StoreUnavailable."""
+        self._pause.succeeded()
+        with self._books.open() as index:
+            if not index.settle(block, stored_bytes):  # we were taken for dead
+                file.path.unlink(missing_ok=True)
+                raise StoreUnavailable(f"{file.path}: was written too slowly")
+        now_s = time.time()
+        self._room.stored(block, Usage(stored_bytes, now_s, now_s, 0))
+
+    def _unbook(self, block: int) -> None:
+        # If that fails, the booking is taken away when this process has ended.
+        with contextlib.suppress(StoreError), self._books.open() as index:
+            index.drop(block)
+
+    def _forget(self, digest: Digest, key: BlockKey) -> None:
+        path = NamespaceFolder(self._root, digest).block(key)
+        with contextlib.suppress(StoreError), self._books.open() as index:
+            index.forget(digest, key, path)
+
+    def _set_aside(self, digest: Digest, key: BlockKey, inode: int) -> None:
+        """Keep a bad file for inspection, up to MAX_SET_ASIDE of them; delete any further one."""
+        place = NamespaceFolder(self._root, digest)
+        path = place.block(key)
+        try:
+            if os.stat(path).st_ino != inode:  # a new file took its place
+                return
+            place.corrupt.mkdir(mode=0o700, exist_ok=True)
+            if len(os.listdir(place.corrupt)) < MAX_SET_ASIDE:
+                os.replace(path, place.corrupt / path.name)
+                with contextlib.suppress(StoreError), self._books.open() as index:
+                    index.set_aside(digest, key)
+            else:
+                path.unlink()
+                self._forget(digest, key)
+        except OSError:
+            pass  # read-only, or another reader was first: the block stays bad, and is never used
+
+
+def _described(place: NamespaceFolder) -> dict[str, str]:
+    try:
+        found = json.loads(place.description.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _is_whole(path: Path, framed_bytes: int) -> bool:
@@ -201,11 +354,13 @@ def _is_whole(path: Path, framed_bytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def _foreign_errors() -> Iterator[None]:
+def _foreign_errors(pause: Pause | None = None) -> Iterator[None]:
     """Foreign errors end here: the message keeps the path and the system's words."""
     try:
         yield
     except OSError as error:
+        if pause is not None and error.errno in _DISK_TROUBLE:
+            pause.failed(time.monotonic(), str(error))
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(str(error)) from error
         raise StoreUnavailable(str(error)) from error

@@ -1,5 +1,6 @@
 """Names inside a file store: this module alone makes and parses them (see docs/format.md).
 
+<root>/index.db                     the books (index.py); index.lock: who opens or rebuilds them
 <root>/<namespace digest>/          one namespace
     namespace.json                  what the digest stands for
     ab/cd/<key>                     one block; ab and cd are the first bytes of its key
@@ -19,11 +20,12 @@ from typing import NamedTuple
 from sglang_cake.keys import BlockKey, Digest
 
 TMP_PREFIX = ".tmp-"
-_TMP = re.compile(r"\.tmp-([0-9a-f]{16})-([0-9]{1,10})-[0-9a-f]{16}")
+_OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
+_TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
 
 
-class TmpOwner(NamedTuple):
-    """Who writes a temporary file."""
+class Owner(NamedTuple):
+    """A process that writes."""
 
     host: str
     pid: int
@@ -70,10 +72,26 @@ def this_host() -> str:
 
 def new_tmp_name() -> str:
     """A file name that nobody else uses and that is never taken for a block's (64 hex digits)."""
-    return f"{TMP_PREFIX}{this_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{TMP_PREFIX}{this_process()}-{secrets.token_hex(8)}"
 
 
-def tmp_owner(name: str) -> TmpOwner | None:
-    """Who made this temporary name; None if it is not one."""
+def this_process() -> str:
+    """A name that `owner_of` takes apart."""
+    return f"{this_host()}-{os.getpid()}"
+
+
+def owner_of(name: str) -> Owner | None:
+    """Who is called so by `this_process`; None if nobody is."""
+    match = _OWNER.fullmatch(name)
+    return Owner(match[1], int(match[2])) if match else None
+
+
+def tmp_owner(name: str) -> str | None:
+    """Whose (`this_process`) temporary name this is; None if it is not one."""
     match = _TMP.fullmatch(name)
-    return TmpOwner(match[1], int(match[2])) if match else None
+    return match[1] if match else None
+
+
+def create_private(path: Path) -> None:
+    """Make an empty file, mode 0600, unless one is there. Raises: OSError."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

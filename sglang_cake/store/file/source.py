@@ -11,13 +11,17 @@ from urllib.parse import unquote
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace
+from sglang_cake.store.eviction import RANKS
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.url import StoreUrl, one_of, parse_size
 
 # A store never fills a disk to the last byte, even where the user named no bound.
 DEFAULT_MIN_FREE_BYTES = 10**9
-DEFAULT_MIN_FREE_SHARE = 0.2  # of the file system, for the store nobody asked for by name
+# Of the file system, for the store nobody asked for by name: what it may take, what stays free.
+DEFAULT_SHARE, DEFAULT_MIN_FREE_SHARE = 0.5, 0.2
+DEFAULT_POLICY = "lru"
+LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class FileSource:
     path: Path  # absolute
     fsync: str = "off"  # or "data"
     min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
+    capacity_bytes: int | None = None
+    policy: str = DEFAULT_POLICY
 
     def check(self) -> None:
         try:
@@ -40,18 +46,29 @@ class FileSource:
             ) from None
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
-        return FileStore(self._folder(), frame, threads=depth)
+        folder = self.folder()
+        try:
+            return FileStore(folder, frame, threads=depth)
+        except BaseException:
+            folder.close()
+            raise
 
     async def namespaces(self) -> list[StoredNamespace]:
         def look() -> list[StoredNamespace]:
-            with contextlib.closing(self._folder()) as folder:
+            with contextlib.closing(self.folder()) as folder:
                 return folder.namespaces()
 
         return await asyncio.to_thread(look)
 
-    def _folder(self) -> BlockFolder:
-        sync = self.fsync == "data"
-        return BlockFolder(self.path, sync=sync, min_free_bytes=self.min_free_bytes)
+    def folder(self) -> BlockFolder:
+        """All namespaces at once, for tools; the caller closes it. Raises: StoreUnavailable."""
+        return BlockFolder(
+            self.path,
+            sync=self.fsync == "data",
+            min_free_bytes=self.min_free_bytes,
+            capacity_bytes=self.capacity_bytes,
+            policy=self.policy,
+        )
 
 
 def parse(url: StoreUrl) -> FileSource:
@@ -60,7 +77,16 @@ def parse(url: StoreUrl) -> FileSource:
         path=_path(url),
         fsync=url.option("fsync", one_of("off", "data"), "off"),
         min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
+        capacity_bytes=url.option("capacity", _parse_capacity, None),
+        policy=url.option("policy", one_of(*RANKS), DEFAULT_POLICY),
     )
+
+
+def _parse_capacity(text: str) -> int | None:
+    size_bytes = parse_size(text)
+    if size_bytes < LEAST_CAPACITY_BYTES:
+        raise ConfigError(f"{text!r} is too small, at least {LEAST_CAPACITY_BYTES} bytes")
+    return size_bytes
 
 
 def _path(url: StoreUrl) -> Path:
@@ -78,7 +104,8 @@ def _path(url: StoreUrl) -> Path:
 
 
 def default_source() -> FileSource:
-    """The store of who named none: in the user's cache folder, a fifth of the disk kept free.
+    """The store of who named none: in the user's cache folder, at most half of the disk, and a
+    fifth of it kept free.
 
     Raises: ConfigError if there is no home folder, or its disk cannot be asked for its size.
     """
@@ -92,4 +119,8 @@ def default_source() -> FileSource:
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
     size_bytes = stat.f_blocks * stat.f_frsize
-    return FileSource(path, min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE))
+    return FileSource(
+        path,
+        min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE),
+        capacity_bytes=int(size_bytes * DEFAULT_SHARE),
+    )

@@ -1,0 +1,208 @@
+"""Keeps the books of a folder open: makes, rebuilds and repairs them, in the background."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_cake.errors import StoreFull, StoreUnavailable
+from sglang_cake.keys import BlockKey, Digest
+from sglang_cake.store.file.index import BlockIndex
+from sglang_cake.store.file.paths import NamespaceFolder, create_private
+from sglang_cake.store.file.room import Room, lock
+from sglang_cake.store.file.sweep import (
+    blocks_in,
+    is_stale,
+    namespaces_in,
+    remove_tmp_of,
+    shard_count,
+)
+
+logger = logging.getLogger(__name__)
+TICK_S = 1.0
+RECLAIM_EVERY_S = 60.0
+FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
+MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class Books:
+    """The books of one folder in one process. Without them, what is stored can be read and asked
+    for, file by file, and nothing can be written."""
+
+    def __init__(self, root: Path, room: Room, allocated_bytes: int) -> None:
+        """Start the background thread.
+
+        Args: allocated_bytes: files take multiples of it on the disk.
+        """
+        self._root, self._room, self._allocated_bytes = root, room, allocated_bytes
+        self._index: BlockIndex | None = None
+        self._opened, self._closing = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._reads: deque[tuple[Digest, BlockKey, float, int]] = deque(maxlen=MAX_UNWRITTEN_READS)
+        self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
+        self.rebuilt = 0  # how often the books were made from the files
+        self._thread = threading.Thread(target=self._run, name="cake-file-books", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until they are open; whether they are."""
+        return self._opened.wait(timeout_s)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[BlockIndex]:
+        """The books, to read and write in.
+
+        Raises: StoreUnavailable while there are none, and when they fail inside; StoreFull.
+        """
+        index = self._index
+        if index is None or not self._is_current(index):
+            self._give_up(index)
+            raise StoreUnavailable(f"{self._root}: the index is being opened or rebuilt")
+        try:
+            yield index
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            if code == sqlite3.SQLITE_FULL:
+                raise StoreFull(f"{self._root}: index: {error}") from error
+            if code != sqlite3.SQLITE_BUSY:
+                self._give_up(index)
+            raise StoreUnavailable(f"{self._root}: index: {error}") from error
+
+    def was_read(self, digest: Digest, key: BlockKey) -> None:
+        """A block was read; written down within TICK_S or so."""
+        self._reads.append((digest, key, time.time(), 1))
+
+    def wake(self) -> None:
+        """Room was taken: there may have to be made some ahead."""
+        self._wake.set()
+
+    def flush(self, index: BlockIndex) -> None:
+        """Write down what was read."""
+        reads = [self._reads.popleft() for _ in range(len(self._reads))]
+        if reads:
+            index.touch(reads)
+
+    def close(self) -> None:
+        """Blocks until the thread has ended."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+
+    def _is_current(self, index: BlockIndex) -> bool:
+        """Whether the file is still the one we opened: another process may have begun anew."""
+        try:
+            return os.stat(self._root / "index.db").st_ino == index.inode
+        except OSError:
+            return False
+
+    def _give_up(self, index: BlockIndex | None) -> None:
+        if index is not None and index is self._index:
+            self._index = None
+            self._opened.clear()
+            index.close()
+        self._wake.set()
+
+    # ---- background thread ----
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._tick()
+            except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
+                logger.warning("store %s: index: %s", self._root, error)
+            self._wake.wait(TICK_S)
+            if self._index is not None:
+                self._wake.clear()
+        with contextlib.suppress(sqlite3.Error, StoreUnavailable, StoreFull), self.open() as index:
+            self.flush(index)
+        self._give_up(self._index)
+
+    def _tick(self) -> None:
+        if self._index is None:
+            self._open()
+            self._wake.clear()
+        with self.open() as index:
+            self.flush(index)
+            if time.monotonic() >= self._reclaim_at_s:
+                self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
+                self._reclaim(index)
+            ahead_bytes = self._room.ahead_bytes(index)
+            if ahead_bytes:
+                self._room.make(index, ahead_bytes)
+
+    def _open(self) -> None:
+        """Raises: OSError; sqlite3.Error."""
+        place = self._root / "index.lock"
+        create_private(place)
+        with place.open() as held:
+            while not lock(held.fileno(), fcntl.LOCK_EX):  # somebody rebuilds
+                if self._closing.wait(0.05):
+                    return
+            index = self._open_undamaged()
+            try:
+                if index.boot() != _this_boot():
+                    self._rebuild(index)
+            except BaseException:
+                index.close()
+                raise
+        self._reclaim(index)
+        self._room.begin_anew()
+        self._index = index
+        self._opened.set()
+
+    def _open_undamaged(self) -> BlockIndex:
+        path = self._root / "index.db"
+        try:
+            index = BlockIndex(path)
+            index.check()
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) not in _DAMAGED:
+                raise
+            logger.warning("store %s: the index is damaged (%s), beginning anew", path, error)
+            for suffix in ("", "-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            index = BlockIndex(path)
+        return index
+
+    def _rebuild(self, index: BlockIndex) -> None:
+        started_s = time.monotonic()
+        self.rebuilt += 1
+        index.clear()
+        for digest in namespaces_in(self._root):
+            if self._closing.is_set():
+                return
+            place = NamespaceFolder(self._root, digest)
+            index.found(digest, blocks_in(place, self._allocated_bytes))
+            index.add_folder(digest, shard_count(place) * FOLDER_BYTES)
+        index.agreed(_this_boot())
+        blocks, used_bytes = index.totals()
+        logger.info(
+            "store %s: indexed %d blocks, %.3f GB, in %.1f s",
+            *(self._root, blocks, used_bytes / 1e9, time.monotonic() - started_s),
+        )
+
+    def _reclaim(self, index: BlockIndex) -> None:
+        """Finish what dead writers began: their block is whole and counts, or never was."""
+        for booked in index.writing():
+            if not is_stale(booked.owner, booked.usage.created_s):
+                continue
+            path = NamespaceFolder(self._root, booked.namespace).block(booked.key)
+            remove_tmp_of(path.parent, booked.owner)
+            if path.exists():
+                index.settle(booked.id, booked.usage.stored_bytes)
+            else:
+                index.drop(booked.id)
+
+
+def _this_boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux: the books are believed
+        return "unknown"

@@ -1,0 +1,136 @@
+"""Making room in a folder of blocks: how much there may be, and who has to go."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from sglang_cake.store.eviction import Usage, new_policy
+from sglang_cake.store.file.index import WAL_BYTES, BlockIndex, Booked
+from sglang_cake.store.file.paths import NamespaceFolder
+
+# What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
+SMALL_FILES_BYTES = 256 << 10
+LOAD_AT_ONCE = 10_000
+# Room that is made ahead in the background, so that a put seldom has to wait for it.
+AHEAD_SHARE, AHEAD_MOST_BYTES = 0.02, 1 << 30
+
+
+class Room:
+    """Evicts by a policy. The policy lives in memory and learns of other processes' blocks from
+    the books when room is needed; what they have read in the meantime it learns block by block,
+    before it evicts one. Thread-safe."""
+
+    def __init__(self, root: Path, capacity_bytes: int | None, policy: str) -> None:
+        self._root, self.capacity_bytes, self.policy_name = root, capacity_bytes, policy
+        self._lock = threading.Lock()
+        self._policy = new_policy(policy)
+        self._seen = 0  # blocks with a larger id are not in the policy yet
+        self.evicted_bytes = 0
+
+    def overhead_bytes(self) -> int:
+        """What the books and other small files take, or may come to take."""
+        sizes = {"": 0, "-wal": 0, "-shm": 0}
+        for suffix in sizes:
+            with contextlib.suppress(FileNotFoundError):
+                sizes[suffix] = os.stat(self._root / f"index.db{suffix}").st_blocks * 512
+        return sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"] + SMALL_FILES_BYTES
+
+    def limit_bytes(self) -> int | None:
+        """How much blocks and their folders may take in all."""
+        if self.capacity_bytes is None:
+            return None
+        return self.capacity_bytes - self.overhead_bytes()
+
+    def ahead_bytes(self, index: BlockIndex) -> int:
+        """How much should be evicted now, so that later puts find room."""
+        limit_bytes = self.limit_bytes()
+        if limit_bytes is None:
+            return 0
+        ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
+        return max(0, index.totals()[1] + ahead_bytes - limit_bytes)
+
+    def make(self, index: BlockIndex, bytes_wanted: int) -> int:
+        """Evict blocks of `bytes_wanted` bytes in all, or as many as there are; returns their
+        bytes. Raises: sqlite3.Error; OSError."""
+        freed_bytes, pinned = 0, set[int]()
+        with self._lock:
+            self._learn(index)
+            while freed_bytes < bytes_wanted:
+                popped = self._policy.pop() or self._pop_forgotten(index)
+                if popped is None or popped[0] in pinned:
+                    break
+                block, usage = popped
+                booked = index.find(block)
+                if booked is None:
+                    continue
+                if booked.usage.used_s > usage.used_s:  # another process has read it
+                    self._policy.add(block, booked.usage)
+                elif self._evict(index, booked):
+                    freed_bytes += booked.usage.stored_bytes
+                else:  # it is being read
+                    pinned.add(block)
+                    self._policy.add(block, replace(booked.usage, used_s=time.time()))
+            self.evicted_bytes += freed_bytes
+        return freed_bytes
+
+    def stored(self, booked_id: int, usage: Usage) -> None:
+        """A block was stored here."""
+        with self._lock:
+            self._policy.add(booked_id, usage)
+
+    def begin_anew(self) -> None:
+        """The books are others now."""
+        with self._lock:
+            self._policy = new_policy(self.policy_name)
+            self._seen = 0
+
+    def _learn(self, index: BlockIndex) -> None:
+        while batch := index.stored(self._seen, LOAD_AT_ONCE):
+            for booked in batch:
+                self._policy.add(booked.id, booked.usage)
+            self._seen = batch[-1].id
+
+    def _pop_forgotten(self, index: BlockIndex) -> tuple[int, Usage] | None:
+        # Blocks that others were still writing when later ones were learned of.
+        self._seen = 0
+        self._learn(index)
+        return self._policy.pop()
+
+    def _evict(self, index: BlockIndex, booked: Booked) -> bool:
+        """Remove a block's file and then its booking; False if it is being read."""
+        path = NamespaceFolder(self._root, booked.namespace).block(booked.key)
+        if not remove_unread(path):
+            return False
+        index.drop(booked.id)
+        return True
+
+
+def remove_unread(path: Path) -> bool:
+    """Remove a file unless somebody holds a lock on it; True if it is gone. Raises: OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return True
+    try:
+        if not lock(fd, fcntl.LOCK_EX):
+            return False
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(fd)
+    return True
+
+
+def lock(fd: int, kind: int) -> bool:
+    """Try to lock an open file until it is closed; True where a file system has no locks."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
