@@ -22,6 +22,10 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_the_smallest_rank_goes_first(name, steps):
     policy, model = new_policy(name), {}
+
+    def rank(item):
+        return RANKS[name](item[1]), item[0]
+
     for now_s, (step, block) in enumerate(steps, 1):
         if step == "add":
             policy.add(block, usage := Usage(100, now_s, now_s, 0))
@@ -35,14 +39,12 @@ def test_the_smallest_rank_goes_first(name, steps):
             policy.remove(block)
             model.pop(block, None)
         else:
-            expected = min(
-                model.items(), key=lambda item: (RANKS[name](item[1]), item[0]), default=None
-            )
+            expected = min(model.items(), key=rank, default=None)
             assert policy.pop() == expected
             if expected:
                 del model[expected[0]]
         assert len(policy) == len(model)
-    order = sorted(model.items(), key=lambda item: (RANKS[name](item[1]), item[0]))
+    order = sorted(model.items(), key=rank)
     assert [policy.pop() for _ in order] == order
     assert policy.pop() is None
 

@@ -20,6 +20,7 @@ from sglang_cake.store.file.sweep import (
     blocks_in,
     is_stale,
     namespaces_in,
+    remove_stale,
     remove_tmp_of,
     shard_count,
 )
@@ -190,6 +191,8 @@ class Books:
 
     def _reclaim(self, index: BlockIndex) -> None:
         """Finish what dead writers began: their block is whole and counts, or never was."""
+        for digest in namespaces_in(self._root):  # one who died while he described it
+            remove_stale(NamespaceFolder(self._root, digest).folder)
         for booked in index.writing():
             if not is_stale(booked.owner, booked.usage.created_s):
                 continue

@@ -81,6 +81,12 @@ def remove_if_stale(entry: "os.DirEntry[str]") -> bool:
     return False
 
 
+def remove_stale(folder: Path) -> None:
+    """Remove what dead writers left in one folder."""
+    for entry in _entries(folder):
+        remove_if_stale(entry)
+
+
 def remove_tmp_of(folder: Path, owner: str) -> None:
     """Remove what a dead writer left in one folder."""
     for entry in _entries(folder):
