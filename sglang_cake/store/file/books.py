@@ -134,6 +134,7 @@ class Books:
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self._reclaim(index)
+            self._room.learn(index)
             ahead_bytes = self._room.ahead_bytes(index)
             if ahead_bytes:
                 self._room.make(index, ahead_bytes)

@@ -292,8 +292,11 @@ class BlockFolder:
             return NewFile(path, sync=self._sync)
 
     def _claim_again(self, digest: Digest) -> None:
+        fields = self._claimed.get(digest) or _described(NamespaceFolder(self._root, digest))
+        if not fields:
+            raise StoreUnavailable(f"namespace {digest.hex()} was never described")
         try:
-            self.claim(digest, self._claimed[digest])
+            self.claim(digest, fields)
         except ConfigError as error:  # somebody else made it meanwhile, for something else
             raise StoreUnavailable(str(error)) from error
 
