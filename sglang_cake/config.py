@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from sglang_cake.errors import ConfigError
+from sglang_cake.store.eviction import RANKS
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.url import parse_size
 
@@ -42,6 +43,8 @@ class CakeConfig:
     """Tokens of a block, the unit of storing and loading; a multiple of SGLang's page size."""
     min_load_tokens: int = 256
     """Tokens that must be loadable before a load is worth its overhead."""
+    eviction_policy: Literal["lru", "fifo", "lfu"] = "lru"
+    """Which block of a full file store goes first, unless its URL says `policy=`."""
     trace_file: str | None = None
     """File to which one JSON line per event is appended; None writes no trace."""
 
@@ -242,6 +245,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "codec": _one_of("raw"),
     "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
     "min_load_tokens": _integer(0, 2**31 - 1),
+    "eviction_policy": _one_of(*RANKS),
     "trace_file": _path,
     "staging_bytes": _size,
     "write_queue_bytes": _size,

@@ -22,6 +22,7 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
+from sglang_cake.errors import CakeError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.namespace import Namespace
 from sglang_cake.read.loader import Loader
@@ -61,9 +62,11 @@ class Engine:
         allocator = ctx.params.token_to_kv_pool_allocator
         self._kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
         namespace = self._namespace(weights_digest(self._path, self._revision), None)
+        self._current = namespace
         self.counters = Counters()
         self._io = IoThread()
-        self._store = self._open(namespace)
+        self._setting = config.store
+        self._store: Store | None = self._open(namespace)
         block_bytes = self._kv.layout.block_bytes
         self.loader = Loader(
             self._store,
@@ -108,12 +111,42 @@ class Engine:
         """
         weights = unrepeatable_weights() if path is None else weights_digest(path)
         namespace = self._namespace(weights, version)
-        old, self._store = self._store, self._open(namespace)
+        self._current = namespace
         self.coordinator.rebase(namespace.digest(), suspended=sum(self._tree.total_size()) > 0)
-        self.loader.use(self._store)
-        self.writer.use(self._store)
         logger.info("cake: new weights, namespace %s", namespace.digest().hex()[:16])
-        self._io.post(self._close_later, old)
+        if self._store is not None:
+            self._use(self._open(namespace))
+
+    def attach(self, setting: str) -> None:
+        """From now on new requests use another store; those that load go on with the old one as
+        long as it has blocks to write, and then compute. Nothing has to be idle for that.
+
+        Args: setting: as `--cake-store`. Raises: ConfigError; StoreUnavailable; nothing changes.
+        """
+        before, self._setting = self._setting, setting
+        try:
+            store = self._open(self._current)
+        except CakeError:
+            self._setting = before
+            raise
+        self._use(store)
+        self.coordinator.detached = False
+        logger.info("cake: store %s attached", setting)
+
+    def detach(self) -> None:
+        """From now on nothing is loaded and nothing stored."""
+        self.coordinator.detached = True
+        old, self._store = self._store, None
+        if old is not None:
+            self._io.post(self._close_later, old)
+        logger.info("cake: store detached")
+
+    def _use(self, store: Store) -> None:
+        old, self._store = self._store, store
+        self.loader.use(store)
+        self.writer.use(store)
+        if old is not None:
+            self._io.post(self._close_later, old)
 
     def close(self) -> None:
         """Stop reading; finish the block writes under way. Called when the process ends."""
@@ -134,7 +167,11 @@ class Engine:
 
     def _open(self, namespace: Namespace) -> Store:
         frame = BlockFrame(namespace, self._kv.layout)
-        return open_store(sources_of(self._config.store), frame, depth=self._config.queue_depth)
+        return open_store(
+            sources_of(self._setting, self._config.eviction_policy),
+            frame,
+            depth=self._config.queue_depth,
+        )
 
     def _close_later(self, store: Store) -> None:
         async def close() -> None:

@@ -76,6 +76,7 @@ class Coordinator:
         self._teller = teller
         self._adapter_digest = adapter_digest
         self._suspended = False
+        self.detached = False  # no store: requests that arrive are none of ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
         # What the loader calls them. A request that comes back under its id is another load, whose
         # news must not be mixed up with what is still on its way for the first.
@@ -97,7 +98,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self._suspended or not _keyable(req):
+        if self._suspended or self.detached or not _keyable(req):
             return
         try:
             seed = self._seed(req)

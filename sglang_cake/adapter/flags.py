@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 import msgspec
 from sglang.version import __version__ as sglang_version
 
-from sglang_cake.adapter import responses
+from sglang_cake.adapter import endpoints, responses
 from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
 from sglang_cake.adapter.support import ModelFacts, unsupported
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
+from sglang_cake.store.eviction import RANKS
 from sglang_cake.store.sources import sources_of
 
 SGLANG_VERSION = "0.5.23"
@@ -35,9 +36,16 @@ _HELP = {
     "trace_file": "File to append one JSON line per event to. Default: no trace.",
     "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
+    "eviction_policy": f"What a full file store evicts: {', '.join(RANKS)}.",
     "queue_depth": "Reads of the store in flight at once.",
 }
-_METAVARS = {"store": "URL", "trace_file": "FILE", "mode": "MODE", "codec": "CODEC"}
+_METAVARS = {
+    "store": "URL",
+    "trace_file": "FILE",
+    "mode": "MODE",
+    "codec": "CODEC",
+    "eviction_policy": "POLICY",
+}
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 
 
@@ -126,6 +134,7 @@ def resolve_once(original: Any, record: Any) -> None:
     else:
         hand_over(config)
         responses.install()
+        endpoints.install(config)
 
 
 def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
@@ -197,7 +206,7 @@ def _keep(record: Any, name: str, value: object) -> None:
 
 
 def _check_places(config: CakeConfig) -> None:
-    for source in sources_of(config.store):
+    for source in sources_of(config.store, config.eviction_policy):
         source.check()
     trace = config.trace_file
     if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):

@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_cake.adapter.tree import CakeRadixCache
+from sglang_cake.errors import CakeError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -115,6 +116,9 @@ def install() -> None:
     }
     for name, hook in hooks.items():
         HookRegistry.register(f"{_SCHEDULER}.{name}", hook, HookType.AFTER)
+    for name, around in {"attach": _attach, "detach": _detach}.items():
+        target = f"{_SCHEDULER}.{name}_hicache_storage_wrapped"
+        HookRegistry.register(target, around, HookType.AROUND)
 
 
 def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
@@ -154,3 +158,26 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
     coordinator = _coordinator(scheduler)
     if coordinator is not None and coordinator.waiting:
         time.sleep(_POLL_PAUSE_S)
+
+
+def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    tree = scheduler.tree_cache
+    if not isinstance(tree, CakeRadixCache) or tree.engine is None:
+        return original(scheduler, request)
+    try:
+        tree.engine.attach(request.hicache_storage_backend)
+    except CakeError as error:
+        return AttachHiCacheStorageReqOutput(success=False, message=str(error))
+    return AttachHiCacheStorageReqOutput(success=True, message="")
+
+
+def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+    from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
+
+    tree = scheduler.tree_cache
+    if not isinstance(tree, CakeRadixCache) or tree.engine is None:
+        return original(scheduler, request)
+    tree.engine.detach()
+    return DetachHiCacheStorageReqOutput(success=True, message="")

@@ -10,7 +10,7 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace, StoreSource
 from sglang_cake.store.file.source import default_source
 from sglang_cake.store.paced import PacedStore
-from sglang_cake.store.url import StoreUrl, parse_bandwidth, split_urls
+from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, parse_bandwidth, split_urls
 
 ENTRY_POINTS = "sglang_cake.stores"
 # Imported when a URL asks for them: each may need a package that is an optional extra.
@@ -19,20 +19,20 @@ BUILT_IN = {
 }
 
 
-def parse_sources(text: str) -> list[StoreSource]:
+def parse_sources(text: str, policy: str = DEFAULT_POLICY) -> list[StoreSource]:
     """The stores that `URL[,URL...]` names, fastest first. No I/O but imports.
 
     Raises: ConfigError, one line that names the bad part and what is allowed.
     """
-    return [_source(url) for url in split_urls(text)]
+    return [_source(url) for url in split_urls(text, policy)]
 
 
-def sources_of(setting: str | None) -> list[StoreSource]:
+def sources_of(setting: str | None, policy: str) -> list[StoreSource]:
     """The stores of a setting; None is a file store in the user's cache folder.
 
     Raises: ConfigError.
     """
-    return [default_source()] if setting is None else parse_sources(setting)
+    return [default_source(policy)] if setting is None else parse_sources(setting, policy)
 
 
 def _source(url: StoreUrl) -> StoreSource:

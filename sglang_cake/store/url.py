@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from sglang_cake.errors import ConfigError
 
 Value = TypeVar("Value")
+DEFAULT_POLICY = "lru"
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -62,6 +63,7 @@ class StoreUrl:
     scheme: str
     place: str  # between `://` and `?`, still percent-encoded
     options: dict[str, str]  # decoded
+    policy: str = DEFAULT_POLICY  # of eviction, where the URL does not say
     _known: list[str] = field(default_factory=list)
 
     def option(self, name: str, read: Callable[[str], Value], default: Value) -> Value:
@@ -86,17 +88,18 @@ class StoreUrl:
         return ConfigError(f"store URL {self.text!r}: {message}")
 
 
-def split_urls(text: str) -> list[StoreUrl]:
+def split_urls(text: str, policy: str = DEFAULT_POLICY) -> list[StoreUrl]:
     """Take apart `URL[,URL...]`; a comma that belongs to a URL is written %2C.
 
+    Args: policy: of eviction, for those that do not say.
     Raises: ConfigError, one line that names the bad part.
     """
     if not text.strip():
         raise ConfigError("the store URL is empty: write for example file:///nvme/kv")
-    return [_split(part.strip()) for part in text.split(",")]
+    return [_split(part.strip(), policy) for part in text.split(",")]
 
 
-def _split(text: str) -> StoreUrl:
+def _split(text: str, policy: str) -> StoreUrl:
     scheme, separator, rest = text.partition("://")
     if not separator:
         raise ConfigError(f"store URL {text!r}: write for example file:///absolute/path")
@@ -107,4 +110,4 @@ def _split(text: str) -> StoreUrl:
         if name in options:
             raise ConfigError(f"store URL {text!r}: {name!r} is given twice")
         options[name] = unquote(value)
-    return StoreUrl(text, scheme, place, options)
+    return StoreUrl(text, scheme, place, options, policy)

@@ -38,6 +38,7 @@ def du_bytes(root):
 def opened(root, **options):
     folder = BlockFolder(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
     folder.claim(DIGEST, FRAME.namespace.describe())
+    folder.stats()  # waits for the books
     return folder
 
 
@@ -287,14 +288,14 @@ def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_pat
         rebuild(books, index)
 
     monkeypatch.setattr(Books, "_rebuild", slow)
-    monkeypatch.setattr("sglang_cake.store.file.folder.OPEN_WAIT_S", 0.0)
-    again = opened(tmp_path)
+    monkeypatch.setattr("sglang_cake.store.file.books.OPEN_WAIT_S", 0.0)
+    again = BlockFolder(tmp_path)
     assert there(again, [0, 1]) == [0]
     get(again, 0)
     with pytest.raises(Exception, match="is being opened or rebuilt"):
         put(again, 1)
     go.set()
-    assert again._books.wait(60)
+    assert again._books._opened.wait(60)
     assert put(again, 1)
     again.close()
 

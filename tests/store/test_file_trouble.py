@@ -125,7 +125,8 @@ def test_a_removed_root_is_not_made_again(tmp_path):
 
     async def test(store):
         await put_a(store)
-        shutil.rmtree(tmp_path / "mount")
+        root.rename(tmp_path / "elsewhere")
+        root.parent.rmdir()
         with pytest.raises(BlockMissing):
             await read_a(store)
         with pytest.raises(StoreUnavailable):

@@ -27,6 +27,7 @@ from sglang_cake.store.file.sweep import (
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0
+OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just opened
 RECLAIM_EVERY_S = 60.0
 FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
 MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
@@ -47,21 +48,21 @@ class Books:
         self._opened, self._closing = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._reads: deque[tuple[Digest, BlockKey, float, int]] = deque(maxlen=MAX_UNWRITTEN_READS)
+        self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self.rebuilt = 0  # how often the books were made from the files
         self._thread = threading.Thread(target=self._run, name="cake-file-books", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until they are open; whether they are."""
-        return self._opened.wait(timeout_s)
-
     @contextlib.contextmanager
-    def open(self) -> Iterator[BlockIndex]:
-        """The books, to read and write in.
+    def open(self, *, wait: bool = True) -> Iterator[BlockIndex]:
+        """The books, to read and write in. With `wait`, those that are just being opened for the
+        first time are waited for, up to OPEN_WAIT_S in all.
 
         Raises: StoreUnavailable while there are none, and when they fail inside; StoreFull.
         """
+        if wait and self._index is None:
+            self._opened.wait(max(0.0, self._wait_until_s - time.monotonic()))
         index = self._index
         if index is None or not self._is_current(index):
             self._give_up(index)
@@ -106,7 +107,6 @@ class Books:
     def _give_up(self, index: BlockIndex | None) -> None:
         if index is not None and index is self._index:
             self._index = None
-            self._opened.clear()
             index.close()
         self._wake.set()
 

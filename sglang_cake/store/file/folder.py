@@ -33,7 +33,6 @@ from sglang_cake.store.file.sweep import namespaces_in
 from sglang_cake.store.threads import check_stop
 
 MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
-OPEN_WAIT_S = 5.0  # how long opening waits for the books; a rebuild goes on behind
 LIST_AT_ONCE = 1000
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -71,7 +70,6 @@ class BlockFolder:
         self._space = FreeSpace(root, min_free_bytes)
         self._room = Room(root, capacity_bytes, policy)
         self._books = Books(root, self._room, self._allocated_bytes)
-        self._books.wait(OPEN_WAIT_S)
 
     def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
         """Make the namespace's folder with its description, or check the one that is there.
@@ -101,7 +99,7 @@ class BlockFolder:
 
         Raises: StoreUnavailable; Stopped.
         """
-        with contextlib.suppress(StoreUnavailable), self._books.open() as index:
+        with contextlib.suppress(StoreUnavailable), self._books.open(wait=False) as index:
             return index.contains(digest, keys)
         place, found = NamespaceFolder(self._root, digest), []
         for key in keys:

@@ -14,13 +14,12 @@ from sglang_cake.store.base import Store, StoredNamespace
 from sglang_cake.store.eviction import RANKS
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
-from sglang_cake.store.url import StoreUrl, one_of, parse_size
+from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 
 # A store never fills a disk to the last byte, even where the user named no bound.
 DEFAULT_MIN_FREE_BYTES = 10**9
 # Of the file system, for the store nobody asked for by name: what it may take, what stays free.
 DEFAULT_SHARE, DEFAULT_MIN_FREE_SHARE = 0.5, 0.2
-DEFAULT_POLICY = "lru"
 LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB
 
 
@@ -78,7 +77,7 @@ def parse(url: StoreUrl) -> FileSource:
         fsync=url.option("fsync", one_of("off", "data"), "off"),
         min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
         capacity_bytes=url.option("capacity", _parse_capacity, None),
-        policy=url.option("policy", one_of(*RANKS), DEFAULT_POLICY),
+        policy=url.option("policy", one_of(*RANKS), url.policy),
     )
 
 
@@ -103,7 +102,7 @@ def _path(url: StoreUrl) -> Path:
     return Path("/" + path.lstrip("/"))
 
 
-def default_source() -> FileSource:
+def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     """The store of who named none: in the user's cache folder, at most half of the disk, and a
     fifth of it kept free.
 
@@ -123,4 +122,5 @@ def default_source() -> FileSource:
         path,
         min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE),
         capacity_bytes=int(size_bytes * DEFAULT_SHARE),
+        policy=policy,
     )
