@@ -1,5 +1,6 @@
 """Puts the parts together in a scheduler process."""
 
+import asyncio
 import atexit
 import logging
 import os
@@ -12,7 +13,7 @@ from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.identity import namespace_of, unrepeatable_weights, weights_digest
 from sglang_cake.adapter.landing import Landing
-from sglang_cake.adapter.metrics import Metrics
+from sglang_cake.adapter.metrics import Metrics, StoreMetrics
 from sglang_cake.adapter.pools import CudaKV, DeviceKV
 from sglang_cake.adapter.saving import Saving
 from sglang_cake.adapter.story import Storyteller
@@ -22,11 +23,11 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
-from sglang_cake.errors import CakeError
+from sglang_cake.errors import CakeError, StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.namespace import Namespace
 from sglang_cake.read.loader import Loader
-from sglang_cake.store.base import Store
+from sglang_cake.store.base import Store, StoreStats
 from sglang_cake.store.open import open_store
 from sglang_cake.store.sources import sources_of
 from sglang_cake.write.pipeline import Writer
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 logger = logging.getLogger("sglang_cake")
+STATS_EVERY_S = 5.0
 
 
 def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
@@ -65,6 +67,7 @@ class Engine:
         self._current = namespace
         self.counters = Counters()
         self._io = IoThread()
+        labels = _metric_labels(ctx)
         self._setting = config.store
         self._store: Store | None = self._open(namespace)
         block_bytes = self._kv.layout.block_bytes
@@ -98,9 +101,11 @@ class Engine:
             teller=Storyteller(
                 config.trace_file,
                 speaks=ctx.tp_rank == 0,
-                metrics=_metrics(ctx, self.counters),
+                metrics=None if labels is None else Metrics(self.counters, labels),
             ),
         )
+        if labels is not None:
+            self._io.post(self._watch_later, StoreMetrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
 
@@ -173,12 +178,30 @@ class Engine:
             depth=self._config.queue_depth,
         )
 
+    def _watch_later(self, metrics: StoreMetrics) -> None:
+        self._watching = self._io.loop.create_task(self._watch(metrics))
+
+    async def _watch(self, metrics: StoreMetrics) -> None:
+        while True:
+            store = self._store
+            stats = None if store is None else await _stats(store)
+            if store is not None and stats is not None:
+                metrics.publish(store, stats)
+            await asyncio.sleep(STATS_EVERY_S)
+
     def _close_later(self, store: Store) -> None:
         async def close() -> None:
             await self.writer.drained()
             await store.close()
 
         self._io.loop.create_task(close())
+
+
+async def _stats(store: Store) -> StoreStats | None:
+    try:
+        return await store.stats()
+    except StoreError:  # counted where blocks are concerned
+        return None
 
 
 def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, block_tokens: int) -> DeviceKV:
@@ -205,7 +228,8 @@ def _reducer(ctx: "TreeCacheBuildContext", tree: CakeRadixCache) -> Any:
     return lambda tensor: tree._all_reduce_attn_groups(tensor, torch.distributed.ReduceOp.MIN)
 
 
-def _metrics(ctx: "TreeCacheBuildContext", counters: Counters) -> Metrics | None:
+def _metric_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
+    """The labels that SGLang puts on its own cache metrics; None if it is to have no metrics."""
     if not ctx.params.enable_metrics:
         return None
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
@@ -215,4 +239,4 @@ def _metrics(ctx: "TreeCacheBuildContext", counters: Counters) -> Metrics | None
     labels = radix_cache_metric_labels(
         CakeRadixCache.__name__, get_parallel(), is_dp_attention_enabled()
     )
-    return Metrics(counters, {name: str(value) for name, value in labels.items()})
+    return {name: str(value) for name, value in labels.items()}

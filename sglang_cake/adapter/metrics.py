@@ -5,6 +5,8 @@ import time
 from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.counters import COUNTERS, Counters
+from sglang_cake.store.base import Store, StoreStats
+from sglang_cake.store.eviction import RANKS
 
 PUBLISH_EVERY_S = 1.0
 _HELP = {
@@ -84,3 +86,40 @@ class Metrics:
     def _child(self, name: str, value: str) -> Counter:
         label = {} if value == "" else {_LABEL.get(name, "reason"): value}
         return self._metrics[name].labels(**self._labels, **label)
+
+
+class StoreMetrics:
+    """How full the store is, asked of the store now and then. I/O thread."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels, names = labels, list(labels)
+        self._used = Gauge(
+            "sglang:cake_store_used_bytes",
+            "What the store holds, over all who share it.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        self._capacity = Gauge(
+            "sglang:cake_store_capacity_bytes",
+            "What the store may hold; 0 when it has no bound of its own.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        self._evicted = Counter(
+            "sglang:cake_store_evicted_bytes_total",
+            "Bytes that made way for others, evicted by this process.",
+            [*names, "policy"],
+        )
+        for policy in RANKS:
+            self._evicted.labels(**labels, policy=policy)
+        self._seen: tuple[Store | None, int] = (None, 0)
+
+    def publish(self, store: Store, stats: StoreStats) -> None:
+        """Args: store: who said so; another one counts from zero."""
+        self._used.set(stats.used_bytes or 0)
+        self._capacity.set(stats.capacity_bytes or 0)
+        before = self._seen[1] if self._seen[0] is store else 0
+        self._seen = (store, stats.evicted_bytes)
+        if stats.evicted_bytes > before:
+            counter = self._evicted.labels(**self._labels, policy=stats.policy)
+            counter.inc(stats.evicted_bytes - before)

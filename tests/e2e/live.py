@@ -1,5 +1,6 @@
 """Asking live servers, looking into their stores, and waiting without guessing."""
 
+import contextlib
 import json
 import re
 import threading
@@ -16,6 +17,7 @@ import requests
 from sglang_cake.codec.frame import HEADER_BYTES, check_header, make_header, payload_checksum
 from sglang_cake.keys import BlockKey, Digest, KeySeed, block_keys
 from sglang_cake.layout import BlockLayout
+from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.testing.server import Server
 
@@ -110,14 +112,34 @@ class StoreView:
 
     def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
         files = self.files(tokens, **seed)
-        until(lambda: all(f.exists() for f in files), f"{len(files)} blocks in the store")
+        with contextlib.closing(BlockFolder(self.root)) as folder:
+            until(
+                lambda: all(_is_booked(folder, file) for file in files),
+                f"{len(files)} blocks in the store",
+            )
         return files
+
+    def forget(self, *files: Path) -> None:
+        """Remove blocks, as another process that shares the store may."""
+        with contextlib.closing(BlockFolder(self.root)) as folder:
+            for file in files:
+                folder.delete(*_names(file))
 
     def blocks(self) -> list[Path]:
         return [f for f in self.root.glob("*/*/*/*") if len(f.name) == 64]
 
     def set_aside(self, file: Path) -> bool:
         return any(place.corrupt.joinpath(file.name).exists() for place in self.places())
+
+
+def _names(file: Path) -> tuple[Digest, BlockKey]:
+    return Digest(bytes.fromhex(file.parents[2].name)), BlockKey(bytes.fromhex(file.name))
+
+
+def _is_booked(folder: BlockFolder, file: Path) -> bool:
+    digest, key = _names(file)
+    folder.stats()  # the books are open: what follows is their answer
+    return folder.contains(digest, [key], 0, threading.Event()) == [True]
 
 
 def layout_of(file: Path) -> BlockLayout:

@@ -88,8 +88,7 @@ def test_the_device_holds_part_of_a_stored_prompt(
 def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(24 * BLOCK + 9)
     files = both.keep(ids)
-    for block in (7, 12, 13, 18, 22):
-        files[block].unlink()
+    both.store.forget(*(files[block] for block in (7, 12, 13, 18, 22)))
     answer = both.again(ids)
     assert_same(answer, plain.know(ids))
     attaches = [e for e in both.events(answer.meta["id"]) if e["event"] == "attach"]
@@ -119,6 +118,8 @@ def test_a_corrupt_block_is_computed_counted_and_set_aside(
 
 
 def test_a_block_cut_short_is_computed_and_healed(both: Live, plain: Live, prompt: Make) -> None:
+    if both.races:
+        pytest.skip("that each block is read is certain in mode load only")
     ids = prompt(10 * BLOCK + 1)
     files = both.keep(ids)
     whole = files[8].stat().st_size
@@ -171,8 +172,7 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
     files = both.keep(ids)
     loaded = both.again(ids, 1)
     stored = [file.read_bytes() for file in files]
-    for file in files:
-        file.unlink()
+    both.store.forget(*files)
     assert both.ask(ids, 1).cached == len(ids) - 1  # from the device
     both.store.until_stored(ids)
     first = -(-loaded.meta["cake"]["meet_token"] // BLOCK)
@@ -191,8 +191,7 @@ def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt
     for file in files:
         falsify(file)
     lie = both.again(ids)
-    for file in files:
-        file.unlink()
+    both.store.forget(*files)
     assert lie.loaded > 0
     assert distance(lie.logprobs, reference.logprobs) > 20 * TOLERANCE
     with pytest.raises(AssertionError):

@@ -1,0 +1,120 @@
+"""The store of a running server, exchanged under its feet: `/cake/store`."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from live import BLOCK, DEADLINE_S, VOCAB, Asking, Live, Start, StoreView, assert_same, until
+
+KEY = {"Authorization": "Bearer for-admins"}
+
+
+@pytest.fixture(scope="module")
+def served(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
+        *("--enable-metrics", "--sleep-on-idle", "--admin-api-key", "for-admins"),
+    )
+    with start(models["first"], flags, store=folder / "swap-first") as live:
+        yield live
+
+
+def store(live: Live, verb: str, **body: Any) -> requests.Response:
+    return requests.request(
+        verb, live.url + "/cake/store", headers=KEY, json=body or None, timeout=DEADLINE_S
+    )
+
+
+def again(live: Live, ids: list[int], **extra: Any) -> Any:
+    flush = f"{live.url}/flush_cache?timeout={DEADLINE_S}"
+    assert requests.post(flush, headers=KEY, timeout=DEADLINE_S).status_code == 200
+    return live.ask(ids, **extra)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(VOCAB) for _ in range(tokens)]
+
+
+def test_a_store_is_detached_swapped_and_attached_again(
+    served: Live, plain: Live, folder: Path
+) -> None:
+    ids, other = prompt(1, 12 * BLOCK + 3), prompt(2, 6 * BLOCK + 3)
+    first = store(served, "GET").json()
+    assert first["attached"] is True
+    served.ask(ids, 1)
+    served.store.until_stored(ids)
+    assert again(served, ids).loaded == 12 * BLOCK
+
+    assert store(served, "DELETE").json()["attached"] is False
+    answer = again(served, ids)
+    assert_same(answer, plain.know(ids))
+    assert "cake" not in answer.meta or answer.loaded == 0
+    assert_same(again(served, other), plain.know(other))
+
+    second = StoreView(folder / "swap-second")
+    url = f"file://{second.root}?min_free=0&capacity=1GB"
+    assert store(served, "PUT", store=url).json() == {"attached": True, "store": url}
+    answer = again(served, ids)
+    assert_same(answer, plain.know(ids))
+    assert answer.loaded == 0
+    second.until_stored(ids)
+    assert again(served, ids).loaded == 12 * BLOCK
+    used = "sglang:cake_store_used_bytes"
+    until(lambda: served.metric("store_used_bytes") > 12 * BLOCK, used)
+    assert served.metric("store_capacity_bytes") == 1e9
+    assert served.metric("store_evicted_bytes_total") == 0
+
+    assert store(served, "PUT", store=first["store"]).status_code == 200
+    answer = again(served, ids)
+    assert answer.loaded == 12 * BLOCK
+    assert_same(answer, plain.know(ids))
+    # What was computed while there was no store had not been stored anywhere.
+    assert again(served, other).loaded == 0
+
+
+def test_a_swap_while_a_prompt_loads_harms_nothing(served: Live, plain: Live, folder: Path) -> None:
+    ids = prompt(3, 30 * BLOCK + 3)
+    first = store(served, "GET").json()["store"]
+    served.ask(ids, 1)
+    served.store.until_stored(ids)
+    for new in (f"file://{folder}/swap-third?min_free=0", None, first):
+        flush = f"{served.url}/flush_cache?timeout={DEADLINE_S}"
+        requests.post(flush, headers=KEY, timeout=DEADLINE_S)
+        asking = Asking(served, ids, rid=f"swap-{new}")
+        asking.until("land", 2)
+        if new is None:
+            assert store(served, "DELETE").status_code == 200
+        else:
+            assert store(served, "PUT", store=new).status_code == 200
+        assert_same(asking.answer(), plain.know(ids))
+    served.check_log()
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"store": "gopher://a"}, "unknown scheme 'gopher'"),
+        ({"store": "file:///proc/kv"}, "cannot be made or written"),
+        ({"store": 7}, "send {"),
+        ({"shop": "file:///a"}, "send {"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_refused_in_one_line(
+    served: Live, body: dict[str, Any], word: str
+) -> None:
+    before = store(served, "GET").json()
+    reply = store(served, "PUT", **body)
+    assert reply.status_code == 400
+    assert word in reply.json()["error"]
+    assert "\n" not in reply.json()["error"]
+    assert store(served, "GET").json() == before
+
+
+def test_without_the_admin_key_nobody_gets_in(served: Live, both: Live) -> None:
+    assert requests.get(served.url + "/cake/store", timeout=DEADLINE_S).status_code == 401
+    # A server without such a key offers this to nobody.
+    assert requests.get(both.url + "/cake/store", timeout=DEADLINE_S).status_code == 400
