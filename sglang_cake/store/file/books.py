@@ -50,6 +50,7 @@ class Books:
         self._reads: deque[tuple[Digest, BlockKey, float, int]] = deque(maxlen=MAX_UNWRITTEN_READS)
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
+        self._complained = ""
         self.rebuilt = 0  # how often the books were made from the files
         self._thread = threading.Thread(target=self._run, name="cake-file-books", daemon=True)
         self._thread.start()
@@ -117,18 +118,24 @@ class Books:
             try:
                 self._tick()
             except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
-                logger.warning("store %s: index: %s", self._root, error)
+                self._complain(error)
+                self._closing.wait(TICK_S)  # whatever is asked meanwhile, a broken disk rests
             self._wake.wait(TICK_S)
-            if self._index is not None:
-                self._wake.clear()
+            self._wake.clear()
         with contextlib.suppress(sqlite3.Error, StoreUnavailable, StoreFull), self.open() as index:
             self.flush(index)
         self._give_up(self._index)
 
+    def _complain(self, error: Exception) -> None:
+        """Say what is wrong, once."""
+        if str(error) != self._complained:
+            logger.warning("store %s: index: %s", self._root, error)
+        self._complained = str(error)
+
     def _tick(self) -> None:
         if self._index is None:
             self._open()
-            self._wake.clear()
+            self._complained = ""
         with self.open() as index:
             self.flush(index)
             if time.monotonic() >= self._reclaim_at_s:
