@@ -43,13 +43,14 @@ class Agreement:
 
         Every rank must call this at the same point of the same step with the same restores.
         """
+        if self._reduce_min is None:
+            return [_own(restore) for restore in restores], rates
         numbers = [int(r * _NS) for r in (*_rates(rates),)]
         for restore in restores:
             numbers += _pack(restore)
-        if self._reduce_min is not None:
-            tensor = torch.tensor(numbers, dtype=torch.int64)
-            self._reduce_min(tensor)
-            numbers = tensor.tolist()
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        self._reduce_min(tensor)
+        numbers = tensor.tolist()
         agreed = Rates(*(n / _NS for n in numbers[:3]))
         facts, position = [], 3
         for restore in restores:
@@ -57,6 +58,18 @@ class Agreement:
             facts.append(_unpack(restore, numbers[position : position + size]))
             position += size
         return facts, agreed
+
+
+def _own(restore: Restore) -> Facts:
+    stored, load = restore.answer or (None, False)
+    blocks = restore.meet.blocks
+    return Facts(
+        stored=None if stored is None or restore.known else tuple(stored),
+        load=load,
+        landed=tuple(sorted(b for b in restore.arrived if b < blocks)),
+        lost=tuple(sorted(b for b in restore.failed if b < blocks)),
+        elapsed_s=restore.local_elapsed_s(),
+    )
 
 
 def _rates(rates: Rates) -> tuple[float, float, float]:

@@ -1,6 +1,7 @@
 """Ranks that see different things and must decide alike."""
 
 import copy
+import random
 from array import array
 
 import torch
@@ -149,3 +150,39 @@ def test_every_rank_learns_the_same_and_it_is_true(
                 all(column) for column in zip(*(a[0] for a in answers if a), strict=True)
             )
         assert load == all(a is not None and a[1] for a in answers)
+
+
+@given(
+    blocks=st.integers(1, 12),
+    arrived=st.sets(st.integers(0, 11)),
+    failed=st.sets(st.integers(0, 11)),
+    answered=st.booleans(),
+    load=st.booleans(),
+    known=st.booleans(),
+    seed=st.randoms(),
+)
+def test_a_rank_alone_learns_what_it_would_learn_among_equals(
+    blocks: int,
+    arrived: set[int],
+    failed: set[int],
+    answered: bool,
+    load: bool,
+    known: bool,
+    seed: random.Random,
+) -> None:
+    order = [b for b in arrived if b < blocks]
+    seed.shuffle(order)
+    stored = tuple(b % 3 != 0 for b in range(blocks))
+    alone = restore(
+        blocks,
+        arrived=tuple(order),
+        failed=tuple(b for b in failed if b < blocks),
+        answer=(stored, load) if answered else None,
+        known=known,
+    )
+    rates = Rates(1e-3, 2e-2, 3e-3)
+    own, own_rates = Agreement(None).reach([alone], rates)
+    among, _ = Agreement(lambda tensor: None).reach([alone], rates)
+    assert own_rates == rates
+    for field in ("stored", "load", "landed", "lost"):
+        assert getattr(own[0], field) == getattr(among[0], field), field
