@@ -17,13 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, draw, evaluate, table
+from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.models import build_llama, kv_token_bytes
-from sglang_cake.testing.server import Server, ServerDied, flush_cache, generate, has_gpu
+from sglang_cake.testing.server import (
+    Server,
+    ServerDied,
+    cake_metric,
+    flush_cache,
+    generate,
+    has_gpu,
+)
 from sglang_cake.testing.trace import TRACE_ENV
 
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512
-STORE_WAIT_S = 120.0
+STORE_QUIET_S = 5.0  # a store that took nothing for so long wants nothing more
 MODEL_FORMAT = 1  # raise it when the way models are built changes: cached ones are then rebuilt
 # Large enough that the prompt takes seconds, small enough for two cores (92M parameters; 1.3B).
 CPU_MODEL = {"hidden": 768, "layers": 10, "heads": 12, "kv_heads": 4, "vocab": 4096}
@@ -55,10 +63,7 @@ class Setting:
     new_tokens: int
     repeats: int
     out: Path
-
-    @property
-    def store(self) -> Path:
-        return self.out / "store"
+    stores: tuple[str, ...]  # URLs, fastest first; without a bandwidth
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,6 +80,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--new-tokens", type=int, default=8, metavar="N", help="to generate")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each arm")
+    parser.add_argument(
+        "--store", metavar="URL[,URL]", help="where KV goes (default: a folder below --out)"
+    )
     parser.add_argument("--out", type=Path, default=Path(".demo"), help="folder for all files")
     parser.set_defaults(run=run)
 
@@ -135,7 +143,19 @@ def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
     prompt = _prompt(model, args.prompt_tokens)
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
     shutil.rmtree(out / "store", ignore_errors=True)
-    return Setting(model.resolve(), gpu, dtype, prompt, args.new_tokens, args.repeats, out)
+    stores = args.store.split(",") if args.store else [(out / "store").as_uri()]
+    for source in parse_sources(",".join(_held(stores, 1e6))):
+        source.check()
+    return Setting(
+        *(model.resolve(), gpu, dtype, prompt),
+        *(args.new_tokens, args.repeats, out, tuple(stores)),
+    )
+
+
+def _held(stores: Sequence[str], bytes_per_s: float) -> list[str]:
+    """The stores' URLs, held to `bytes_per_s` together."""
+    each = f"bandwidth={bytes_per_s / len(stores) / 1e6:.3f}MB/s"
+    return [f"{url}{'&' if '?' in url else '?'}{each}" for url in stores]
 
 
 def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) -> tuple[Path, str]:
@@ -185,7 +205,7 @@ def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progres
         if bandwidth is None:
             reply = generate(server.base_url, setting.prompt, setting.new_tokens)
             progress.say(f"{mode}: cold run, first token after {reply.ttft_s:.2f} s")
-            _wait_for_store(setting, progress)
+            _wait_for_store(server.base_url, setting, progress)
         for number in range(setting.repeats):
             flush_cache(server.base_url)
             reply = generate(server.base_url, setting.prompt, setting.new_tokens)
@@ -198,13 +218,11 @@ def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progres
 
 
 def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str]:
-    url = setting.store.as_uri()
-    if bandwidth is not None:
-        url += f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
+    urls = setting.stores if bandwidth is None else _held(setting.stores, bandwidth)
     flags = [
         *("--dtype", setting.dtype, "--chunked-prefill-size", str(CHUNK_TOKENS)),
-        *("--enable-cake", "--cake-store", url, "--cake-mode", mode),
-        *("--cake-block-tokens", str(BLOCK_TOKENS)),
+        *("--enable-cake", "--cake-store", ",".join(urls), "--cake-mode", mode),
+        *("--cake-block-tokens", str(BLOCK_TOKENS), "--enable-metrics"),
     ]
     if not setting.gpu:
         # Room for two prompts: the default would take a share of the machine's whole memory.
@@ -213,21 +231,19 @@ def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str
     return flags
 
 
-def _wait_for_store(setting: Setting, progress: Progress) -> None:
-    """Until the store holds every full block of the prompt, and has stopped growing."""
+def _wait_for_store(base_url: str, setting: Setting, progress: Progress) -> None:
+    """Until every full block of the prompt was offered to the store, and it has taken what it
+    wants: a store that was used before has some of them already."""
     blocks = len(setting.prompt) // BLOCK_TOKENS
-    wanted = blocks * BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
-    deadline = time.monotonic() + STORE_WAIT_S
-    before = -1
+    before, changed_s = -1.0, time.monotonic()
     while True:
-        files = [path for path in setting.store.rglob("*") if path.is_file()]
-        held = sum(path.stat().st_size for path in files)
-        if held >= wanted and held == before:
-            progress.say(f"the store holds {held / 1e6:.1f} MB in {len(files)} files")
+        stored = cake_metric(base_url, "stored_blocks_total")
+        lost = cake_metric(base_url, "unstored_blocks_total")
+        if lost:
+            raise DemoFailed(f"the store refused {lost:.0f} blocks; the server's log says why")
+        if stored != before:
+            before, changed_s = stored, time.monotonic()
+        if stored >= blocks or time.monotonic() - changed_s > STORE_QUIET_S:
+            progress.say(f"the store took {stored:.0f} blocks of {blocks}")
             return
-        if time.monotonic() > deadline:
-            raise DemoFailed(
-                f"the store holds {held:,} of {wanted:,} bytes after {STORE_WAIT_S:.0f} s"
-            )
-        before = held
-        time.sleep(1)
+        time.sleep(0.5)

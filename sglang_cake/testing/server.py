@@ -218,6 +218,14 @@ def generate(
     return Reply(last["output_ids"], last["meta_info"], sent_s, first_token_s)
 
 
+def cake_metric(base_url: str, name: str) -> float:
+    """Sum over all labels of `sglang:cake_<name>` on the server's /metrics."""
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    start = f"sglang:cake_{name}{{"
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+
+
 def flush_cache(base_url: str) -> None:
     """Empty the server's tree; waits for running requests to finish."""
     request = urllib.request.Request(f"{base_url}/flush_cache?timeout=60", method="POST")
