@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -53,14 +54,14 @@ class Hold:
 class Crew:
     """A few threads for calls that are abandoned after a while.
 
-    A call that was abandoned keeps its thread until it returns. When all threads are lost like
-    that, further calls fail at once.
+    A call that was abandoned keeps its thread until it returns. When all threads are in calls that
+    take too long, further ones fail at once.
     """
 
     def __init__(self, name: str, threads: int, *, patience_s: float) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
         self._threads, self._patience_s = threads, patience_s
-        self._lost = 0  # event loop only, as all that follows
+        self._abandoned: dict[Future[Any], float] = {}  # and when they were made; at most `threads`
 
     async def call(self, work: Callable[[Hold], T]) -> T:
         """Run `work(hold)` in a thread and return what it returns.
@@ -68,8 +69,10 @@ class Crew:
         Raises: what `work` raises; StoreUnavailable when it takes too long, or after `shut`.
         Cancellation: returns at once, or once the thread has left the `with hold:` it is in.
         """
-        if self._lost >= self._threads:
-            raise StoreUnavailable(f"{self._lost} calls wait for an answer that does not come")
+        now_s = time.monotonic()
+        late = sum(now_s >= since_s + self._patience_s for since_s in self._abandoned.values())
+        if late >= self._threads:
+            raise StoreUnavailable(f"{late} calls wait for an answer that does not come")
         hold = Hold()
         try:
             queued = self._pool.submit(work, hold)
@@ -79,10 +82,10 @@ class Crew:
         try:
             await asyncio.wait((running,), timeout=self._patience_s)
         except asyncio.CancelledError:
-            await self._abandon(queued, running, hold)
+            await self._abandon(queued, running, hold, now_s)
             raise
         if not running.done():
-            await self._abandon(queued, running, hold)
+            await self._abandon(queued, running, hold, now_s)
             raise StoreUnavailable(f"no answer within {self._patience_s:g} s")
         if running.cancelled():
             raise StoreUnavailable("the store was closed while the call was waiting")
@@ -97,7 +100,7 @@ class Crew:
         self._pool.shutdown()
 
     async def _abandon(
-        self, queued: "Future[Any]", running: "asyncio.Future[Any]", hold: Hold
+        self, queued: "Future[Any]", running: "asyncio.Future[Any]", hold: Hold, since_s: float
     ) -> None:
         if not hold.leave():
             while not running.done():  # however often the task is cancelled meanwhile
@@ -105,10 +108,10 @@ class Crew:
                     await asyncio.wait((running,))
         if queued.cancel():  # it had not begun
             return
-        self._lost += 1
-        running.add_done_callback(self._came_back)
+        self._abandoned[queued] = since_s
+        running.add_done_callback(lambda done: self._came_back(queued, done))
 
-    def _came_back(self, running: "asyncio.Future[Any]") -> None:
-        self._lost -= 1
+    def _came_back(self, queued: "Future[Any]", running: "asyncio.Future[Any]") -> None:
+        del self._abandoned[queued]
         if not running.cancelled():
             running.exception()  # fetched, or asyncio would log it as forgotten
