@@ -226,6 +226,19 @@ def test_a_listing_that_starts_again_ends():
     assert server.seen == ["GET", "GET"]
 
 
+def test_what_a_server_says_is_one_plain_line():
+    async def shout(server, request):
+        return error("Access\nDenied\x9b31m" + 1000 * "!", 403)
+
+    async def test(store):
+        with pytest.raises(StoreUnavailable) as caught:
+            await read(store, A)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 400
+
+    Odd(GET=shout).run(test)
+
+
 def test_a_server_that_says_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(bucket_module, "READ_TIMEOUT_S", 0.2)
 

@@ -21,11 +21,17 @@ _MISSING = {"NoSuchKey", "NotFound", "404"}  # a HEAD has no body, so nothing bu
 _FULL = {"QuotaExceeded", "XMinioStorageFull"}
 
 
+def one_line(error: object) -> str:
+    """What a server says ends up in logs and on terminals, so it is kept short and plain."""
+    text = " ".join(str(error).split())
+    return "".join(letter for letter in text if letter.isprintable())[:300]
+
+
 class Refused(StoreUnavailable):
     """The service answered, and not with what it was asked for."""
 
     def __init__(self, error: ClientError) -> None:
-        super().__init__(f"S3: {error}")
+        super().__init__(f"S3: {one_line(error)}")
         self.code = str(error.response.get("Error", {}).get("Code", ""))
         self.status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
@@ -158,7 +164,7 @@ class S3Bucket:
         except ClientError as error:
             raise Refused(error) from error
         except Exception as error:  # of botocore, aiohttp, or of parsers fed by a hostile server
-            raise StoreUnavailable(f"S3: {type(error).__name__}: {error}") from error
+            raise StoreUnavailable(f"S3: {type(error).__name__}: {one_line(error)}") from error
         return answer
 
     async def close(self) -> None:
@@ -212,7 +218,7 @@ class ObjectBody:
         try:
             data: bytes = await self._stream.read(at_most)
         except Exception as error:
-            raise StoreUnavailable(f"S3: {type(error).__name__}: {error}") from error
+            raise StoreUnavailable(f"S3: {type(error).__name__}: {one_line(error)}") from error
         return data
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreError
 from sglang_cake.keys import Digest
 from sglang_cake.store.base import Store, StoredNamespace
-from sglang_cake.store.s3.bucket import Refused, S3Bucket, S3Place
+from sglang_cake.store.s3.bucket import Refused, S3Bucket, S3Place, one_line
 from sglang_cake.store.s3.store import DESCRIPTION, S3Store
 
 CHECK_S = 8.0  # how long a start may wait for an answer
@@ -101,9 +101,10 @@ class S3Source:
             if error.code == "NoSuchBucket":
                 return f"{which} does not exist: make it first"
             if error.status in (400, 401, 403):
-                return f"{which}: {error.code}; check the credentials, their policy, and region="
+                said = one_line(error.code)
+                return f"{which}: {said}; check the credentials, their policy, and the region"
         if isinstance(error.__cause__, _MISTAKES):
-            return f"{which}: {' '.join(str(error.__cause__).split())}"
+            return f"{which}: {one_line(error.__cause__)}"
         return ""
 
     async def _fields(self, bucket: S3Bucket, name: str) -> dict[str, str]:
