@@ -330,6 +330,32 @@ def test_the_faster_tier_is_read_when_it_is_idle():
     run(test)
 
 
+def test_a_tier_that_lost_a_block_is_not_asked_again_and_gets_it_back():
+    async def test(tiers):
+        await tiers.put("a")
+        await tiers.quiet()
+        del tiers.memory[0]._blocks[key_of("a")]  # evicted
+        await tiers.read("a")
+        asked = len(tiers.calls[0].keys_of("get"))
+        await tiers.read("a")
+        assert len(tiers.calls[0].keys_of("get")) == asked
+        await tiers.until_holds(0, "a")
+
+    run(test)
+
+
+def test_a_tier_that_said_no_is_not_asked_for_the_block():
+    async def test(tiers):
+        await tiers.fill(1, "a")
+        await tiers.store.contains([key_of("a")])
+        tiers.outage[1].error = BlockMissing("evicted meanwhile")
+        with pytest.raises(BlockMissing):
+            await read(tiers.store, key_of("a"))
+        assert tiers.calls[0].keys_of("get") == []
+
+    run(test)
+
+
 # ---- writes ----
 
 
@@ -441,6 +467,21 @@ def test_a_deleted_block_does_not_come_back_from_a_copy_that_was_waiting():
     run(test)
 
 
+def test_a_block_deleted_while_it_is_copied_is_not_written_below():
+    async def test(tiers):
+        blocked = threading.Event()
+        tiers.store._threads.submit(blocked.wait)  # the thread that would copy
+        putting = asyncio.create_task(tiers.store.put(key_of("a"), block_of("a")))
+        await until(lambda: tiers.store._tiers[1].copies._coming)
+        await tiers.store.delete(key_of("a"))
+        blocked.set()
+        await putting
+        await tiers.quiet()
+        assert [len(memory) for memory in tiers.memory] == [0, 0]
+
+    run(test)
+
+
 def test_a_delete_goes_to_every_tier_and_says_when_one_failed():
     async def test(tiers):
         await tiers.put("a")
@@ -452,6 +493,7 @@ def test_a_delete_goes_to_every_tier_and_says_when_one_failed():
         assert not await tiers.holds(0, "a")
         assert await tiers.store.contains([key_of("a")]) == [True], "it is still below"
         await tiers.store.delete(key_of("a"))
+        assert tiers.store._where.of(key_of("a")) == (0, 0)
         assert await tiers.store.contains([key_of("a")]) == [False]
 
     run(test)
@@ -628,6 +670,21 @@ def test_a_lower_tier_that_is_out_is_not_copied_to_until_it_heals():
         assert not await tiers.holds(1, "while out")
 
     run(test)
+
+
+def test_a_put_does_not_wait_for_a_tier_on_trial():
+    async def test(tiers):
+        tiers.outage[0].error = DOWN
+        for name in range(FAILURES_IN_A_ROW):
+            await tiers.put(name)
+        tiers.outage[0].error = None
+        tiers.outage[0].hangs = True
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        asked = len(tiers.calls[0].keys_of("put"))
+        await asyncio.wait_for(tiers.put("a"), 60)
+        await until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)
+
+    run(test, drain_s=0.0)
 
 
 # ---- all of them together ----
