@@ -119,7 +119,7 @@ class Tier:
     def late(self) -> None:
         """A question was given up because the others had answered long ago."""
         self.counts.late_answers += 1
-        self._failed(self.reading, "it answers too late", trial=False)
+        self._failed(self.reading, "it answers too late", trial=not self.reading.is_well)
 
     async def _watched(self, health: TierHealth, call: Awaitable[T]) -> T:
         was_well, trial = health.is_well, health.begin(self._clock())

@@ -9,7 +9,6 @@
 """
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -68,7 +67,7 @@ class TieredStore:
             for index, store in enumerate(stores)
         ]
         self._where, self._rereads = Whereabouts(), SecondRead()
-        self._strays: dict[int, asyncio.Task[Any]] = {}  # late answers, at most one a tier
+        self._strays: dict[int, asyncio.Task[Any]] = {}  # by tier; see _leave_behind
         self._deletes = 0
         self._closed = False
 
@@ -194,8 +193,11 @@ class TieredStore:
             copies = (tier.copies.close(self._drain_s) for tier in self._tiers)
             for tier, dropped in zip(self._tiers, await asyncio.gather(*copies), strict=True):
                 tier.counts.dropped_blocks += dropped
-            if self._strays:
-                await asyncio.wait(self._strays.values(), timeout=self._drain_s)
+            strays = list(self._strays.values())
+            for stray in strays:
+                stray.cancel()
+            if strays:
+                await asyncio.wait(strays, timeout=self._drain_s)
         finally:
             closing = (tier.store.close() for tier in self._tiers)
             for result in await asyncio.gather(*closing, return_exceptions=True):
@@ -239,33 +241,47 @@ class TieredStore:
         """What the tiers that are not left out answer, in order. When one has answered, the others
         have `late_answer_s` left: a tier that hangs must not hold back what a fast one has.
 
+        A tier whose trial is due is asked beside them, and nobody waits for it.
         Raises: StoreUnavailable if none answers.
         """
         now_s = self._clock()
-        tasks = {
-            tier.index: asyncio.ensure_future(question(tier))
+        usable = [
+            tier
             for tier in self._tiers
             if tier.reading.may_try(now_s) and tier.index not in self._strays
-        }
-        await _until_answered(list(tasks.values()), self._late_answer_s)
+        ]
+        well = [tier for tier in usable if tier.reading.is_well]
+        for tier in usable if well else ():
+            if not tier.reading.is_well:
+                trial = asyncio.wait_for(question(tier), self._late_answer_s)
+                self._leave_behind(tier, asyncio.ensure_future(trial))
+        asked = well or usable
+        tasks = [asyncio.ensure_future(question(tier)) for tier in asked]
+        await _until_answered(tasks, self._late_answer_s)
         answers: list[_Answer[T]] = []
-        for index, task in tasks.items():
+        for tier, task in zip(asked, tasks, strict=True):
             if not task.done():
-                self._tiers[index].late()
-                self._strays[index] = task
-                task.add_done_callback(functools.partial(self._came_back, index))
+                tier.late()
+                self._leave_behind(tier, task)
                 task.cancel()
             elif task.exception() is None:
-                answers.append((self._tiers[index], task.result()))
+                answers.append((tier, task.result()))
             elif not isinstance(task.exception(), StoreError):
                 task.result()  # a bug of ours: it raises
         if not answers:
             raise StoreUnavailable("no tier answers")
         return answers
 
-    def _came_back(self, index: int, task: "asyncio.Future[Any]") -> None:
-        del self._strays[index]
-        _fetch(task)
+    def _leave_behind(self, tier: Tier, task: "asyncio.Task[Any]") -> None:
+        """Nobody waits for `task` any more, and the tier is asked nothing until it is done."""
+
+        def done(task: "asyncio.Task[Any]") -> None:
+            del self._strays[tier.index]
+            if not task.cancelled() and isinstance(task.exception(), TimeoutError):
+                tier.late()  # of a trial: a tier's own TimeoutError is a StoreUnavailable by now
+
+        self._strays[tier.index] = task
+        task.add_done_callback(done)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -288,18 +304,12 @@ async def _until_answered(tasks: list["asyncio.Task[T]"], patience_s: float) -> 
             task.cancel()
         await asyncio.wait(tasks)
         for task in tasks:
-            _fetch(task)
+            _failed(task)  # fetched, or asyncio would log it as forgotten
         raise
 
 
 def _failed(task: "asyncio.Task[T]") -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-def _fetch(task: "asyncio.Future[Any]") -> None:
-    """Or asyncio would log its exception as forgotten."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _most_telling(errors: Sequence[StoreError]) -> StoreError:

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tiering import BLOCK, Tiers
+from tiering import BLOCK, Tiers, until
 
 from sglang_cake.errors import BlockMissing, StoreUnavailable
 from sglang_cake.store.tier_health import MAX_BACKOFF_S
@@ -55,12 +55,19 @@ class Machine(RuleBasedStateMachine):
 
     @rule(names=st.lists(NAMES, max_size=6))
     def look_up(self, names):
+        keys = [key_of(name) for name in names]
         try:
-            found = self.call(self.tiers.store.contains([key_of(name) for name in names]))
+            found = self.call(self.tiers.store.contains(keys))
         except StoreUnavailable:
             assert not self.up()
-        else:
-            assert found == [bool(self.holders(name, self.up())) for name in names]
+            return
+        for name, there in zip(names, found, strict=True):
+            assert self.holders(name, self.up()) or not there
+        self.call(until(lambda: not self.tiers.store._strays))  # trials, which nobody waits for
+        for tier in self.tiers.store._tiers:
+            assert tier.reading.is_well or tier.index not in self.up()
+        found = self.call(self.tiers.store.contains(keys))
+        assert found == [bool(self.holders(name, self.up())) for name in names]
 
     @rule(name=NAMES)
     def delete(self, name):

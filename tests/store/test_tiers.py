@@ -126,6 +126,42 @@ def test_a_tier_that_hangs_does_not_hold_back_the_others():
     run(test, late_answer_s=0.01)
 
 
+async def put_out(tiers, index):
+    """Have lookups fail until the tier is left out; from then on it hangs."""
+    tiers.outage[index].error = DOWN
+    for _ in range(FAILURES_IN_A_ROW):
+        await tiers.store.contains([key_of("a")])
+    tiers.outage[index].error = None
+    tiers.outage[index].hangs = True
+
+
+def test_nobody_waits_for_a_trial():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await put_out(tiers, 1)
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        async with asyncio.timeout(60):
+            for _ in range(5):
+                assert await tiers.store.contains([key_of("a")]) == [True]
+        assert len(tiers.calls[1].keys_of("contains")) == FAILURES_IN_A_ROW + 1
+
+    run(test, late_answer_s=3600)
+
+
+def test_a_trial_that_hangs_is_given_up_and_the_next_is_later():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await put_out(tiers, 1)
+        for wait_s in (1, 2, 4):
+            assert not tiers.store._tiers[1].reading.may_try(tiers.clock.now_s + wait_s - 0.01)
+            tiers.clock.now_s += wait_s
+            await tiers.store.contains([key_of("a")])
+            await until(lambda: not tiers.store._strays)
+        assert tiers.store._tiers[1].counts.late_answers == 3
+
+    run(test, late_answer_s=0.01)
+
+
 def test_a_tier_that_will_not_even_be_cancelled_is_asked_once():
     class Stuck(PassingStore):
         """A thread in a system call that does not return."""
@@ -613,6 +649,7 @@ def test_a_tier_that_fails_is_left_out_and_comes_back(down):
         assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW, "not yet"
         tiers.clock.now_s += FIRST_BACKOFF_S
         await tiers.store.contains([key_of("a")])
+        await until(lambda: tiers.store._tiers[down].reading.is_well)
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
@@ -751,7 +788,7 @@ def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
         (tmp_path / "a").unlink()
         clock.now_s += FIRST_BACKOFF_S
         await store.contains([key_of("a")])
-        assert (await store.stats()).tiers[1].reading
+        await until(lambda: store._tiers[1].reading.is_well)
         assert await store.put(key_of("b"), block_of("b"))
         await store.close()
         below = sources[1].open(FRAME, depth=1)
