@@ -3,9 +3,13 @@
 import json
 import os
 import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -421,3 +425,36 @@ def test_without_a_terminal_there_is_no_progress_bar(root):
     assert verifying.returncode == 0
     assert err == ""
     assert "OK" in out
+
+
+def test_on_a_terminal_there_is_one_and_the_answer_stays_clean(root):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        verifying = subprocess.run(
+            [sys.executable, "-m", "sglang_cake", "store", "verify", url_of(root), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=environment(),
+            timeout=60,
+        )
+        assert select.select([screen], [], [], 60)[0]
+        assert b"verifying" in screen.read(4096)
+        os.close(theirs)
+    assert json.loads(verifying.stdout)["stores"][0]["ok"] == 4
+
+
+def test_an_interrupted_bench_cleans_up(root):
+    before = sorted(root.rglob("*"))
+    url = f"file://{root}?min_free=0&bandwidth=1kB/s"
+    with process("bench", url, "--sizes", "64KiB", "--depths", "2", "--bytes", "64KiB") as bench:
+        deadline_s = time.monotonic() + 60
+        while len(list(root.glob("*/??/??/" + "?" * 64))) < 8:  # four of ours: it reads, slowly
+            assert bench.poll() is None, bench.stderr.read()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        bench.send_signal(signal.SIGINT)
+        _, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert err == "interrupted\n"
+    assert sorted(root.rglob("*")) == before
