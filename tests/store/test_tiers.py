@@ -812,3 +812,23 @@ def test_a_tier_that_describes_something_else_is_refused_and_the_others_are_clos
     with pytest.raises(ConfigError):
         open_store(parse_sources(f"file://{tmp_path}/a,file://{tmp_path}/b"), FRAME, depth=1)
     assert threading.active_count() <= before + 1, "the sweeper of the one that was refused"
+
+
+def test_two_servers_that_share_a_lower_tier_have_each_others_blocks(tmp_path):
+    def server(name):
+        urls = f"file://{tmp_path}/{name}?min_free=0,file://{tmp_path}/shared?min_free=0"
+        return open_store(parse_sources(urls), FRAME, depth=2)
+
+    async def main():
+        one, other = server("one"), server("other")
+        await one.put(key_of("a"), block_of("a"))
+        await one.close()  # what was on its way down is there now
+        assert await other.contains([key_of("a"), key_of("b")]) == [True, False]
+        for _ in range(3):
+            assert await read(other, key_of("a")) == block_of("a")
+        await other.close()
+        own = parse_sources(f"file://{tmp_path}/other?min_free=0")[0].open(FRAME, depth=1)
+        assert await read(own, key_of("a")) == block_of("a")
+        await own.close()
+
+    asyncio.run(main())
