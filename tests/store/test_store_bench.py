@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tools import ALICE, fill, held, store, told, url_of
+from storetools import ALICE, fill, held, store, told, url_of
 
 from sglang_cake.cli.store_meaning import meaning, tell
 from sglang_cake.cli.store_tables import (

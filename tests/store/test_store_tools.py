@@ -13,7 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
-from tools import ALICE, BOB, file_of, fill, flip, frame_named, held, in_store, store, told, url_of
+from storetools import (
+    ALICE,
+    BOB,
+    file_of,
+    fill,
+    flip,
+    frame_named,
+    held,
+    in_store,
+    store,
+    told,
+    url_of,
+)
 
 import sglang_cake
 from sglang_cake.store.file.paths import new_tmp_name
@@ -347,7 +359,7 @@ def process(*arguments, **options):
 
 WRITER = """
 import asyncio, sys
-from tools import ALICE, url_of
+from storetools import ALICE, url_of
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.store_contract import block_of, key_of, read
 async def main():

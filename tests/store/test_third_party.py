@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from tools import ALICE, store
+from storetools import ALICE, store
 
 from sglang_cake.config import from_mapping
 from sglang_cake.errors import ConfigError
