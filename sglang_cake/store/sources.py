@@ -57,7 +57,8 @@ def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
     try:
         loaded: Callable[[StoreUrl], StoreSource] = others[url.scheme].load()
     except Exception as error:  # anybody's code; whatever it raises, the store cannot be used
-        raise url.error(f"{others[url.scheme].value} cannot be imported: {error}") from None
+        why = " ".join(str(error).split())
+        raise url.error(f"{others[url.scheme].value} cannot be imported: {why}") from None
     return loaded
 
 
