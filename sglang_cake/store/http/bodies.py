@@ -15,9 +15,7 @@ SLOWEST_BYTES_PER_S = 10**6
 class Refused(Exception):
     """A request that is answered with an error."""
 
-    def __init__(
-        self, status: int, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers
 

@@ -15,10 +15,10 @@ from sglang_cake.store.base import BlockInfo
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.auth import Gate
-from sglang_cake.store.http.bodies import Refused, read_body
+from sglang_cake.store.http.bodies import GRACE_S, Refused, read_body
+from sglang_cake.store.http.metrics import metrics_text
 from sglang_cake.store.http.protocol import Kind, Target
-from sglang_cake.store.http.quota import Quotas
-from sglang_cake.store.http.server_blocks import MAX_BLOCK_BYTES, BlockService
+from sglang_cake.store.http.server_blocks import BlockService
 from sglang_cake.store.threads import run_stoppable
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ METHODS = {
 }
 
 
+KNOWN_METHODS = frozenset(method for methods in METHODS.values() for method in methods)
+
+
 class StoreServer:
     """Answers requests; whoever makes it listens (see `serving`). The folder stays the caller's."""
 
@@ -44,10 +47,7 @@ class StoreServer:
         self, folder: BlockFolder, gate: Gate, *, namespace_quota_bytes: int | None = None
     ) -> None:
         self._folder, self._gate = folder, gate
-        quotas = None
-        if namespace_quota_bytes is not None:
-            quotas = Quotas(namespace_quota_bytes, self._count_bytes)
-        self._blocks = BlockService(folder, quotas, self._is_claimed)
+        self._blocks = BlockService(folder, self._is_claimed, namespace_quota_bytes)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._claimed: set[Digest] = set()
         self._answers: Counter[tuple[str, int]] = Counter()  # by method and status
@@ -85,7 +85,7 @@ class StoreServer:
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             response = _error(500, "the server failed; its log says how")
-        method = request.method if request.method in ("GET", "HEAD", "PUT", "POST", "DELETE") else "other"
+        method = request.method if request.method in KNOWN_METHODS else "other"
         self._answers[method, response.status] += 1
         return response
 
@@ -145,9 +145,10 @@ class StoreServer:
         await response.prepare(request)
         try:
             while batch:
-                await response.write(b"".join(map(protocol.write_block_line, batch)))
+                async with asyncio.timeout(GRACE_S):
+                    await response.write(b"".join(map(protocol.write_block_line, batch)))
                 batch = await run_stoppable(self._blocks.readers, some)
-        except (StoreUnavailable, ConnectionError) as error:
+        except (StoreUnavailable, OSError) as error:
             # Too late for a status. Without the last chunk no client takes it for whole.
             logger.warning("a list broke off: %s", error)
             if request.transport is not None:
@@ -183,7 +184,14 @@ class StoreServer:
         stats = await run_stoppable(self._blocks.readers, lambda stop: self._folder.stats())
         if kind is Kind.STATS:
             return web.json_response(protocol.write_stats(stats))
-        text = metrics_text(stats, self._answers, self._numbers())
+        text = metrics_text(
+            stats,
+            answers=self._answers,
+            sent_bytes=self._blocks.sent_bytes,
+            received_bytes=self._blocks.received_bytes,
+            puts=self._blocks.puts,
+            refused_connections=self.refused_connections,
+        )
         return web.Response(text=text, content_type="text/plain")
 
     # What follows runs in threads.
@@ -195,7 +203,7 @@ class StoreServer:
         return None
 
     def _is_claimed(self, digest: Digest) -> bool:
-        """Whether blocks of the namespace may be written; one that an earlier server claimed may."""
+        """Whether blocks of the namespace may be written: somebody said what it is, now or earlier."""
         if digest not in self._claimed:
             fields = self._fields(digest)
             if fields is None:
@@ -204,5 +212,6 @@ class StoreServer:
             self._claimed.add(digest)
         return True
 
-    def _count_bytes(self, digest: Digest) -> int:
-        return sum(block.stored_bytes for block in self._folder.list_blocks(digest))
+
+def _error(status: int, message: str) -> web.Response:
+    return web.Response(status=status, text=message + "\n")

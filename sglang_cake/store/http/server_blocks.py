@@ -2,19 +2,19 @@
 
 import asyncio
 import contextlib
+import functools
 import io
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from aiohttp import web
 
 from sglang_cake.codec.frame import HEADER_BYTES, Header, PayloadHasher, read_header
-from sglang_cake.errors import BlockCorrupt
+from sglang_cake.errors import BlockCorrupt, StoreFull
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.file.blockfile import NewFile
 from sglang_cake.store.file.folder import BlockFolder
@@ -26,7 +26,6 @@ from sglang_cake.store.http.bodies import (
     time_limit_s,
     wanted_slice,
 )
-from sglang_cake.store.http.quota import Quotas
 from sglang_cake.store.threads import run_stoppable
 
 T = TypeVar("T")
@@ -71,20 +70,18 @@ class PassingBlock:
             raise BlockCorrupt("the payload's checksum does not match")
 
 
-@dataclass(slots=True)
-class _Put:
-    file: NewFile
-    stored: bool = False
-
-
 class BlockService:
     """GET, HEAD, PUT and DELETE of one block of a folder."""
 
     def __init__(
-        self, folder: BlockFolder, quotas: Quotas | None, is_claimed: Callable[[Digest], bool]
+        self,
+        folder: BlockFolder,
+        is_claimed: Callable[[Digest], bool],
+        namespace_quota_bytes: int | None,
     ) -> None:
         """Args: is_claimed: whether the folder has the namespace; blocking."""
-        self._folder, self._quotas, self._is_claimed = folder, quotas, is_claimed
+        self._folder, self._is_claimed = folder, is_claimed
+        self._quota_bytes = namespace_quota_bytes
         self.readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
         self._writers = ThreadPoolExecutor(MAX_PUTS, "cake-http-write")
         self.puts = 0  # under way
@@ -96,7 +93,9 @@ class BlockService:
         self.readers.shutdown(cancel_futures=True)
         self._writers.shutdown(cancel_futures=True)
 
-    async def get(self, request: web.BaseRequest, digest: Digest, key: BlockKey) -> web.StreamResponse:
+    async def get(
+        self, request: web.BaseRequest, digest: Digest, key: BlockKey
+    ) -> web.StreamResponse:
         """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
         async with opened(self.readers, self._reading(digest, key)) as fd:
             size = os.fstat(fd).st_size
@@ -141,29 +140,28 @@ class BlockService:
             raise Refused(503, "too many puts at once", {"Retry-After": "1"})
         self.puts += 1
         try:
-            async with opened(self._writers, self._writing(digest, key, size)) as put:
-                if put is None:
+            async with opened(self._writers, self._writing(digest, key, size)) as file:
+                if file is None:
                     return web.Response(status=204)
                 async with asyncio.timeout(time_limit_s(size)):
-                    await self._take(request, PassingBlock(digest, key, size), put)
+                    await self._take(request, PassingBlock(digest, key, size), file)
             return web.Response(status=201)
         finally:
             self.puts -= 1
 
-    async def _take(self, request: web.BaseRequest, block: PassingBlock, put: _Put) -> None:
+    async def _take(self, request: web.BaseRequest, block: PassingBlock, file: NewFile) -> None:
         def keep(piece: bytearray, stop: threading.Event) -> None:
             block.feed(memoryview(piece))
-            put.file.append([memoryview(piece)], stop)
+            file.append([memoryview(piece)], stop)
 
         def commit(stop: threading.Event) -> None:
             block.finish()
-            put.file.commit(stop)
-            put.stored = True
+            file.commit(stop)
 
         await accept_body(request)
         async for piece in read_pieces(request):
             self.received_bytes += len(piece)
-            await run_stoppable(self._writers, lambda stop, piece=piece: keep(piece, stop))
+            await run_stoppable(self._writers, functools.partial(keep, piece))
         await run_stoppable(self._writers, commit)
 
     async def delete(self, digest: Digest, key: BlockKey) -> web.Response:
@@ -181,21 +179,24 @@ class BlockService:
             yield fd
 
     @contextlib.contextmanager
-    def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[_Put | None]:
+    def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:
         if not self._is_claimed(digest):
             raise Refused(409, "the namespace is not known here: PUT its namespace.json first")
+        self._check_quota(digest, size)  # before others are evicted for it
         with self._folder.writing(digest, key, size) as file:
             if file is None:
                 yield None
                 return
-            if self._quotas is not None:
-                self._quotas.reserve(digest, size)
-            put = _Put(file)
-            try:
-                yield put
-            finally:
-                if self._quotas is not None:
-                    self._quotas.settle(digest, size, stored=put.stored)
+            # Once more, with all that is being written: of two that fit alone one may not.
+            self._check_quota(digest, 0)
+            yield file
+
+    def _check_quota(self, digest: Digest, more_bytes: int) -> None:
+        """Raises: StoreFull, StoreUnavailable."""
+        quota_bytes = self._quota_bytes
+        if quota_bytes is None or self._folder.used_bytes(digest) + more_bytes <= quota_bytes:
+            return
+        raise StoreFull(f"the namespace's quota of {quota_bytes} bytes is used up")
 
 
 @contextlib.asynccontextmanager
