@@ -23,7 +23,7 @@ MAX_RETRY_AFTER_S = 2.0  # how much of a server's Retry-After is granted
 CONNECT_S = 5.0
 KEEPALIVE_S = 60.0  # less than what our server grants
 READ_BYTES = 1 << 20  # of a body that wait in memory until they are looked at
-ERROR_TEXT_BYTES = 300
+MAX_TEXT_CHARS = 300  # of what a server says about an error
 HEDGE_FLOOR_S = 0.005
 
 
@@ -31,7 +31,9 @@ HEDGE_FLOOR_S = 0.005
 class HttpCounters:
     """What happened, since the store was opened."""
 
-    requests: int = 0  # sent, with retries and hedges
+    # Sent, with retries and hedges; but for what aiohttp itself sends once more when it finds a
+    # pooled connection closed.
+    requests: int = 0
     retries: int = 0
     hedges: int = 0
     hedges_won: int = 0
@@ -266,7 +268,12 @@ def _discard(task: "asyncio.Task[aiohttp.ClientResponse]") -> None:
 
 
 def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    return _one_line(str(error)) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    """Anybody's text made fit for a log: short, and without what could move a cursor."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT_CHARS]).strip()
 
 
 async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
@@ -274,9 +281,7 @@ async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
 
     Raises: StoreFull, StoreUnavailable; TryAgain for what may pass.
     """
-    raw = await response.content.read(ERROR_TEXT_BYTES)
-    # The text is anybody's: one line, nothing that could move a cursor.
-    text = "".join(c if c.isprintable() else " " for c in raw.decode(errors="replace")).strip()
+    text = _one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
     message = f"{response.method} was answered {response.status}: {why or text}"
     if response.status == 507:
         raise StoreFull(message)
