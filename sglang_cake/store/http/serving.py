@@ -46,6 +46,8 @@ class ServeSettings:
         """Raises: ConfigError."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together")
+        if not 0 <= self.port <= 65535:  # the system would take it modulo 65536
+            raise ConfigError(f"--port {self.port} is none, allowed: 0 to 65535")
         if not self.tokens and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} lets other machines in: protect it with --token-file, "

@@ -1,6 +1,8 @@
 """Real servers for the tests of the HTTP store: ours and nginx, each as its own process."""
 
 import asyncio
+import http.client
+import json
 import os
 import shutil
 import socket
@@ -12,8 +14,11 @@ from pathlib import Path
 import pytest
 
 import sglang_cake
-from sglang_cake.codec.frame import HEADER_BYTES
+from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
 from sglang_cake.store.http.client import HttpStore
+from sglang_cake.store.http.protocol import block_path, description_path
 from sglang_cake.store.http.timing import Patience
 from sglang_cake.store.http.wire import Endpoint
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
@@ -171,3 +176,64 @@ def make_certificate(folder):
     ]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
+
+
+# Large enough to be on its way for a while: 8 MiB.
+BIG_LAYOUT = BlockLayout(
+    layers=4, parts=(("k", (8, 128)), ("v", (8, 128))), dtype="bfloat16", block_tokens=512
+)
+BIG_FRAME = BlockFrame(Namespace((("model", "big"), ("layout", BIG_LAYOUT.describe()))), BIG_LAYOUT)
+
+
+def ask(server, method, path, body=None, headers=None, token=None):
+    """One plain request: status, headers in lower case, body."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    headers = dict(headers or {})
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        connection.request(method, path, body=body, headers=headers)
+        response = connection.getresponse()
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, found, response.read()
+    finally:
+        connection.close()
+
+
+def claim(server, frame=FRAME, token=None):
+    """Tell the server what the namespace is."""
+    body = json.dumps(frame.namespace.describe())
+    path = description_path(frame.digest)
+    assert ask(server, "PUT", path, body, token=token)[0] == 204
+
+
+def put_block(server, name, frame=FRAME):
+    body = framed(name, frame=frame)
+    status, _, said = ask(server, "PUT", block_path(frame.digest, key_of(name)), body)
+    assert status in (201, 204), said
+    return status
+
+
+def start_request(server, head, body=b""):
+    """Send the beginning of a request; the connection."""
+    connection = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+    connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
+    return connection
+
+
+def start_put(server, name, frame, sent_bytes):
+    """Send the head of a PUT and `sent_bytes` of its body; the connection and the rest."""
+    body = framed(name, frame=frame)
+    path = block_path(frame.digest, key_of(name))
+    head = f"PUT {path} HTTP/1.1\nHost: x\nContent-Length: {len(body)}\n"
+    return start_request(server, head, body[:sent_bytes]), body[sent_bytes:]
+
+
+def read_status(connection):
+    """The status of the answer that comes next."""
+    head = b""
+    while b"\r\n" not in head:
+        piece = connection.recv(4096)
+        assert piece, f"closed after {head!r}"
+        head += piece
+    return int(head.split()[1])
