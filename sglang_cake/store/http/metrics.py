@@ -15,6 +15,7 @@ def metrics_text(
     received_bytes: int,
     puts: int,
     refused_connections: int,
+    bad_requests: int,
 ) -> str:
     """One line a number. Args: answers: requests by method and status."""
     lines: list[str] = []
@@ -31,6 +32,7 @@ def metrics_text(
     say("sent_bytes_total", "counter", {"": sent_bytes})
     say("received_bytes_total", "counter", {"": received_bytes})
     say("refused_connections_total", "counter", {"": refused_connections})
+    say("bad_requests_total", "counter", {"": bad_requests})
     say("puts_in_progress", "gauge", {"": puts})
     say("evicted_bytes_total", "counter", {"": stats.evicted_bytes})
     known = {

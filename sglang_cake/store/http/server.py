@@ -51,14 +51,40 @@ class StoreServer:
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._claimed: set[Digest] = set()
         self._answers: Counter[tuple[str, int]] = Counter()  # by method and status
-        self.refused_connections = 0  # counted by who listens
+        self._under_way = 0
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.refused_connections = 0  # counted by who listens, as is what follows
+        self.bad_requests = 0  # that were no HTTP
 
     def close(self) -> None:
         """Once no request is under way any more. Blocks until the threads are done."""
         self._blocks.close()
 
+    async def drained(self) -> None:
+        """From now on every connection ends with its request; return when none is under way."""
+        self._stopping = True
+        await self._idle.wait()
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            response = await self._answer_or_error(request)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+            if self._stopping:
+                request.protocol.close()
+        method = request.method if request.method in KNOWN_METHODS else "other"
+        self._answers[method, response.status] += 1
+        return response
+
+    async def _answer_or_error(self, request: web.BaseRequest) -> web.StreamResponse:
+        response: web.StreamResponse
         try:
             response = await self._answer(request)
         except Refused as error:
@@ -85,8 +111,6 @@ class StoreServer:
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             response = _error(500, "the server failed; its log says how")
-        method = request.method if request.method in KNOWN_METHODS else "other"
-        self._answers[method, response.status] += 1
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -191,6 +215,7 @@ class StoreServer:
             received_bytes=self._blocks.received_bytes,
             puts=self._blocks.puts,
             refused_connections=self.refused_connections,
+            bad_requests=self.bad_requests,
         )
         return web.Response(text=text, content_type="text/plain")
 
@@ -203,7 +228,7 @@ class StoreServer:
         return None
 
     def _is_claimed(self, digest: Digest) -> bool:
-        """Whether blocks of the namespace may be written: somebody said what it is, now or earlier."""
+        """Whether somebody said, now or earlier, what the namespace is: blocks of it may come."""
         if digest not in self._claimed:
             fields = self._fields(digest)
             if fields is None:

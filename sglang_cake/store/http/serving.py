@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import resource
 import signal
 import socket
@@ -21,6 +22,7 @@ from sglang_cake.store.http.server import StoreServer
 MAX_CONNECTIONS = 1024
 KEEPALIVE_S = 75.0  # of a connection without a request
 END_S = 20.0  # how long requests that are under way may take when the server stops
+CUT_S = 2.0  # how long those that were cut off then may take to end
 LINGER_S = 2.0  # how long the rest of an unwanted body is read, so that the answer arrives
 HANDSHAKE_S = 10.0
 READ_BYTES = 1 << 17  # of a body that wait in memory until they are looked at
@@ -109,6 +111,7 @@ async def _run(
         keepalive_timeout=KEEPALIVE_S,
         lingering_time=LINGER_S,
         read_bufsize=READ_BYTES,
+        logger=_count_bad_requests(server),
     )
 
     def connect() -> asyncio.Protocol:
@@ -117,7 +120,7 @@ async def _run(
             return _Refusal()
         return http()
 
-    runner = web.ServerRunner(http, shutdown_timeout=END_S)
+    runner = web.ServerRunner(http, shutdown_timeout=CUT_S)
     await runner.setup()
     listener = await asyncio.get_running_loop().create_server(
         connect,
@@ -129,7 +132,24 @@ async def _run(
     ready()
     await stopping.wait()
     listener.close()
+    # Before `cleanup`, which lets no more bytes of a body in.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await server.drained()
     await runner.cleanup()
+
+
+def _count_bad_requests(server: StoreServer) -> logging.Logger:
+    """What aiohttp logs to: with a traceback for whatever is no HTTP, which anybody could fill a
+    disk with. Errors in the handling of requests are logged by the server itself."""
+
+    class Count(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            server.bad_requests += 1
+
+    log = logging.Logger("sglang_cake.http.bad_requests", logging.ERROR)
+    log.addHandler(Count())
+    return log
 
 
 class _Refusal(asyncio.Protocol):

@@ -41,6 +41,12 @@ class BadServer:
     connections: int = 0
 
 
+async def until(condition):
+    """Wait until `condition()` is true; the test's own time limit is the bound."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 @asynccontextmanager
 async def bad_server(answer):
     """Args: answer(asked): called for each request; what it does not send is never sent."""
@@ -69,7 +75,7 @@ async def bad_server(answer):
             writer.close()
 
     listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-    server = BadServer("http://127.0.0.1:%d" % listener.sockets[0].getsockname()[1])
+    server = BadServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     try:
         yield server
     finally:

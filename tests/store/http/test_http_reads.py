@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from bad_server import bad_server
-from http_servers import A, FRAMED_BYTES, framed, opened
+from http_servers import FRAMED_BYTES, A, framed, opened
 
 from sglang_cake.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.store.http.timing import Hedging

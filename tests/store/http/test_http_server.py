@@ -6,12 +6,11 @@ import re
 
 import pytest
 from http_servers import (
-    A,
-    B,
     BIG_FRAME,
     FRAMED_BYTES,
     TOKEN,
-    WAIT_S,
+    A,
+    B,
     OurServer,
     ask,
     claim,
