@@ -43,7 +43,7 @@ class BadServer:
 
 async def until(condition):
     """Wait until `condition()` is true; the test's own time limit is the bound."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 

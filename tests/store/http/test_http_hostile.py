@@ -1,5 +1,6 @@
 """Whatever comes over the wire: the server goes on, and nothing wrong becomes visible."""
 
+import json
 import socket
 
 import pytest
@@ -57,9 +58,7 @@ SEGMENTS = st.one_of(
             *(FRAME.digest.hex(), A.hex(), A.hex()[:2], A.hex()[2:4], B.hex(), "0" * 64),
         ]
     ),
-    st.text(
-        st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#?"), max_size=8
-    ),
+    st.text("".join(map(chr, range(33, 127))).replace("#", "").replace("?", ""), max_size=8),
 )
 
 
@@ -211,9 +210,7 @@ JSON = st.recursive(
 )
 
 
-@given(
-    st.one_of(st.binary(max_size=200), JSON.map(lambda value: protocol.json.dumps(value).encode()))
-)
+@given(st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())))
 def test_no_text_from_a_server_is_more_than_unavailable(body):
     for read in (protocol.read_stats, protocol.read_block_line, protocol.read_namespaces):
         try:

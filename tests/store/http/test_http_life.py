@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+from bad_server import until
 from http_servers import (
     BIG_FRAME,
     FRAMED_BYTES,
@@ -94,8 +95,7 @@ def test_a_server_killed_at_random_moments_never_lies(tmp_path):
         server = OurServer(tmp_path / "root")
         store = opened(server.base)
         writing = asyncio.create_task(write(store, turn))
-        while (turn, 0) not in stored:
-            await asyncio.sleep(0.001)
+        await until(lambda: (turn, 0) in stored)
         await asyncio.sleep(moments.uniform(0, 0.1))  # random moments are the point of this test
         await asyncio.to_thread(server.kill)
         await writing

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from bad_server import bad_server
+from bad_server import bad_server, until
 from http_servers import FRAMED_BYTES, A, framed, opened
 
 from sglang_cake.errors import BlockCorrupt, StoreUnavailable
@@ -134,8 +134,7 @@ def test_a_cancelled_read_returns_at_once_and_leaves_out_alone():
     async def test(store, server):
         out = bytearray(LAYOUT.block_bytes)
         task = asyncio.create_task(store.get_into(A, memoryview(out)))
-        while not any(out):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(out))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -159,12 +158,10 @@ def test_reads_in_flight_are_bounded_and_lookups_do_not_wait_behind_them():
 
     async def test(store, server):
         tasks = [asyncio.create_task(read(store, A)) for _ in range(10)]
-        while len(waiting) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(waiting) == 3)
         assert await store.contains([A]) == [True]
         for turn in range(10):
-            while len(waiting) == turn:
-                await asyncio.sleep(0.001)
+            await until(lambda turn=turn: len(waiting) > turn)
             assert len(waiting) <= turn + 3
             waiting[turn].answer(200, GOOD)
         assert await asyncio.gather(*tasks) == [block_of("a")] * 10

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 
 import pytest
 from http_servers import (
@@ -208,13 +209,12 @@ def test_health_stats_and_metrics(server):
 
 def test_puts_at_once_are_bounded_and_so_is_their_memory(server):
     def peak_bytes():
-        status = open(f"/proc/{server.process.pid}/status").read()
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
     claim(server, BIG_FRAME)
     before, almost = peak_bytes(), BIG_FRAME.framed_bytes - 1
     puts = [start_put(server, f"big{n}", BIG_FRAME, almost) for n in range(MAX_PUTS)]
-    busy = poll(lambda: ask(server, "PUT", PATH, GOOD)[:2], "an answer")
     poll(lambda: b"puts_in_progress 8" in ask(server, "GET", "/metrics")[2], "all have begun")
     busy = ask(server, "PUT", PATH, GOOD)
     assert busy[0] == 503
@@ -276,10 +276,14 @@ def test_a_namespace_has_its_quota_and_others_theirs(tmp_path):
 
         async def fill(store):
             stored = []
-            with pytest.raises(StoreFull, match="quota of 60000 bytes"):
+
+            async def put_many():
                 for n in range(100):
                     await store.put(key_of(n), block_of(n))
                     stored.append(n)
+
+            with pytest.raises(StoreFull, match="quota of 60000 bytes"):
+                await put_many()
             assert stored
             with pytest.raises(StoreFull):
                 await store.put(key_of("more"), block_of("more"))
