@@ -97,7 +97,8 @@ class BlockService:
         self, request: web.BaseRequest, digest: Digest, key: BlockKey
     ) -> web.StreamResponse:
         """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
-        async with opened(self.readers, self._reading(digest, key)) as fd:
+        reading = entered(self.readers, self._reading(digest, key), leave_in_pool=False)
+        async with reading as fd:
             size = os.fstat(fd).st_size
             response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
             response.content_type = protocol.BLOCK_TYPE
@@ -140,7 +141,8 @@ class BlockService:
             raise Refused(503, "too many puts at once", {"Retry-After": "1"})
         self.puts += 1
         try:
-            async with opened(self._writers, self._writing(digest, key, size)) as file:
+            writing = entered(self._writers, self._writing(digest, key, size), leave_in_pool=True)
+            async with writing as file:
                 if file is None:
                     return web.Response(status=204)
                 async with asyncio.timeout(time_limit_s(size)):
@@ -200,8 +202,10 @@ class BlockService:
 
 
 @contextlib.asynccontextmanager
-async def opened(pool: ThreadPoolExecutor, context: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Enter and leave a blocking context in `pool`.
+async def entered(
+    pool: ThreadPoolExecutor, context: AbstractContextManager[T], *, leave_in_pool: bool
+) -> AsyncIterator[T]:
+    """Enter a blocking context in `pool`, and leave it there, or here if that takes no time.
 
     It is not told of exceptions inside: those are the client's, and none of the folder's business.
     """
@@ -209,5 +213,7 @@ async def opened(pool: ThreadPoolExecutor, context: AbstractContextManager[T]) -
     try:
         yield await run_stoppable(pool, lambda stop: stack.enter_context(context))
     finally:
-        # Runs on when this is cancelled.
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))
+        if leave_in_pool:  # runs on when this is cancelled
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))
+        else:
+            stack.close()
