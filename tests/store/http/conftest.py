@@ -1,5 +1,16 @@
 import pytest
-from http_servers import OurServer, claim
+from http_servers import STARTED, OurServer, claim
+
+
+@pytest.fixture(autouse=True)
+def _no_server_outlives_its_test():
+    """Also of a test that failed. Those of wider fixtures were started before."""
+    before = len(STARTED)
+    yield
+    for process in STARTED[before:]:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 A, B = key_of("a"), key_of("b")
 FRAMED_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 TOKEN = "correct-horse-battery-staple"
+STARTED: list[subprocess.Popen] = []  # by now, in all tests
 WAIT_S = 60.0  # for what takes a fraction of a second; generous, for machines that are busy
 
 
@@ -89,6 +90,7 @@ class OurServer:
             stdout=subprocess.PIPE,
             text=True,
         )
+        STARTED.append(self.process)
         line = self.process.stdout.readline()
         assert " is served at " in line, f"{line!r}, exit status {self.process.poll()}"
         self.base = line.split()[-1]
@@ -143,6 +145,7 @@ class Nginx:
         more = f"location /kv/ {{ proxy_pass {before}/; }}" if before else ""
         config.write_text(NGINX.format(folder=folder, root=root, port=self.port, more=more))
         self.process = subprocess.Popen([program, "-p", str(folder), "-c", str(config)])
+        STARTED.append(self.process)
         poll(lambda: connects(self.port), "nginx listens")
 
     def stop(self):
