@@ -1,10 +1,10 @@
 """`sglang-cake store verify`, `gc` and `clear`: looking after a store, also while it is used."""
 
 import argparse
+import asyncio
 import contextlib
 import json
 import sys
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,8 +25,7 @@ from sglang_cake.cli.store_tables import count_text, size_text, table
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.store.base import BlockInfo
-from sglang_cake.store.file.paths import NamespaceFolder
-from sglang_cake.store.file.sweep import sweep_stale
+from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.url import parse_size
 
 MAX_CORRUPT_NAMED = 100  # keys that a report lists
@@ -155,8 +154,7 @@ async def _gc(args: argparse.Namespace) -> int:
             raise ConfigError(f"{place.url}: only file stores need it; to shrink it, give --to")
         result: dict[str, Any] = {"url": place.url, "temporary_files": 0, "corrupt_files": 0}
         if place.files is not None:
-            result["temporary_files"] = sweep_stale(place.files.path, threading.Event())
-            result["corrupt_files"] = await _remove_corrupt(place)
+            result |= await asyncio.to_thread(_tidy, place.files)
         result |= await _shrink(place, keep_bytes)
         results.append(result)
     if args.json:
@@ -175,17 +173,12 @@ async def _gc(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _remove_corrupt(place: Place) -> int:
-    removed = 0
-    assert place.files is not None
-    for stored in await place.source.namespaces():
-        folder = NamespaceFolder(place.files.path, stored.digest).corrupt
-        with contextlib.suppress(OSError):  # there is none
-            for path in folder.iterdir():
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    removed += 1
-    return removed
+def _tidy(source: FileSource) -> dict[str, int]:
+    with contextlib.closing(source.folder()) as folder:
+        return {
+            "temporary_files": folder.remove_stale(),
+            "corrupt_files": folder.remove_set_aside(),
+        }
 
 
 async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:

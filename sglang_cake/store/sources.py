@@ -16,6 +16,8 @@ ENTRY_POINTS = "sglang_cake.stores"
 # Imported when a URL asks for them: each may need a package that is an optional extra.
 BUILT_IN = {
     "file": "sglang_cake.store.file.source",
+    "http": "sglang_cake.store.http.source",
+    "https": "sglang_cake.store.http.source",
     "mooncake": "sglang_cake.store.mooncake.parse",
     "s3": "sglang_cake.store.s3.parse",
 }
