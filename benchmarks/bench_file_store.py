@@ -43,9 +43,7 @@ FSYNC = {"off": False, "data": True}
 
 
 def frame_of(block_bytes: int) -> BlockFrame:
-    layout = BlockLayout(
-        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
-    )
+    layout = BlockLayout(layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1)
     return BlockFrame(Namespace((("model", "bench"), ("layout", layout.describe()))), layout)
 
 
@@ -147,7 +145,9 @@ def summary(mib: int, depth: int, runs: dict[str, list[Run]]) -> dict[str, Any]:
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
     """GB/s, the ratio to the better fio, and CPU seconds per GB, of every arm."""
-    lines = [f"{'MiB':>3} {'depth':>5}  {'':16} {'GB/s':>7} {'to fio':>7} {'95 %':>12} {'CPU s/GB':>9}"]
+    lines = [
+        f"{'MiB':>3} {'depth':>5}  {'':16} {'GB/s':>7} {'to fio':>7} {'95 %':>12} {'CPU s/GB':>9}"
+    ]
     for cell in cells:
         for name, arm in cell["arms"].items():
             ratio = arm["to_best_fio"]
