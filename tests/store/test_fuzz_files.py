@@ -7,17 +7,17 @@ import os
 
 import pytest
 from filestore import path_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from hostile import (
     KEYS,
-    NAMES,
     anything,
     changes_of_bytes,
     folder_with_blocks,
     put_in_place,
+    rewrite,
     use,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.file.source import FileSource
@@ -48,8 +48,7 @@ BLOCK_DAMAGE = st.one_of(
 
 def damage_block(root, outside, path, how, what):
     if how == "bytes":
-        if path.is_file():
-            path.write_bytes(what(path.read_bytes()))
+        rewrite(path, what)
         return
     if how == "replace":
         put_in_place(path, outside, what)

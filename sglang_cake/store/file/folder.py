@@ -187,7 +187,9 @@ class BlockFolder:
         """Every namespace that was claimed. Raises: StoreUnavailable."""
         with _foreign_errors():
             return [
-                StoredNamespace(digest, read_description(NamespaceFolder(self._root, digest).description))
+                StoredNamespace(
+                    digest, read_description(NamespaceFolder(self._root, digest).description)
+                )
                 for digest in namespaces_in(self._root)
             ]
 
@@ -291,7 +293,9 @@ class BlockFolder:
             return NewFile(path, sync=self._sync)
 
     def _claim_again(self, digest: Digest) -> None:
-        fields = self._claimed.get(digest) or read_description(NamespaceFolder(self._root, digest).description)
+        fields = self._claimed.get(digest) or read_description(
+            NamespaceFolder(self._root, digest).description
+        )
         if not fields:
             raise StoreUnavailable(f"namespace {digest.hex()} was never described")
         try:
