@@ -31,7 +31,8 @@ OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just open
 RECLAIM_EVERY_S = 60.0
 FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
 MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+# The last one is an error in what we ask: our own tables gave no cause for one when it was opened.
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class Books:

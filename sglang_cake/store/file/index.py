@@ -302,7 +302,7 @@ class BlockIndex:
                 "FROM namespaces WHERE digest = coalesce(?, digest)",
                 (digest,),
             ).fetchone()
-        return int(blocks), int(used_bytes)
+        return _count(blocks), _count(used_bytes)
 
     def check(self) -> None:
         """Look for damage, quickly. Raises: sqlite3.DatabaseError."""
@@ -382,4 +382,10 @@ def _used_bytes(books: sqlite3.Connection) -> int:
     (used_bytes,) = books.execute(
         "SELECT coalesce(sum(used_bytes + folder_bytes), 0) FROM namespaces"
     ).fetchone()
-    return int(used_bytes)
+    return _count(used_bytes)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and value >= 0:
+        return value
+    raise DamagedIndexError("the totals make no sense")
