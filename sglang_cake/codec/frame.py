@@ -120,12 +120,20 @@ def read_header(raw: bytes | bytearray) -> Header:
 
 
 def check_header(
-    raw: bytes | bytearray, *, namespace: Digest, key: BlockKey, layout: BlockLayout
+    raw: bytes | bytearray,
+    *,
+    namespace: Digest,
+    key: BlockKey,
+    layout: BlockLayout,
+    codec: str = RAW,
+    payload_bytes: int | None = None,
 ) -> Header:
     """Take a header apart; whatever it returns belongs to `key` in `namespace`.
 
+    Args: payload_bytes: None: as many as the layout has.
     Raises: BlockCorrupt, saying which check failed.
     """
+    expected_bytes = layout.block_bytes if payload_bytes is None else payload_bytes
     header = read_header(raw)
     if header.namespace != namespace:
         raise BlockCorrupt(f"belongs to namespace {header.namespace.hex()}")
@@ -133,12 +141,10 @@ def check_header(
         raise BlockCorrupt(f"holds another block, {header.key.hex()}")
     if header.layout != layout.describe():
         raise BlockCorrupt(f"has another layout, {header.layout}")
-    if header.codec != RAW:
-        raise BlockCorrupt(f"has codec {header.codec!r}, this program reads {RAW!r}")
-    if header.payload_bytes != layout.block_bytes:
-        raise BlockCorrupt(
-            f"payload of {header.payload_bytes} bytes, a block has {layout.block_bytes}"
-        )
+    if header.codec != codec:
+        raise BlockCorrupt(f"has codec {header.codec!r}, this program reads {codec!r}")
+    if header.payload_bytes != expected_bytes:
+        raise BlockCorrupt(f"payload of {header.payload_bytes} bytes, a block has {expected_bytes}")
     return header
 
 
@@ -148,6 +154,8 @@ class BlockFrame:
 
     namespace: Namespace
     layout: BlockLayout
+    codec: str = RAW  # what was done to the block's bytes
+    added_bytes: int = 0  # by which that makes every payload longer than the block
 
     @cached_property
     def digest(self) -> Digest:
@@ -157,7 +165,7 @@ class BlockFrame:
     @property
     def payload_bytes(self) -> int:
         """Bytes that `Store.put` takes and `Store.get_into` fills."""
-        return self.layout.block_bytes
+        return self.layout.block_bytes + self.added_bytes
 
     @property
     def framed_bytes(self) -> int:
@@ -172,11 +180,19 @@ class BlockFrame:
             layout=self.layout,
             payload_bytes=len(payload),
             checksum=payload_checksum(payload),
+            codec=self.codec,
         )
 
     def check(self, raw: bytes | bytearray, key: BlockKey) -> Header:
         """Take apart the header of `key`. Raises: BlockCorrupt."""
-        return check_header(raw, namespace=self.digest, key=key, layout=self.layout)
+        return check_header(
+            raw,
+            namespace=self.digest,
+            key=key,
+            layout=self.layout,
+            codec=self.codec,
+            payload_bytes=self.payload_bytes,
+        )
 
 
 class Incoming:

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
@@ -40,10 +41,28 @@ def sources_of(setting: str | None, policy: str) -> list[StoreSource]:
 
 
 def _source(url: StoreUrl) -> StoreSource:
+    """One URL's source. Options of any scheme wrap it: a sealed block crosses the link as it is."""
     bandwidth = url.option("bandwidth", parse_bandwidth, 0.0)
+    key_file = url.option("key_file", _absolute, None)
     source = _parser(url)(url)
     url.finish()
-    return _PacedSource(source, bandwidth) if bandwidth else source
+    if bandwidth:
+        source = _PacedSource(source, bandwidth)
+    return source if key_file is None else _sealed(url, source, key_file)
+
+
+def _absolute(text: str) -> Path:
+    if not text.startswith("/") or "\0" in text:
+        raise ConfigError(f"{text!r} is not an absolute path")
+    return Path(text)
+
+
+def _sealed(url: StoreUrl, source: StoreSource, key_file: Path) -> StoreSource:
+    try:
+        from sglang_cake.store.sealed import SealedSource
+    except ImportError:
+        raise missing_extra(url, "cryptography", "crypto") from None
+    return SealedSource(source, key_file)
 
 
 def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:

@@ -59,6 +59,7 @@ async def race(root):
 
 async def crash(root, at):
     store, left = opened(root, fsync="data"), at
+    await store.stats()  # the index is open: from now on the put alone changes the disk
 
     def dying(real):
         def call(*args, **kwargs):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sglang_cake.errors import StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.file.index import BlockIndex
+from sglang_cake.store.file.index import BlockIndex, DamagedIndexError
 from sglang_cake.store.file.paths import NamespaceFolder, create_private
 from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.sweep import (
@@ -31,7 +31,8 @@ OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just open
 RECLAIM_EVERY_S = 60.0
 FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
 MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+# The last one is an error in what we ask: our own tables gave no cause for one when it was opened.
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class Books:
@@ -50,7 +51,7 @@ class Books:
         self._reads: deque[tuple[Digest, BlockKey, float, int]] = deque(maxlen=MAX_UNWRITTEN_READS)
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
-        self._complained = ""
+        self._complained, self._damaged = "", False
         self.rebuilt = 0  # how often the books were made from the files
         self._thread = threading.Thread(target=self._run, name="cake-file-books", daemon=True)
         self._thread.start()
@@ -75,6 +76,7 @@ class Books:
             if code == sqlite3.SQLITE_FULL:
                 raise StoreFull(f"{self._root}: index: {error}") from error
             if code != sqlite3.SQLITE_BUSY:
+                self._damaged |= _is_damage(error)
                 self._give_up(index)
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
 
@@ -118,11 +120,15 @@ class Books:
             try:
                 self._tick()
             except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
+                self._damaged |= _is_damage(error)
                 self._complain(error)
                 self._closing.wait(TICK_S)  # whatever is asked meanwhile, a broken disk rests
             self._wake.wait(TICK_S)
             self._wake.clear()
-        with contextlib.suppress(sqlite3.Error, StoreUnavailable, StoreFull), self.open() as index:
+        with (
+            contextlib.suppress(sqlite3.Error, StoreUnavailable, StoreFull),
+            self.open(wait=False) as index,
+        ):
             self.flush(index)
         self._give_up(self._index)
 
@@ -136,7 +142,7 @@ class Books:
         if self._index is None:
             self._open()
             self._complained = ""
-        with self.open() as index:
+        with self.open(wait=False) as index:
             self.flush(index)
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
@@ -158,10 +164,10 @@ class Books:
             try:
                 if index.boot() != _this_boot():
                     self._rebuild(index)
+                self._reclaim(index)
             except BaseException:
                 index.close()
                 raise
-        self._reclaim(index)
         self._room.begin_anew()
         self._index = index
         self._opened.set()
@@ -169,15 +175,18 @@ class Books:
     def _open_undamaged(self) -> BlockIndex:
         path = self._root / "index.db"
         try:
+            if self._damaged:
+                raise DamagedIndexError("found out while it was used")
             index = BlockIndex(path)
             index.check()
         except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) not in _DAMAGED:
+            if not _is_damage(error):
                 raise
             logger.warning("store %s: the index is damaged (%s), beginning anew", path, error)
             for suffix in ("", "-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             index = BlockIndex(path)
+        self._damaged = False
         return index
 
     def _rebuild(self, index: BlockIndex) -> None:
@@ -210,6 +219,11 @@ class Books:
                 index.settle(booked.id, booked.usage.stored_bytes)
             else:
                 index.drop(booked.id)
+
+
+def _is_damage(error: Exception) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    return isinstance(error, DamagedIndexError) or code in _DAMAGED
 
 
 def _this_boot() -> str:

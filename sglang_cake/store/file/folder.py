@@ -24,6 +24,7 @@ from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage
 from sglang_cake.store.file.blockfile import NewFile, sync_folder, write_file
 from sglang_cake.store.file.books import FOLDER_BYTES, Books
+from sglang_cake.store.file.description import read_description
 from sglang_cake.store.file.index import BlockIndex
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.file.pause import Pause
@@ -86,7 +87,7 @@ class BlockFolder:
                 # Always synced: an empty one after a power cut would lock the namespace.
                 write_file(place.description, (json.dumps(dict(fields), indent=2) + "\n").encode())
                 sync_folder(place.root)
-        if _described(place) != dict(fields):
+        if read_description(place.description) != dict(fields):
             raise ConfigError(
                 f"{place.description} does not describe the namespace it is in: "
                 "remove that folder, or choose another one for the store"
@@ -186,7 +187,9 @@ class BlockFolder:
         """Every namespace that was claimed. Raises: StoreUnavailable."""
         with _foreign_errors():
             return [
-                StoredNamespace(digest, _described(NamespaceFolder(self._root, digest)))
+                StoredNamespace(
+                    digest, read_description(NamespaceFolder(self._root, digest).description)
+                )
                 for digest in namespaces_in(self._root)
             ]
 
@@ -295,7 +298,9 @@ class BlockFolder:
             return NewFile(path, sync=self._sync)
 
     def _claim_again(self, digest: Digest) -> None:
-        fields = self._claimed.get(digest) or _described(NamespaceFolder(self._root, digest))
+        fields = self._claimed.get(digest) or read_description(
+            NamespaceFolder(self._root, digest).description
+        )
         if not fields:
             raise StoreUnavailable(f"namespace {digest.hex()} was never described")
         try:
@@ -340,14 +345,6 @@ class BlockFolder:
                 self._forget(digest, key)
         except OSError:
             pass  # read-only, or another reader was first: the block stays bad, and is never used
-
-
-def _described(place: NamespaceFolder) -> dict[str, str]:
-    try:
-        found = json.loads(place.description.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _is_whole(path: Path, framed_bytes: int) -> bool:

@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -89,6 +89,14 @@ class Found(NamedTuple):
     used_s: float
 
 
+class DamagedIndexError(sqlite3.DatabaseError):
+    """What is in the file was not written by us, or was damaged."""
+
+
+class ForeignIndexError(sqlite3.DatabaseError):
+    """The file is in order, and not ours: nothing in it is believed, or changed."""
+
+
 class BlockIndex:
     """Blocking and thread-safe; every method raises sqlite3.Error when the file is damaged, gone
     or busy for longer than BUSY_S."""
@@ -96,13 +104,11 @@ class BlockIndex:
     def __init__(self, path: Path) -> None:
         """Open it, and make it when it is not there. Raises: sqlite3.Error; OSError."""
         create_private(path)
+        _check_ours(path)
         self._path = path
         self.inode = path.stat().st_ino
         self._writer, self._reader = self._connect(), self._connect()
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
-        version = self._writer.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
-            raise sqlite3.DatabaseError(f"{path}: version {version} of the index")
         self._writer.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
         self._namespaces: dict[Digest, int] = {}
 
@@ -276,10 +282,13 @@ class BlockIndex:
 
     def _booked(self, where: str, *values: object) -> list[Booked]:
         rows = self._ask(
-            "SELECT blocks.id, digest, key, owner, stored_bytes, created_s, used_s, uses "
+            "SELECT blocks.id, digest, key, coalesce(owner, ''), stored_bytes, created_s, used_s, "
+            "uses "
             "FROM blocks JOIN namespaces ON namespaces.id = namespace WHERE " + where,
             *values,
         )
+        if not all(map(_is_sound, rows)):  # SQLite itself takes any value in any column
+            raise DamagedIndexError(f"{self._path}: a row of blocks makes no sense")
         return [
             Booked(block, digest, key, owner, Usage(*rest))
             for block, digest, key, owner, *rest in rows
@@ -293,7 +302,7 @@ class BlockIndex:
                 "FROM namespaces WHERE digest = coalesce(?, digest)",
                 (digest,),
             ).fetchone()
-        return int(blocks), int(used_bytes)
+        return _count(blocks), _count(used_bytes)
 
     def check(self) -> None:
         """Look for damage, quickly. Raises: sqlite3.DatabaseError."""
@@ -340,8 +349,43 @@ class BlockIndex:
             )
 
 
+def _is_sound(row: Sequence[object]) -> bool:
+    _, digest, key, owner, *numbers = row
+    names = all(isinstance(name, bytes) and len(name) == 32 for name in (digest, key))
+    return names and isinstance(owner, str) and all(isinstance(n, int | float) for n in numbers)
+
+
+def _check_ours(path: Path) -> None:
+    """An index of this version, or one that is still to be made. Raises: sqlite3.Error.
+
+    To the letter: with somebody else's views and triggers, what we ask might never end.
+    """
+    with closing(sqlite3.connect(path, timeout=BUSY_S)) as found:
+        version = found.execute("PRAGMA user_version").fetchone()[0]
+        schema = _schema(found)
+    if version == 0 and not schema:
+        return
+    if version != SCHEMA_VERSION:
+        raise ForeignIndexError(f"{path} has version {version}: remove it")
+    with closing(sqlite3.connect(":memory:")) as made:
+        made.executescript(_SCHEMA)
+        if schema != _schema(made):
+            raise ForeignIndexError(f"{path} is not an index of blocks: remove it")
+
+
+def _schema(books: sqlite3.Connection) -> set[object]:
+    query = "SELECT type, name, tbl_name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"
+    return set(books.execute(query))
+
+
 def _used_bytes(books: sqlite3.Connection) -> int:
     (used_bytes,) = books.execute(
         "SELECT coalesce(sum(used_bytes + folder_bytes), 0) FROM namespaces"
     ).fetchone()
-    return int(used_bytes)
+    return _count(used_bytes)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and value >= 0:
+        return value
+    raise DamagedIndexError("the totals make no sense")

@@ -8,11 +8,13 @@
     corrupt/<key>                   a block that failed a check
 """
 
+import errno
 import functools
 import hashlib
 import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -93,5 +95,12 @@ def tmp_owner(name: str) -> str | None:
 
 
 def create_private(path: Path) -> None:
-    """Make an empty file, mode 0600, unless one is there. Raises: OSError."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    """Make an empty file, mode 0600, unless one is there. Raises: OSError; also for a link, a pipe
+    or whatever else is there and is not a file of this folder."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is not a file", str(path))
+    finally:
+        os.close(fd)

@@ -1,0 +1,65 @@
+"""The file with the master key, and what is derived from it."""
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from sglang_cake.errors import ConfigError
+from sglang_cake.keys import Digest
+
+KEY_BYTES = 32
+_TEXT = re.compile(rb"[0-9a-fA-F]{64}\s*")
+_MAX_FILE_BYTES = 256  # 64 digits, and room for white space behind them
+_MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE)"
+
+
+@dataclass(frozen=True, slots=True)
+class MasterKey:
+    """Seals nothing itself: every namespace has a key of its own, so that no two of them can ever
+    meet in a nonce."""
+
+    secret: bytes = field(repr=False)  # KEY_BYTES
+
+    @property
+    def name(self) -> str:
+        """16 hex digits that tell one master key from others and say nothing about it."""
+        return self._derived(b"name", 8).hex()
+
+    def block_key(self, namespace: Digest) -> bytes:
+        """The key of one namespace, KEY_BYTES long."""
+        return self._derived(b"blocks" + namespace, KEY_BYTES)
+
+    def _derived(self, purpose: bytes, length: int) -> bytes:
+        info = b"sglang_cake seal v1 " + purpose
+        return HKDF(algorithm=SHA256(), length=length, salt=None, info=info).derive(self.secret)
+
+
+def read_key_file(path: Path) -> MasterKey:
+    """Read 64 hex digits from a file that nobody but its owner may read or write.
+
+    Raises: ConfigError, one line that says what to do and nothing of the file's content.
+    """
+    try:
+        # O_NONBLOCK does nothing to a file, and keeps a pipe from hanging us.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"key file {path} is not a file")
+            if status.st_mode & 0o077:
+                raise ConfigError(f"key file {path} is open to others: chmod 600 {path}")
+            text = os.read(fd, _MAX_FILE_BYTES + 1)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(
+            f"key file {path} cannot be read: {error.strerror}; {_MAKE_ONE}"
+        ) from None
+    if len(text) > _MAX_FILE_BYTES or not _TEXT.fullmatch(text):
+        raise ConfigError(f"key file {path} does not hold 64 hex digits; {_MAKE_ONE}")
+    return MasterKey(bytes.fromhex(text.decode().strip()))

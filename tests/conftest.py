@@ -1,0 +1,6 @@
+"""Settings for all tests."""
+
+from hypothesis import settings
+
+# `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py` looks for hours.
+settings.register_profile("hours", max_examples=100_000, print_blob=True)

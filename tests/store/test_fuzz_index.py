@@ -1,0 +1,132 @@
+"""A hostile index beside good blocks: what is read stays right, nothing hangs, and no other file is
+touched. Writing may rest; where the index is plainly not ours it is made anew."""
+
+import asyncio
+import sqlite3
+import time
+from contextlib import closing, suppress
+
+import pytest
+from filestore import A, B, put_a, read_a, with_store
+from hostile import (
+    anything,
+    changes_of_bytes,
+    folder_with_blocks,
+    patched_wait,
+    put_in_place,
+    rewrite,
+    use,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.errors import StoreUnavailable
+from sglang_cake.testing.store_contract import block_of
+
+pytestmark = pytest.mark.timeout(120)
+FEW = settings(
+    deadline=None,
+    max_examples=max(1, settings.default.max_examples * 3 // 10),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+FILES = st.sampled_from(["index.db", "index.db-wal", "index.db-shm", "index.lock"])
+
+
+@FEW
+@given(st.lists(st.tuples(FILES, anything | changes_of_bytes()), min_size=1, max_size=3))
+def test_hostile_index_files(damages):
+    def damage(root, outside):
+        for name, what in damages:
+            path = root / name
+            if callable(what):
+                rewrite(path, what)
+            else:
+                put_in_place(path, outside, what)
+
+    with folder_with_blocks(damage) as root:
+        use(root)
+
+
+VALUES = st.sampled_from(
+    ["NULL", "''", "'text'", "x''", "x'00'", "-1", "9e999", "9223372036854775807", "1.5"]
+)
+CHANGES = st.one_of(
+    st.tuples(
+        st.sampled_from(["key", "state", "stored_bytes", "owner", "created_s", "used_s", "uses"]),
+        VALUES,
+    ).map(lambda change: "UPDATE blocks SET {} = {} WHERE id = 2".format(*change)),
+    st.tuples(st.sampled_from(["digest", "blocks", "used_bytes", "folder_bytes"]), VALUES).map(
+        lambda change: "UPDATE OR IGNORE namespaces SET {} = {}".format(*change)
+    ),
+    st.just("DELETE FROM namespaces"),
+    VALUES.map(lambda value: f"INSERT INTO agreed VALUES (coalesce({value}, 0))"),
+    VALUES.map(lambda value: f"UPDATE agreed SET boot = coalesce({value}, 0)"),
+)
+
+
+@FEW
+@given(st.lists(CHANGES, min_size=1, max_size=3))
+def test_hostile_rows(changes):
+    def damage(root, outside):
+        with closing(sqlite3.connect(root / "index.db")) as index, index:
+            for change in changes:
+                with suppress(sqlite3.IntegrityError):
+                    index.execute(change)
+
+    with folder_with_blocks(damage) as root:
+        use(root)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+FOREIGN = {
+    "another program's": "CREATE TABLE blocks (name TEXT); INSERT INTO blocks VALUES ('theirs')",
+    "another program's, of our version": "CREATE TABLE notes (t TEXT); PRAGMA user_version = 1",
+    "a later version": "PRAGMA user_version = 2",
+    "a view that never ends": f"CREATE VIEW blocks AS {ENDLESS}; PRAGMA user_version = 1",
+}
+
+
+@pytest.mark.parametrize("script", [*FOREIGN, "a trigger of its own"])
+def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, script, caplog):
+    with_store(tmp_path, put_a)
+    index = tmp_path / "index.db"
+    if script in FOREIGN:
+        for path in tmp_path.glob("index.db*"):
+            path.unlink()
+    with closing(sqlite3.connect(index)) as made:
+        made.executescript(
+            FOREIGN.get(script, f"CREATE TRIGGER t DELETE ON blocks BEGIN {ENDLESS}; END")
+        )
+    before = index.read_bytes()
+
+    async def test(store):
+        assert await store.contains([A, B]) == [True, False]
+        assert await read_a(store) == block_of("a")
+        with pytest.raises(StoreUnavailable):
+            await store.put(B, block_of("b"))
+
+    with patched_wait():
+        with_store(tmp_path, test)
+    assert index.read_bytes() == before
+    assert f"{index} " in caplog.text
+    assert "remove it" in caplog.text
+
+
+def test_damage_that_shows_while_the_index_is_used_makes_it_anew(tmp_path):
+    async def test(store):
+        await put_a(store)
+        with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+            index.execute("UPDATE blocks SET uses = 'often'")
+        until_s = time.monotonic() + 60
+        while True:
+            try:
+                await store.put(B, block_of("b"))
+                if [block.key async for block in store.list_blocks()] == [A, B]:
+                    break
+            except StoreUnavailable:
+                pass
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.05)
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test)

@@ -1,0 +1,102 @@
+"""What docs/security.md claims and no other test shows."""
+
+import ast
+import asyncio
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sglang_cake
+from sglang_cake.errors import BlockCorrupt
+from sglang_cake.keys import KeySeed, block_keys
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.file.source import FileSource
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
+
+ROOT = Path(sglang_cake.__file__).parent
+DOC = (ROOT.parent / "docs" / "security.md").read_text()
+DIGEST = Namespace((("model", "m"),)).digest()
+TENANTS = st.tuples(st.none() | st.text(max_size=4), st.none() | st.text(max_size=4))
+
+
+@given(
+    st.lists(st.integers(0, 2**31), min_size=8, max_size=64),
+    st.lists(TENANTS, min_size=2, max_size=4, unique=True),
+)
+def test_tenants_with_other_salts_share_no_key_for_equal_tokens(tokens, tenants):
+    keys = [
+        block_keys(KeySeed(DIGEST, extra_key, cache_salt), tokens, 4)
+        for extra_key, cache_salt in tenants
+    ]
+    assert all(len(each) == len(tokens) // 4 for each in keys)
+    assert len({key for each in keys for key in each}) == sum(map(len, keys))
+
+
+def test_while_a_store_is_open_all_its_files_are_its_owners_alone(tmp_path):
+    root = tmp_path / "kv"
+
+    async def main():
+        store = FileSource(root, min_free_bytes=0).open(FRAME, depth=1)
+        try:
+            for name in ("a", "b"):
+                await store.put(key_of(name), block_of(name))
+            os.truncate(next(root.rglob(key_of("a").hex())), 100)
+            with pytest.raises(BlockCorrupt):
+                await read(store, key_of("a"))
+            assert (root / FRAME.digest.hex() / "corrupt" / key_of("a").hex()).exists()
+            names = {path.name for path in root.iterdir()}
+            assert names >= {"index.db", "index.db-wal", "index.db-shm", "index.lock"}
+            for path in (root, *root.rglob("*")):
+                mode = stat.S_IMODE(path.stat().st_mode)
+                assert mode == (0o700 if path.is_dir() else 0o600), path
+        finally:
+            await store.close()
+
+    old = os.umask(0)
+    try:
+        asyncio.run(main())
+    finally:
+        os.umask(old)
+
+
+RUNS_WHAT_IT_READS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+METHODS = re.compile(r"\b(torch|np|numpy|yaml)\.(load|unsafe_load|full_load)\(|allow_pickle|shell=")
+
+
+def test_nothing_that_is_read_is_ever_run():
+    files = sorted(ROOT.rglob("*.py"))
+    assert len(files) > 50
+    for path in files:
+        text = path.read_text()
+        assert not METHODS.search(text), path
+        for node in ast.walk(ast.parse(text)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {name.split(".")[0] for name in names} & RUNS_WHAT_IT_READS, path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in CALLS, f"{path}:{node.lineno}"
+
+
+def test_the_search_finds_what_it_looks_for():
+    assert METHODS.search("torch.load(path)")
+    assert METHODS.search("run(cmd, shell=True)")
+    assert not METHODS.search("yaml.safe_load(text)")
+
+
+def test_every_protection_names_what_shows_it():
+    table = DOC.split("## What protects")[1].split("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in re.findall(r"^\|.*\|$", table, re.MULTILINE)[2:]]
+    assert len(rows) > 10
+    for _, shown in rows:
+        assert re.search(r"`(\S+::)?test_\w+`|`tests/\S+`", shown), shown
+    for path in re.findall(r"`(tests/[\w/]+\.py)", DOC):
+        assert (ROOT.parent / path).exists() or path.startswith("tests/store/http/"), path
