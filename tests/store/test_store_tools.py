@@ -29,7 +29,7 @@ from storetools import (
 
 import sglang_cake
 from sglang_cake.store.file.paths import new_tmp_name
-from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
 
 FRAMED = 2 * 4096  # what a block takes on the disk
 
@@ -257,7 +257,7 @@ def test_cp_copies_what_is_lacking_and_can_be_run_again(root, tmp_path, capsys):
     fill(other, ALICE, "b", "z")
     answer = told(capsys, "cp", url_of(root), url_of(other))
     assert (answer["copied"], answer["there_already"]) == (3, 1)
-    assert answer["copied_bytes"] == 3 * FRAMED
+    assert answer["copied_bytes"] == 3 * FRAME.framed_bytes
     assert held(other, ALICE) == {key_of(name) for name in "abcz"}
     assert held(other, BOB) == {key_of("d")}
     assert in_store(other, BOB, lambda s: read(s, key_of("d"))) == block_of("d")
