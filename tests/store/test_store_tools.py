@@ -461,14 +461,21 @@ def test_on_a_terminal_there_is_one_and_the_answer_stays_clean(root):
 def test_an_interrupted_bench_cleans_up(root):
     before = sorted(root.rglob("*"))
     url = f"file://{root}?min_free=0&bandwidth=1kB/s"
-    with process("bench", url, "--sizes", "64KiB", "--depths", "2", "--bytes", "64KiB") as bench:
-        deadline_s = time.monotonic() + 60
-        while len(list(root.glob("*/??/??/" + "?" * 64))) < 8:  # four of ours: it reads, slowly
-            assert bench.poll() is None, bench.stderr.read()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        bench.send_signal(signal.SIGINT)
-        _, err = bench.communicate(timeout=60)
+    with process(
+        *("bench", url, "--sizes", "64KiB", "--depths", "2", "--bytes", "64KiB"),
+        # Whoever runs the tests in the background of a shell has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as bench:
+        try:
+            deadline_s = time.monotonic() + 60
+            while len(list(root.glob("*/??/??/" + "?" * 64))) < 8:  # four of ours: now it reads
+                assert bench.poll() is None, bench.stderr.read()
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            bench.send_signal(signal.SIGINT)
+            _, err = bench.communicate(timeout=60)
+        finally:
+            bench.kill()
     assert bench.returncode == 130
     assert err == "interrupted\n"
     assert sorted(root.rglob("*")) == before
