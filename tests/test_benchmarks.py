@@ -23,7 +23,7 @@ from benchmarks import (  # noqa: E402
     ttft_report,
 )
 
-BENCHES = ("attention", "overhead", "ttft")
+BENCHES = ("attention", "overhead", "sealed", "ttft")
 
 
 @pytest.mark.parametrize("name", BENCHES)
