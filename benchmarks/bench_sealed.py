@@ -113,8 +113,9 @@ async def measure(args: argparse.Namespace, folder: Path, block_bytes: int) -> P
     stores = {arm: opened(arm, folder, frame, args.depth) for arm in arms}
     try:
         for turn in range(args.repeats + 1):
-            for arm, store in stores.items():
-                for call, took in await measure_store(store, keys, block, args.depth):
+            first = turn % len(arms)  # nobody always comes after the same one
+            for arm in arms[first:] + arms[:first]:
+                for call, took in await measure_store(stores[arm], keys, block, args.depth):
                     times[arm, call] += [took] if turn else []  # the first round warms up
             for call, took in await measure_cipher(keys, block):
                 times["cipher alone", call] += [took] if turn else []

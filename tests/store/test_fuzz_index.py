@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.testing.store_contract import block_of
 
-pytestmark = pytest.mark.timeout(120)
 FEW = settings(
     deadline=None,
     max_examples=max(1, settings.default.max_examples * 3 // 10),
