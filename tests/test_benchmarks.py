@@ -24,7 +24,7 @@ from benchmarks import (  # noqa: E402
     ttft_report,
 )
 
-BENCHES = ("attention", "http_store", "overhead", "ttft")
+BENCHES = ("attention", "file_store", "http_store", "overhead", "sealed", "ttft")
 
 
 @pytest.mark.parametrize("name", BENCHES)

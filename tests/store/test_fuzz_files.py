@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 
-import pytest
 from filestore import path_of
 from hostile import (
     KEYS,
@@ -23,7 +22,6 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.testing.store_contract import NAMESPACE
 
-pytestmark = pytest.mark.timeout(120)
 FEW = settings(
     deadline=None,
     max_examples=max(1, settings.default.max_examples * 2 // 5),

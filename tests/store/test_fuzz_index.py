@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.testing.store_contract import block_of
 
-pytestmark = pytest.mark.timeout(120)
 FEW = settings(
     deadline=None,
     max_examples=max(1, settings.default.max_examples * 3 // 10),
@@ -130,3 +129,26 @@ def test_damage_that_shows_while_the_index_is_used_makes_it_anew(tmp_path):
         assert await read_a(store) == block_of("a")
 
     with_store(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["index.db", "index.lock"])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_index_that_is_a_link_is_not_followed(tmp_path, name, there):
+    root, target = tmp_path / "kv", tmp_path / "elsewhere"
+    with_store(root, put_a)
+    if there:
+        (root / name).rename(target)
+    for path in root.glob("index.*"):
+        path.unlink()
+    (root / name).symlink_to(target)
+    before = target.read_bytes() if there else None
+
+    async def test(store):
+        assert await read_a(store) == block_of("a")
+        with pytest.raises(StoreUnavailable):
+            await store.put(B, block_of("b"))
+
+    with patched_wait():
+        with_store(root, test)
+    assert target.exists() == there
+    assert there is False or target.read_bytes() == before
