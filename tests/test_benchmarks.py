@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 
 from benchmarks import (  # noqa: E402
     __main__,
-    bench_http_store,
     bench_file_store,
+    bench_http_store,
     bench_overhead,
     bench_ttft,
     facts,
