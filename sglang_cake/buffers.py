@@ -1,12 +1,29 @@
 """Host buffers for blocks on their way: preallocated one by one, reused, bounded."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
+# Memory that starts on a multiple of it can be filled from a disk without a copy (O_DIRECT). A
+# multiple of what any disk asks for, whatever the machine's pages are.
+PAGE_BYTES = 4096
+
+
+def is_on_page(view: memoryview) -> bool:
+    """Whether writable, contiguous memory starts on a page."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
+
+
+def on_page(size_bytes: int) -> memoryview:
+    """New memory that starts on a page; zeros."""
+    raw = bytearray(size_bytes + PAGE_BYTES)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % PAGE_BYTES
+    return memoryview(raw)[start : start + size_bytes]
+
 
 class Buffer(Protocol):
-    """One block of host memory. The adapter makes it (pinned when there is a GPU)."""
+    """One block of host memory. The adapter makes it (pinned when there is a GPU), on a page."""
 
     @property
     def view(self) -> memoryview:

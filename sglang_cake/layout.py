@@ -8,6 +8,7 @@ MLA one latent plane a layer.
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -17,6 +18,10 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "uint8": 1,
 }
+# Of a layout that is read from somewhere: nobody may make us allocate what he likes.
+MAX_TEXT_CHARS = 4096
+MAX_LAYERS = 4096
+MAX_BLOCK_BYTES = 2**34
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,38 @@ class BlockLayout:
             },
             separators=(",", ":"),
         )
+
+    @classmethod
+    def parse(cls, text: str) -> "BlockLayout":
+        """The layout that `describe` gave `text` for. Whoever wrote the text is not trusted.
+
+        Raises: ValueError, one line, for anything else.
+        """
+        try:
+            if len(text) > MAX_TEXT_CHARS:
+                raise ValueError(f"{len(text)} characters")
+            found: Any = json.loads(text)
+            layout = cls(
+                layers=_count(found["layers"], MAX_LAYERS),
+                parts=tuple(
+                    (str(name), tuple(_count(size) for size in shape))
+                    for name, shape in found["parts"]
+                ),
+                dtype=str(found["dtype"]),
+                block_tokens=_count(found["block_tokens"]),
+            )
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"not a block layout: {error!r}") from None
+        if layout.describe() != text:
+            raise ValueError("not a block layout: it is not spelled as it should be")
+        if layout.dtype not in DTYPE_BYTES or not layout.parts:
+            raise ValueError(f"not a block layout: no planes, or of unknown dtype {layout.dtype!r}")
+        if layout.block_bytes > MAX_BLOCK_BYTES:
+            raise ValueError(f"not a block layout: a block of {layout.block_bytes} bytes")
+        return layout
+
+
+def _count(value: object, at_most: int = MAX_BLOCK_BYTES) -> int:
+    if type(value) is not int or not 0 < value <= at_most:
+        raise ValueError(f"{value!r} is not a number from 1 to {at_most}")
+    return value

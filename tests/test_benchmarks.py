@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 
 from benchmarks import (  # noqa: E402
     __main__,
+    bench_http_store,
     bench_overhead,
     bench_ttft,
     facts,
@@ -23,7 +24,7 @@ from benchmarks import (  # noqa: E402
     ttft_report,
 )
 
-BENCHES = ("attention", "overhead", "sealed", "ttft")
+BENCHES = ("attention", "http_store", "overhead", "sealed", "ttft")
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -253,3 +254,21 @@ def test_copies_between_host_and_device_are_indexed() -> None:
         [source], [target], torch.tensor([3, 1]), torch.tensor([0, 2]), page_size=1
     )
     assert target.tolist() == [[6, 7], [0, 0], [2, 3], [0, 0]]
+
+
+def test_http_store_ratios_are_of_neighbouring_runs() -> None:
+    def run(server: str, repeat: int, mb_per_s: float) -> dict[str, Any]:
+        cell = {"client": "wrk", "size_mib": 1, "connections": 4, "repeat": repeat}
+        return cell | {"server": server, "mb_per_s": mb_per_s, "server_cpu_s_per_gb": 0.1}
+
+    runs = [
+        *(run("ours", 0, 90.0), run("nginx", 0, 100.0)),
+        *(run("nginx", 1, 1000.0), run("ours", 1, 900.0)),
+    ]
+    (row,) = summary = bench_http_store.summarise(runs)
+    assert row["ours_to_nginx"]["ratio"] == pytest.approx(0.9)
+    rss = {"ours": 1.0, "nginx": 2.0}
+    assert "reached" in bench_http_store.table({"summary": summary, "peak_rss_mb": rss})
+    runs[0]["mb_per_s"] = runs[3]["mb_per_s"] = 70.0
+    text = bench_http_store.table({"summary": bench_http_store.summarise(runs), "peak_rss_mb": rss})
+    assert "missed" in text

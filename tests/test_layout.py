@@ -60,3 +60,63 @@ def test_a_description_says_everything(layout):
 def test_an_unknown_dtype_has_no_size():
     with pytest.raises(KeyError):
         _ = BlockLayout(1, (("k", (1,)),), "int3", 1).token_bytes
+
+
+@given(LAYOUTS)
+def test_a_description_can_be_read_back(layout):
+    assert BlockLayout.parse(layout.describe()) == layout
+
+
+GOOD = '{"layers":1,"parts":[["k",[2]],["v",[2]]],"dtype":"float16","block_tokens":2}'
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ('{"layers"', '{ "layers"'),
+        ('"layers":1', '"layers":0'),
+        ('"layers":1', '"layers":-1'),
+        ('"layers":1', '"layers":1000000000000'),
+        ('"layers":1', '"layers":true'),
+        ('"layers":1', '"layers":1.0'),
+        ('"layers":1', '"layers":"1"'),
+        ('"layers":1,', ""),
+        ('"layers":1', '"layers":1,"layers":1'),
+        ('"block_tokens":2', '"block_tokens":2,"more":1'),
+        ('"block_tokens":2', '"block_tokens":' + "9" * 20),
+        ('"block_tokens":2', '"block_tokens":' + "9" * 5000),
+        ("float16", "int3"),
+        ('[["k",[2]],["v",[2]]]', "[]"),
+        ('[["k",[2]],["v",[2]]]', '[["k",[0]]]'),
+        ('[["k",[2]],["v",[2]]]', '[["k",2]]'),
+        ('[["k",[2]],["v",[2]]]', '["kv"]'),
+        ('[["k",[2]],["v",[2]]]', '{"k":[2]}'),
+        ('[["k",[2]],["v",[2]]]', "[[1,[2]]]"),
+        (GOOD, "null"),
+        (GOOD, "[]"),
+        (GOOD, ""),
+        (GOOD, "[" * 100_000),
+        (GOOD, GOOD + " "),
+    ],
+)
+def test_anything_else_is_one_line(good, bad):
+    assert BlockLayout.parse(GOOD).describe() == GOOD
+    with pytest.raises(ValueError, match="not a block layout") as error:
+        BlockLayout.parse(GOOD.replace(good, bad))
+    assert "\n" not in str(error.value)
+
+
+@given(
+    st.one_of(
+        st.text(),
+        st.builds(
+            lambda i, c: GOOD[:i] + c + GOOD[i + 1 :], st.integers(0, len(GOOD)), st.characters()
+        ),
+    )
+)
+def test_any_text_is_a_layout_or_a_value_error(text):
+    try:
+        layout = BlockLayout.parse(text)
+    except ValueError:
+        return
+    assert layout.describe() == text

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.buffers import Buffer
+from sglang_cake.buffers import PAGE_BYTES, Buffer
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 
@@ -18,7 +18,7 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """One block of host memory; pinned when the KV pool is on a GPU."""
+    """One block of host memory, on a page; pinned when the KV pool is on a GPU."""
 
     tensor: torch.Tensor  # uint8 [block_bytes]
 
@@ -67,7 +67,10 @@ class DeviceKV:
 
     def new_buffer(self) -> HostBuffer:
         """A host buffer of one block."""
-        return HostBuffer(torch.empty(self.layout.block_bytes, dtype=torch.uint8))
+        size = self.layout.block_bytes
+        whole = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE_BYTES
+        return HostBuffer(whole[start : start + size])
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         """Copy whole blocks into slots (int64 `[len(blocks) * block_tokens]`, on the device)."""
@@ -124,7 +127,7 @@ class CudaKV(DeviceKV):
         self._side = torch.cuda.Stream(self.device)
 
     def new_buffer(self) -> HostBuffer:
-        size = self.layout.block_bytes
+        size = self.layout.block_bytes  # pinned memory always starts on a page
         return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:

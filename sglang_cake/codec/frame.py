@@ -11,6 +11,7 @@ from functools import cached_property
 
 import xxhash
 
+from sglang_cake.buffers import is_on_page, on_page
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.layout import BlockLayout
@@ -205,11 +206,15 @@ class Incoming:
         """Args: out: writable, of `frame.payload_bytes`; undefined until `finish` has returned."""
         assert out.nbytes == frame.payload_bytes, out.nbytes
         self._frame, self._key = frame, key
-        self._raw = bytearray(HEADER_BYTES)
-        self._head, self._body = memoryview(self._raw), out.cast("B")
+        self._head, self._body = on_page(HEADER_BYTES), out.cast("B")
         self._hashed = PayloadHasher()
         self._header: Header | None = None
         self.done = 0  # bytes that have come
+
+    @property
+    def is_on_pages(self) -> bool:
+        """Whether header and payload both start on a page, so that a disk can write them itself."""
+        return is_on_page(self._head) and is_on_page(self._body)
 
     def room(self, at_most: int) -> list[memoryview]:
         """Where the next bytes belong: the rest of the header, `at_most` bytes of the payload."""
@@ -221,7 +226,7 @@ class Incoming:
         """`count` more bytes are in `room`. Raises: BlockCorrupt as soon as the header is wrong."""
         before, self.done = self.done, self.done + count
         if before < HEADER_BYTES <= self.done:
-            self._header = self._frame.check(self._raw, self._key)
+            self._header = self._frame.check(bytes(self._head), self._key)
         # Now, while it is in the CPU's cache: about three times as fast as later.
         start = max(0, before - HEADER_BYTES)
         self._hashed.update(self._body[start : max(0, self.done - HEADER_BYTES)])

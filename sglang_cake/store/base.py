@@ -1,6 +1,6 @@
 """What a store is: blocks by key. Every implementation passes `testing.store_contract`."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,16 @@ class BlockInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """How one of several tiers is doing."""
+
+    stats: "StoreStats | None"  # None: it did not say
+    reading: bool  # False: left out of reads until it heals
+    writing: bool
+    counts: Mapping[str, int]  # what happened there since it was opened, by name
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """How full a store is; over all namespaces that share its room."""
 
@@ -26,6 +36,7 @@ class StoreStats:
     capacity_bytes: int | None = None  # None: no bound of its own
     evicted_bytes: int = 0  # since this process opened it
     policy: str = ""  # what decides who is evicted
+    tiers: tuple[TierStats, ...] = ()  # fastest first, if it is made of several stores
 
 
 class Store(Protocol):

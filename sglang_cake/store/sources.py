@@ -17,6 +17,10 @@ ENTRY_POINTS = "sglang_cake.stores"
 # Imported when a URL asks for them: each may need a package that is an optional extra.
 BUILT_IN = {
     "file": "sglang_cake.store.file.source",
+    "http": "sglang_cake.store.http.source",
+    "https": "sglang_cake.store.http.source",
+    "mooncake": "sglang_cake.store.mooncake.parse",
+    "s3": "sglang_cake.store.s3.parse",
 }
 
 
@@ -74,7 +78,8 @@ def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
     try:
         loaded: Callable[[StoreUrl], StoreSource] = others[url.scheme].load()
     except Exception as error:  # anybody's code; whatever it raises, the store cannot be used
-        raise url.error(f"{others[url.scheme].value} cannot be imported: {error}") from None
+        why = " ".join(str(error).split())
+        raise url.error(f"{others[url.scheme].value} cannot be imported: {why}") from None
     return loaded
 
 

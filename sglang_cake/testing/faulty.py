@@ -136,3 +136,43 @@ class RecordingStore(PassingStore):
     async def delete(self, key: BlockKey) -> None:
         self.calls.append(("delete", key))
         await super().delete(key)
+
+
+class OutageStore(PassingStore):
+    """Every call fails while `error` is set, or never answers while `hangs` is."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.error: Exception | None = None
+        self.hangs = False
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await self._outage()
+        return await super().contains(keys)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        await self._outage()
+        await super().get_into(key, out)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        await self._outage()
+        return await super().put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await self._outage()
+        await super().delete(key)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        await self._outage()
+        async for block in self.inner.list_blocks():
+            yield block
+
+    async def stats(self) -> StoreStats:
+        await self._outage()
+        return await super().stats()
+
+    async def _outage(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()

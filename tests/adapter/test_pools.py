@@ -8,6 +8,7 @@ import torch
 from kv_pools import as_bytes, buffers_of, mha, mla, scramble
 
 from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.buffers import is_on_page
 from sglang_cake.errors import ConfigError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -68,8 +69,9 @@ def test_fp8_keeps_its_name_although_the_pool_holds_bytes() -> None:
     assert DeviceKV(pool, block_tokens=BLOCK).layout.dtype == "float8_e4m3fn"
 
 
-def test_a_view_is_the_buffer_itself() -> None:
+def test_a_view_is_the_buffer_itself_and_on_a_page() -> None:
     block = DeviceKV(mha(32), block_tokens=BLOCK).new_buffer()
+    assert is_on_page(block.view)  # or a disk could not write it itself
     block.view[:] = b"\x07" * len(block.view)
     assert bool((block.tensor == 7).all())
 

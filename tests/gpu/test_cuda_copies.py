@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.buffers import is_on_page
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
@@ -81,5 +83,7 @@ def test_a_save_sees_what_the_forward_before_it_wrote() -> None:
     assert bool((words == 7).all())
 
 
-def test_host_buffers_are_pinned() -> None:
-    assert _kv(torch.float16, torch.cuda.Stream()).new_buffer().tensor.is_pinned()
+def test_host_buffers_are_pinned_and_on_a_page() -> None:
+    buffer = _kv(torch.float16, torch.cuda.Stream()).new_buffer()
+    assert buffer.tensor.is_pinned()
+    assert is_on_page(buffer.view)

@@ -7,13 +7,17 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_cake.buffers import PAGE_BYTES
 from sglang_cake.codec.frame import Incoming
+from sglang_cake.store.file.direct import is_cached, set_direct
 from sglang_cake.store.file.paths import new_tmp_name
 from sglang_cake.store.threads import check_stop
 
 # Large enough that the system calls cost nothing, small enough that a cancelled caller waits for
 # less than a millisecond or so, and that a piece is still in the CPU's cache when it is hashed.
 PIECE_BYTES = 1 << 20
+# What a disk or file system that is more particular says, or a driver whose memory it cannot reach.
+_NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 def read_framed(fd: int, block: Incoming, framed_bytes: int, stop: threading.Event) -> None:
@@ -21,13 +25,36 @@ def read_framed(fd: int, block: Incoming, framed_bytes: int, stop: threading.Eve
 
     Raises: BlockCorrupt; OSError; Stopped.
     """
+    direct = block.is_on_pages and not is_cached(fd) and set_direct(fd, direct=True)
     while block.done < framed_bytes:
         check_stop(stop)
-        got = os.preadv(fd, block.room(PIECE_BYTES), block.done)
+        views = block.room(PIECE_BYTES)
+        if direct:
+            views = _whole_pages(views, block.done)
+            if not views:  # the end of a payload that does not end with a page
+                direct = False
+                set_direct(fd, direct=False)
+                continue
+        try:
+            got = os.preadv(fd, views, block.done)
+        except OSError as error:
+            if not direct or error.errno not in _NOT_DIRECTLY:
+                raise
+            direct = False
+            set_direct(fd, direct=False)
+            continue
         if got == 0:
             break
         block.advance(got)
     block.finish()
+
+
+def _whole_pages(views: list[memoryview], at: int) -> list[memoryview]:
+    """What a disk can write itself of the bytes that begin `at` the file's start."""
+    if at % PAGE_BYTES:
+        return []
+    cut = (view[: len(view) // PAGE_BYTES * PAGE_BYTES] for view in views)
+    return [view for view in cut if len(view)]
 
 
 class NewFile:

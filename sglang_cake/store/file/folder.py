@@ -30,7 +30,7 @@ from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.file.pause import Pause
 from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.space import FreeSpace
-from sglang_cake.store.file.sweep import namespaces_in
+from sglang_cake.store.file.sweep import folders_of, namespaces_in, remove_stale
 from sglang_cake.store.threads import check_stop
 
 MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
@@ -216,6 +216,11 @@ class BlockFolder:
         with _foreign_errors(), self._books.open() as index:
             self._books.flush(index)
             return self._room.make(index, bytes_wanted)
+
+    def remove_stale(self) -> int:
+        """Remove what killed writers left behind, in every folder; returns how many files."""
+        places = [NamespaceFolder(self._root, digest) for digest in namespaces_in(self._root)]
+        return sum(remove_stale(folder) for place in places for folder in folders_of(place))
 
     def remove_set_aside(self) -> int:
         """Remove the corrupt files that were kept; returns how many. Raises: StoreUnavailable."""

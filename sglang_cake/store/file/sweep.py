@@ -81,10 +81,15 @@ def remove_if_stale(entry: "os.DirEntry[str]") -> bool:
     return False
 
 
-def remove_stale(folder: Path) -> None:
-    """Remove what dead writers left in one folder."""
-    for entry in _entries(folder):
-        remove_if_stale(entry)
+def remove_stale(folder: Path) -> int:
+    """Remove what dead writers left in one folder; returns how many files."""
+    return sum(remove_if_stale(entry) for entry in _entries(folder))
+
+
+def folders_of(place: NamespaceFolder) -> Iterator[Path]:
+    """Where writers write."""
+    yield place.folder
+    yield from _shards(place.folder)
 
 
 def remove_tmp_of(folder: Path, owner: str) -> None:

@@ -1,0 +1,180 @@
+"""What the tools of `sglang-cake store` share: which stores, which namespaces, many at once."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import ConfigError
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.base import Store, StoredNamespace, StoreSource
+from sglang_cake.store.file.source import FileSource
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.store.url import split_urls
+
+T = TypeVar("T")
+DEFAULT_DEPTH = 8
+SHORT_DIGEST = 12  # hex digits of a namespace that tables show, and that name it again
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One store of the command line. The tiers of `A,B` are looked at one by one: an operator wants
+    to know what each of them holds."""
+
+    url: str
+    source: StoreSource
+
+    @property
+    def files(self) -> FileSource | None:
+        """The folder behind it, if it is a file store."""
+        source = getattr(self.source, "inner", self.source)  # behind a `bandwidth=`
+        return source if isinstance(source, FileSource) else None
+
+
+def places(text: str) -> list[Place]:
+    """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a folder that is absent:
+    a tool that makes what it should look at hides the typing error."""
+    found = [
+        Place(url.text, source)
+        for url, source in zip(split_urls(text), parse_sources(text), strict=True)
+    ]
+    for place in found:
+        if place.files is not None and not place.files.path.is_dir():
+            raise ConfigError(f"store URL {place.url!r}: there is no such folder")
+    return found
+
+
+def one_place(text: str) -> Place:
+    """The store that a single URL names. Raises: ConfigError."""
+    found = places(text)
+    if len(found) > 1:
+        raise ConfigError(f"{text!r} names {len(found)} stores, write one")
+    return found[0]
+
+
+def frame_of(stored: StoredNamespace) -> BlockFrame:
+    """How the blocks of a stored namespace are read. What it says of itself is not trusted.
+
+    Raises: ValueError, one line that says why it cannot be read.
+    """
+    fields: dict[str, Any] = stored.fields
+    if not fields:
+        raise ValueError("it has no description")
+    if not all(isinstance(part, str) for field in fields.items() for part in field):
+        raise ValueError("its description holds more than text")
+    layout = BlockLayout.parse(fields.get("layout", ""))
+    namespace = Namespace(tuple(fields.items()))
+    if namespace.digest() != stored.digest:
+        raise ValueError("its description is of another namespace")
+    return BlockFrame(namespace, layout)
+
+
+async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]:
+    """The namespaces whose digest starts with `prefix` (hex).
+
+    Raises: StoreUnavailable; ConfigError if there is none with that prefix.
+    """
+    stored = await place.source.namespaces()
+    chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
+    if prefix and not chosen:
+        raise ConfigError(f"{place.url}: no namespace starts with {prefix!r}")
+    return chosen
+
+
+async def readable(
+    place: Place, prefix: str = ""
+) -> tuple[list[tuple[StoredNamespace, BlockFrame]], dict[str, str]]:
+    """The namespaces that can be read, and why the others cannot (by digest, in hex).
+
+    Raises: StoreUnavailable, ConfigError.
+    """
+    good, bad = [], {}
+    for stored in await namespaces_of(place, prefix):
+        try:
+            good.append((stored, frame_of(stored)))
+        except ValueError as error:
+            bad[stored.digest.hex()] = str(error)
+    return good, bad
+
+
+def complain(place: Place, unreadable: dict[str, str]) -> None:
+    """Say on stderr which namespaces were passed over."""
+    for digest, why in unreadable.items():
+        print(f"{place.url}: namespace {digest[:SHORT_DIGEST]}: {why}", file=sys.stderr)
+
+
+@asynccontextmanager
+async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIterator[Store]:
+    """One namespace of a store, open. Raises: StoreUnavailable; ConfigError."""
+    store = await asyncio.to_thread(source.open, frame, depth=depth)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def for_each(
+    items: AsyncIterator[T], work: Callable[[T, int], Awaitable[object]], at_once: int
+) -> None:
+    """Run `work(item, worker)` for every item, `at_once` at a time; `worker` counts from 0.
+
+    Raises: the first error of `work` or `items`, after which nothing more is begun.
+    """
+    turn = asyncio.Lock()
+
+    async def run(worker: int) -> None:
+        while True:
+            async with turn:
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            await work(item, worker)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for worker in range(at_once):
+                group.create_task(run(worker))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
+    """A `run` for argparse out of a coroutine function; Ctrl-C and a closed pipe end it quietly."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            status = asyncio.run(tool(args))
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # `... | head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return status
+
+    return run
+
+
+@contextmanager
+def progress(what: str, *, total: int | None = None, unit: str = "block") -> Iterator[Any]:
+    """A progress bar on stderr, if that is a terminal; `update(n)` moves it."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, total=total, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
+        yield bar
+
+
+def depth(text: str) -> int:
+    """A number of calls at once, for argparse."""
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 256")
+    return int(text)

@@ -1,0 +1,300 @@
+"""`sglang-cake store bench`: what a store can do, and what that means for a model."""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_cake.cli.store_access import (
+    Place,
+    depth,
+    for_each,
+    one_place,
+    opened,
+    progress,
+    run_tool,
+)
+from sglang_cake.cli.store_meaning import meaning, tell
+from sglang_cake.cli.store_tables import exact_size_text, size_text, table
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import ConfigError, StoreFull
+from sglang_cake.keys import BlockKey
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.base import Store
+from sglang_cake.store.file.paths import NamespaceFolder
+from sglang_cake.store.url import parse_size
+from sglang_cake.testing.models import kv_token_bytes
+
+DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"
+DEFAULT_DEPTHS = "1,4,16"
+DEFAULT_BYTES = "256MiB"
+MAX_SIZE_BYTES = 2**30
+MIN_BLOCKS = 2
+FROM_DISK = 0.9  # share of the bytes read that must come from the disk, or it is the page cache
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One size at one depth. Latencies are those of single calls, seconds."""
+
+    block_bytes: int
+    depth: int
+    blocks: int
+    write_bytes_per_s: float
+    write_p50_s: float
+    write_p99_s: float
+    read_bytes_per_s: float
+    read_p50_s: float
+    read_p99_s: float
+    from_cache: bool | None  # reads came from memory; None: it cannot be told
+
+
+def add_bench(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a store, and say what that means for a model",
+        description="Write and read blocks in a namespace of its own, which is deleted at the end. "
+        "A store in use is disturbed like by another server.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--sizes", default=DEFAULT_SIZES, help="of blocks (%(default)s)")
+    parser.add_argument("--depths", default=DEFAULT_DEPTHS, help="calls at once (%(default)s)")
+    parser.add_argument(
+        "--bytes", default=DEFAULT_BYTES, help="to write for each size and depth (%(default)s)"
+    )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of the model")
+    model.add_argument("--model-config", type=Path, metavar="FILE", help="its config.json")
+    parser.add_argument("--block-tokens", type=int, default=128, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=float, metavar="N", help="what the GPU computes"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_bench))
+
+
+async def _bench(args: argparse.Namespace) -> int:
+    place = one_place(args.url)
+    kv_bytes = _kv_bytes(args)
+    sizes = _list(args.sizes, "--sizes", _block_size)
+    if kv_bytes is not None:
+        sizes = sorted({*sizes, _in_bounds(kv_bytes * args.block_tokens, "a block of this model")})
+    depths = _list(args.depths, "--depths", depth)
+    budget_bytes = _checked("--bytes", args.bytes, parse_size)
+    found = []
+    with progress("measuring", total=2 * len(sizes) * len(depths), unit="run") as bar:
+        for size in sizes:
+            found += await _measure_size(place, size, depths, budget_bytes, bar)
+    told = None
+    if kv_bytes is not None:
+        of_model = [m for m in found if m.block_bytes == kv_bytes * args.block_tokens]
+        told = meaning(
+            kv_bytes_per_token=kv_bytes,
+            block_tokens=args.block_tokens,
+            read_bytes_per_s=max(m.read_bytes_per_s for m in of_model),
+            prefill_tokens_per_s=args.prefill_tokens_per_s,
+        )
+    if args.json:
+        model = None if told is None else asdict(told)
+        print(json.dumps({"url": place.url, "runs": [asdict(m) for m in found], "model": model}))
+        return 0
+    print(_table(found))
+    if any(m.from_cache for m in found):
+        print("warning: blocks were read from the page cache: a disk is slower than this")
+    if told is not None:
+        print("\n".join(["", *tell(told)]))
+    return 0
+
+
+def _table(found: list[Measured]) -> str:
+    heads = ["BLOCK", "DEPTH", "WRITE", "P50", "P99", "READ", "P50", "P99"]
+    rows = [
+        [
+            exact_size_text(m.block_bytes),
+            str(m.depth),
+            f"{size_text(m.write_bytes_per_s)}/s",
+            f"{m.write_p50_s * 1e3:.1f} ms",
+            f"{m.write_p99_s * 1e3:.1f} ms",
+            f"{size_text(m.read_bytes_per_s)}/s" + ("*" if m.from_cache else ""),
+            f"{m.read_p50_s * 1e3:.1f} ms",
+            f"{m.read_p99_s * 1e3:.1f} ms",
+        ]
+        for m in found
+    ]
+    return table(heads, rows, right=range(8))
+
+
+# ---- measuring ----
+
+
+async def _measure_size(
+    place: Place, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
+) -> list[Measured]:
+    layout = BlockLayout(1, (("bench", (size_bytes,)),), "uint8", 1)
+    fields = {"model": "sglang-cake store bench", "run": secrets.token_hex(8)}
+    named = Namespace((*fields.items(), ("layout", layout.describe())))
+    frame = BlockFrame(named, layout)
+    found = []
+    try:
+        for at_once in depths:
+            blocks = max(MIN_BLOCKS * at_once, budget_bytes // size_bytes)
+            async with opened(place.source, frame, at_once) as store:
+                try:
+                    found.append(await _measure(place, store, frame, at_once, blocks, bar))
+                finally:
+                    await _delete_all(store)
+    finally:
+        _remove_folder(place, frame)
+    return found
+
+
+async def _measure(
+    place: Place, store: Store, frame: BlockFrame, at_once: int, blocks: int, bar: Any
+) -> Measured:
+    size_bytes = frame.payload_bytes
+    keys = [BlockKey(hashlib.sha256(f"{at_once} {i}".encode()).digest()) for i in range(blocks)]
+    # Bytes that cannot be compressed, and differ from block to block.
+    buffers = [memoryview(bytearray(os.urandom(size_bytes))) for _ in range(at_once)]
+    written: list[float] = []
+    read: list[float] = []
+
+    async def write(turn: int, worker: int) -> None:
+        buffers[worker][:8] = turn.to_bytes(8, "little")
+        began_s = time.perf_counter()
+        if not await store.put(keys[turn], buffers[worker]):
+            raise ConfigError("the store holds blocks that nobody wrote")
+        written.append(time.perf_counter() - began_s)
+
+    async def get(turn: int, worker: int) -> None:
+        began_s = time.perf_counter()
+        await store.get_into(keys[turn], buffers[worker])
+        read.append(time.perf_counter() - began_s)
+
+    try:
+        write_s = await _timed(blocks, write, at_once)
+    except StoreFull as error:
+        raise ConfigError(f"{place.url}: no room to measure: {error}") from None
+    bar.update(1)
+    await asyncio.to_thread(_drop_cache, place, frame, keys)
+    before = _fetched_bytes()
+    read_s = await _timed(blocks, get, at_once)
+    bar.update(1)
+    fetched = None if before is None else (_fetched_bytes() or 0) - before
+    files = place.files is not None and fetched is not None
+    return Measured(
+        block_bytes=size_bytes,
+        depth=at_once,
+        blocks=blocks,
+        write_bytes_per_s=blocks * size_bytes / write_s,
+        write_p50_s=statistics.median(written),
+        write_p99_s=_p99(written),
+        read_bytes_per_s=blocks * size_bytes / read_s,
+        read_p50_s=statistics.median(read),
+        read_p99_s=_p99(read),
+        from_cache=(fetched or 0) < FROM_DISK * blocks * size_bytes if files else None,
+    )
+
+
+async def _timed(blocks: int, work: Callable[[int, int], Any], at_once: int) -> float:
+    async def turns() -> AsyncIterator[int]:
+        for turn in range(blocks):
+            yield turn
+
+    began_s = time.perf_counter()
+    await for_each(turns(), work, at_once)
+    return time.perf_counter() - began_s
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+
+
+def _drop_cache(place: Place, frame: BlockFrame, keys: list[BlockKey]) -> None:
+    """Have the blocks of a file store on the disk, and only there. Where that does not work (a
+    file system in memory), the reads will show it."""
+    if place.files is None:
+        return
+    folder = NamespaceFolder(place.files.path, frame.digest)
+    for key in keys:
+        fd = os.open(folder.block(key), os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _fetched_bytes() -> int | None:
+    """What this process has had fetched from disks so far; None if the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+async def _delete_all(store: Store) -> None:
+    async def delete(key: BlockKey, worker: int) -> None:
+        await store.delete(key)
+
+    await for_each((block.key async for block in store.list_blocks()), delete, 4)
+
+
+def _remove_folder(place: Place, frame: BlockFrame) -> None:
+    if place.files is not None:  # nobody else ever had this namespace
+        shutil.rmtree(NamespaceFolder(place.files.path, frame.digest).folder, ignore_errors=True)
+
+
+# ---- arguments ----
+
+
+def _kv_bytes(args: argparse.Namespace) -> int | None:
+    if args.block_tokens <= 0:
+        raise ConfigError("--block-tokens: write a number of tokens")
+    if args.prefill_tokens_per_s is not None and not args.prefill_tokens_per_s > 0:
+        raise ConfigError("--prefill-tokens-per-s: write a number of tokens")
+    if args.model_config is not None:
+        path: Path = args.model_config
+        folder = path if path.is_dir() else path.parent
+        try:
+            return kv_token_bytes(folder, "auto")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--model-config: {path} describes no model: {error!r}") from None
+    if args.kv_bytes_per_token is not None and args.kv_bytes_per_token <= 0:
+        raise ConfigError("--kv-bytes-per-token: write a number of bytes")
+    kv_bytes: int | None = args.kv_bytes_per_token
+    if kv_bytes is None and args.prefill_tokens_per_s is not None:
+        raise ConfigError("--prefill-tokens-per-s: of which model? give --kv-bytes-per-token too")
+    return kv_bytes
+
+
+def _list(text: str, flag: str, read: Callable[[str], int]) -> list[int]:
+    return sorted({_checked(flag, part.strip(), read) for part in text.split(",")})
+
+
+def _checked(flag: str, text: str, read: Callable[[str], int]) -> int:
+    try:
+        return read(text)
+    except (ConfigError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _block_size(text: str) -> int:
+    return _in_bounds(parse_size(text), text)
+
+
+def _in_bounds(size_bytes: int, what: str) -> int:
+    if not 4096 <= size_bytes <= MAX_SIZE_BYTES:
+        raise ConfigError(f"{what}: blocks are measured from 4 KiB to 1 GiB")
+    return size_bytes

@@ -1,0 +1,271 @@
+"""`sglang-cake store verify`, `gc` and `clear`: looking after a store, also while it is used."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sglang_cake.cli.store_access import (
+    DEFAULT_DEPTH,
+    Place,
+    complain,
+    depth,
+    for_each,
+    opened,
+    places,
+    progress,
+    readable,
+    run_tool,
+)
+from sglang_cake.cli.store_tables import count_text, size_text, table
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.store.base import BlockInfo
+from sglang_cake.store.file.source import FileSource
+from sglang_cake.store.url import parse_size
+
+MAX_CORRUPT_NAMED = 100  # keys that a report lists
+
+
+@dataclass(slots=True)
+class Verified:
+    """What `verify` found in one store."""
+
+    url: str
+    ok: int = 0
+    ok_bytes: int = 0
+    missing: int = 0  # gone between listing and reading: evicted, or deleted
+    corrupt: int = 0
+    unanswered: int = 0
+    corrupt_blocks: list[str] = field(default_factory=list)  # NAMESPACE/KEY
+    unreadable_namespaces: dict[str, str] = field(default_factory=dict)
+
+
+def add_verify(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="read and check every block",
+        description="Read and check every block. Corrupt ones are set aside, as when a server "
+        "finds them. Exit status 1 if there was one, or one that could not be read.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--depth", type=depth, default=DEFAULT_DEPTH, help="reads at once")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_verify))
+
+
+def add_gc(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "gc",
+        help="remove what is of no use, and shrink a store",
+        description="Remove what killed writers left behind and what was set aside as corrupt "
+        "(file stores), and with --to the least recently used blocks.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--to", metavar="SIZE", help="evict until no more is left, e.g. 100GB")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_gc))
+
+
+def add_clear(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "clear", help="delete all blocks", description="Delete all blocks of a store."
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_clear))
+
+
+# ---- verify ----
+
+
+async def _verify(args: argparse.Namespace) -> int:
+    results = []
+    for place in places(args.url):
+        result = Verified(place.url)
+        good, result.unreadable_namespaces = await readable(place, args.namespace)
+        complain(place, result.unreadable_namespaces)
+        with progress("verifying") as bar:
+            for _, frame in good:
+                await _verify_namespace(place, frame, args.depth, result, bar)
+        results.append(result)
+    if args.json:
+        print(json.dumps({"stores": [asdict(result) for result in results]}))
+    else:
+        heads = ["STORE", "OK", "BYTES", "MISSING", "CORRUPT", "UNANSWERED"]
+        rows = [
+            [
+                r.url,
+                count_text(r.ok),
+                size_text(r.ok_bytes),
+                count_text(r.missing),
+                count_text(r.corrupt),
+                count_text(r.unanswered),
+            ]
+            for r in results
+        ]
+        print(table(heads, rows, right=range(1, 6)))
+        for result in results:
+            for name in result.corrupt_blocks:
+                print(f"corrupt: {name}")
+    return 1 if any(result.corrupt or result.unanswered for result in results) else 0
+
+
+async def _verify_namespace(
+    place: Place, frame: BlockFrame, at_once: int, result: Verified, bar: Any
+) -> None:
+    buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
+    async with opened(place.source, frame, at_once) as store:
+
+        async def check(block: BlockInfo, worker: int) -> None:
+            try:
+                await store.get_into(block.key, buffers[worker])
+            except BlockMissing:
+                result.missing += 1
+            except BlockCorrupt:
+                result.corrupt += 1
+                if len(result.corrupt_blocks) < MAX_CORRUPT_NAMED:
+                    result.corrupt_blocks.append(f"{frame.digest.hex()}/{block.key.hex()}")
+            except StoreUnavailable:
+                result.unanswered += 1
+            else:
+                result.ok += 1
+                result.ok_bytes += block.stored_bytes
+            bar.update(1)
+
+        await for_each(store.list_blocks(), check, at_once)
+
+
+# ---- gc ----
+
+
+async def _gc(args: argparse.Namespace) -> int:
+    keep_bytes = None if args.to is None else _size("--to", args.to)
+    results = []
+    for place in places(args.url):
+        if place.files is None and keep_bytes is None:
+            raise ConfigError(f"{place.url}: only file stores need it; to shrink it, give --to")
+        result: dict[str, Any] = {"url": place.url, "temporary_files": 0, "corrupt_files": 0}
+        if place.files is not None:
+            result |= await asyncio.to_thread(_tidy, place.files)
+        result |= await _shrink(place, keep_bytes)
+        results.append(result)
+    if args.json:
+        print(json.dumps({"stores": results}))
+    else:
+        heads = ["STORE", "TEMPORARY FILES", "CORRUPT FILES", "EVICTED BLOCKS", "BYTES"]
+        rows = [
+            [
+                str(r["url"]),
+                *(str(r[name]) for name in ("temporary_files", "corrupt_files", "evicted_blocks")),
+                size_text(r["evicted_bytes"]),
+            ]
+            for r in results
+        ]
+        print(table(heads, rows, right=range(1, 5)))
+    return 0
+
+
+def _tidy(source: FileSource) -> dict[str, int]:
+    with contextlib.closing(source.folder()) as folder:
+        return {
+            "temporary_files": folder.remove_stale(),
+            "corrupt_files": folder.remove_set_aside(),
+        }
+
+
+async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
+    result = {"evicted_blocks": 0, "evicted_bytes": 0}
+    if keep_bytes is None:
+        return result
+    good, bad = await readable(place)
+    complain(place, bad)
+    frames = [frame for _, frame in good]
+    blocks = []  # (used_s, namespace, block), to be sorted: unknown use counts as oldest
+    with progress("looking") as bar:
+        for index, frame in enumerate(frames):
+            async with opened(place.source, frame, 1) as store:
+                async for block in store.list_blocks():
+                    blocks.append((block.used_s or 0.0, index, block))
+                    bar.update(1)
+    excess = sum(block.stored_bytes for _, _, block in blocks) - keep_bytes
+    doomed: list[list[BlockInfo]] = [[] for _ in frames]
+    for _, index, block in sorted(blocks, key=lambda entry: entry[0]):
+        if excess <= 0:
+            break
+        doomed[index].append(block)
+        excess -= block.stored_bytes
+    for frame, evicted in zip(frames, doomed, strict=True):
+        if evicted:
+            await _delete(place, frame, _each(evicted), total=len(evicted))
+            result["evicted_blocks"] += len(evicted)
+            result["evicted_bytes"] += sum(block.stored_bytes for block in evicted)
+    return result
+
+
+async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:
+    for block in blocks:
+        yield block
+
+
+# ---- clear ----
+
+
+async def _clear(args: argparse.Namespace) -> int:
+    found = [(place, *await readable(place, args.namespace)) for place in places(args.url)]
+    count = sum(len(good) for _, good, _ in found)
+    if not args.yes:
+        _ask(f"Delete all blocks of {count} namespaces in {args.url}?")
+    results = []
+    for place, good, bad in found:
+        complain(place, bad)
+        deleted = 0
+        for _, frame in good:
+            deleted += await _delete(place, frame, None, total=None)
+        results.append({"url": place.url, "deleted_blocks": deleted, "unreadable_namespaces": bad})
+        if not args.json:
+            print(f"{place.url}: {count_text(deleted)} blocks deleted")
+    if args.json:
+        print(json.dumps({"stores": results}))
+    return 0
+
+
+async def _delete(
+    place: Place, frame: BlockFrame, blocks: AsyncIterator[BlockInfo] | None, *, total: int | None
+) -> int:
+    """Delete `blocks`, or all there are; how many. Raises: StoreUnavailable."""
+    deleted = 0
+    async with opened(place.source, frame, DEFAULT_DEPTH) as store:
+        with progress("deleting", total=total) as bar:
+
+            async def delete(block: BlockInfo, worker: int) -> None:
+                nonlocal deleted
+                await store.delete(block.key)
+                deleted += 1
+                bar.update(1)
+
+            await for_each(blocks or store.list_blocks(), delete, DEFAULT_DEPTH)
+    return deleted
+
+
+def _ask(question: str) -> None:
+    """Raises: ConfigError unless a person agrees."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{question} Say so with --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("nothing was deleted")
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None

@@ -1,0 +1,142 @@
+"""`sglang-cake store cp`: copy what another store lacks."""
+
+import argparse
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sglang_cake.cli.store_access import (
+    DEFAULT_DEPTH,
+    SHORT_DIGEST,
+    Place,
+    complain,
+    depth,
+    for_each,
+    one_place,
+    opened,
+    progress,
+    readable,
+    run_tool,
+)
+from sglang_cake.cli.store_tables import count_text, size_text, table
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import Store
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.store.url import split_urls
+
+ASK_AT_ONCE = 256  # blocks that the target is asked for in one lookup
+
+
+@dataclass(slots=True)
+class Copied:
+    """What `cp` did."""
+
+    copied: int = 0
+    copied_bytes: int = 0
+    there_already: int = 0
+    missing: int = 0  # gone from the source between listing and reading
+    corrupt: int = 0  # in the source, and not copied
+    full: bool = False  # the target took no more
+    unreadable_namespaces: dict[str, str] = field(default_factory=dict)
+
+
+def add_cp(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "cp",
+        help="copy what another store lacks",
+        description="Copy every block of FROM that TO lacks. Stopped, it goes on where it was when "
+        "it is started again. Exit status 1 if something could not be copied.",
+    )
+    parser.add_argument("url", metavar="FROM", help="the store to copy from")
+    parser.add_argument("to", metavar="TO", help="the store to copy to")
+    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--depth", type=depth, default=DEFAULT_DEPTH, help="blocks at once")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_cp))
+
+
+async def _cp(args: argparse.Namespace) -> int:
+    source, target = one_place(args.url), _target(args.to)
+    result = Copied()
+    good, result.unreadable_namespaces = await readable(source, args.namespace)
+    complain(source, result.unreadable_namespaces)
+    for _, frame in good:
+        try:
+            await _copy(source, target, frame, args.depth, result)
+        except StoreFull as error:
+            complain(target, {frame.digest.hex(): str(error)})
+            result.full = True
+            break
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        heads = ["COPIED", "BYTES", "THERE ALREADY", "MISSING", "CORRUPT"]
+        counts = (result.there_already, result.missing, result.corrupt)
+        row = [count_text(result.copied), size_text(result.copied_bytes), *map(count_text, counts)]
+        print(table(heads, [row], right=range(5)))
+    return 1 if result.full or result.corrupt else 0
+
+
+def _target(text: str) -> Place:
+    """Unlike what is read, this may be made. Raises: ConfigError."""
+    urls, sources = split_urls(text), parse_sources(text)
+    if len(sources) > 1:
+        raise ConfigError(f"{text!r} names {len(sources)} stores, write one")
+    sources[0].check()
+    return Place(urls[0].text, sources[0])
+
+
+async def _copy(
+    source: Place, target: Place, frame: BlockFrame, at_once: int, result: Copied
+) -> None:
+    buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
+    async with (
+        opened(source.source, frame, at_once) as origin,
+        opened(target.source, frame, at_once) as there,
+    ):
+        with progress(f"copying {frame.digest.hex()[:SHORT_DIGEST]}") as bar:
+
+            async def copy(key: BlockKey, worker: int) -> None:
+                try:
+                    await origin.get_into(key, buffers[worker])
+                    fresh = await there.put(key, buffers[worker])
+                except BlockMissing:
+                    result.missing += 1
+                except BlockCorrupt:
+                    result.corrupt += 1
+                else:
+                    result.copied += fresh
+                    result.copied_bytes += frame.framed_bytes if fresh else 0
+                    result.there_already += not fresh
+                bar.update(1)
+
+            def passed(blocks: int) -> None:
+                result.there_already += blocks
+                bar.update(blocks)
+
+            await for_each(_lacking(origin, there, passed), copy, at_once)
+
+
+async def _lacking(
+    origin: Store, target: Store, passed: Callable[[int], None]
+) -> AsyncIterator[BlockKey]:
+    batch: list[BlockKey] = []
+    async for block in origin.list_blocks():
+        batch.append(block.key)
+        if len(batch) == ASK_AT_ONCE:
+            for key in await _not_there(target, batch, passed):
+                yield key
+            batch = []
+    for key in await _not_there(target, batch, passed):
+        yield key
+
+
+async def _not_there(
+    target: Store, keys: list[BlockKey], passed: Callable[[int], None]
+) -> list[BlockKey]:
+    there = await target.contains(keys)
+    passed(sum(there))
+    return [key for key, found in zip(keys, there, strict=True) if not found]

@@ -1,0 +1,67 @@
+"""`sglang-cake store serve`: share a folder of blocks over HTTP."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+from sglang_cake.errors import ConfigError
+from sglang_cake.store.url import StoreUrl, parse_size
+
+
+def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="share a folder of blocks over HTTP",
+        description="Serves a folder of blocks to SGLang servers: --cake-store http://HOST:PORT.",
+    )
+    add = parser.add_argument
+    add("--root", type=Path, required=True, help="the folder; made if it is not there")
+    add("--capacity", help="what it may take on the disk, as 10TB")
+    add("--min-free", help="what stays free on the disk (1GB)")
+    add("--policy", help="which blocks make way: lru (default), fifo or lfu")
+    add("--fsync", help="data: what was stored survives a power cut; off (default)")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine)")
+    add("--port", type=int, default=8700, help="%(default)s; 0 is any that is free")
+    add("--tls-cert", type=Path, help="certificate chain, PEM")
+    add("--tls-key", type=Path, help="its private key, PEM")
+    add("--token-file", type=Path, help="who may come in: a token a line, file mode 0600")
+    add("--namespace-quota", type=_size, help="what one namespace may take on the disk, as 1TB")
+    parser.set_defaults(run=run)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:  # argparse shows the text of its own error only
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Raises: ConfigError, StoreUnavailable."""
+    from sglang_cake.store.file.source import parse as parse_file
+    from sglang_cake.store.http.auth import load_tokens
+    from sglang_cake.store.http.serving import ServeSettings, serve
+
+    options = {name: getattr(args, name) for name in ("capacity", "min_free", "policy", "fsync")}
+    given = {name: value for name, value in options.items() if value is not None}
+    root = args.root.absolute()
+    settings = ServeSettings(
+        source=parse_file(StoreUrl(f"file://{root}", "file", quote(str(root)), given)),
+        host=args.host,
+        port=args.port,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tokens=tuple(load_tokens(args.token_file)) if args.token_file else (),
+        namespace_quota_bytes=args.namespace_quota,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+
+    def announce(url: str) -> None:
+        print(f"sglang-cake: {args.root} is served at {url}", flush=True)
+
+    asyncio.run(serve(settings, announce))
+    print("sglang-cake: stopped", file=sys.stderr)
+    return 0

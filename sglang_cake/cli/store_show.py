@@ -1,0 +1,190 @@
+"""`sglang-cake store ls` and `stat`: what a store holds."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_cake.cli.store_access import (
+    SHORT_DIGEST,
+    Place,
+    complain,
+    frame_of,
+    namespaces_of,
+    opened,
+    places,
+    progress,
+    readable,
+    run_tool,
+)
+from sglang_cake.cli.store_tables import count_text, printable, size_text, table, time_text
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import ConfigError
+from sglang_cake.store.base import StoredNamespace, StoreStats
+
+
+@dataclass(slots=True)
+class Held:
+    """What one namespace holds, counted block by block."""
+
+    blocks: int = 0
+    bytes: int = 0
+    last_used_s: float | None = None  # seconds since 1970
+
+
+def add_ls(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "ls",
+        help="list the namespaces of a store, or the blocks of one",
+        description="List the namespaces of a store: whose KV is in it. "
+        "With NAMESPACE, list its blocks; --json then prints one line for each.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("namespace", nargs="?", metavar="NAMESPACE", help="start of its digest")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_ls))
+
+
+def add_stat(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "stat", help="totals of a store", description="Totals of a store, and the room it has."
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_stat))
+
+
+async def _ls(args: argparse.Namespace) -> int:
+    stores = []
+    for place in places(args.url):
+        if args.namespace:
+            await _list_blocks(place, args.namespace, as_json=args.json)
+            continue
+        found = [await _describe(place, stored) for stored in await namespaces_of(place)]
+        stores.append({"url": place.url, "namespaces": found})
+        if not args.json:
+            print(_namespace_table(place, found))
+    if args.json and not args.namespace:
+        print(json.dumps({"stores": stores}))
+    return 0
+
+
+async def _describe(place: Place, stored: StoredNamespace) -> dict[str, Any]:
+    told: dict[str, Any] = {"namespace": stored.digest.hex(), "fields": stored.fields}
+    try:
+        frame = frame_of(stored)
+    except ValueError as error:
+        return told | {"unreadable": str(error)}
+    return told | asdict(await count(place, frame))
+
+
+async def count(place: Place, frame: BlockFrame) -> Held:
+    """Look at every block of a namespace. Raises: StoreUnavailable."""
+    held = Held()
+    with progress("counting") as bar:
+        async with opened(place.source, frame, 1) as store:
+            async for block in store.list_blocks():
+                held.blocks += 1
+                held.bytes += block.stored_bytes
+                if block.used_s is not None:
+                    held.last_used_s = max(held.last_used_s or 0.0, block.used_s)
+                bar.update(1)
+    return held
+
+
+def _namespace_table(place: Place, found: list[dict[str, Any]]) -> str:
+    if not found:
+        return f"{place.url}: empty"
+    rows = []
+    for each in found:
+        fields, digest = each["fields"], each["namespace"][:SHORT_DIGEST]
+        if "unreadable" in each:
+            rows.append([digest, f"(unreadable: {each['unreadable']})", "-", "-", "-", "-", "-"])
+            continue
+        rank, size = fields.get("tp_rank", "-"), fields.get("tp_size", "-")
+        rows.append(
+            [
+                digest,
+                printable(fields.get("model", "-")),
+                json.loads(fields["layout"])["dtype"],
+                printable(rank if rank == size == "-" else f"{rank}/{size}", 12),
+                count_text(each["blocks"]),
+                size_text(each["bytes"]),
+                time_text(each["last_used_s"]),
+            ]
+        )
+    heads = ["NAMESPACE", "MODEL", "DTYPE", "TP RANK", "BLOCKS", "BYTES", "LAST USED"]
+    return f"{place.url}\n" + table(heads, rows, right=(4, 5))
+
+
+async def _list_blocks(place: Place, prefix: str, *, as_json: bool) -> None:
+    good, bad = await readable(place, prefix)
+    complain(place, bad)
+    if len(good) > 1:
+        raise ConfigError(f"{place.url}: {len(good)} namespaces start with {prefix!r}")
+    for _, frame in good:
+        if not as_json:
+            print(f"{'KEY':64}  {'BYTES':>12}  LAST USED")
+        async with opened(place.source, frame, 1) as store:
+            async for block in store.list_blocks():
+                if as_json:
+                    told = {"key": block.key.hex(), "bytes": block.stored_bytes}
+                    print(json.dumps(told | {"last_used_s": block.used_s}))
+                else:
+                    used = time_text(block.used_s)
+                    print(f"{block.key.hex()}  {block.stored_bytes:>12,}  {used}")
+
+
+async def _stat(args: argparse.Namespace) -> int:
+    stores = [await _totals(place) for place in places(args.url)]
+    if args.json:
+        print(json.dumps({"stores": stores}))
+        return 0
+    heads = ["STORE", "NAMESPACES", "BLOCKS", "BYTES", "CAPACITY", "FREE", "DISK FREE"]
+    rows = [
+        [
+            each["url"],
+            count_text(each["namespaces"]),
+            count_text(each["blocks"]),
+            size_text(each["used_bytes"]),
+            size_text(each["capacity_bytes"]),
+            size_text(each["free_bytes"]),
+            size_text(each["disk_free_bytes"]),
+        ]
+        for each in stores
+    ]
+    print(table(heads, rows, right=range(1, 7)))
+    return 0
+
+
+async def _totals(place: Place) -> dict[str, Any]:
+    good, bad = await readable(place)
+    complain(place, bad)
+    stats = StoreStats()
+    for _, frame in good[:1]:  # they share the room, and each tells of all
+        async with opened(place.source, frame, 1) as store:
+            stats = await store.stats()
+    blocks, used_bytes = stats.blocks, stats.used_bytes
+    if blocks is None or used_bytes is None:  # it does not keep count: do it here
+        held = [await count(place, frame) for _, frame in good]
+        blocks, used_bytes = sum(h.blocks for h in held), sum(h.bytes for h in held)
+    capacity = stats.capacity_bytes
+    return {
+        "url": place.url,
+        "namespaces": len(good) + len(bad),
+        "unreadable_namespaces": bad,
+        "blocks": blocks,
+        "used_bytes": used_bytes,
+        "capacity_bytes": capacity,
+        "free_bytes": None if capacity is None else max(0, capacity - used_bytes),
+        "disk_free_bytes": _disk_free_bytes(place),
+        "policy": stats.policy,
+    }
+
+
+def _disk_free_bytes(place: Place) -> int | None:
+    if place.files is None:
+        return None
+    stat = os.statvfs(place.files.path)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,242 @@
+"""The HTTP store's server: what every path and method does, over a folder of blocks."""
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections import Counter
+from urllib.parse import parse_qs
+
+from aiohttp import web
+
+from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.keys import Digest
+from sglang_cake.store.base import BlockInfo
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.http import protocol
+from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.bodies import GRACE_S, Refused, read_body
+from sglang_cake.store.http.metrics import metrics_text
+from sglang_cake.store.http.protocol import Kind, Target
+from sglang_cake.store.http.server_blocks import BlockService
+from sglang_cake.store.threads import run_stoppable
+
+logger = logging.getLogger(__name__)
+
+LOOKUPS_AT_ONCE = 8
+LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
+METHODS = {
+    Kind.HEALTH: ("GET", "HEAD"),
+    Kind.STATS: ("GET",),
+    Kind.METRICS: ("GET",),
+    Kind.NAMESPACES: ("GET",),
+    Kind.DESCRIPTION: ("GET", "PUT"),
+    Kind.CONTAINS: ("POST",),
+    Kind.LIST: ("GET",),
+    Kind.BLOCK: ("GET", "HEAD", "PUT", "DELETE"),
+}
+
+
+KNOWN_METHODS = frozenset(method for methods in METHODS.values() for method in methods)
+
+
+class StoreServer:
+    """Answers requests; whoever makes it listens (see `serving`). The folder stays the caller's."""
+
+    def __init__(
+        self, folder: BlockFolder, gate: Gate, *, namespace_quota_bytes: int | None = None
+    ) -> None:
+        self._folder, self._gate = folder, gate
+        self._blocks = BlockService(folder, self._is_claimed, namespace_quota_bytes)
+        self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._claimed: set[Digest] = set()
+        self._answers: Counter[tuple[str, int]] = Counter()  # by method and status
+        self._under_way = 0
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.refused_connections = 0  # counted by who listens, as is what follows
+        self.bad_requests = 0  # that were no HTTP
+
+    def close(self) -> None:
+        """Once no request is under way any more. Blocks until the threads are done."""
+        self._blocks.close()
+
+    async def drained(self) -> None:
+        """From now on every connection ends with its request; return when none is under way."""
+        self._stopping = True
+        await self._idle.wait()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request, whatever it is."""
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            response = await self._answer_or_error(request)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+            if self._stopping:
+                request.protocol.close()
+        method = request.method if request.method in KNOWN_METHODS else "other"
+        self._answers[method, response.status] += 1
+        return response
+
+    async def _answer_or_error(self, request: web.BaseRequest) -> web.StreamResponse:
+        response: web.StreamResponse
+        try:
+            response = await self._answer(request)
+        except Refused as error:
+            response = _error(error.status, str(error))
+            response.headers.update(error.headers or {})
+        except BlockMissing:
+            response = _error(404, "no such block")
+        except BlockCorrupt as error:
+            if request.method == "PUT":
+                response = _error(400, f"the block {error}")
+            else:
+                response = _error(404, "no such block")
+        except StoreFull as error:
+            response = _error(507, str(error))
+        except StoreUnavailable as error:
+            logger.warning("%s %s: %s", request.method, request.path, error)
+            response = _error(503, str(error))
+        except TimeoutError:
+            response = _error(408, "too slow")
+        except web.RequestPayloadError:
+            response = _error(400, "the body broke off")
+        except ConnectionError:
+            response = _error(400, "the connection broke off")
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            response = _error(500, "the server failed; its log says how")
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        target = protocol.parse_path(request.rel_url.raw_path)
+        if target is not None and target.kind is Kind.HEALTH:  # for whoever watches, without token
+            return web.Response(text="ok\n")
+        if not self._gate.lets_pass(request.headers.get("Authorization")):
+            raise Refused(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+        if target is None:
+            raise Refused(404, "no such path")
+        allowed = METHODS[target.kind]
+        if request.method not in allowed:
+            raise Refused(405, "not possible here", {"Allow": ", ".join(allowed)})
+        if target.kind is Kind.BLOCK:
+            return await self._block(request, target)
+        if target.kind is Kind.CONTAINS:
+            return await self._contains(request, target.digest)
+        if target.kind is Kind.LIST:
+            return await self._list(request, target.digest)
+        if target.kind is Kind.DESCRIPTION:
+            return await self._description(request, target.digest)
+        return await self._about(target.kind)
+
+    async def _block(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        if request.method == "PUT":
+            return await self._blocks.put(request, target.digest, target.key)
+        if request.method == "DELETE":
+            return await self._blocks.delete(target.digest, target.key)
+        return await self._blocks.get(request, target.digest, target.key)
+
+    async def _contains(self, request: web.BaseRequest, digest: Digest) -> web.Response:
+        sizes = parse_qs(request.query_string).get("bytes", [])
+        if len(sizes) != 1 or not sizes[0].isascii() or not sizes[0].isdigit():
+            raise Refused(400, "ask with ?bytes= and the bytes of a block")
+        framed_bytes = int(sizes[0][:20])
+        async with self._lookups:
+            body = await read_body(request, protocol.MAX_CONTAINS_KEYS * protocol.KEY_BYTES)
+            keys = protocol.split_keys(body)
+            if keys is None:
+                raise Refused(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
+            found = await run_stoppable(
+                self._blocks.readers,
+                lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
+            )
+        return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
+
+    async def _list(self, request: web.BaseRequest, digest: Digest) -> web.StreamResponse:
+        blocks = self._folder.list_blocks(digest)
+
+        def some(stop: threading.Event) -> list[BlockInfo]:
+            return list(itertools.islice(blocks, LIST_AT_ONCE))
+
+        batch = await run_stoppable(self._blocks.readers, some)
+        response = web.StreamResponse()
+        response.content_type = protocol.LIST_TYPE
+        await response.prepare(request)
+        try:
+            while batch:
+                async with asyncio.timeout(GRACE_S):
+                    await response.write(b"".join(map(protocol.write_block_line, batch)))
+                batch = await run_stoppable(self._blocks.readers, some)
+        except (StoreUnavailable, OSError) as error:
+            # Too late for a status. Without the last chunk no client takes it for whole.
+            logger.warning("a list broke off: %s", error)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
+        if request.method == "GET":
+            fields = await run_stoppable(self._blocks.readers, lambda stop: self._fields(digest))
+            if fields is None:
+                raise Refused(404, "no such namespace")
+            return web.json_response(fields)
+        told = protocol.read_fields(await read_body(request, protocol.MAX_DESCRIPTION_BYTES))
+        if told is None or not protocol.describes(told, digest):
+            raise Refused(400, "does not describe this namespace")
+
+        def claim(stop: threading.Event) -> None:
+            self._folder.claim(digest, told)
+            self._claimed.add(digest)
+
+        try:
+            await run_stoppable(self._blocks.readers, claim)
+        except ConfigError:
+            raise Refused(409, "the namespace.json that is here says something else") from None
+        return web.Response(status=204)
+
+    async def _about(self, kind: Kind) -> web.Response:
+        if kind is Kind.NAMESPACES:
+            spaces = await run_stoppable(
+                self._blocks.readers, lambda stop: self._folder.namespaces()
+            )
+            return web.json_response(protocol.write_namespaces(spaces))
+        stats = await run_stoppable(self._blocks.readers, lambda stop: self._folder.stats())
+        if kind is Kind.STATS:
+            return web.json_response(protocol.write_stats(stats))
+        text = metrics_text(
+            stats,
+            answers=self._answers,
+            sent_bytes=self._blocks.sent_bytes,
+            received_bytes=self._blocks.received_bytes,
+            puts=self._blocks.puts,
+            refused_connections=self.refused_connections,
+            bad_requests=self.bad_requests,
+        )
+        return web.Response(text=text, content_type="text/plain")
+
+    # What follows runs in threads.
+
+    def _fields(self, digest: Digest) -> dict[str, str] | None:
+        for space in self._folder.namespaces():
+            if space.digest == digest:
+                return space.fields or None
+        return None
+
+    def _is_claimed(self, digest: Digest) -> bool:
+        """Whether somebody said, now or earlier, what the namespace is: blocks of it may come."""
+        if digest not in self._claimed:
+            fields = self._fields(digest)
+            if fields is None:
+                return False
+            self._folder.claim(digest, fields)
+            self._claimed.add(digest)
+        return True
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.Response(status=status, text=message + "\n")

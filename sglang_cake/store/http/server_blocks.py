@@ -1,0 +1,219 @@
+"""The server's blocks: sent from the page cache as they are, taken in only when they are right."""
+
+import asyncio
+import contextlib
+import functools
+import io
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from aiohttp import web
+
+from sglang_cake.codec.frame import HEADER_BYTES, Header, PayloadHasher, read_header
+from sglang_cake.errors import BlockCorrupt, StoreFull
+from sglang_cake.keys import BlockKey, Digest
+from sglang_cake.store.file.blockfile import NewFile
+from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.http import protocol
+from sglang_cake.store.http.bodies import (
+    Refused,
+    accept_body,
+    read_pieces,
+    time_limit_s,
+    wanted_slice,
+)
+from sglang_cake.store.threads import run_stoppable
+
+T = TypeVar("T")
+
+MAX_BLOCK_BYTES = 1 << 30  # with header
+MAX_PUTS = 8  # at once; each holds about two pieces
+READ_THREADS = 8
+
+
+class PassingBlock:
+    """Checks a framed block that passes by in pieces, and keeps none of it."""
+
+    def __init__(self, digest: Digest, key: BlockKey, framed_bytes: int) -> None:
+        self._digest, self._key, self._framed_bytes = digest, key, framed_bytes
+        self._hashed = PayloadHasher()
+        self._header: Header | None = None
+        self._done = 0
+
+    def feed(self, piece: memoryview) -> None:
+        """The first piece has the whole header. Raises: BlockCorrupt."""
+        self._done += len(piece)
+        if self._header is None:
+            self._header = self._check(bytes(piece[:HEADER_BYTES]))
+            piece = piece[HEADER_BYTES:]
+        self._hashed.update(piece)
+
+    def _check(self, raw: bytes) -> Header:
+        header = read_header(raw)
+        if header.namespace != self._digest:
+            raise BlockCorrupt(f"belongs to namespace {header.namespace.hex()}")
+        if header.key != self._key:
+            raise BlockCorrupt(f"holds another block, {header.key.hex()}")
+        if header.payload_bytes + HEADER_BYTES != self._framed_bytes:
+            raise BlockCorrupt(f"{self._framed_bytes} bytes, with a payload of another length")
+        return header
+
+    def finish(self) -> None:
+        """Raises: BlockCorrupt."""
+        if self._header is None or self._done != self._framed_bytes:
+            raise BlockCorrupt(f"ends after {self._done} of {self._framed_bytes} bytes")
+        if self._hashed.digest() != self._header.payload_checksum:
+            raise BlockCorrupt("the payload's checksum does not match")
+
+
+class BlockService:
+    """GET, HEAD, PUT and DELETE of one block of a folder."""
+
+    def __init__(
+        self,
+        folder: BlockFolder,
+        is_claimed: Callable[[Digest], bool],
+        namespace_quota_bytes: int | None,
+    ) -> None:
+        """Args: is_claimed: whether the folder has the namespace; blocking."""
+        self._folder, self._is_claimed = folder, is_claimed
+        self._quota_bytes = namespace_quota_bytes
+        self.readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
+        self._writers = ThreadPoolExecutor(MAX_PUTS, "cake-http-write")
+        self.puts = 0  # under way
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def close(self) -> None:
+        """Blocks until the threads are done."""
+        self.readers.shutdown(cancel_futures=True)
+        self._writers.shutdown(cancel_futures=True)
+
+    async def get(
+        self, request: web.BaseRequest, digest: Digest, key: BlockKey
+    ) -> web.StreamResponse:
+        """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
+        reading = entered(self.readers, self._reading(digest, key), leave_in_pool=False)
+        async with reading as fd:
+            size = os.fstat(fd).st_size
+            response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
+            response.content_type = protocol.BLOCK_TYPE
+            start, stop = 0, size
+            if (asked := wanted_slice(request)) is not None:
+                start, stop, _ = asked.indices(size)
+                if start >= stop:
+                    raise Refused(416, "no such bytes", {"Content-Range": f"bytes */{size}"})
+                response.set_status(206)
+                response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            response.content_length = stop - start
+            await response.prepare(request)
+            if request.method == "GET" and stop > start:
+                await self._send(request, fd, start, stop - start)
+            return response
+
+    async def _send(self, request: web.BaseRequest, fd: int, start: int, count: int) -> None:
+        """From the page cache to the socket: the bytes never come into this process, unless they
+        must be encrypted. Whoever reads them checks them. A send that fails ends the connection."""
+        transport = request.transport
+        if transport is None:
+            return
+        try:
+            with io.FileIO(fd, closefd=False) as file:
+                async with asyncio.timeout(time_limit_s(count)):
+                    self.sent_bytes += await asyncio.get_running_loop().sendfile(
+                        transport, file, start, count
+                    )
+        except (OSError, RuntimeError, TimeoutError):  # RuntimeError: the transport is closing
+            transport.abort()
+
+    async def put(self, request: web.BaseRequest, digest: Digest, key: BlockKey) -> web.Response:
+        """Raises: Refused, StoreFull, StoreUnavailable; BlockCorrupt if the bytes are wrong."""
+        size = request.content_length
+        if size is None:
+            raise Refused(411, "write the Content-Length")
+        if not HEADER_BYTES < size <= MAX_BLOCK_BYTES:
+            raise Refused(413, f"a block has {HEADER_BYTES + 1} to {MAX_BLOCK_BYTES} bytes")
+        if self.puts >= MAX_PUTS:
+            raise Refused(503, "too many puts at once", {"Retry-After": "1"})
+        self.puts += 1
+        try:
+            writing = entered(self._writers, self._writing(digest, key, size), leave_in_pool=True)
+            async with writing as file:
+                if file is None:
+                    return web.Response(status=204)
+                async with asyncio.timeout(time_limit_s(size)):
+                    await self._take(request, PassingBlock(digest, key, size), file)
+            return web.Response(status=201)
+        finally:
+            self.puts -= 1
+
+    async def _take(self, request: web.BaseRequest, block: PassingBlock, file: NewFile) -> None:
+        def keep(piece: bytearray, stop: threading.Event) -> None:
+            block.feed(memoryview(piece))
+            file.append([memoryview(piece)], stop)
+
+        def commit(stop: threading.Event) -> None:
+            block.finish()
+            file.commit(stop)
+
+        await accept_body(request)
+        async for piece in read_pieces(request):
+            self.received_bytes += len(piece)
+            await run_stoppable(self._writers, functools.partial(keep, piece))
+        await run_stoppable(self._writers, commit)
+
+    async def delete(self, digest: Digest, key: BlockKey) -> web.Response:
+        """Raises: StoreUnavailable."""
+        await run_stoppable(self._writers, lambda stop: self._folder.delete(digest, key))
+        return web.Response(status=204)
+
+    # What follows runs in threads.
+
+    @contextlib.contextmanager
+    def _reading(self, digest: Digest, key: BlockKey) -> Iterator[int]:
+        with self._folder.reading(digest, key) as fd:
+            # So that `sendfile`, in the event loop, finds the bytes in memory or on their way.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            yield fd
+
+    @contextlib.contextmanager
+    def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:
+        if not self._is_claimed(digest):
+            raise Refused(409, "the namespace is not known here: PUT its namespace.json first")
+        self._check_quota(digest, size)  # before others are evicted for it
+        with self._folder.writing(digest, key, size) as file:
+            if file is None:
+                yield None
+                return
+            # Once more, with all that is being written: of two that fit alone one may not.
+            self._check_quota(digest, 0)
+            yield file
+
+    def _check_quota(self, digest: Digest, more_bytes: int) -> None:
+        """Raises: StoreFull, StoreUnavailable."""
+        quota_bytes = self._quota_bytes
+        if quota_bytes is None or self._folder.used_bytes(digest) + more_bytes <= quota_bytes:
+            return
+        raise StoreFull(f"the namespace's quota of {quota_bytes} bytes is used up")
+
+
+@contextlib.asynccontextmanager
+async def entered(
+    pool: ThreadPoolExecutor, context: AbstractContextManager[T], *, leave_in_pool: bool
+) -> AsyncIterator[T]:
+    """Enter a blocking context in `pool`, and leave it there, or here if that takes no time.
+
+    It is not told of exceptions inside: those are the client's, and none of the folder's business.
+    """
+    stack = contextlib.ExitStack()
+    try:
+        yield await run_stoppable(pool, lambda stop: stack.enter_context(context))
+    finally:
+        if leave_in_pool:  # runs on when this is cancelled
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))
+        else:
+            stack.close()

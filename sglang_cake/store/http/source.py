@@ -1,0 +1,96 @@
+"""`http://host:8700`, `https://host/prefix?token_file=/path&ca=/path`: a store behind HTTP."""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import ConfigError, StoreUnavailable
+from sglang_cake.store.base import Store, StoredNamespace
+from sglang_cake.store.http import protocol
+from sglang_cake.store.http.auth import load_tokens
+from sglang_cake.store.http.client import HttpStore
+from sglang_cake.store.http.timing import Patience
+from sglang_cake.store.http.wire import Endpoint, Wire, read_whole, refuse
+from sglang_cake.store.url import StoreUrl
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSource:
+    """Implements `StoreSource`."""
+
+    base: str  # without a slash at the end
+    token_file: Path | None = None
+    ca: Path | None = None  # certificates to trust instead of the system's
+
+    def check(self) -> None:
+        """The files can be read. Whether the server is up is not asked: it may come later."""
+        self._endpoint()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return HttpStore(self._endpoint(), frame, depth=depth)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """Raises: StoreUnavailable; always, where the server is not ours."""
+        wire = Wire(self._endpoint(), Patience(), lambda: None)
+
+        async def attempt() -> list[StoredNamespace]:
+            async with wire.request("GET", protocol.NAMESPACES) as response:
+                if response.status != 200:
+                    await refuse(response)
+                body = await read_whole(response, protocol.MAX_ANSWER_BYTES)
+                return protocol.read_namespaces(body)
+
+        try:
+            return await wire.call(wire.lookups, protocol.KEY_BYTES, attempt)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"cannot list namespaces: {error}") from error
+        finally:
+            await wire.close()
+
+    def _endpoint(self) -> Endpoint:
+        """Raises: ConfigError."""
+        token = None if self.token_file is None else load_tokens(self.token_file)[0]
+        tls = None
+        if self.ca is not None:
+            try:
+                tls = ssl.create_default_context(cafile=self.ca)
+            except OSError as error:  # what it cannot parse is an SSLError, which is one
+                words = error.strerror or "no certificates in it"
+                raise ConfigError(f"ca file {self.ca} cannot be read: {words}") from None
+        return Endpoint(self.base, token, tls)
+
+
+def parse(url: StoreUrl) -> HttpSource:
+    """Raises: ConfigError."""
+    source = HttpSource(
+        base=_base(url),
+        token_file=url.option("token_file", _absolute, None),
+        ca=url.option("ca", _absolute, None),
+    )
+    if source.ca is not None and url.scheme != "https":
+        raise url.error("'ca' needs https")
+    return source
+
+
+def _base(url: StoreUrl) -> str:
+    if "@" in url.place:
+        raise url.error("write no user or password in it, use ?token_file=/path")
+    if "#" in url.place or not url.place.isascii() or not url.place.isprintable():
+        raise url.error("not a URL of a server, write for example http://host:8700")
+    try:
+        parts = urlsplit(f"{url.scheme}://{url.place}")
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise url.error(str(error)) from None
+    if not host or " " in url.place:
+        raise url.error("names no host, write for example http://host:8700")
+    return f"{url.scheme}://{url.place}".rstrip("/")
+
+
+def _absolute(text: str) -> Path:
+    path = Path(text)
+    if not path.is_absolute():
+        raise ConfigError(f"{text!r} is not an absolute path")
+    return path

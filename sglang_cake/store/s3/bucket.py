@@ -1,0 +1,230 @@
+"""One bucket, or a part of it: the only place that talks to botocore."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from aiobotocore.config import AioConfig
+from aiobotocore.session import get_session
+from botocore.exceptions import ClientError
+
+from sglang_cake.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+
+CONNECT_TIMEOUT_S = 3.0
+READ_TIMEOUT_S = 10.0  # without a byte; a slow answer may take as long as it likes
+ATTEMPTS = 2  # of one call, with botocore's own back-off between them
+NAMES_AT_ONCE = 1000  # the most that one page of a listing may hold
+
+_MISSING = {"NoSuchKey", "NotFound", "404"}  # a HEAD has no body, so nothing but its status
+_FULL = {"QuotaExceeded", "XMinioStorageFull"}
+
+
+def one_line(error: object) -> str:
+    """What a server says ends up in logs and on terminals, so it is kept short and plain."""
+    text = " ".join(str(error).split())
+    return "".join(letter for letter in text if letter.isprintable())[:300]
+
+
+class Refused(StoreUnavailable):
+    """The service answered, and not with what it was asked for."""
+
+    def __init__(self, error: ClientError) -> None:
+        super().__init__(f"S3: {one_line(error)}")
+        self.code = str(error.response.get("Error", {}).get("Code", ""))
+        self.status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+    @property
+    def no_such_object(self) -> bool:
+        """It has everything but the object."""
+        return self.code in _MISSING
+
+    @property
+    def there_already(self) -> bool:
+        """A conditional put found an object, or another put of it under way."""
+        return self.status in (409, 412)
+
+    @property
+    def full(self) -> bool:
+        """No room for the object."""
+        return self.status == 507 or self.code in _FULL
+
+
+@dataclass(frozen=True, slots=True)
+class S3Place:
+    """Where objects are. Who may have them is for botocore's own chain to find out."""
+
+    bucket: str
+    prefix: str = ""  # without slashes at its ends
+    endpoint: str | None = None  # http(s)://host[:port]; None: what botocore is configured with
+    region: str | None = None
+
+    def name(self, *parts: str) -> str:
+        """The name of an object or a folder of this place."""
+        return "/".join((self.prefix, *parts) if self.prefix else parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One page of a listing."""
+
+    folders: list[str]
+    objects: list[dict[str, Any]]  # as S3 describes them: Key, Size, LastModified
+
+
+class S3Bucket:
+    """Calls to one bucket, with errors as ours. Lives on the event loop of its first call.
+
+    Every call raises StoreUnavailable beside what it names, also once closed. A cancelled one drops
+    its connection.
+    """
+
+    def __init__(self, place: S3Place, *, connections: int) -> None:
+        """Args: connections: open at most; further calls wait for one."""
+        self.place, self._connections = place, connections
+        self._opening = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self._client: Any = None
+        self._conditional = True  # until the service turns out not to know it
+        self._closed = False
+
+    async def has(self, name: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            await self.call("head_object", Key=name)
+        except Refused as refused:
+            if not refused.no_such_object:
+                raise
+            return False
+        return True
+
+    async def open_object(self, name: str) -> "ObjectBody":
+        """The caller closes it. Raises: BlockMissing."""
+        try:
+            answer = await self.call("get_object", Key=name)
+        except Refused as refused:
+            if refused.no_such_object:
+                raise BlockMissing(str(refused)) from refused
+            raise
+        return ObjectBody(answer["Body"], answer.get("ContentLength"))
+
+    async def put_new(self, name: str, body: bytes) -> bool:
+        """False if there is an object of that name. Raises: StoreFull."""
+        try:
+            if self._conditional:
+                await self.call("put_object", Key=name, Body=body, IfNoneMatch="*")
+                return True
+        except Refused as refused:
+            if refused.there_already:
+                return False
+            if refused.status != 501:
+                raise _full_or_not(refused) from refused
+            self._conditional = False  # it does not know conditions
+        if await self.has(name):
+            return False
+        try:
+            await self.call("put_object", Key=name, Body=body)
+        except Refused as refused:
+            raise _full_or_not(refused) from refused
+        return True
+
+    async def delete(self, name: str) -> None:
+        """Forget an object, if there is one."""
+        try:
+            await self.call("delete_object", Key=name)
+        except Refused as refused:
+            if not refused.no_such_object:
+                raise
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Listed]:
+        """Everything whose name starts with `prefix`; with a delimiter, folders are not entered."""
+        where: dict[str, Any] = {"Prefix": prefix, "MaxKeys": NAMES_AT_ONCE}
+        if delimiter:
+            where["Delimiter"] = delimiter
+        while True:
+            page = await self.call("list_objects_v2", **where)
+            folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
+            yield Listed(folders, page.get("Contents", []))
+            following = page.get("NextContinuationToken")
+            # The same page again and again would never end.
+            if not following or following == where.get("ContinuationToken"):
+                return
+            where["ContinuationToken"] = following
+
+    async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """One operation of S3 on the bucket, with botocore's names. Raises: Refused."""
+        try:
+            client = await self._opened()
+            answer: dict[str, Any] = await getattr(client, operation)(
+                Bucket=self.place.bucket, **arguments
+            )
+        except StoreError:
+            raise
+        except ClientError as error:
+            raise Refused(error) from error
+        except Exception as error:  # of botocore, aiohttp, or of parsers fed by a hostile server
+            raise StoreUnavailable(f"S3: {type(error).__name__}: {one_line(error)}") from error
+        return answer
+
+    async def close(self) -> None:
+        """Drop all connections; calls that wait for an answer fail."""
+        self._closed = True
+        async with self._opening:
+            await self._stack.aclose()
+
+    async def _opened(self) -> Any:
+        # Not earlier: a client belongs to the loop that runs when it is made.
+        async with self._opening:
+            if self._closed:
+                raise StoreUnavailable("the store is closed")
+            if self._client is None:
+                self._client = await self._stack.enter_async_context(self._made())
+        return self._client
+
+    def _made(self) -> Any:
+        place = self.place
+        config = AioConfig(
+            connect_timeout=CONNECT_TIMEOUT_S,
+            read_timeout=READ_TIMEOUT_S,
+            retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+            max_pool_connections=self._connections,
+            # A block carries its own checksum. Services that only resemble S3 often refuse
+            # botocore's trailing ones, and a SHA-256 of every block would hold up the loop.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={
+                "payload_signing_enabled": False,
+                # bucket.host needs a name in the DNS, which only the large services have.
+                "addressing_style": "path" if place.endpoint else "auto",
+            },
+        )
+        return get_session().create_client(
+            "s3", region_name=place.region, endpoint_url=place.endpoint, config=config
+        )
+
+
+class ObjectBody:
+    """The bytes of one object, on their way."""
+
+    def __init__(self, stream: Any, length_bytes: int | None) -> None:
+        self._stream, self.length_bytes = stream, length_bytes
+
+    async def read(self, at_most: int) -> bytes:
+        """What has come by now, but at least a byte; nothing at the end. Raises: StoreUnavailable.
+
+        Only a body that is read to its end leaves its connection to others.
+        """
+        try:
+            data: bytes = await self._stream.read(at_most)
+        except Exception as error:
+            raise StoreUnavailable(f"S3: {type(error).__name__}: {one_line(error)}") from error
+        return data
+
+    def close(self) -> None:
+        """Drop what has not come yet."""
+        self._stream.close()
+
+
+def _full_or_not(refused: Refused) -> StoreError:
+    return StoreFull(str(refused)) if refused.full else refused

@@ -1,0 +1,140 @@
+"""One namespace of blocks in an S3 bucket."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from sglang_cake.codec.frame import BlockFrame, Incoming
+from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import BlockInfo, StoreStats
+from sglang_cake.store.probing import next_probes, stored
+from sglang_cake.store.s3.bucket import S3Bucket, S3Place
+from sglang_cake.store.threads import run_stoppable
+
+PROBES_AT_ONCE = 32  # blocks that a lookup asks for in one round trip: 1024 are known after two
+MAX_ROUNDS = 4  # of a lookup; blocks that are not clear by then count as missing
+READ_BYTES = 2**18
+DESCRIPTION = "namespace.json"
+_NAME = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
+
+
+class S3Store:
+    """Implements `Store`: one object a block, framed as in a file.
+
+    `contains` asks in rounds, see `probing`. A put sends the block without asking first, and the
+    service refuses what it has (`If-None-Match`); a service that cannot is asked before. It holds
+    one copy of the block meanwhile. An object with wrong bytes is deleted by who reads it.
+    """
+
+    def __init__(self, place: S3Place, frame: BlockFrame, *, depth: int) -> None:
+        """Args: depth: reads, and writes, that get a connection at once."""
+        self._frame, self._place = frame, place
+        # A lookup never waits behind reads.
+        self._bucket = S3Bucket(place, connections=2 * depth + PROBES_AT_ONCE)
+        self._framer = ThreadPoolExecutor(1, "cake-s3-frame")
+        self._described = False
+        self._closed = False
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """As in `Store`; at most MAX_ROUNDS round trips."""
+        known: dict[int, bool] = {}
+        for _ in range(MAX_ROUNDS):
+            asked = next_probes(len(keys), known, PROBES_AT_ONCE)
+            if not asked:
+                break
+            answers = await self._ask([keys[position] for position in asked])
+            known.update(zip(asked, answers, strict=True))
+        self._check_open()
+        return stored(len(keys), known)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+        try:
+            await self._read(key, out)
+        except BlockCorrupt:
+            # Where that is not allowed either, the next reader finds it again.
+            with contextlib.suppress(StoreError):
+                await self.delete(key)
+            raise
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        assert data.nbytes == self._frame.payload_bytes, data.nbytes
+        view = data.cast("B")
+        await self._describe()
+        body = await run_stoppable(
+            self._framer, lambda stop: b"".join((self._frame.header(key, view), view))
+        )
+        return await self._bucket.put_new(self._name(key), body)
+
+    async def delete(self, key: BlockKey) -> None:
+        await self._bucket.delete(self._name(key))
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        """As in `Store`, a thousand a round trip; `used_s` is when the block was put."""
+        start = self._place.name(self._frame.digest.hex(), "")
+        async for page in self._bucket.pages(start):
+            for found in page.objects:
+                if match := _NAME.fullmatch(found.get("Key", "").removeprefix(start)):
+                    put = found.get("LastModified")
+                    yield BlockInfo(
+                        BlockKey(bytes.fromhex(match[3])),
+                        found.get("Size", 0),
+                        put.timestamp() if put else None,
+                    )
+
+    async def stats(self) -> StoreStats:
+        """Nothing: S3 does not tell, and counting would be a listing of everything."""
+        self._check_open()
+        return StoreStats()
+
+    async def close(self) -> None:
+        """Reads and puts that are under way fail."""
+        self._closed = True
+        self._framer.shutdown(wait=False, cancel_futures=True)
+        await self._bucket.close()
+
+    def _name(self, key: BlockKey) -> str:
+        name = key.hex()
+        return self._place.name(self._frame.digest.hex(), name[:2], name[2:4], name)
+
+    async def _ask(self, keys: list[BlockKey]) -> list[bool]:
+        asking = [asyncio.ensure_future(self._bucket.has(self._name(key))) for key in keys]
+        try:
+            return await asyncio.gather(*asking)
+        finally:
+            for question in asking:  # one failed, or nobody wants to know any more
+                question.cancel()
+            await asyncio.wait(asking)
+
+    async def _read(self, key: BlockKey, out: memoryview) -> None:
+        body = await self._bucket.open_object(self._name(key))
+        try:
+            if body.length_bytes is None:
+                # Then one that was cut off looks like one that is too short.
+                raise StoreUnavailable("S3: an answer without Content-Length")
+            if body.length_bytes != self._frame.framed_bytes:
+                raise BlockCorrupt(
+                    f"{body.length_bytes} bytes, a block has {self._frame.framed_bytes}"
+                )
+            block = Incoming(self._frame, key, out)
+            while data := await body.read(READ_BYTES):
+                block.feed(data)
+            block.finish()
+        finally:
+            body.close()
+
+    async def _describe(self) -> None:
+        """Say, for people, what the namespace stands for; once a process."""
+        if not self._described:
+            fields = json.dumps(self._frame.namespace.describe(), indent=2).encode()
+            await self._bucket.put_new(
+                self._place.name(self._frame.digest.hex(), DESCRIPTION), fields
+            )
+            self._described = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed")

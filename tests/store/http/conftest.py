@@ -1,0 +1,25 @@
+import pytest
+from http_servers import STARTED, OurServer, claim
+
+
+@pytest.fixture(autouse=True)
+def _no_server_outlives_its_test():
+    """Also of a test that failed. Those of wider fixtures were started before."""
+    before = len(STARTED)
+    yield
+    for process in STARTED[before:]:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Our server, open to everybody on this machine, with the contract's namespace claimed."""
+    it = OurServer(tmp_path_factory.mktemp("store") / "root")
+    try:
+        claim(it)
+        yield it
+    finally:
+        status = it.stop()
+    assert status == 0

@@ -1,0 +1,100 @@
+"""An S3 server in a process of its own, for the tests of the S3 store."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from functools import cached_property
+from http.client import HTTPConnection
+
+import boto3
+
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.testing.store_contract import FRAME
+
+START_S = 120  # two slow cores that have other work
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Moto:
+    """A server on loopback. Forgets everything when it is started again."""
+
+    def __init__(self, port, **environment):
+        self.port = port
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.buckets = 0
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until_s = time.monotonic() + START_S
+        while not self._answers():
+            assert self.process.poll() is None, "the server ended"
+            assert time.monotonic() < until_s, "the server does not answer"
+            time.sleep(0.05)
+
+    def _answers(self):
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/moto-api/")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    @cached_property
+    def client(self):
+        """Another implementation than the one under test, to look behind its back."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="somebody",
+            aws_secret_access_key="else",
+        )
+
+    def make_bucket(self, name=None):
+        self.buckets += 1
+        name = name or f"bucket-{self.buckets}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def write(self, path, body):
+        """Put an object; `path` starts with the bucket."""
+        bucket, _, name = path.partition("/")
+        self.client.put_object(Bucket=bucket, Key=name, Body=body)
+
+    def read(self, path):
+        bucket, _, name = path.partition("/")
+        return self.client.get_object(Bucket=bucket, Key=name)["Body"].read()
+
+    def source(self, place):
+        (source,) = parse_sources(f"s3://{place}?endpoint={self.endpoint}&region=us-east-1")
+        return source
+
+    def open(self, place, frame=FRAME, depth=4):
+        return self.source(place).open(frame, depth=depth)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def moto(**environment):
+    server = Moto(free_port(), **environment)
+    try:
+        yield server
+    finally:
+        server.kill()

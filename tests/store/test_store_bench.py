@@ -1,0 +1,132 @@
+"""`sglang-cake store bench`: that it measures, cleans up, and what it says about a model."""
+
+import json
+
+import pytest
+from storetools import ALICE, fill, held, store, told, url_of
+
+from sglang_cake.cli.store_meaning import meaning, tell
+from sglang_cake.cli.store_tables import (
+    count_text,
+    exact_size_text,
+    printable,
+    size_text,
+    table,
+    time_text,
+)
+
+SMALL = ["--sizes", "8KiB,64KiB", "--depths", "1,3", "--bytes", "64KiB"]
+LLAMA_8B = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_bench_measures_every_size_at_every_depth_and_leaves_nothing(tmp_path, capsys):
+    fill(tmp_path, ALICE, "a")
+    before = sorted(tmp_path.rglob("*"))
+    answer = told(capsys, "bench", url_of(tmp_path), *SMALL)
+    runs = {(run["block_bytes"], run["depth"]): run for run in answer["runs"]}
+    assert runs.keys() == {(8192, 1), (8192, 3), (65536, 1), (65536, 3)}
+    assert runs[8192, 1]["blocks"] == 8
+    assert runs[65536, 3]["blocks"] == 6, "two for each call at once, at least"
+    for run in runs.values():
+        for what in ("write", "read"):
+            assert run[f"{what}_bytes_per_s"] > 0
+            assert 0 < run[f"{what}_p50_s"] <= run[f"{what}_p99_s"]
+    assert answer["model"] is None
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(held(tmp_path, ALICE)) == 1
+
+
+def test_bench_says_what_it_means_for_a_model(tmp_path, capsys):
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(LLAMA_8B))
+    kv_bytes = 2 * 2 * 2 * 8 * 2  # layers, K and V, heads, head dim, bytes
+    (tmp_path / "kv").mkdir()
+    arguments = ["bench", url_of(tmp_path / "kv"), *SMALL, "--prefill-tokens-per-s", "1000"]
+    for model in (["--model-config", config], ["--kv-bytes-per-token", kv_bytes]):
+        found = told(capsys, *arguments, *model)["model"]
+        assert found["kv_bytes_per_token"] == kv_bytes
+        assert found["break_even_bytes_per_s"] == 1000 * kv_bytes
+        assert found["loaded_tokens_per_s"] == found["read_bytes_per_s"] / kv_bytes
+    assert store(*arguments, "--model-config", config.parent) == 0
+    out = capsys.readouterr().out
+    assert "a block of 128 tokens 16 KiB" in out
+    assert "16 KiB" in out.splitlines()[3], "the block of this model is measured, too"
+    assert "loading alone breaks even at 128 kB/s" in out
+
+
+def test_bench_warns_of_the_page_cache(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sglang_cake.cli.store_bench._fetched_bytes", lambda: 7)
+    assert store("bench", url_of(tmp_path), *SMALL) == 0
+    assert "warning: blocks were read from the page cache" in capsys.readouterr().out
+    counted = iter(range(0, 10**12, 10**9))
+    monkeypatch.setattr("sglang_cake.cli.store_bench._fetched_bytes", lambda: next(counted))
+    assert store("bench", url_of(tmp_path), *SMALL) == 0
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr("sglang_cake.cli.store_bench._fetched_bytes", lambda: None)
+    assert told(capsys, "bench", url_of(tmp_path), *SMALL)["runs"][0]["from_cache"] is None
+
+
+def test_bench_of_a_store_without_room_is_one_line_and_leaves_nothing(tmp_path, capsys):
+    assert store("bench", f"file://{tmp_path}?min_free=999PB", *SMALL) == 2
+    assert "no room to measure" in capsys.readouterr().err
+    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert [name for name in files if not name.startswith("index.")] == []
+
+
+def test_bench_keeps_to_a_bandwidth(tmp_path, capsys):
+    run, *_ = told(
+        capsys, "bench", f"file://{tmp_path}?min_free=0&bandwidth=1MB/s",
+        "--sizes", "64KiB", "--depths", "2", "--bytes", "4KiB",
+    )["runs"]  # fmt: skip
+    assert run["read_bytes_per_s"] < 1.01e6
+
+
+def test_computing_and_loading_at_once_add_up():
+    found = meaning(
+        kv_bytes_per_token=1000,
+        block_tokens=128,
+        read_bytes_per_s=6e6,
+        prefill_tokens_per_s=2000.0,
+    )
+    assert found.loaded_tokens_per_s == 6000
+    assert found.load_speedup == 3
+    assert found.both_speedup == 4
+    assert found.break_even_bytes_per_s == 2e6
+    words = "\n".join(tell(found))
+    assert "loads at best 6,000 tokens/s (6.0 MB/s)" in words
+    assert "loading alone is 3.00 times as fast, both at once up to 4.00 times" in words
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (99_940, "99.9 kB"),
+        (99_960, "100 kB"),
+        (999_600, "1.0 MB"),
+        (1.5e9, "1.5 GB"),
+        (2e18, "2000 PB"),
+    ],
+)
+def test_sizes_as_people_read_them(size_bytes, text):
+    assert size_text(size_bytes) == text
+
+
+def test_tables_are_as_wide_as_they_need():
+    assert table(["A", "BB"], [["xxx", "1"]], right=(1,)) == "A    BB\nxxx   1"
+    assert exact_size_text(16 * 2**20) == "16 MiB"
+    assert exact_size_text(3 * 2**29) == "1536 MiB"
+    assert exact_size_text(1000) == "1.0 kB"
+    assert count_text(None) == time_text(None) == "-"
+    assert count_text(1234567) == "1,234,567"
+    assert printable("a\nb\x00c" + "d" * 80, 10) == "a?b?cdd..."
