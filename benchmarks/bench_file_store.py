@@ -9,6 +9,7 @@ the better of fio's two. Every arm moves whole files, a header of 4096 bytes and
 import argparse
 import asyncio
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -180,16 +181,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--depths", default="1,4,8", help="reads in flight")
     parser.add_argument("--total-mib", type=int, default=512, help="read in every run")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="seconds: shows that it works")
+    parser.add_argument("--small", action="store_true", help="little and few: shows that it works")
     parser.add_argument("--json", type=Path, help="write the result here as well")
     args = parser.parse_args()
     if args.small:
-        args.mib, args.depths, args.total_mib, args.repeats = "1,4", "4", 32, 2
+        args.mib, args.total_mib, args.repeats = "1,4", 16, 2
     return args
 
 
 def main() -> None:
     args = parse_args()
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not installed: apt-get install fio")
     sizes, depths = stats.whole_numbers(args.mib), stats.whole_numbers(args.depths)
     settings = {name: getattr(args, name) for name in ("mib", "depths", "total_mib", "repeats")}
     result = facts.header("file_store", **settings)

@@ -41,7 +41,7 @@ from sglang_cake.store.http.wire import Endpoint
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GOAL = 0.8
 NGINX = """
-daemon off; worker_processes auto; user root; pid {folder}/nginx.pid; error_log {folder}/error.log;
+daemon off; worker_processes {workers}; user root; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 512; }}
 http {{
     access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000000;
@@ -138,7 +138,7 @@ def ours(root: Path) -> Iterator[Served]:
 
 
 @contextmanager
-def nginx(root: Path, folder: Path) -> Iterator[Served]:
+def nginx(root: Path, folder: Path, workers: str) -> Iterator[Served]:
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         raise SystemExit("nginx is needed: apt-get install nginx-light")
@@ -146,7 +146,7 @@ def nginx(root: Path, folder: Path) -> Iterator[Served]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config = folder / "nginx.conf"
-    config.write_text(NGINX.format(folder=folder, root=root, port=port))
+    config.write_text(NGINX.format(folder=folder, root=root, port=port, workers=workers))
     with running([program, "-p", str(folder), "-c", str(config)]) as process:
         for _ in range(200):
             with socket.socket() as probe:
@@ -297,6 +297,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=int, default=3, help="of one run")
     add("--repeats", type=int, default=5)
     add("--blocks", type=int, default=8, help="blocks of each size")
+    add("--nginx-workers", default="auto", help="auto (as by default): one a core")
     add("--json", type=Path, help="write the result here")
     args = parser.parse_args(argv)
     if args.small:
@@ -316,12 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds=args.seconds,
         repeats=args.repeats,
         blocks=args.blocks,
+        nginx_workers=args.nginx_workers,
         clients=args.clients,
     )
     with tempfile.TemporaryDirectory() as work:
         folder, root = Path(work), Path(work) / "root"
         all_blocks = {size: fill(root, size, args.blocks) for size in args.sizes}
-        with ours(root) as our, nginx(root, folder) as other:
+        with ours(root) as our, nginx(root, folder, args.nginx_workers) as other:
             servers = {"ours": our, "nginx": other}
             for served in servers.values():  # all is in the page cache then
                 for blocks in all_blocks.values():

@@ -1,6 +1,7 @@
 """The pure parts of the benchmarks, and that each of them explains itself; no server is started."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +15,19 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 
 from benchmarks import (  # noqa: E402
     __main__,
+    bench_file_store,
     bench_http_store,
     bench_overhead,
     bench_ttft,
     facts,
+    file_arms,
     overhead_report,
     scheduler_cost,
     stats,
     ttft_report,
 )
 
-BENCHES = ("attention", "http_store", "overhead", "sealed", "ttft")
+BENCHES = ("attention", "file_store", "http_store", "overhead", "sealed", "ttft")
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -272,3 +275,42 @@ def test_http_store_ratios_are_of_neighbouring_runs() -> None:
     runs[0]["mb_per_s"] = runs[3]["mb_per_s"] = 70.0
     text = bench_http_store.table({"summary": bench_http_store.summarise(runs), "peak_rss_mb": rss})
     assert "missed" in text
+
+
+def test_file_arms_are_compared_with_the_better_fio_of_the_same_round() -> None:
+    def runs(*gb_per_s: float) -> list[file_arms.Run]:
+        return [file_arms.Run(10**9, wall_s=1 / rate, cpu_s=0.25) for rate in gb_per_s]
+
+    # The disk was twice as fast in the second round, for everybody.
+    found = {name: runs(0.5, 1.0) for name in bench_file_store.ARMS}
+    found |= {"fio, direct": runs(1.0, 2.0), bench_file_store.STORE: runs(0.9, 1.8)}
+    cell = bench_file_store.summary(4, 8, found)
+    assert cell["best_fio"] == "fio, direct"
+    assert cell["arms"][bench_file_store.STORE]["to_best_fio"]["ratio"] == 0.9
+    assert cell["arms"][bench_file_store.STORE]["cpu_s_per_gb"]["median"] == 0.25
+    [line] = [line for line in bench_file_store.table([cell]).splitlines() if "*" in line][:1]
+    assert "fio, direct" in line
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_the_file_store_is_measured_beside_fio(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks", "file_store", "--small", "--depths", "2"),
+            *("--dir", str(tmp_path), "--json", str(result)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result.read_text())
+    assert {cell["block_mib"] for cell in found["reads"]} == {1, 4}
+    for cell in found["reads"]:
+        assert set(cell["arms"]) == set(bench_file_store.ARMS)
+        assert all(rate > 0 for arm in cell["arms"].values() for rate in arm["runs_gb_per_s"])
+    assert [row["block_mib"] for row in found["writes"]] == [1, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"], "left something"

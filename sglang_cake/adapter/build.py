@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
+CLOSE_S = 5.0  # how long the end of the process may wait for the store
 
 
 def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
@@ -156,6 +158,10 @@ class Engine:
     def close(self) -> None:
         """Stop reading; finish the block writes under way. Called when the process ends."""
         self.loader.close()
+        if self._store is not None:
+            # Nobody is there to be told any more, and the process must end.
+            with contextlib.suppress(Exception):
+                self._io.run(self._store.close(), CLOSE_S)
         self._io.close()
 
     def _adapter_digest(self, lora_id: str) -> str:

@@ -224,12 +224,20 @@ class Incoming:
 
     def advance(self, count: int) -> None:
         """`count` more bytes are in `room`. Raises: BlockCorrupt as soon as the header is wrong."""
+        # Hashed now, while it is in the CPU's cache: about three times as fast as later.
+        self.check(self.came(count))
+
+    def came(self, count: int) -> memoryview:
+        """As `advance`, but the caller gives the payload that came to `check`, in this order and
+        before `finish`; that may be in another thread, while more comes."""
         before, self.done = self.done, self.done + count
         if before < HEADER_BYTES <= self.done:
             self._header = self._frame.check(bytes(self._head), self._key)
-        # Now, while it is in the CPU's cache: about three times as fast as later.
-        start = max(0, before - HEADER_BYTES)
-        self._hashed.update(self._body[start : max(0, self.done - HEADER_BYTES)])
+        return self._body[max(0, before - HEADER_BYTES) : max(0, self.done - HEADER_BYTES)]
+
+    def check(self, payload: memoryview) -> None:
+        """Take the payload that came last into account."""
+        self._hashed.update(payload)
 
     def feed(self, data: bytes | memoryview) -> None:
         """Copy `data` to where it belongs. Raises: BlockCorrupt; also if it is too much."""

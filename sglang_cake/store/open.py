@@ -6,8 +6,8 @@ import threading
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.store.base import Store, StoreSource
-from sglang_cake.store.late import LateStore
-from sglang_cake.store.tiers import TieredStore
+from sglang_cake.store.tiers.late import LateStore
+from sglang_cake.store.tiers.store import TieredStore
 
 
 def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> Store:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_cake.buffers import PAGE_BYTES, is_on_page, on_page
-from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
@@ -95,6 +95,7 @@ class Reads:
 @pytest.fixture
 def small_pieces(monkeypatch):
     monkeypatch.setattr(blockfile, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(blockfile, "DIRECT_PIECE_BYTES", SMALL)
 
 
 @pytest.fixture
@@ -285,6 +286,30 @@ def test_a_cancelled_direct_read_lets_go_of_the_memory_first(disk, monkeypatch, 
         out[:] = bytes(len(out))
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert bytes(out) == bytes(len(out))
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_a_cancelled_read_waits_for_the_check_of_what_came(disk, monkeypatch, small_pieces):
+    real, entered, go = Incoming.check, threading.Event(), threading.Event()
+
+    def hold(block, payload):
+        entered.set()
+        go.wait(10)
+        real(block, payload)
+
+    async def test(stored):
+        await stored.make_cold()
+        monkeypatch.setattr(Incoming, "check", hold)
+        task = asyncio.create_task(stored.read(on_page(3 * SMALL)))
+        await asyncio.to_thread(entered.wait)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done(), "returned while a thread still used the memory"
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     with_block(disk, 3 * SMALL, test)
 

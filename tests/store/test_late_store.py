@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from sglang_cake.errors import ConfigError, StoreUnavailable
-from sglang_cake.store.late import LateStore
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.open import open_store
+from sglang_cake.store.tiers.late import LateStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
 

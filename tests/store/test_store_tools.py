@@ -29,7 +29,7 @@ from storetools import (
 
 import sglang_cake
 from sglang_cake.store.file.paths import new_tmp_name
-from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 FRAMED = 2 * 4096  # what a block takes on the disk
 

@@ -11,7 +11,7 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.store.open import open_store
 from sglang_cake.store.paced import PacedStore
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.tiers import TieredStore
+from sglang_cake.store.tiers.store import TieredStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
 SHELVES = """

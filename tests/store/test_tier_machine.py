@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiering import BLOCK, Tiers, until
 
 from sglang_cake.errors import BlockMissing, StoreUnavailable
-from sglang_cake.store.tier_health import MAX_BACKOFF_S
+from sglang_cake.store.tiers.health import MAX_BACKOFF_S
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 NAMES = st.integers(0, 4)

@@ -6,7 +6,7 @@ import pytest
 from tiering import run, until
 
 from sglang_cake.errors import StoreUnavailable
-from sglang_cake.store.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.store.tiers.health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import key_of, read
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.store.tier_choice import RATE_FRESH_S, TierLink, soonest
-from sglang_cake.store.tier_health import (
+from sglang_cake.store.tiers.choice import RATE_FRESH_S, TierLink, soonest
+from sglang_cake.store.tiers.health import (
     FAILURES_IN_A_ROW,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
     TierHealth,
 )
-from sglang_cake.store.tier_memory import REREAD_S, SecondRead, Whereabouts
+from sglang_cake.store.tiers.memory import REREAD_S, SecondRead, Whereabouts
 from sglang_cake.testing.store_contract import key_of
 
 BLOCK = 100

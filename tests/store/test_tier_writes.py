@@ -10,8 +10,8 @@ from sglang_cake.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.store.tier_health import FAILURES_IN_A_ROW
-from sglang_cake.store.tier_memory import REREAD_S
+from sglang_cake.store.tiers.health import FAILURES_IN_A_ROW
+from sglang_cake.store.tiers.memory import REREAD_S
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 

@@ -17,8 +17,8 @@ from sglang_cake.errors import (
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.open import open_store
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
-from sglang_cake.store.tiers import TieredStore
+from sglang_cake.store.tiers.health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.store.tiers.store import TieredStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from sglang_cake.store.memory import MemoryStore
-from sglang_cake.store.tiers import TieredStore
+from sglang_cake.store.tiers.store import TieredStore
 from sglang_cake.testing.faulty import OutageStore, RecordingStore
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
 

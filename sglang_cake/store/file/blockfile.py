@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 
 from sglang_cake.buffers import PAGE_BYTES
@@ -16,37 +17,62 @@ from sglang_cake.store.threads import check_stop
 # Large enough that the system calls cost nothing, small enough that a cancelled caller waits for
 # less than a millisecond or so, and that a piece is still in the CPU's cache when it is hashed.
 PIECE_BYTES = 1 << 20
+# Past the page cache nobody reads ahead, and what comes is in no CPU's cache: every piece costs the
+# disk a pause. A millisecond of a fast disk.
+DIRECT_PIECE_BYTES = 2 << 20
 # What a disk or file system that is more particular says, or a driver whose memory it cannot reach.
 _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
-def read_framed(fd: int, block: Incoming, framed_bytes: int, stop: threading.Event) -> None:
+def read_framed(
+    fd: int, block: Incoming, framed_bytes: int, stop: threading.Event, checkers: Executor
+) -> None:
     """Fill `block` from the start of the file and check it.
 
+    What comes from the disk itself is hashed in `checkers` while more comes. When this returns or
+    raises, nobody uses `block` any more.
     Raises: BlockCorrupt; OSError; Stopped.
     """
-    direct = block.is_on_pages and not is_cached(fd) and set_direct(fd, direct=True)
-    while block.done < framed_bytes:
-        check_stop(stop)
-        views = block.room(PIECE_BYTES)
-        if direct:
-            views = _whole_pages(views, block.done)
-            if not views:  # the end of a payload that does not end with a page
-                direct = False
-                set_direct(fd, direct=False)
-                continue
-        try:
-            got = os.preadv(fd, views, block.done)
-        except OSError as error:
-            if not direct or error.errno not in _NOT_DIRECTLY:
-                raise
-            direct = False
-            set_direct(fd, direct=False)
-            continue
-        if got == 0:
-            break
-        block.advance(got)
+    file = _Pieces(fd, direct=block.is_on_pages and not is_cached(fd))
+    checked: Future[None] | None = None
+    try:
+        while block.done < framed_bytes:
+            check_stop(stop)
+            got = file.read(block)
+            if got == 0:
+                break
+            payload = block.came(got)
+            if checked is not None:
+                checked.result()
+            if file.direct and block.done < framed_bytes:
+                checked = checkers.submit(block.check, payload)
+            else:
+                block.check(payload)
+    finally:
+        if checked is not None:
+            wait((checked,))
     block.finish()
+
+
+class _Pieces:
+    """A file that is read from its start, past the page cache for as long as that can be done."""
+
+    def __init__(self, fd: int, *, direct: bool) -> None:
+        self._fd = fd
+        self.direct = direct and set_direct(fd, direct=True)
+
+    def read(self, block: Incoming) -> int:
+        """Read the next piece; returns how many bytes it has, 0 at the end. Raises: OSError."""
+        pages = _whole_pages(block.room(DIRECT_PIECE_BYTES), block.done) if self.direct else []
+        if pages:
+            try:
+                return os.preadv(self._fd, pages, block.done)
+            except OSError as error:
+                if error.errno not in _NOT_DIRECTLY:
+                    raise
+        if self.direct:  # refused, or the end of a payload that does not end with a page
+            self.direct = not set_direct(self._fd, direct=False)
+        return os.preadv(self._fd, block.room(PIECE_BYTES), block.done)
 
 
 def _whole_pages(views: list[memoryview], at: int) -> list[memoryview]:

@@ -108,6 +108,11 @@ class BlockFolder:
             found.append(_is_whole(place.block(key), framed_bytes))
         return found
 
+    def has_file(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the block has a file; the books are not asked. Blocks on the disk for a moment,
+        if at all."""
+        return NamespaceFolder(self._root, digest).block(key).exists()
+
     @contextlib.contextmanager
     def reading(self, digest: Digest, key: BlockKey) -> Iterator[int]:
         """The block's file, open for reading; it is not evicted meanwhile.

@@ -32,6 +32,7 @@ class FileStore:
         folder.claim(frame.digest, frame.namespace.describe())
         self._readers = ThreadPoolExecutor(threads, "cake-file-read")
         self._writers = ThreadPoolExecutor(threads, "cake-file-write")
+        self._checkers = ThreadPoolExecutor(threads, "cake-file-check")  # for the readers
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await run_stoppable(self._readers, functools.partial(self._contains, list(keys)))
@@ -64,8 +65,9 @@ class FileStore:
         """Calls still queued fail; those that run end as they would have."""
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=False, cancel_futures=True)
-        for wait in (self._readers.shutdown, self._writers.shutdown, self._folder.close):
-            await asyncio.to_thread(wait)
+        for last in (self._readers, self._writers, self._checkers):
+            await asyncio.to_thread(last.shutdown)
+        await asyncio.to_thread(self._folder.close)
 
     # What follows runs in the pools' threads.
 
@@ -79,7 +81,7 @@ class FileStore:
             if size != self._frame.framed_bytes:
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
             block = Incoming(self._frame, key, out)
-            read_framed(fd, block, self._frame.framed_bytes, stop)
+            read_framed(fd, block, self._frame.framed_bytes, stop, self._checkers)
 
     def _put(self, key: BlockKey, data: memoryview, stop: threading.Event) -> bool:
         frame = self._frame

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import io
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,6 +25,7 @@ from sglang_cake.store.http.bodies import (
     time_limit_s,
     wanted_slice,
 )
+from sglang_cake.store.http.sending import is_cached, read_in, send_file
 from sglang_cake.store.threads import run_stoppable
 
 T = TypeVar("T")
@@ -97,8 +97,10 @@ class BlockService:
         self, request: web.BaseRequest, digest: Digest, key: BlockKey
     ) -> web.StreamResponse:
         """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
-        reading = entered(self.readers, self._reading(digest, key), leave_in_pool=False)
-        async with reading as fd:
+        # A file that is there is opened at once: the way to a thread and back takes longer. A block
+        # that is not may have to be struck from the books, which can take its time.
+        pool = None if self._folder.has_file(digest, key) else self.readers
+        async with entered(pool, self._folder.reading(digest, key)) as fd:
             size = os.fstat(fd).st_size
             response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
             response.content_type = protocol.BLOCK_TYPE
@@ -116,18 +118,18 @@ class BlockService:
             return response
 
     async def _send(self, request: web.BaseRequest, fd: int, start: int, count: int) -> None:
-        """From the page cache to the socket: the bytes never come into this process, unless they
-        must be encrypted. Whoever reads them checks them. A send that fails ends the connection."""
+        """Whoever reads the bytes checks them. A send that fails ends the connection."""
         transport = request.transport
         if transport is None:
             return
         try:
-            with io.FileIO(fd, closefd=False) as file:
-                async with asyncio.timeout(time_limit_s(count)):
-                    self.sent_bytes += await asyncio.get_running_loop().sendfile(
-                        transport, file, start, count
-                    )
-        except (OSError, RuntimeError, TimeoutError):  # RuntimeError: the transport is closing
+            if not is_cached(fd, start, start + count):
+                work = functools.partial(read_in, fd, start, start + count)
+                await run_stoppable(self.readers, work)
+            async with asyncio.timeout(time_limit_s(count)):
+                await send_file(transport, fd, start, count)
+            self.sent_bytes += count
+        except (OSError, RuntimeError):  # RuntimeError: the transport is closing
             transport.abort()
 
     async def put(self, request: web.BaseRequest, digest: Digest, key: BlockKey) -> web.Response:
@@ -141,8 +143,7 @@ class BlockService:
             raise Refused(503, "too many puts at once", {"Retry-After": "1"})
         self.puts += 1
         try:
-            writing = entered(self._writers, self._writing(digest, key, size), leave_in_pool=True)
-            async with writing as file:
+            async with entered(self._writers, self._writing(digest, key, size)) as file:
                 if file is None:
                     return web.Response(status=204)
                 async with asyncio.timeout(time_limit_s(size)):
@@ -174,13 +175,6 @@ class BlockService:
     # What follows runs in threads.
 
     @contextlib.contextmanager
-    def _reading(self, digest: Digest, key: BlockKey) -> Iterator[int]:
-        with self._folder.reading(digest, key) as fd:
-            # So that `sendfile`, in the event loop, finds the bytes in memory or on their way.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            yield fd
-
-    @contextlib.contextmanager
     def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:
         if not self._is_claimed(digest):
             raise Refused(409, "the namespace is not known here: PUT its namespace.json first")
@@ -203,17 +197,20 @@ class BlockService:
 
 @contextlib.asynccontextmanager
 async def entered(
-    pool: ThreadPoolExecutor, context: AbstractContextManager[T], *, leave_in_pool: bool
+    pool: ThreadPoolExecutor | None, context: AbstractContextManager[T]
 ) -> AsyncIterator[T]:
-    """Enter a blocking context in `pool`, and leave it there, or here if that takes no time.
+    """Enter and leave a blocking context in `pool`; without one, here.
 
     It is not told of exceptions inside: those are the client's, and none of the folder's business.
     """
     stack = contextlib.ExitStack()
+    if pool is None:
+        try:
+            yield stack.enter_context(context)
+        finally:
+            stack.close()
+        return
     try:
         yield await run_stoppable(pool, lambda stop: stack.enter_context(context))
-    finally:
-        if leave_in_pool:  # runs on when this is cancelled
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))
-        else:
-            stack.close()
+    finally:  # runs on when this is cancelled
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))

@@ -11,9 +11,9 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store, StoreStats
-from sglang_cake.store.tier_choice import TierLink
-from sglang_cake.store.tier_copies import CopyQueue
-from sglang_cake.store.tier_health import TierHealth
+from sglang_cake.store.tiers.choice import TierLink
+from sglang_cake.store.tiers.copies import CopyQueue
+from sglang_cake.store.tiers.health import TierHealth
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,11 +1,11 @@
 """Several stores as one, fastest first: `file:///nvme/kv,http://kv-host:8700`.
 
 - A lookup asks all tiers at once; a block is there if any has it.
-- A read takes the tier that should have the block here first (`tier_choice`); if that one fails,
+- A read takes the tier that should have the block here first (`choice`); if that one fails,
   the next that has it.
 - A put goes to the first tier that takes it, and from there to the others in the background
-  (`tier_copies`); so does a block that was read from a lower tier twice (`tier_memory`).
-- A tier that fails again and again is left out, and tried again now and then (`tier_health`).
+  (`copies`); so does a block that was read from a lower tier twice (`memory`).
+- A tier that fails again and again is left out, and tried again now and then (`health`).
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats, TierStats
-from sglang_cake.store.tier import Tier
-from sglang_cake.store.tier_choice import soonest
-from sglang_cake.store.tier_copies import PlainBuffer
-from sglang_cake.store.tier_memory import Known, SecondRead, Whereabouts
+from sglang_cake.store.tiers.choice import soonest
+from sglang_cake.store.tiers.copies import PlainBuffer
+from sglang_cake.store.tiers.memory import Known, SecondRead, Whereabouts
+from sglang_cake.store.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
