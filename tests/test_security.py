@@ -97,6 +97,4 @@ def test_every_protection_names_what_shows_it():
     rows = [row.strip("|").split("|") for row in re.findall(r"^\|.*\|$", table, re.MULTILINE)[2:]]
     assert len(rows) > 10
     for _, shown in rows:
-        assert re.search(r"`(\S+::)?test_\w+`|`tests/\S+`", shown), shown
-    for path in re.findall(r"`(tests/[\w/]+\.py)", DOC):
-        assert (ROOT.parent / path).exists() or path.startswith("tests/store/http/"), path
+        assert re.search(r"`test_\w+`", shown), shown

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sglang_cake.codec import sealed
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
@@ -34,8 +35,15 @@ class Place:
     @property
     def files(self) -> FileSource | None:
         """The folder behind it, if it is a file store."""
-        source = getattr(self.source, "inner", self.source)  # behind a `bandwidth=`
+        source = self.source
+        while hasattr(source, "inner"):  # behind a `bandwidth=` or `key_file=`
+            source = source.inner
         return source if isinstance(source, FileSource) else None
+
+    def stored(self, frame: BlockFrame) -> BlockFrame:
+        """How blocks of `frame` lie there: sealed, if it seals them. Raises: ConfigError."""
+        seal = getattr(self.source, "stored_frame", None)
+        return frame if seal is None else seal(frame)
 
 
 def places(text: str) -> list[Place]:
@@ -73,7 +81,7 @@ def frame_of(stored: StoredNamespace) -> BlockFrame:
     namespace = Namespace(tuple(fields.items()))
     if namespace.digest() != stored.digest:
         raise ValueError("its description is of another namespace")
-    return BlockFrame(namespace, layout)
+    return sealed.frame_of(namespace, layout)
 
 
 async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]:

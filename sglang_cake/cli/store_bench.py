@@ -225,7 +225,7 @@ def _drop_cache(place: Place, frame: BlockFrame, keys: list[BlockKey]) -> None:
     file system in memory), the reads will show it."""
     if place.files is None:
         return
-    folder = NamespaceFolder(place.files.path, frame.digest)
+    folder = NamespaceFolder(place.files.path, place.stored(frame).digest)
     for key in keys:
         fd = os.open(folder.block(key), os.O_RDONLY)
         try:
@@ -253,7 +253,9 @@ async def _delete_all(store: Store) -> None:
 
 def _remove_folder(place: Place, frame: BlockFrame) -> None:
     if place.files is not None:  # nobody else ever had this namespace
-        shutil.rmtree(NamespaceFolder(place.files.path, frame.digest).folder, ignore_errors=True)
+        shutil.rmtree(
+            NamespaceFolder(place.files.path, place.stored(frame).digest).folder, ignore_errors=True
+        )
 
 
 # ---- arguments ----

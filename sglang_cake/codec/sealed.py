@@ -6,6 +6,7 @@ A sealed payload is the nonce, the ciphertext (as long as the block) and the tag
 from dataclasses import replace
 
 from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 
@@ -18,13 +19,18 @@ _CODEC = "+aesgcm"
 def sealed_frame(frame: BlockFrame, key_name: str) -> BlockFrame:
     """How the blocks of `frame` are framed once they are sealed with the key of that name.
 
-    Another key is another namespace, and so is none.
+    Another key is another namespace, and so is none. Raises: ConfigError if they are already.
     """
     return _sealed(replace(frame, namespace=sealed_namespace(frame.namespace, key_name)))
 
 
 def sealed_namespace(namespace: Namespace, key_name: str) -> Namespace:
-    """The namespace of the sealed blocks of `namespace`."""
+    """The namespace of the sealed blocks of `namespace`.
+
+    Raises: ConfigError if those are sealed already.
+    """
+    if FIELD in namespace.describe():
+        raise ConfigError("these blocks are sealed already: name their store without key_file")
     return Namespace((*namespace.fields, (FIELD, key_name)))
 
 

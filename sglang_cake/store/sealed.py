@@ -171,6 +171,10 @@ class SealedSource:
             depth=depth,
         )
 
+    def stored_frame(self, frame: BlockFrame) -> BlockFrame:
+        """How the blocks of `frame` lie in the inner store. Raises: ConfigError."""
+        return sealed_frame(frame, read_key_file(self.key_file).name)
+
     async def namespaces(self) -> list[StoredNamespace]:
         """Those of this key, as they were before they were sealed. Raises: ConfigError."""
         name = read_key_file(self.key_file).name

@@ -12,6 +12,7 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import StoredNamespace
 from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.open import open_store
+from sglang_cake.store.sealed import SealedStore
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, StoreContract, block_of, read
 
@@ -85,6 +86,20 @@ class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
     @pytest.fixture(autouse=True)
     def _serve(self, guarded_server, places):
         self.base = f"{guarded_server.base}?token_file={places}/token&ca={places}/cert.pem"
+
+
+class TestSealedHttpStore(TestHttpStore):
+    @pytest.fixture(autouse=True)
+    def _serve(self, open_server, places):
+        path = places / "key"
+        path.write_text("0" * 64)
+        path.chmod(0o600)
+        self.base = f"{open_server.base}?key_file={path}"
+
+    def open(self, folder):
+        store = open_store(parse_sources(self.base), fresh_frame(), depth=4)
+        assert isinstance(store, SealedStore)
+        return store
 
 
 class TestHttpStoreOnNginx(TestHttpStore):
