@@ -113,6 +113,7 @@ def start(folder: Path) -> Start:
         flags: Sequence[str] = (),
         *,
         store: Path | None = None,
+        urls: Sequence[str] = (),  # further tiers
         bandwidth: str = "5MB/s",
         env: dict[str, str] | None = None,
         strict: bool = True,
@@ -122,9 +123,10 @@ def start(folder: Path) -> Start:
         trace = folder / f"trace-{count}.jsonl"
         cake: list[str] = []
         if store is not None:
+            first = f"file://{store}?bandwidth={bandwidth}&min_free=0"
             cake = [
                 "--enable-cake",
-                *("--cake-store", f"file://{store}?bandwidth={bandwidth}&min_free=0"),
+                *("--cake-store", ",".join([first, *urls])),
                 *("--cake-block-tokens", str(BLOCK)),
                 *("--cake-min-load-tokens", str(BLOCK)),
                 *("--cake-trace-file", str(trace)),

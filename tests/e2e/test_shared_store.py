@@ -1,0 +1,56 @@
+"""Two servers on two machines, as far as they can tell: what one has computed, the other loads."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import BLOCK, VOCAB, Live, Start, StoreView, assert_same, until
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[tuple[str, StoreView]]:
+    """A store server and its folder."""
+    root = folder / "shared"
+    command = [sys.executable, "-m", "sglang_cake", "store", "serve", "--root", str(root)]
+    process = subprocess.Popen(
+        [*command, "--capacity", "1GB", "--min-free", "0", "--port", "0"],
+        stdout=subprocess.PIPE,
+        env=os.environ,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1], StoreView(root)
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_a_server_loads_what_another_has_computed(
+    start: Start, models: dict[str, Path], folder: Path, shared: tuple[str, StoreView], plain: Live
+) -> None:
+    url, central = shared
+    source = random.Random(11)
+    ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
+    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle")
+
+    with start(
+        models["first"], (*flags, "--cake-mode", "both"), store=folder / "tier-a", urls=[url]
+    ) as one:
+        assert_same(one.ask(ids), plain.know(ids))
+        central.until_stored(ids)  # written down in the background
+
+    with start(
+        models["first"], (*flags, "--cake-mode", "load"), store=folder / "tier-b", urls=[url]
+    ) as two:
+        answer = two.ask(ids)
+        assert_same(answer, plain.know(ids))
+        assert answer.loaded == 12 * BLOCK
+        assert two.store.blocks() == []  # read once: the near tier is not filled for that
+        two.flush()
+        assert two.ask(ids).loaded == 12 * BLOCK
+        until(lambda: len(two.store.blocks()) == 12, "read twice: moved up")
