@@ -41,7 +41,8 @@ from sglang_cake.store.http.wire import Endpoint
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GOAL = 0.8
 NGINX = """
-daemon off; worker_processes {workers}; user root; pid {folder}/nginx.pid; error_log {folder}/error.log;
+daemon off; worker_processes {workers}; user root;
+pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 512; }}
 http {{
     access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000000;

@@ -416,7 +416,7 @@ BAD_URLS = {
     "s3://bucket?endpoint=http://host:a": "is not an endpoint",
     "s3://bucket?endpoint=http://k:s@host": "without credentials",
     "s3://bucket?region=Europe 1": "'Europe 1' is not a region",
-    "s3://bucket?fsync=off": "'fsync': unknown key, allowed: bandwidth, endpoint, key_file, region",
+    "s3://bucket?fsync=off": "'fsync': unknown key, allowed: bandwidth, endpoint",
 }
 
 
