@@ -1,6 +1,7 @@
 """One namespace of a store behind HTTP: ours, or any server with GET, HEAD, PUT and DELETE."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -24,6 +25,7 @@ from sglang_cake.store.http.wire import (
 
 T = TypeVar("T")
 
+REPORT_S = 5.0  # how long the server may take to look at a block
 HEADS_AT_ONCE = 16  # lookups in flight where there is no `contains`
 PIECE_BYTES = 1 << 18  # of a block on its way out
 NOT_OURS = frozenset((404, 405, 501))  # how a server that has no `contains` answers one
@@ -115,10 +117,26 @@ class HttpStore:
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
         """As in `Store`. Only this call's own task writes `out`, and it is done when this returns
         or raises, cancelled or not."""
-        async with self._reading:
-            await self._wire.call(
-                self._wire.reads, self._frame.framed_bytes, lambda: self._get(key, out)
-            )
+        try:
+            async with self._reading:
+                await self._wire.call(
+                    self._wire.reads, self._frame.framed_bytes, lambda: self._get(key, out)
+                )
+        except BlockCorrupt:
+            await self._report(key)
+            raise
+
+    async def _report(self, key: BlockKey) -> None:
+        """Have our server look at a block that came corrupt: it may be so only on the wire.
+
+        Past the breaker, which must not take an answer to this for a server that is well.
+        """
+        if self._plain:
+            return
+        path = protocol.block_path(self._frame.digest, key)
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
+                pass  # whatever it says: the block is computed now
 
     async def _get(self, key: BlockKey, out: memoryview) -> None:
         async with self._wire.hedged_get(protocol.block_path(self._frame.digest, key)) as response:

@@ -33,7 +33,7 @@ METHODS = {
     Kind.DESCRIPTION: ("GET", "PUT"),
     Kind.CONTAINS: ("POST",),
     Kind.LIST: ("GET",),
-    Kind.BLOCK: ("GET", "HEAD", "PUT", "DELETE"),
+    Kind.BLOCK: ("GET", "HEAD", "PUT", "POST", "DELETE"),
 }
 
 
@@ -137,6 +137,8 @@ class StoreServer:
     async def _block(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         if request.method == "PUT":
             return await self._blocks.put(request, target.digest, target.key)
+        if request.method == "POST":
+            return await self._blocks.check(target.digest, target.key)
         if request.method == "DELETE":
             return await self._blocks.delete(target.digest, target.key)
         return await self._blocks.get(request, target.digest, target.key)

@@ -26,13 +26,14 @@ from sglang_cake.store.http.bodies import (
     wanted_slice,
 )
 from sglang_cake.store.http.sending import is_cached, read_in, send_file
-from sglang_cake.store.threads import run_stoppable
+from sglang_cake.store.threads import check_stop, run_stoppable
 
 T = TypeVar("T")
 
 MAX_BLOCK_BYTES = 1 << 30  # with header
 MAX_PUTS = 8  # at once; each holds about two pieces
 READ_THREADS = 8
+CHECK_BYTES = 1 << 20
 
 
 class PassingBlock:
@@ -167,12 +168,33 @@ class BlockService:
             await run_stoppable(self._writers, functools.partial(keep, piece))
         await run_stoppable(self._writers, commit)
 
+    async def check(self, digest: Digest, key: BlockKey) -> web.Response:
+        """Somebody found the block corrupt: read it, and set it aside if it is so here, too.
+
+        Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
+        """
+        await run_stoppable(self.readers, functools.partial(self._check, digest, key))
+        return web.Response(status=204)
+
     async def delete(self, digest: Digest, key: BlockKey) -> web.Response:
         """Raises: StoreUnavailable."""
         await run_stoppable(self._writers, lambda stop: self._folder.delete(digest, key))
         return web.Response(status=204)
 
     # What follows runs in threads.
+
+    def _check(self, digest: Digest, key: BlockKey, stop: threading.Event) -> None:
+        with self._folder.reading(digest, key) as fd:
+            size = os.fstat(fd).st_size
+            block, done = PassingBlock(digest, key, size), 0
+            while done < size:
+                check_stop(stop)
+                piece = os.pread(fd, CHECK_BYTES, done)
+                if not piece:
+                    break
+                block.feed(memoryview(piece))
+                done += len(piece)
+            block.finish()
 
     @contextlib.contextmanager
     def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:

@@ -25,7 +25,7 @@ from http_servers import (
     with_client,
 )
 
-from sglang_cake.errors import BlockMissing, StoreError, StoreUnavailable
+from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.store.http.protocol import block_path, contains_path
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -168,4 +168,29 @@ def test_a_folder_that_was_emptied_is_filled_again(tmp_path):
         await store.close()
 
     asyncio.run(main())
+    assert server.stop() == 0
+
+
+def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_and_healed(tmp_path):
+    server = OurServer(tmp_path)
+    name = A.hex()
+    path = tmp_path / FRAME.digest.hex() / name[:2] / name[2:4] / name
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        with pytest.raises(BlockCorrupt):
+            await read(store, A)
+        assert not path.exists()
+        assert (tmp_path / FRAME.digest.hex() / "corrupt" / name).exists()
+        assert await store.contains([A]) == [False]
+        assert await store.put(A, block_of("a")) is True
+        assert await read(store, A) == block_of("a")
+
+    with_client(server.base, test)
+    assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
+    assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
+    assert path.exists()
     assert server.stop() == 0
