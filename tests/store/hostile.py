@@ -1,6 +1,7 @@
 """Folders of blocks in which somebody else had a hand, for the fuzz tests."""
 
 import asyncio
+import itertools
 import os
 import socket
 import tempfile
@@ -20,6 +21,7 @@ KEYS = [key_of(name) for name in NAMES]
 HUGE_BYTES = 1 << 42
 # What a call may read from all files beside the block: the index, folders, the system's own.
 SPARE_BYTES = 8 << 20
+_NUMBERS = itertools.count()
 OUTSIDE = b"somebody else's file\n"
 
 
@@ -110,9 +112,10 @@ async def _allowed(call):
 # ---- what may be where a file or a folder should be ----
 
 
-def _remove(path):
+def remove(path):
+    """Have nothing at `path`; what it was may lie beside it."""
     if path.is_dir() and not path.is_symlink():
-        path.rename(path.with_name(f"moved-{path.name}"))
+        path.rename(path.with_name(f"moved-{next(_NUMBERS)}-{path.name}"))
     else:
         path.unlink(missing_ok=True)
 
@@ -143,7 +146,7 @@ THINGS = {
 
 def put_in_place(path, outside, thing):
     """Have `path` be one of THINGS, or a file of some bytes."""
-    _remove(path)
+    remove(path)
     if isinstance(thing, bytes):
         path.write_bytes(thing)
     else:
@@ -152,7 +155,8 @@ def put_in_place(path, outside, thing):
 
 def rewrite(path, change):
     """Change the bytes of a plain file of a plain size; leave anything else."""
-    if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24:
+    plain = path.is_file() and not path.is_symlink() and os.access(path, os.R_OK | os.W_OK)
+    if plain and path.stat().st_size < 1 << 24:
         path.write_bytes(change(path.read_bytes()))
 
 

@@ -12,6 +12,7 @@ from hostile import (
     changes_of_bytes,
     folder_with_blocks,
     put_in_place,
+    remove,
     rewrite,
     use,
 )
@@ -52,7 +53,7 @@ def damage_block(root, outside, path, how, what):
         put_in_place(path, outside, what)
         return
     other = path_of(root, KEYS[what])
-    if other == path or not os.path.lexists(other) or other.is_dir():
+    if other == path or not os.path.lexists(other) or other.is_dir():  # a folder has no links
         return
     if how == "swap":
         spare = path.with_name("spare")
@@ -62,7 +63,7 @@ def damage_block(root, outside, path, how, what):
         if os.path.lexists(spare):
             spare.rename(other)
         return
-    path.unlink(missing_ok=True) if not path.is_dir() else path.rename(path.with_name("moved"))
+    remove(path)
     os.link(other, path, follow_symlinks=False) if how == "link" else path.symlink_to(other)
 
 

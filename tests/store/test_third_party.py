@@ -126,7 +126,7 @@ def test_its_own_errors_and_unknown_options_are_one_line(install):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
     for url, message in {
         "shelf://": "store URL 'shelf://': names no shelf",
-        "shelf://a?shelfs=2": "'shelfs': unknown key, allowed: bandwidth, shelves",
+        "shelf://a?shelfs=2": "'shelfs': unknown key, allowed: bandwidth, key_file, shelves",
         "shelf://a?shelves=many": "'shelves': 'many' is not a size",
         "shelv://a": "unknown scheme 'shelv', allowed: file",
     }.items():
