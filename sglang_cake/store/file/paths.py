@@ -54,7 +54,7 @@ class NamespaceFolder:
 
     def block(self, key: BlockKey) -> Path:
         name = key.hex()
-        return self.folder / name[:2] / name[2:4] / name
+        return self.root.joinpath(self.digest.hex(), name[:2], name[2:4], name)
 
 
 @functools.cache
