@@ -141,7 +141,7 @@ def test_bad_command_lines(probe: Probe, tmp_path: Path, llama: str) -> None:
         ("--cake-queue-depth", "x"): "--cake-queue-depth: 'x' is not possible",
         ("--cake-config", "/none.toml"): "'/none.toml' cannot be read: no such file",
         ("--cake-trace-file", "/none/trace"): "trace file '/none/trace' cannot be written",
-        ("--cake-store", "s3://bucket"): "unknown scheme 's3'",
+        ("--cake-store", "gopher://bucket"): "unknown scheme 'gopher'",
         ("--cake-store", f"file://{blocked}/kv"): "cannot be made or written",
         ("--cake-store",): "argument --cake-store: expected one argument",
         ("--cake-foo", "1"): "unrecognized arguments: --cake-foo 1",
