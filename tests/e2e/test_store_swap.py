@@ -63,9 +63,9 @@ def test_a_store_is_detached_swapped_and_attached_again(
     assert answer.loaded == 0
     second.until_stored(ids)
     assert again(served, ids).loaded == 12 * BLOCK
-    used = "sglang:cake_store_used_bytes"
-    until(lambda: served.metric("store_used_bytes") > 12 * BLOCK, used)
-    assert served.metric("store_capacity_bytes") == 1e9
+    # Said every few seconds; that of the first store had no capacity.
+    until(lambda: served.metric("store_capacity_bytes") == 1e9, "the new store's capacity")
+    assert served.metric("store_used_bytes") > 12 * BLOCK
     assert served.metric("store_evicted_bytes_total") == 0
 
     assert store(served, "PUT", store=first["store"]).status_code == 200
