@@ -71,6 +71,7 @@ class Engine:
         self._io = IoThread()
         labels = _metric_labels(ctx)
         self._setting = config.store
+        self._closing: set[asyncio.Task[None]] = set()
         self._store: Store | None = self._open(namespace)
         block_bytes = self._kv.layout.block_bytes
         self.loader = Loader(
@@ -200,7 +201,9 @@ class Engine:
             await self.writer.drained()
             await store.close()
 
-        self._io.loop.create_task(close())
+        task = self._io.loop.create_task(close())
+        self._closing.add(task)  # asyncio itself holds no task
+        task.add_done_callback(self._closing.discard)
 
 
 async def _stats(store: Store) -> StoreStats | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from sglang_cake.buffers import on_page
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.codec.sealed import (
     FIELD,
@@ -120,10 +120,7 @@ class SealedStore:
     @asynccontextmanager
     async def _buffer(self, places: asyncio.Semaphore) -> AsyncIterator[memoryview]:
         async with places:
-            if self._idle:
-                buffer = self._idle.pop()
-            else:  # begins on a page, as direct reads want it
-                buffer = memoryview(mmap.mmap(-1, self._block_bytes + SEALED_BYTES))
+            buffer = self._idle.pop() if self._idle else on_page(self._block_bytes + SEALED_BYTES)
             try:
                 yield buffer
             finally:

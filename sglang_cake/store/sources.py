@@ -11,7 +11,13 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace, StoreSource
 from sglang_cake.store.file.source import default_source
 from sglang_cake.store.paced import PacedStore
-from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, parse_bandwidth, split_urls
+from sglang_cake.store.url import (
+    DEFAULT_POLICY,
+    StoreUrl,
+    absolute_path,
+    parse_bandwidth,
+    split_urls,
+)
 
 ENTRY_POINTS = "sglang_cake.stores"
 # Imported when a URL asks for them: each may need a package that is an optional extra.
@@ -43,18 +49,12 @@ def sources_of(setting: str | None, policy: str) -> list[StoreSource]:
 def _source(url: StoreUrl) -> StoreSource:
     """One URL's source. Options of any scheme wrap it: a sealed block crosses the link as it is."""
     bandwidth = url.option("bandwidth", parse_bandwidth, 0.0)
-    key_file = url.option("key_file", _absolute, None)
+    key_file = url.option("key_file", absolute_path, None)
     source = _parser(url)(url)
     url.finish()
     if bandwidth:
         source = _PacedSource(source, bandwidth)
     return source if key_file is None else _sealed(url, source, key_file)
-
-
-def _absolute(text: str) -> Path:
-    if not text.startswith("/") or "\0" in text:
-        raise ConfigError(f"{text!r} is not an absolute path")
-    return Path(text)
 
 
 def _sealed(url: StoreUrl, source: StoreSource, key_file: Path) -> StoreSource:

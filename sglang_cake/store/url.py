@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -53,6 +54,24 @@ def one_of(*allowed: str) -> Callable[[str], str]:
         return text
 
     return read
+
+
+def matching(pattern: re.Pattern[str], otherwise: str) -> Callable[[str], str]:
+    """A reader for `StoreUrl.option` that takes what matches; other text is `otherwise`."""
+
+    def read(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ConfigError(f"{text!r} is {otherwise}")
+        return text
+
+    return read
+
+
+def absolute_path(text: str) -> Path:
+    """A reader for `StoreUrl.option` that takes the path of a file. Raises: ConfigError."""
+    if not text.startswith("/") or "\0" in text:
+        raise ConfigError(f"{text!r} is not an absolute path")
+    return Path(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from sglang_cake.store.file.sweep import folders_of, namespaces_in, remove_stale
 from sglang_cake.store.threads import check_stop
 
 MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
-LIST_AT_ONCE = 1000
+LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 

@@ -13,10 +13,8 @@ from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.file.blockfile import read_framed
-from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.threads import check_stop, run_stoppable
-
-LIST_AT_ONCE = 1000  # blocks that `list_blocks` fetches in one turn of a thread
 
 
 class FileStore:

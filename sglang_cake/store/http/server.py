@@ -12,7 +12,7 @@ from aiohttp import web
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.keys import Digest
 from sglang_cake.store.base import BlockInfo
-from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.auth import Gate
 from sglang_cake.store.http.bodies import GRACE_S, Refused, read_body
@@ -24,7 +24,6 @@ from sglang_cake.store.threads import run_stoppable
 logger = logging.getLogger(__name__)
 
 LOOKUPS_AT_ONCE = 8
-LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
 METHODS = {
     Kind.HEALTH: ("GET", "HEAD"),
     Kind.STATS: ("GET",),

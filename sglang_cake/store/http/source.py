@@ -13,7 +13,7 @@ from sglang_cake.store.http.auth import load_tokens
 from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.http.timing import Patience
 from sglang_cake.store.http.wire import Endpoint, Wire, read_whole, refuse
-from sglang_cake.store.url import StoreUrl
+from sglang_cake.store.url import StoreUrl, absolute_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def parse(url: StoreUrl) -> HttpSource:
     """Raises: ConfigError."""
     source = HttpSource(
         base=_base(url),
-        token_file=url.option("token_file", _absolute, None),
-        ca=url.option("ca", _absolute, None),
+        token_file=url.option("token_file", absolute_path, None),
+        ca=url.option("ca", absolute_path, None),
     )
     if source.ca is not None and url.scheme != "https":
         raise url.error("'ca' needs https")
@@ -87,10 +87,3 @@ def _base(url: StoreUrl) -> str:
     if not host or " " in url.place:
         raise url.error("names no host, write for example http://host:8700")
     return f"{url.scheme}://{url.place}".rstrip("/")
-
-
-def _absolute(text: str) -> Path:
-    path = Path(text)
-    if not path.is_absolute():
-        raise ConfigError(f"{text!r} is not an absolute path")
-    return path

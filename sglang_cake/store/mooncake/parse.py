@@ -1,12 +1,11 @@
 """`mooncake://host:50051?segment=4GB&protocol=tcp`: blocks in the memory of many machines."""
 
 import re
-from collections.abc import Callable
 
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import StoreSource
 from sglang_cake.store.sources import missing_extra
-from sglang_cake.store.url import StoreUrl, one_of, parse_size
+from sglang_cake.store.url import StoreUrl, matching, one_of, parse_size
 
 DEFAULT_SEGMENT_BYTES = 4 * 10**9
 MIN_SEGMENT_BYTES = 2**24  # the library refuses less
@@ -22,10 +21,10 @@ def parse(url: StoreUrl) -> StoreSource:
     if not master or not 0 < int(master[2]) < 2**16:
         raise url.error(f"{url.place!r} is not a master, write mooncake://host:50051")
     segment_bytes = url.option("segment", _segment, DEFAULT_SEGMENT_BYTES)
-    metadata = url.option("metadata", _matching(_METADATA), "P2PHANDSHAKE")
+    metadata = url.option("metadata", matching(_METADATA, "not possible"), "P2PHANDSHAKE")
     protocol = url.option("protocol", one_of("tcp", "rdma"), "tcp")
-    device = url.option("device", _matching(_DEVICES), "")
-    local_hostname = url.option("local_hostname", _matching(_HOSTNAME), "") or None
+    device = url.option("device", matching(_DEVICES, "not possible"), "")
+    local_hostname = url.option("local_hostname", matching(_HOSTNAME, "not possible"), "") or None
     try:
         from sglang_cake.store.mooncake.engine import MooncakePlace
         from sglang_cake.store.mooncake.source import MooncakeSource
@@ -54,12 +53,3 @@ def _segment(text: str) -> int:
     if 0 < size_bytes < MIN_SEGMENT_BYTES:
         raise ConfigError(f"{text!r} is too little: lend at least 16MiB, or 0 for nothing")
     return size_bytes
-
-
-def _matching(pattern: re.Pattern[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ConfigError(f"{text!r} is not possible")
-        return text
-
-    return read

@@ -1,16 +1,16 @@
 """`s3://bucket/prefix?endpoint=http://host:9000&region=eu-central-1`: blocks in a bucket."""
 
 import re
-from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import StoreSource
 from sglang_cake.store.sources import missing_extra
-from sglang_cake.store.url import StoreUrl
+from sglang_cake.store.url import StoreUrl, matching
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
+_read_region = matching(_REGION, "not a region: write for example eu-central-1")
 MAX_PREFIX_BYTES = 512  # a name may have 1024, and ours needs 136 of them
 
 
@@ -25,7 +25,7 @@ def parse(url: StoreUrl) -> StoreSource:
     if not _BUCKET.fullmatch(bucket):
         raise url.error(f"{bucket!r} is not a bucket, write s3://bucket/prefix")
     endpoint = url.option("endpoint", _endpoint, "") or None
-    region = url.option("region", _region, "") or None
+    region = url.option("region", _read_region, "") or None
     try:
         from sglang_cake.store.s3.bucket import S3Place
         from sglang_cake.store.s3.source import S3Source
@@ -58,15 +58,3 @@ def _endpoint(text: str) -> str:
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError("an endpoint is only http(s)://host:port, without credentials")
     return text
-
-
-def _matching(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ConfigError(f"{text!r} is not {what}")
-        return text
-
-    return read
-
-
-_region = _matching(_REGION, "a region: write for example eu-central-1")
