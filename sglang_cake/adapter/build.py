@@ -21,7 +21,7 @@ from sglang_cake.adapter.story import Storyteller
 from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
-from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.codec.names import namespace_value
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
@@ -29,7 +29,7 @@ from sglang_cake.io_thread import IoThread
 from sglang_cake.namespace import Namespace
 from sglang_cake.read.loader import Loader
 from sglang_cake.store.base import Store, StoreStats
-from sglang_cake.store.open import open_store
+from sglang_cake.store.encoded import open_blocks
 from sglang_cake.store.sources import sources_of
 from sglang_cake.write.pipeline import Writer
 
@@ -175,13 +175,15 @@ class Engine:
             self._kv.layout,
             weights=weights,
             weight_version=version or str(self._ctx.server_args.weight_version),
+            codec=namespace_value(self._config.codec, self._config.max_error),
         )
 
     def _open(self, namespace: Namespace) -> Store:
-        frame = BlockFrame(namespace, self._kv.layout)
-        return open_store(
+        return open_blocks(
             sources_of(self._setting, self._config.eviction_policy),
-            frame,
+            namespace,
+            self._kv.layout,
+            codec=self._config.codec,
             depth=self._config.queue_depth,
         )
 

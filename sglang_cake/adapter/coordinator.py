@@ -121,6 +121,7 @@ class Coordinator:
                 prompt_tokens=len(tokens),
                 front=matched(tokens, limit),
             ),
+            lossy=self._config.lossy,
         )
         self._restores[req.rid] = self._tickets[restore.ticket] = restore
         self._loader.begin(

@@ -53,9 +53,14 @@ def weights_digest(path: str, revision: str | None = None) -> str:
 
 
 def namespace_of(
-    ctx: "TreeCacheBuildContext", layout: BlockLayout, *, weights: str, weight_version: str
+    ctx: "TreeCacheBuildContext",
+    layout: BlockLayout,
+    *,
+    weights: str,
+    weight_version: str,
+    codec: str,
 ) -> Namespace:
-    """The namespace of this rank's KV under the given weights."""
+    """The namespace of this rank's KV under the given weights, encoded as `codec` says."""
     args, model = ctx.server_args, ctx.model_config
     hf_config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
     facts: dict[str, object] = {
@@ -72,7 +77,7 @@ def namespace_of(
         "tp_size": ctx.tp_size,
         "pp_rank": ctx.params.pp_rank,
         "pp_size": ctx.params.pp_size,
-        "codec": "raw",
+        "codec": codec,
     }
     return Namespace(tuple((name, str(value)) for name, value in facts.items()))
 

@@ -267,7 +267,7 @@ def test_never_two_writers_on_one_buffer():
             assert len(inside) == 1
             try:
                 await asyncio.sleep(0)
-                await super().get_into(key, out)
+                return await super().get_into(key, out)
             finally:
                 inside.remove(self)
 
@@ -314,7 +314,7 @@ def test_reads_keep_both_links_busy():
             self.free_s = max(self.free_s, self.clock.now_s) + self.block_s
             self.served += 1
             await self.clock.until(self.free_s)
-            await super().get_into(key, out)
+            return await super().get_into(key, out)
 
     async def test(tiers):
         clock, names = tiers.clock, range(80)

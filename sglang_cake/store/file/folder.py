@@ -94,9 +94,14 @@ class BlockFolder:
             )
 
     def contains(
-        self, digest: Digest, keys: Sequence[BlockKey], framed_bytes: int, stop: threading.Event
+        self,
+        digest: Digest,
+        keys: Sequence[BlockKey],
+        framed_bytes: int | None,
+        stop: threading.Event,
     ) -> list[bool]:
-        """Which keys are booked; while there are no books, which have a file of the right size.
+        """Which keys are booked; while there are no books, which have a file of the right size
+        (None: of any).
 
         Raises: StoreUnavailable; Stopped.
         """
@@ -352,13 +357,13 @@ class BlockFolder:
             pass  # read-only, or another reader was first: the block stays bad, and is never used
 
 
-def _is_whole(path: Path, framed_bytes: int) -> bool:
+def _is_whole(path: Path, framed_bytes: int | None) -> bool:
     with _foreign_errors():
         try:
             status = os.stat(path)
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == framed_bytes
+        return stat.S_ISREG(status.st_mode) and framed_bytes in (None, status.st_size)
 
 
 @contextlib.contextmanager

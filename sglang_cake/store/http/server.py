@@ -146,7 +146,7 @@ class StoreServer:
         sizes = parse_qs(request.query_string).get("bytes", [])
         if len(sizes) != 1 or not sizes[0].isascii() or not sizes[0].isdigit():
             raise Refused(400, "ask with ?bytes= and the bytes of a block")
-        framed_bytes = int(sizes[0][:20])
+        framed_bytes = int(sizes[0][:20]) or None  # 0: each as it comes
         async with self._lookups:
             body = await read_body(request, protocol.MAX_CONTAINS_KEYS * protocol.KEY_BYTES)
             keys = protocol.split_keys(body)

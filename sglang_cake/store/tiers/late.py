@@ -24,8 +24,8 @@ class LateStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await (await self._opened()).contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
-        await (await self._opened()).get_into(key, out)
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+        return await (await self._opened()).get_into(key, out)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         return await (await self._opened()).put(key, data)
