@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from sglang_cake.codec.names import AUTO, CHOICES, RAW, may_lose
+from sglang_cake.codec_names import AUTO, CHOICES, RAW, may_lose
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.eviction import RANKS
 from sglang_cake.store.sources import parse_sources

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.codec.names import CODECS
+from sglang_cake.codec_names import CODECS
 from sglang_cake.config import (
     CONFIG_ENV,
     ENABLED_ENV,

@@ -12,7 +12,12 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
-from sglang_cake.adapter.identity import namespace_of, unrepeatable_weights, weights_digest
+from sglang_cake.adapter.identity import (
+    namespace_of,
+    rope_theta,
+    unrepeatable_weights,
+    weights_digest,
+)
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.metrics import Metrics, StoreMetrics
 from sglang_cake.adapter.pools import CudaKV, DeviceKV
@@ -21,7 +26,7 @@ from sglang_cake.adapter.story import Storyteller
 from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
-from sglang_cake.codec.names import namespace_value
+from sglang_cake.codec_names import namespace_value
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
@@ -184,6 +189,9 @@ class Engine:
             namespace,
             self._kv.layout,
             codec=self._config.codec,
+            max_error=self._config.max_error,
+            rope_theta=rope_theta(self._ctx.model_config.hf_text_config),
+            counters=self.counters,
             depth=self._config.queue_depth,
         )
 

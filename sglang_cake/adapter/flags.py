@@ -18,7 +18,7 @@ from sglang.version import __version__ as sglang_version
 from sglang_cake.adapter import endpoints, responses
 from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
 from sglang_cake.adapter.support import ModelFacts, unsupported
-from sglang_cake.codec.names import CHOICES, check_installed
+from sglang_cake.codec_names import CHOICES, check_installed
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.eviction import RANKS

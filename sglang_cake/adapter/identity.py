@@ -82,6 +82,16 @@ def namespace_of(
     return Namespace(tuple((name, str(value)) for name, value in facts.items()))
 
 
+def rope_theta(config: Any) -> float | None:
+    """The base of the model's RoPE; None if it has none, or turns only a part of each head."""
+    found = getattr(config, "rope_parameters", None) or {}
+    theta = found.get("rope_theta", getattr(config, "rope_theta", None))
+    share = found.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if isinstance(theta, int | float) and theta > 1 and share in (None, 1):
+        return float(theta)
+    return None
+
+
 def unrepeatable_weights() -> str:
     """A digest for weights that were pushed into the running server: nobody can name them again."""
     return f"pushed-{uuid.uuid4().hex}"

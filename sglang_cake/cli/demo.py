@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, draw, evaluate, table
-from sglang_cake.codec.names import CHOICES, LOSSY, RAW, check_installed
+from sglang_cake.codec_names import CHOICES, LOSSY, RAW, check_installed
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.models import build_llama, kv_token_bytes
 from sglang_cake.testing.server import (

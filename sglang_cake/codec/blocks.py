@@ -50,6 +50,11 @@ def parts_of(layout: BlockLayout) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def takes_lossy(layout: BlockLayout) -> bool:
+    """Whether the numbers have bits to lose."""
+    return layout.dtype in KINDS
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Numbers of a block in the caller's memory, whose length was checked."""
@@ -87,4 +92,4 @@ class Block:
             return (planes.astype(np.uint32) << 16).view(np.float32)
         if self.kind == FLOAT16:
             return np.ascontiguousarray(planes).view(np.float16).astype(np.float32)
-        return np.ascontiguousarray(planes).view(np.float32)
+        return planes.copy().view(np.float32)

@@ -3,36 +3,55 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from sglang_cake.codec.blocks import Block
+from sglang_cake.codec.blocks import KEYS, Block
 from sglang_cake.codec.chain import RAW_CHAIN, Chain, Raw, split
+from sglang_cake.codec.entropy import Entropy
 from sglang_cake.codec.groups import Groups
+from sglang_cake.codec.nonuniform import NonUniform
 from sglang_cake.codec.planes import Planes
+from sglang_cake.codec.rope import Unrotate
 from sglang_cake.codec.steps import ArrayStep, BytesStep, Malformed, PackStep
 from sglang_cake.codec.zstd import Zstd
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 
 MAX_STEPS: Final = 4
-_ARRAYS: Final[dict[str, type[ArrayStep]]] = {}
-_PACKS: Final[dict[str, type[PackStep]]] = {step.name: step for step in (Raw, Planes, Groups)}
+_ARRAYS: Final[dict[str, type[ArrayStep]]] = {Unrotate.name: Unrotate}
+_PACKS: Final[dict[str, type[PackStep]]] = {
+    step.name: step for step in (Raw, Planes, Groups, NonUniform, Entropy)
+}
 _SQUEEZES: Final[dict[str, type[BytesStep]]] = {step.name: step for step in (Zstd,)}
 
+BEFORE_ROPE: Final = ("kvquant4", "kvquant3")  # these take keys before RoPE, where they can
 _CHAINS: Final = {
     "raw": RAW_CHAIN,
     "zstd": Chain(Planes(), squeezes=(Zstd(1),)),
     "int8": Chain(Groups(8)),
     "int4": Chain(Groups(4)),
+    "kvquant4": Chain(NonUniform(4)),
+    "kvquant3": Chain(NonUniform(3)),
+    "cachegen1": Chain(Entropy(0.1)),
+    "cachegen2": Chain(Entropy(0.25)),
+    "cachegen3": Chain(Entropy(0.5)),
 }
 
 
-def chain_of(codec: str, layout: BlockLayout) -> Chain:
-    """The steps of a named codec. Raises: ConfigError if it cannot take blocks of `layout`."""
+def chain_of(codec: str, layout: BlockLayout, rope_theta: float | None = None) -> Chain:
+    """The steps of a named codec.
+
+    Args: rope_theta: of the model's keys, whole heads of which are turned; None: not known, or not.
+    Raises: ConfigError if it cannot take blocks of `layout`.
+    """
     chain = _CHAINS[codec]
+    keys = dict(layout.parts).get(KEYS)
+    if codec in BEFORE_ROPE and rope_theta is not None and keys and keys[-1] % 2 == 0:
+        chain = replace(chain, arrays=(Unrotate(rope_theta, keys[-1]),))
     try:
         chain.max_bytes(layout)
     except Malformed as error:

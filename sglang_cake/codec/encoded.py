@@ -1,7 +1,7 @@
 """How encoded blocks are framed. This needs none of the packages that codecs need."""
 
 from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.codec.names import RAW, codec_in
+from sglang_cake.codec_names import RAW, codec_in
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 

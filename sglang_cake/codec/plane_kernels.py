@@ -7,51 +7,35 @@ from sglang_cake.codec.kernels import compiled
 
 
 @compiled
-def take_apart(words, start, stride, layers, tokens, channels, by_channel, out):
+def take_apart(words, start, stride, layers, tokens, channels, out):
     """Plane `p` of `out` gets byte `p` of every number, the uppermost first."""
-    count = len(out)
+    count, size = len(out), tokens * channels
     top = 8 * count - 1
     for layer in range(layers):
-        for token in range(tokens):
-            at = start + layer * stride + token * channels
-            row = words[at : at + channels]
-            for plane in range(count):
-                shift = 8 * (count - 1 - plane)
-                if by_channel:
-                    into = out[plane, layer * tokens * channels + token :]
-                    for c in range(channels):
-                        into[c * tokens] = ((row[c] << 1 | row[c] >> top) >> shift) & 255
-                else:
-                    to = (layer * tokens + token) * channels
-                    line = out[plane, to : to + channels]
-                    for c in range(channels):
-                        line[c] = ((row[c] << 1 | row[c] >> top) >> shift) & 255
+        source = words[start + layer * stride : start + layer * stride + size]
+        for plane in range(count):
+            shift = 8 * (count - 1 - plane)
+            into = out[plane, layer * size : (layer + 1) * size]
+            for i in range(size):
+                into[i] = ((source[i] << 1 | source[i] >> top) >> shift) & 255
 
 
 @compiled
-def put_together(words, start, stride, layers, tokens, channels, by_channel, planes):
+def put_together(words, start, stride, layers, tokens, channels, planes):
     """The inverse of `take_apart`."""
-    count = len(planes)
+    count, size = len(planes), tokens * channels
     top = 8 * count - 1
     for layer in range(layers):
-        for token in range(tokens):
-            at = start + layer * stride + token * channels
-            row = words[at : at + channels]
-            step = tokens if by_channel else 1
-            first = layer * tokens * channels + (token if by_channel else token * channels)
-            if count == 2:
-                high, low = planes[0, first:], planes[1, first:]
-                if step == 1:
-                    for c in range(channels):
-                        w = high[c] << 8 | low[c]
-                        row[c] = w >> 1 | (w & 1) << 15
-                else:
-                    for c in range(channels):
-                        w = high[c * step] << 8 | low[c * step]
-                        row[c] = w >> 1 | (w & 1) << 15
-            else:
-                for c in range(channels):
-                    w = 0
-                    for plane in range(count):
-                        w = w << 8 | planes[plane, first + c * step]
-                    row[c] = w >> 1 | (w & 1) << top
+        target = words[start + layer * stride : start + layer * stride + size]
+        first, last = layer * size, (layer + 1) * size
+        if count == 2:
+            high, low = planes[0, first:last], planes[1, first:last]
+            for i in range(size):
+                w = high[i] << 8 | low[i]
+                target[i] = w >> 1 | (w & 1) << 15
+        else:
+            for i in range(size):
+                w = 0
+                for plane in range(count):
+                    w = w << 8 | planes[plane, first + i]
+                target[i] = w >> 1 | (w & 1) << top

@@ -16,16 +16,9 @@ from sglang_cake.layout import BlockLayout
 @dataclass(frozen=True, slots=True)
 class Planes:
     """Implements `PackStep`, without loss. For each part the uppermost bytes of all its numbers,
-    layer after layer, token after token; then the next bytes. With `by_channel` the numbers of one
-    channel lie side by side, not those of one token."""
-
-    by_channel: bool = False
+    layer after layer, token after token; then the next bytes."""
 
     name: ClassVar[str] = "planes"
-
-    def __post_init__(self) -> None:
-        if type(self.by_channel) is not bool:
-            raise ValueError(f"by_channel of {self.by_channel!r}")
 
     def max_bytes(self, layout: BlockLayout) -> int:
         return layout.block_bytes
@@ -37,7 +30,7 @@ class Planes:
         for part in block.parts:
             size = part.count * block.words.itemsize
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
-            take_apart(*place, self.by_channel, out[at : at + size].reshape(-1, part.count))
+            take_apart(*place, out[at : at + size].reshape(-1, part.count))
             at += size
         return at
 
@@ -50,5 +43,5 @@ class Planes:
         for part in block.parts:
             size = part.count * block.words.itemsize
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
-            put_together(*place, self.by_channel, data[at : at + size].reshape(-1, part.count))
+            put_together(*place, data[at : at + size].reshape(-1, part.count))
             at += size

@@ -37,6 +37,34 @@ class TestInt4(CodecContract):
         return chain_of("int4", layout)
 
 
+class TestKvquant4(CodecContract):
+    max_error, odd_error = 0.12, 0.3
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("kvquant4", layout)
+
+
+class TestKvquant3BeforeRope(CodecContract):
+    max_error, odd_error = 0.25, 0.5
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("kvquant3", layout, rope_theta=10000.0)
+
+
+class TestCachegen1(CodecContract):
+    max_error, odd_error = 0.05, 0.08
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("cachegen1", layout)
+
+
+class TestCachegen3(CodecContract):
+    max_error, odd_error = 0.25, 0.25
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("cachegen3", layout)
+
+
 layouts = st.builds(
     BlockLayout,
     layers=st.integers(1, 3),
@@ -124,3 +152,85 @@ def test_the_measure_of_an_error_sees_the_worst_plane() -> None:
     decoded[8:16] *= 1.5  # V of the first layer
     found = relative_error(layout, memoryview(exact.tobytes()), memoryview(decoded.tobytes()))
     assert found == pytest.approx(0.5)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    layout=layouts,
+    seed=st.integers(0, 2**32),
+    codec=st.sampled_from(
+        [("kvquant4", 0.4), ("kvquant3", 0.7), ("cachegen1", 0.05), ("cachegen2", 0.12)]
+    ),
+    exponent=st.integers(-30, 30),
+)
+def test_other_lossy_codecs_stay_near_whatever_the_shape(
+    layout: BlockLayout, seed: int, codec: tuple[str, float], exponent: int
+) -> None:
+    name, most = codec
+    if layout.dtype == "float16":
+        exponent = max(-6, min(8, exponent))
+    draw = np.random.default_rng(seed)
+    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    block = as_bytes(draw.normal(size=count) * 2.0**exponent, layout.dtype)
+    restored = _round_trip(layout, block, name)
+    assert relative_error(layout, memoryview(block), memoryview(restored)) <= most
+
+
+def test_what_is_set_apart_comes_back_exactly() -> None:
+    """KVQuant's dense-and-sparse: the few numbers farthest out keep every bit."""
+    layout = BlockLayout(1, (("k", (1, 4)), ("v", (1, 128))), "float32", 128)
+    draw = np.random.default_rng(5)
+    numbers = draw.normal(size=128 * 132).astype(np.float32)
+    keys, values = numbers[: 128 * 4].reshape(128, 4), numbers[128 * 4 :].reshape(128, 128)
+    keys[17, 2], values[90, 5] = 1234.5678, -777.7777
+    block = numbers.tobytes()
+    restored = np.frombuffer(_round_trip(layout, block, "kvquant3"), np.float32)
+    assert restored[: 128 * 4].reshape(128, 4)[17, 2] == np.float32(1234.5678)
+    assert restored[128 * 4 :].reshape(128, 128)[90, 5] == np.float32(-777.7777)
+    others = np.delete(restored, 17 * 4 + 2)
+    assert np.abs(others[others > -700]).max() < 6  # the range of the rest is its own
+
+
+def test_levels_lie_where_the_numbers_do() -> None:
+    """Against the definition: no level can move and come closer to what it stands for."""
+    from sglang_cake.codec.nonuniform import fitted
+
+    draw = np.random.default_rng(6)
+    numbers = np.clip(draw.normal(0.5, 0.12, size=20000), 0, 0.999)
+    counts = np.bincount((numbers * 1024).astype(int), minlength=1024)
+    levels = fitted(counts, 8)
+    nearest = np.abs(numbers[:, None] - levels).argmin(axis=1)
+    for level in range(8):
+        assert abs(numbers[nearest == level].mean() - levels[level]) < 2e-3
+    even = np.linspace(0, 1, 8)
+    assert _spread(numbers, levels) < 0.5 * _spread(numbers, even)
+
+
+def _spread(numbers: np.ndarray, levels: np.ndarray) -> float:
+    return float(np.square(numbers[:, None] - levels).min(axis=1).mean())
+
+
+def test_keys_turned_back_within_a_block_are_even_again() -> None:
+    """What RoPE did to a constant channel pair is undone up to one turn for the whole block."""
+    from sglang_cake.codec.blocks import Block
+    from sglang_cake.codec.rope import Unrotate
+
+    layout = BlockLayout(1, (("k", (2, 8)), ("v", (2, 8))), "float32", 64)
+    position, half = 1000 + np.arange(64)[:, None, None], 4
+    angle = position * 500.0 ** (-np.arange(0, 8, 2) / 8)
+    before = np.random.default_rng(2).normal(size=(2, 8))
+    left, right = before[:, :half], before[:, half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    turned = np.concatenate((left * cos - right * sin, right * cos + left * sin), axis=2)
+    block = np.concatenate((turned.reshape(-1), np.arange(64 * 16))).astype(np.float32)
+    out = np.empty_like(block)
+    step = Unrotate(500.0, 8)
+    source = Block.over(layout, memoryview(block.tobytes()))
+    target = Block.over(layout, memoryview(out).cast("B"))
+    step.encode(source, target)
+    keys = out[: 64 * 16].reshape(64, 16)
+    assert np.abs(keys - keys[0]).max() < 1e-5
+    assert (out[64 * 16 :] == block[64 * 16 :]).all()
+    back = np.empty_like(block)
+    step.decode(target, Block.over(layout, memoryview(back).cast("B")))
+    assert np.abs(back - block).max() < 1e-5

@@ -11,7 +11,7 @@ import pytest
 from sglang_cake.codec.catalogue import chain_of
 from sglang_cake.codec.encoded import encoded_frame, frame_of
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
-from sglang_cake.codec.names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
+from sglang_cake.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout

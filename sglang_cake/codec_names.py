@@ -8,11 +8,11 @@ from sglang_cake.errors import ConfigError
 RAW: Final = "raw"
 AUTO: Final = "auto"
 LOSSLESS: Final = (RAW, "zstd")
-LOSSY: Final = ("int8", "int4")
+LOSSY: Final = ("int8", "int4", "kvquant4", "kvquant3", "cachegen1", "cachegen2", "cachegen3")
 CODECS: Final = (*LOSSLESS, *LOSSY)
 """What a block may be encoded with. At most nine characters each: with `+aesgcm` behind it, a name
 must fit the 16 bytes that a block's header has for it."""
-CHOICES: Final = CODECS
+CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes."""
 
 
@@ -34,19 +34,10 @@ def may_lose(codec: str, max_error: float) -> bool:
     return codec in LOSSY or (codec == AUTO and max_error > 0)
 
 
-_NEEDS: Final = {
-    "zstd": ("zstandard", "numba"),
-    AUTO: ("zstandard", "numba"),
-    **dict.fromkeys(("int8", "int4", "kvquant4", "kvquant3"), ("zstandard", "numba")),
-    **dict.fromkeys(
-        ("cachegen1", "cachegen2", "cachegen3"), ("zstandard", "numba", "constriction")
-    ),
-}
-
-
 def check_installed(codec: str) -> None:
     """Raises: ConfigError if a package that the codec needs is missing."""
-    missing = [package for package in _NEEDS.get(codec, ()) if find_spec(package) is None]
+    needed = () if codec == RAW else ("constriction", "numba", "zstandard")
+    missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise ConfigError(
             f"codec {codec!r} needs {', '.join(missing)}: pip install 'sglang-cake[codecs]'"
