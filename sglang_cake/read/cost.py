@@ -20,6 +20,8 @@ _KEEP = 0.983
 # An observation that misses the prediction by more than this share is pulled in to it.
 _OUTLIER = 1.0
 _PRIOR_STEPS = 0.05  # measured steps that the prior is worth
+_TINY_S = 1e-9
+_FIRST_ERROR = 0.25  # taken for granted after one observation
 _NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _GROUP_BLOCKS = 4  # reads in flight together land together
 _NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block
@@ -40,6 +42,7 @@ class PrefillCost:
     token_s: float
     pair_s: float
     decode_s: float = 0.0  # per request that decodes in the same step
+    error: float = 0.5  # mean share by which predictions missed lately
 
     @classmethod
     def prior(cls, *, hidden: int, on_gpu: bool) -> "PrefillCost":
@@ -106,7 +109,6 @@ class PrefillFit:
         self._targets: Matrix = np.zeros(4)  # sum of w x y
         self._seen = 0
         self.cost = prior
-        self.error = 0.5  # mean share by which predictions missed lately
 
     def observe(self, work: StepWork, took_s: float) -> None:
         """A step that did `work` took `took_s`."""
@@ -114,23 +116,24 @@ class PrefillFit:
             return
         x = np.array((1.0, work.tokens, work.pairs, work.decodes)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
+        error = self.cost.error
         if self._seen:
-            miss = min(abs(took_s - expected_s) / took_s, 1.0)
-            self.error += _NEWEST_ERROR * (miss - self.error)
+            error += _NEWEST_ERROR * (min(abs(took_s - expected_s) / took_s, 1.0) - error)
             took_s = min(took_s, expected_s * (1 + _OUTLIER))
         else:
             self._scale = took_s / expected_s
-            self.error = 0.25
+            error = _FIRST_ERROR
         self._seen += 1
         x /= took_s  # what counts is the relative miss
         self._products = _KEEP * self._products + np.outer(x, x)
         self._targets = _KEEP * self._targets + x
         # The prior is one more observation of each coefficient alone.
-        prior = self._scale * self._prior
+        prior = np.maximum(self._scale * self._prior, _TINY_S)
         found = _nonnegative(
             self._products + np.diag(_PRIOR_STEPS / prior**2), self._targets + _PRIOR_STEPS / prior
         )
-        self.cost = PrefillCost(*(float(v) for v in found / _UNIT))
+        fixed_s, token_s, pair_s, decode_s = (float(v) for v in found / _UNIT)
+        self.cost = PrefillCost(fixed_s, token_s, pair_s, decode_s, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +142,9 @@ class LoadCost:
 
     latency_s: float
     block_s: float
-    copy_s: float = (
-        0.0  # from host staging to the device, per block; only the last one is waited for
-    )
+    copy_s: float = 0.0  # from host staging to the device, per block; only the last is waited for
     error: float = 0.5  # mean share by which predictions missed lately
+    depth: int = 1  # reads in flight at once
 
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
         """Until `blocks` more have landed.
@@ -155,8 +157,16 @@ class LoadCost:
         if blocks <= 0:
             return 0.0
         latency_s = 0.0 if begun else self.latency_s
-        block_s = max(self.block_s, since_s - latency_s)
+        block_s = max(self.block_s, (since_s - latency_s) / self.depth)
         return latency_s + block_s * blocks - min(since_s, latency_s + block_s) + self.copy_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What decisions are made on."""
+
+    prefill: PrefillCost
+    load: LoadCost
 
 
 class LoadFit:
@@ -173,7 +183,7 @@ class LoadFit:
         cost = self.cost
         if not self.measured:
             self.measured = True
-            self.cost = LoadCost(0.0, took_s, cost.copy_s, 0.25)
+            self.cost = replace(cost, latency_s=0.0, block_s=took_s, error=_FIRST_ERROR)
         elif first:
             latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)
             latency_s = cost.latency_s + _NEWEST_LATENCY * (latency_s - cost.latency_s)
