@@ -5,10 +5,12 @@ import time
 from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.counters import COUNTERS, Counters
+from sglang_cake.read.cost import Costs
 from sglang_cake.store.base import Store, StoreStats
 from sglang_cake.store.eviction import RANKS
 
 PUBLISH_EVERY_S = 1.0
+NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _HELP = {
     "loaded_tokens": "Prompt tokens whose KV came from the store.",
     "computed_tokens": "Prompt tokens whose KV was computed.",
@@ -59,6 +61,20 @@ class Metrics:
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
+        self._costs = Gauge(
+            "sglang:cake_cost_seconds",
+            "Measured costs: of a prefill step (fixed, per token, per pair of query and key, per "
+            "decoding request) and of a load (latency, per block, per copy to the device).",
+            [*names, "what"],
+            multiprocess_mode="mostrecent",
+        )
+        self._error = Gauge(
+            "sglang:cake_prediction_error",
+            "Mean share by which recent predictions missed.",
+            [*names, "of"],
+            multiprocess_mode="mostrecent",
+        )
+        self._ttft_error = 0.0
         self._overhead = Histogram(
             "sglang:cake_step_overhead_seconds",
             "Time that cake took of a scheduling step.",
@@ -66,7 +82,7 @@ class Metrics:
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
         ).labels(**labels)
 
-    def publish(self, *, bandwidth_bytes_per_s: float, step_overhead_s: float | None) -> None:
+    def publish(self, *, block_bytes: int, costs: Costs, step_overhead_s: float | None) -> None:
         """Once a step; counters go out once a second."""
         if step_overhead_s is not None:
             self._overhead.observe(step_overhead_s)
@@ -74,7 +90,8 @@ class Metrics:
         if now_s < self._next_s:
             return
         self._next_s = now_s + PUBLISH_EVERY_S
-        self._bandwidth.set(bandwidth_bytes_per_s)
+        self._bandwidth.set(block_bytes / costs.load.block_s)
+        self._publish_costs(costs)
         for (name, value), total in self._counters.snapshot().items():
             self._child(name, value).inc(total - self._seen[name, value])
             self._seen[name, value] = total
@@ -82,6 +99,28 @@ class Metrics:
     def met(self, fraction: float) -> None:
         """A prompt's prefill is over; `fraction` of it lies before the meet."""
         self._meet.observe(fraction)
+
+    def predicted(self, predicted_s: float, took_s: float) -> None:
+        """A prompt was predicted to be ready after `predicted_s`, and was after `took_s`."""
+        miss = min(1.0, abs(took_s - predicted_s) / took_s)
+        self._ttft_error += NEWEST_ERROR * (miss - self._ttft_error)
+
+    def _publish_costs(self, costs: Costs) -> None:
+        prefill, load = costs.prefill, costs.load
+        found = {
+            "step": prefill.fixed_s,
+            "token": prefill.token_s,
+            "pair": prefill.pair_s,
+            "decode": prefill.decode_s,
+            "latency": load.latency_s,
+            "block": load.block_s,
+            "copy": load.copy_s,
+        }
+        for what, value_s in found.items():
+            self._costs.labels(**self._labels, what=what).set(value_s)
+        errors = {"step": prefill.error, "load": load.error, "ttft": self._ttft_error}
+        for of, error in errors.items():
+            self._error.labels(**self._labels, of=of).set(error)
 
     def _child(self, name: str, value: str) -> Counter:
         label = {} if value == "" else {_LABEL.get(name, "reason"): value}

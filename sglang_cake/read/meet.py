@@ -162,6 +162,12 @@ class Meet:
         """The landed bytes of the block were given up."""
         self._apply(block, Event.DROP)
 
+    def give_up(self) -> None:
+        """What has not landed is not waited for any more: compute it."""
+        for block in range(len(self._states)):
+            if self._states[block] == BlockState.WANTED:
+                self._apply(block, Event.LOSE)
+
     def advance(self, front: int) -> list[int]:
         """The tree holds `[0, front)`. Returns the blocks whose landed bytes are not needed now.
 

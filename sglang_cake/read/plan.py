@@ -40,10 +40,12 @@ class Progress:
     Attributes:
         since_s: since the last block landed, or since the link began to serve the prompt.
         begun: whether a block has landed.
+        keep: the last step's: no read of a block below it is under way.
     """
 
     since_s: float = 0.0
     begun: bool = False
+    keep: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Outlook:
     compute_s: float
     load_s: float
     both_s: float
-    meet_block: int  # blocks from this one on are loaded
+    meet_token: int  # what is stored right of it is loaded
 
     @property
     def best_s(self) -> float:
@@ -89,10 +91,11 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
             at = end
         return total
 
+    reading = view.first + wanted.rfind(1) >= progress.keep
+    since_s = progress.since_s if reading else 0.0
+
     def load_s(border: int) -> float:
-        return costs.load.load_s(
-            wanted.count(1, border), since_s=progress.since_s, begun=progress.begun
-        )
+        return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
 
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
@@ -105,15 +108,15 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range(wanted.rfind(1) + 2)
-    meet = bisect_left(
-        borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - load_s(b)
-    )
+    meet = bisect_left(borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - load_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
+    # What nobody has is computed in any case.
+    meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
         compute_s=compute_s(now, view.front, view.prompt_tokens),
         load_s=load_s(0) + rest_s(view.front),
         both_s=both_s(best),
-        meet_block=view.first + best,
+        meet_token=max(token(best), meet_token),
     )
 
 
@@ -140,7 +143,7 @@ def next_step(
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
         return Step(edge, keep=None)
-    meet = max(view.front, outlook.meet_block * view.block_tokens)
+    meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
         # No wait for good: a loader that does not keep its promise makes `since_s`, and with it

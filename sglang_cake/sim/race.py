@@ -123,7 +123,7 @@ class _Link:
 
     @property
     def progress(self) -> Callable[[float], Progress]:
-        return lambda now: Progress(now - self.since_s, not self._first)
+        return lambda now: Progress(now - self.since_s, not self._first, self.keep or 0)
 
 
 def run_race(
@@ -168,8 +168,7 @@ def run_race(
         )
         link.keep = step.keep
         if step.keep is None:
-            for block in [b for b in range(meet.blocks) if meet.state(b) is BlockState.WANTED]:
-                meet.lost(block)
+            meet.give_up()
         if step.wait:
             pause_s = max(POLL_S, machine.load.block_s / 16)
             now, race.waited_s = now + pause_s, race.waited_s + pause_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace
@@ -108,11 +109,8 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
 
     Raises: ConfigError if there is no home folder, or its disk cannot be asked for its size.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        if not cache.is_absolute():  # unset, or to be ignored by the XDG specification
-            cache = Path.home() / ".cache"
-        path = cache / "sglang_cake" / "store"
+        path = cache_folder() / "store"
         there = next(folder for folder in (path, *path.parents) if folder.exists())
         stat = os.statvfs(there)
     except (OSError, RuntimeError) as error:
