@@ -177,10 +177,9 @@ def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
     # against another step.
     at_risk_s = error * costs.prefill.step_s(view.front, stop) / 2
     if stop == meet and at_risk_s > costs.prefill.fixed_s:
-        stop = max(smallest, view.front + int((meet - view.front) * (1 - error)))
-    whole = stop - stop % size
-    if stop < view.prompt_tokens and whole > view.front:
-        stop = whole  # a block that is begun is a block that cannot be loaded
+        # Whole blocks: one that is begun is one that cannot be loaded.
+        sure = view.front + int((meet - view.front) * (1 - error))
+        stop = max(smallest, sure - sure % size)
     return Step(stop, keep=keep)
 
 

@@ -243,15 +243,17 @@ def test_compute_and_load_meet(desk: Desk) -> None:
     assert not desk.step(req)
     assert req.prefix_len == 32  # a chunk of 40, on a block border
     desk.open(*keys)
-    for _ in range(3):
+    for _ in range(20):  # how far each side goes is decided by how quick it was
         desk.cake.poll([req.rid])
         desk.settle_io()
-    assert desk.step(req)
+        if desk.step(req):
+            break
     [story] = req.customized_info["cake"]
-    assert story["computed_tokens"] == 40
-    assert story["loaded_tokens"] == 96
+    assert story["computed_tokens"] + story["loaded_tokens"] == 136
+    assert story["computed_tokens"] >= 40
+    assert story["loaded_tokens"] >= BLOCK
     assert story["matched_tokens"] == 0
-    assert story["meet_token"] == 32
+    assert story["meet_token"] == 136 - 8 - story["loaded_tokens"]
     desk.leave(req)
     desk.all_back()
 
