@@ -105,13 +105,13 @@ class BlockFolder:
         place, found = NamespaceFolder(self._root, digest), []
         for key in keys:
             check_stop(stop)
-            found.append(_is_whole(place.block(key), framed_bytes))
+            found.append(_is_whole(place.block_name(key), framed_bytes))
         return found
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
         """Whether the block has a file; the books are not asked. Blocks on the disk for a moment,
         if at all."""
-        return NamespaceFolder(self._root, digest).block(key).exists()
+        return os.path.exists(NamespaceFolder(self._root, digest).block_name(key))
 
     @contextlib.contextmanager
     def reading(self, digest: Digest, key: BlockKey) -> Iterator[int]:
@@ -120,7 +120,7 @@ class BlockFolder:
         A BlockCorrupt that the caller raises inside has the file set aside.
         Raises: BlockMissing, BlockCorrupt (no file at all), StoreUnavailable.
         """
-        path = NamespaceFolder(self._root, digest).block(key)
+        path = NamespaceFolder(self._root, digest).block_name(key)
         with _foreign_errors():
             try:
                 # O_NONBLOCK does nothing to a file, and keeps a foreign pipe from hanging us.
@@ -211,9 +211,14 @@ class BlockFolder:
             blocks=blocks,
             used_bytes=used_bytes + self._room.overhead_bytes(),
             capacity_bytes=self._room.capacity_bytes,
-            evicted_bytes=self._room.evicted_bytes,
+            evicted_bytes=self.evicted_bytes,
             policy=self._room.policy_name,
         )
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Of blocks that made way for others, since this folder was opened."""
+        return self._room.evicted_bytes
 
     def evict(self, bytes_wanted: int) -> int:
         """Evict blocks of so many bytes, those first that would go first anyway; returns how many
@@ -352,7 +357,7 @@ class BlockFolder:
             pass  # read-only, or another reader was first: the block stays bad, and is never used
 
 
-def _is_whole(path: Path, framed_bytes: int) -> bool:
+def _is_whole(path: str, framed_bytes: int) -> bool:
     with _foreign_errors():
         try:
             status = os.stat(path)
