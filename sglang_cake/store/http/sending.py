@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from sglang_cake.store.threads import check_stop
 
 COLD_PIECE_BYTES = 1 << 20
+TAIL_BYTES = 1 << 16  # of a block, that may be copied and wait in memory
 
 
 @contextlib.contextmanager
@@ -47,8 +49,16 @@ def send_at_once(transport: asyncio.Transport, fd: int, start: int, count: int) 
 async def send_rest(transport: asyncio.Transport, fd: int, start: int, count: int) -> None:
     """Send `count` bytes of the file; over TLS they do come by, to be encrypted.
 
+    A connection often takes all of a block at once but for a few KB. These are copied and left to
+    the transport: to wait for room, and to send them from the file, takes longer.
     Raises: OSError, RuntimeError when the connection ends before.
     """
+    if count <= TAIL_BYTES:
+        tail = os.pread(fd, count, start)
+        if len(tail) < count:
+            raise OSError(errno.EIO, "the file was cut short")
+        transport.write(tail)
+        return
     with io.FileIO(fd, closefd=False) as file:
         await asyncio.get_running_loop().sendfile(transport, file, start, count)
 
