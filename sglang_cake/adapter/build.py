@@ -108,7 +108,8 @@ class Engine:
             ),
         )
         if labels is not None:
-            self._io.post(self._watch_later, StoreMetrics(labels))
+            tiers = len(sources_of(self._setting, config.eviction_policy))
+            self._io.post(self._watch_later, StoreMetrics(labels, tiers))
         atexit.register(self.close)
         logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
 
