@@ -22,7 +22,7 @@ from sglang_cake.errors import (
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage
-from sglang_cake.store.file.blockfile import NewFile, sync_folder, write_file
+from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
 from sglang_cake.store.file.books import FOLDER_BYTES, Books
 from sglang_cake.store.file.description import read_description
 from sglang_cake.store.file.index import BlockIndex
@@ -114,17 +114,18 @@ class BlockFolder:
         return os.path.exists(NamespaceFolder(self._root, digest).block_name(key))
 
     @contextlib.contextmanager
-    def reading(self, digest: Digest, key: BlockKey) -> Iterator[int]:
+    def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
         """The block's file, open for reading; it is not evicted meanwhile.
 
         A BlockCorrupt that the caller raises inside has the file set aside.
+
+        Args: counts: as a use of the block, for eviction.
         Raises: BlockMissing, BlockCorrupt (no file at all), StoreUnavailable.
         """
         path = NamespaceFolder(self._root, digest).block_name(key)
         with _foreign_errors():
             try:
-                # O_NONBLOCK does nothing to a file, and keeps a foreign pipe from hanging us.
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                fd = open_to_read(path, counts=counts)
             except FileNotFoundError:
                 self._forget(digest, key)
                 raise BlockMissing(key.hex()) from None
@@ -134,7 +135,8 @@ class BlockFolder:
                 if not lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
-                self._books.was_read(digest, key)
+                if counts:
+                    self._books.was_read(digest, key)
             except BlockCorrupt as error:
                 self._set_aside(digest, key, os.fstat(fd).st_ino)
                 raise BlockCorrupt(f"{path}: {error}") from None

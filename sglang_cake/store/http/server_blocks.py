@@ -100,7 +100,9 @@ class BlockService:
         # A file that is there is opened at once: the way to a thread and back takes longer. A block
         # that is not may have to be struck from the books, which can take its time.
         pool = None if self._folder.has_file(digest, key) else self.readers
-        async with entered(pool, self._folder.reading(digest, key)) as fd:
+        told_so = request.headers.get(protocol.USE_HEADER) == protocol.NO_USE
+        counts = request.method == "GET" and not told_so
+        async with entered(pool, self._folder.reading(digest, key, counts=counts)) as fd:
             size = os.fstat(fd).st_size
             response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
             response.content_type = protocol.BLOCK_TYPE
@@ -188,7 +190,7 @@ class BlockService:
     # What follows runs in threads.
 
     def _check(self, digest: Digest, key: BlockKey, stop: threading.Event) -> None:
-        with self._folder.reading(digest, key) as fd:
+        with self._folder.reading(digest, key, counts=False) as fd:
             size = os.fstat(fd).st_size
             block, done = PassingBlock(digest, key, size), 0
             while done < size:
