@@ -120,7 +120,7 @@ class Engine:
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
         )
-        self._io.post(self._watch_later, None if labels is None else StoreMetrics(labels))
+        self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
 
@@ -199,6 +199,10 @@ class Engine:
             frame,
             depth=self._config.queue_depth,
         )
+
+    def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
+        tiers = len(sources_of(self._setting, self._config.eviction_policy))
+        return None if labels is None else StoreMetrics(labels, tiers)
 
     def _watch_later(self, metrics: StoreMetrics | None) -> None:
         self._watching = self._io.loop.create_task(self._watch(metrics))

@@ -1,13 +1,19 @@
 """Cake's counters on SGLang's own `/metrics`, prefix `sglang:cake_`."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.read.cost import Costs
-from sglang_cake.store.base import Store, StoreStats
+from sglang_cake.store.base import Store, StoreStats, TierStats
 from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.tiers.tier import TierCounts
+
+M = TypeVar("M", Counter, Gauge)
 
 PUBLISH_EVERY_S = 1.0
 NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
@@ -128,9 +134,11 @@ class Metrics:
 
 
 class StoreMetrics:
-    """How full the store is, asked of the store now and then. I/O thread."""
+    """How full the store is and how its tiers are doing, asked of it now and then. I/O thread."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    def __init__(self, labels: dict[str, str], tiers: int) -> None:
+        """Args: tiers: of the store that comes first; 1 is a store without tiers."""
+        self._tiers = TierMetrics(labels, tiers)
         self._labels, names = labels, list(labels)
         self._used = Gauge(
             "sglang:cake_store_used_bytes",
@@ -155,6 +163,7 @@ class StoreMetrics:
 
     def publish(self, store: Store, stats: StoreStats) -> None:
         """Args: store: who said so; another one counts from zero."""
+        self._tiers.publish(store, stats.tiers)
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
         before = self._seen[1] if self._seen[0] is store else 0
@@ -162,3 +171,71 @@ class StoreMetrics:
         if stats.evicted_bytes > before:
             counter = self._evicted.labels(**self._labels, policy=stats.policy)
             counter.inc(stats.evicted_bytes - before)
+
+
+class TierMetrics:
+    """What happened in each tier of a store of several; nothing of any other store. Tier 1 is the
+    fastest. I/O thread."""
+
+    def __init__(self, labels: dict[str, str], tiers: int) -> None:
+        self._labels, names = labels, [*labels, "tier"]
+        self._blocks = Counter(
+            "sglang:cake_tier_blocks_total",
+            "Blocks of a tier, by what happened.",
+            [*names, "event"],
+        )
+        self._bytes = Counter(
+            "sglang:cake_tier_bytes_total", "Bytes read from and put into a tier.", [*names, "way"]
+        )
+        self._failures = Counter(
+            "sglang:cake_tier_failures_total",
+            "Calls that failed, lookups answered too late, times that a tier was left out.",
+            [*names, "reason"],
+        )
+        self._up = Gauge(
+            "sglang:cake_tier_up",
+            "Whether a tier is used; 0 while it is left out, and when there is none any more.",
+            [*names, "use"],
+            multiprocess_mode="mostrecent",
+        )
+        self._seen: tuple[Store | None, list[dict[str, int]]] = (None, [])
+        self._known = 0
+        if tiers > 1:
+            self._make_known(tiers)
+
+    def publish(self, store: Store, tiers: Sequence[TierStats]) -> None:
+        """Args: store: who said so; another one counts from zero."""
+        self._make_known(len(tiers))
+        before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
+        for number, (tier, seen) in enumerate(zip(tiers, before, strict=True), 1):
+            for name, count in tier.counts.items():
+                self._counter(number, name).inc(count - seen.get(name, 0))
+        self._seen = (store, [dict(tier.counts) for tier in tiers])
+        for number in range(1, self._known + 1):
+            tier_or_none = tiers[number - 1] if number <= len(tiers) else None
+            reading, writing = (
+                (tier_or_none.reading, tier_or_none.writing) if tier_or_none else (False, False)
+            )
+            self._of(self._up, number, use="read").set(reading)
+            self._of(self._up, number, use="put").set(writing)
+
+    def _make_known(self, tiers: int) -> None:
+        """Every label is there from the start, at zero."""
+        for number in range(self._known + 1, tiers + 1):
+            for field in fields(TierCounts):
+                self._counter(number, field.name)
+            for use in ("read", "put"):
+                self._of(self._up, number, use=use).set(1)
+        self._known = max(self._known, tiers)
+
+    def _counter(self, number: int, name: str) -> Counter:
+        """Where a count of `TierCounts` goes."""
+        if name.endswith("_bytes"):
+            return self._of(self._bytes, number, way=name.removesuffix("_bytes"))
+        if name.endswith("_blocks"):
+            return self._of(self._blocks, number, event=name.removesuffix("_blocks"))
+        return self._of(self._failures, number, reason=name)
+
+    def _of(self, metric: M, number: int, **label: str) -> M:
+        child: M = metric.labels(**self._labels, tier=str(number), **label)
+        return child

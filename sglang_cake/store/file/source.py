@@ -33,6 +33,7 @@ class FileSource:
     min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
     capacity_bytes: int | None = None
     policy: str = DEFAULT_POLICY
+    reads_count: bool = True  # as use, for eviction
 
     def check(self) -> None:
         try:
@@ -48,7 +49,7 @@ class FileSource:
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
         try:
-            return FileStore(folder, frame, threads=depth)
+            return FileStore(folder, frame, threads=depth, reads_count=self.reads_count)
         except BaseException:
             folder.close()
             raise
@@ -79,6 +80,7 @@ def parse(url: StoreUrl) -> FileSource:
         min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
         capacity_bytes=url.option("capacity", _parse_capacity, None),
         policy=url.option("policy", one_of(*RANKS), url.policy),
+        reads_count=url.reads_count,
     )
 
 
