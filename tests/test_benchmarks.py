@@ -27,7 +27,7 @@ from benchmarks import (  # noqa: E402
     ttft_report,
 )
 
-BENCHES = ("attention", "file_store", "http_store", "overhead", "sealed", "ttft")
+BENCHES = ("attention", "file_store", "http_store", "overhead", "paper_kvr", "sealed", "ttft")
 
 
 @pytest.mark.parametrize("name", BENCHES)
