@@ -57,7 +57,7 @@ class Setting:
     tokens: int = 16 * K
     model: str = BASE
     chunk: int = CHUNK
-    bits: int = 16
+    bits: float = 16
 
     @classmethod
     def of(cls, cell: Cell, table: str) -> "Setting":

@@ -1,4 +1,4 @@
-"""Tables 3 to 7 of Cake (ICML): each printed cell, simulated on fitted costs, beside the optimum."""
+"""Tables 3 to 7 of Cake (ICML): each printed cell, simulated on fitted costs, and the optimum."""
 
 import statistics
 from collections.abc import Sequence
