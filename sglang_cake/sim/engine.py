@@ -263,7 +263,7 @@ class Server:
         """Form the next batch and let the device begin it, unless it is at work."""
         if self._busy or not any(live.in_prefill or live.decoded for live in self._lives):
             return
-        now, number = self._clock.now, len(self.steps)
+        number = len(self.steps)
         decodes = sum(1 for live in self._lives if live.decoded)
         taken = self._machine.others(number) if self._machine.others else 0
         work = StepWork(taken, 0.0, decodes)
