@@ -33,3 +33,10 @@ class Speed:
             i += 1
             now = self.times_s[i]
         return now + left / self.values[i] if left > 0 else now
+
+    def work_s(self, begin_s: float, end_s: float) -> float:
+        """How much work, in seconds at full speed, fits into `[begin_s, end_s)`."""
+        total, stops = 0.0, (*self.times_s[1:], max(end_s, self.times_s[-1]))
+        for start_s, stop_s, value in zip(self.times_s, stops, self.values, strict=True):
+            total += max(0.0, min(stop_s, end_s) - max(start_s, begin_s)) * value
+        return total
