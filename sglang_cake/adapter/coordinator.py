@@ -282,6 +282,10 @@ class Coordinator:
         restore = self._restores.get(rid)
         return restore is not None and restore.known and restore.meet.racing
 
+    def gave_way(self, rid: str) -> None:
+        """The request went back to the queue between two of its chunks."""
+        self._teller.tell(self._restores[rid], "yield")
+
     def claimant(self, req: "Req") -> Claimant:
         """What `share.order` must know of a waiting request."""
         restore = self._restores.get(req.rid)

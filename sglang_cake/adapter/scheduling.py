@@ -47,6 +47,7 @@ class CakePrefillAdder(PrefillAdder):
         started_s = time.perf_counter()
         if turns.gives_way(req, self._scheduler.waiting_queue, cake):
             turns.put_back(req, self._scheduler.waiting_queue, tree)
+            cake.gave_way(req.rid)
             turns.take_turns(self._scheduler.waiting_queue, cake)
             cake.step_s += time.perf_counter() - started_s
             return None
