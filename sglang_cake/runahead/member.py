@@ -40,8 +40,10 @@ logger = logging.getLogger("sglang_cake")
 Outcome = Literal["done", "cancelled", "failed"]
 
 MAX_OFFERS = 16  # that wait for the scheduler to look
+MAX_OVER = 256  # jobs that are remembered as over
 LEFT_OUT_S = (2.0, 120.0)  # after the first failure, and at most
 BUSY_S = 0.25  # after a refusal: it is healthy, and has no time
+FIRST_WAIT_S = 1.0  # a part that comes before its offer was looked at waits so long
 HELPER_PATIENCE_S = 60.0  # a helper waits as long as its owner does; this only bounds it
 
 
@@ -94,12 +96,12 @@ class Member:
     ) -> None:
         self.rank = rank
         self._transport, self._rows, self._wake = transport, rows, wake
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()  # notified when a job begins or ends here
         self._owned: Owned | None = None
         self._helping: Helping | None = None
         self._offers: deque[tuple[int, Offer]] = deque()
         self._out: dict[int, tuple[float, float]] = {}  # rank -> (until, how long it was)
-        self._cancelled: deque[str] = deque(maxlen=64)  # jobs whose offer we had not looked at
+        self._over: deque[str] = deque(maxlen=MAX_OVER)  # jobs that need nothing here any more
         transport.start(self)
 
     # ---- the owner ----
@@ -163,6 +165,7 @@ class Member:
         with self._lock:
             if self._owned is owned:
                 self._owned = None
+            self._end(owned.hop.job)
         owned.hop.close(reason or outcome)
         for rank in owned.helpers:
             if outcome == "done":
@@ -182,7 +185,7 @@ class Member:
                     return None
                 owner, offer = self._offers.popleft()
                 busy = self._owned is not None or self._helping is not None
-                cancelled = offer.job in self._cancelled
+                cancelled = offer.job in self._over
             if busy:
                 self.refuse(owner, offer, "busy")
             elif not cancelled:
@@ -209,8 +212,9 @@ class Member:
             assert self._owned is None
             assert self._helping is None
             self._helping = helping
-            if offer.job in self._cancelled:
+            if offer.job in self._over:
                 hop.break_off("cancelled")
+            self._lock.notify_all()
         try:
             self._transport.send(owner, Accept(offer.job, matched))
         except PeerGone:
@@ -220,6 +224,8 @@ class Member:
 
     def refuse(self, owner: int, offer: Offer, reason: str) -> None:
         """We do not compute."""
+        with self._lock:
+            self._end(offer.job)
         self._tell(owner, Refuse(offer.job, reason[:200]))
 
     def end_helping(self, helping: Helping, failure: str | None) -> None:
@@ -227,7 +233,8 @@ class Member:
         with self._lock:
             if self._helping is helping:
                 self._helping = None
-        cancelled = helping.offer.job in self._cancelled
+            cancelled = helping.offer.job in self._over
+            self._end(helping.offer.job)
         helping.hop.close(failure or "done")
         if failure is not None and not cancelled:
             self._tell(helping.owner, Failed(helping.offer.job, failure[:200]))
@@ -246,7 +253,7 @@ class Member:
             owned = self._owned
             mine = owned if owned is not None and owned.hop.job == message.job else None
             if isinstance(message, Cancel):
-                self._cancelled.append(message.job)
+                self._end(message.job)
                 if self._helping is not None and self._helping.offer.job == message.job:
                     self._helping.hop.break_off(f"cancelled: {message.reason}")
             elif mine is None or rank not in mine.helpers:
@@ -262,11 +269,10 @@ class Member:
 
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
         with self._lock:
-            hop = None
-            for each in (self._owned, self._helping):
-                if each is not None and (each.hop.job, each.hop.before) == (part.job, rank):
-                    hop = each.hop
-        if hop is not None:  # else it is over
+            # The worker before may be quicker than the offer, which comes from the owner.
+            self._lock.wait_for(lambda: part.job in self._over or self._hop(part.job), FIRST_WAIT_S)
+            hop = self._hop(part.job)
+        if hop is not None and hop.before == rank:  # else it is over
             hop.on_part(part, payload)
 
     def on_gone(self, rank: int, reason: str) -> None:
@@ -300,6 +306,16 @@ class Member:
             self._wake()
         else:
             self.refuse(rank, offer, reason)
+
+    def _hop(self, job: str) -> Hop | None:
+        for each in (self._owned, self._helping):
+            if each is not None and each.hop.job == job:
+                return each.hop
+        return None
+
+    def _end(self, job: str) -> None:
+        self._over.append(job)
+        self._lock.notify_all()
 
     def _leave_out(self, rank: int) -> None:
         with self._lock:
