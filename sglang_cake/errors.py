@@ -3,6 +3,7 @@
 CakeError
 ├── ConfigError        a user's mistake: one line that says what to do, exit status 2
 ├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
+├── RunaheadError      a chain of workers cannot go on; to its owner: compute what is missing
 └── StoreError         what a store can answer instead of doing it; to a reader: compute the block
     ├── BlockMissing       the store does not have the block (any more)
     ├── BlockCorrupt       the bytes are there and wrong
@@ -21,6 +22,12 @@ class ConfigError(CakeError):
 
 class PatchError(CakeError):
     """A CPU repair does not fit the installed SGLang. The message is one line."""
+
+
+class RunaheadError(CakeError):
+    """A chain of workers cannot go on. `reason` labels the metrics."""
+
+    reason = "error"
 
 
 class StoreError(CakeError):

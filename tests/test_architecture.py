@@ -16,10 +16,11 @@ MAY_IMPORT = {
     "store": NOUNS | {"codec", "store"},
     "read": NOUNS | {"codec", "store", "read"},
     "write": NOUNS | {"codec", "store", "write"},
+    "runahead": NOUNS | {"read", "runahead"},
     "sim": NOUNS | {"read", "store", "sim"},
     "testing": NOUNS | {"codec", "store", "testing"},
-    "cli": NOUNS | {"codec", "store", "read", "write", "sim", "testing", "cli"},
-    "adapter": NOUNS | {"codec", "store", "read", "write", "sim", "adapter"},
+    "cli": NOUNS | {"codec", "store", "read", "write", "sim", "runahead", "testing", "cli"},
+    "adapter": NOUNS | {"codec", "store", "read", "write", "sim", "runahead", "adapter"},
 }
 # `config` judges store URLs where they are given, so that a bad one fails before anything starts.
 EXCEPTIONS = {("config.py", "store")}

@@ -1,0 +1,310 @@
+"""One worker's place in a chain: KV that comes in, KV that goes out, layer by layer.
+
+    worker before --parts--> Inflow: into the pool's slots --wait(layer)--> the forward
+                               | same bytes, at once                          |
+                               +-----------------------> Outflow <--ready(layer)
+                                                           +--parts--> worker after
+
+The forward calls `reach(layer)` when K and V of its own tokens of that layer are in the pool, and
+before it reads any: from then on the own part may be sent, and what is missing is waited for. A hop
+that failed raises there, so that a forward ends within a layer.
+
+Threads: the forward's; the transport's readers, which write parts into slots that belong to the
+forward's request alone; one sender for each hop that sends. After `close` nobody reads or writes
+slots any more: they may be given to others.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead.messages import LayerPart
+from sglang_cake.runahead.transport import MAX_PART_BYTES
+from sglang_cake.spans import Span
+
+logger = logging.getLogger("sglang_cake")
+
+# How long a part may wait for a forward to begin; the sender is held up meanwhile.
+BIND_TIMEOUT_S = 3.0
+_LOOK_S = 0.05  # how often who waits looks whether there is still something to wait for
+
+
+class Broken(RunaheadError):
+    """This hop cannot go on; the message says why."""
+
+    reason = "broken"
+
+
+class Late(RunaheadError):
+    """What is to come takes longer than it may."""
+
+    reason = "late"
+
+
+class Rows(Protocol):
+    """The KV pool, a layer at a time; slots are the pool's rows, one a token."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer, all planes."""
+        ...
+
+    def read(self, layer: int, slots: Sequence[int], out: memoryview) -> None:
+        """Copy slots into `out`, plane after plane, each `[tokens, bytes]`. Any thread."""
+        ...
+
+    def write(self, layer: int, slots: Sequence[int], payload: memoryview, skip: int) -> None:
+        """Copy `payload` without its first `skip` tokens into slots. Any thread."""
+        ...
+
+
+class Inflow:
+    """What one worker gets from the one before it: all layers of the tokens of `span`."""
+
+    def __init__(self, rows: Rows, span: Span) -> None:
+        self._rows, self._span = rows, span
+        self._changed = threading.Condition()
+        self._slots: Sequence[int] | None = None
+        self._keep = span.start
+        self._got: list[list[Span]] = [[] for _ in range(rows.layers)]
+        self._missing = [span.tokens] * rows.layers
+        self._broken: str | None = None
+        self._writing = 0
+        self.waited_s = 0.0  # by the forward, so far
+        self.bytes = 0
+
+    def bind(self, slots: Sequence[int], keep: int) -> None:
+        """From now on parts are written: `slots` are those of tokens `[keep, span.stop)`.
+
+        What is before `keep` is in the pool already.
+        """
+        with self._changed:
+            self._slots, self._keep = slots, keep
+            self._changed.notify_all()
+
+    def part(self, part: LayerPart, payload: memoryview) -> None:
+        """A part came; returns when it is in its slots. Raises: Broken."""
+        span = Span(part.start, part.stop)
+        inside = self._span.start <= span.start and span.stop <= self._span.stop
+        if not inside or part.layer >= self._rows.layers:
+            raise Broken(f"a part that nobody asked for: layer {part.layer}, {span}")
+        if len(payload) != span.tokens * self._rows.token_bytes:
+            raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens")
+        with self._changed:
+            self._changed.wait_for(lambda: self._slots is not None or self._broken, BIND_TIMEOUT_S)
+            if self._slots is None or self._broken:
+                raise Broken(self._broken or "nobody began to compute")
+            if any(
+                max(g.start, span.start) < min(g.stop, span.stop) for g in self._got[part.layer]
+            ):
+                raise Broken("a part that came before")
+            self._got[part.layer].append(span)
+            self._writing += 1
+            slots, keep = self._slots, self._keep
+        try:
+            first = max(span.start, keep)
+            if first < span.stop:
+                own = slots[first - keep : span.stop - keep]
+                self._rows.write(part.layer, own, payload, first - span.start)
+            with self._changed:
+                self.bytes += len(payload)
+                self._missing[part.layer] -= span.tokens
+        finally:
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
+
+    def wait(self, layer: int, patience_s: float, look: Callable[[], None]) -> None:
+        """Until the whole layer is there.
+
+        Args:
+            patience_s: how long all waits of this hop may take together.
+            look: called again and again; raises if there is nothing to wait for any more.
+
+        Raises: Broken, Late, and what `look` raises.
+        """
+        began_s = time.monotonic()
+        try:
+            with self._changed:
+                while self._missing[layer] and not self._broken:
+                    look()
+                    left_s = patience_s - self.waited_s - (time.monotonic() - began_s)
+                    if left_s <= 0:
+                        raise Late(f"layer {layer} did not come in {patience_s:.2f} s of waiting")
+                    self._changed.wait(min(left_s, _LOOK_S))
+                if self._broken:
+                    raise Broken(self._broken)
+        finally:
+            self.waited_s += time.monotonic() - began_s
+
+    def close(self, reason: str) -> None:
+        """Nothing is written any more once this returns."""
+        with self._changed:
+            self._broken = self._broken or reason
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._writing == 0)
+
+
+class Outflow:
+    """What one worker hands on: its own part of each layer, and what it received.
+
+    Args:
+        send: to the worker after, see `Transport.send_part`.
+        failed: hears why sending ended, from the sender's thread.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        job: str,
+        send: Callable[[LayerPart, memoryview], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._rows, self._job, self._send, self._failed = rows, job, send, failed
+        self._part_tokens = max(1, MAX_PART_BYTES // rows.token_bytes)
+        self._changed = threading.Condition()
+        self._slots: Sequence[int] = ()
+        self._span = Span(0, 0)
+        self._ready = -1  # layers up to this one are in the pool
+        self._sent = -1
+        self._closed = False
+        self._reading = threading.Lock()
+        self.bytes = 0
+        self.forwarded_bytes = 0
+
+    def bind(self, slots: Sequence[int], span: Span) -> None:
+        """What is sent of each layer: `slots` are those of `span`. Starts the sender."""
+        self._slots, self._span = slots, span
+        threading.Thread(target=self._run, name="cake-runahead-send", daemon=True).start()
+
+    def ready(self, layer: int) -> None:
+        """K and V of this layer, of all tokens of the own span, are in the pool."""
+        with self._changed:
+            self._ready = max(self._ready, layer)
+            self._changed.notify_all()
+
+    def forward(self, part: LayerPart, payload: memoryview) -> None:
+        """Hand on what was received, from the thread that received it. Raises: PeerGone."""
+        if not self._closed:
+            self._send(part, payload)
+            self.forwarded_bytes += len(payload)
+
+    def drain(self, timeout_s: float, look: Callable[[], None]) -> None:
+        """Until every layer is sent. Raises: Late, and what `look` raises."""
+        end_s = time.monotonic() + timeout_s
+        with self._changed:
+            while self._sent + 1 < self._rows.layers:
+                look()
+                if time.monotonic() > end_s:
+                    raise Late("the worker after does not take what it is sent")
+                self._changed.wait(_LOOK_S)
+
+    def close(self) -> None:
+        """Nothing is read any more once this returns."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with self._reading:
+            pass
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(self._part_tokens * self._rows.token_bytes))
+        try:
+            for layer in range(self._rows.layers):
+                with self._changed:
+                    while not self._closed and self._ready < layer:
+                        self._changed.wait()
+                for start in range(self._span.start, self._span.stop, self._part_tokens):
+                    span = Span(start, min(start + self._part_tokens, self._span.stop))
+                    payload = buffer[: span.tokens * self._rows.token_bytes]
+                    with self._reading:
+                        if self._closed:
+                            return
+                        first = self._span.start
+                        own = self._slots[span.start - first : span.stop - first]
+                        self._rows.read(layer, own, payload)
+                    self._send(LayerPart(self._job, layer, *span), payload)
+                    self.bytes += len(payload)
+                with self._changed:
+                    self._sent = layer
+                    self._changed.notify_all()
+        except RunaheadError as error:
+            self._failed(str(error))
+
+
+class Hop:
+    """A job on one worker.
+
+    Args:
+        before: rank of the worker that sends; None for the first of the chain.
+        patience_s: how long the forward may wait for what comes in, in all.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        *,
+        before: int | None,
+        inflow: Inflow | None,
+        outflow: Outflow | None,
+        patience_s: float,
+    ) -> None:
+        self.job, self.before = job, before
+        self.inflow, self.outflow = inflow, outflow
+        self.patience_s = patience_s
+        self._reason: str | None = None
+
+    @property
+    def broken(self) -> str | None:
+        """Why it cannot go on, if it cannot."""
+        return self._reason
+
+    def break_off(self, reason: str) -> None:
+        """Whoever is in the middle of it stops at the next layer. Any thread; does not wait."""
+        self._reason = self._reason or reason
+
+    def check(self) -> None:
+        """Raises: Broken."""
+        if self._reason is not None:
+            raise Broken(self._reason)
+
+    def on_part(self, part: LayerPart, payload: memoryview) -> None:
+        """A part of this job came. A transport's thread."""
+        if self._reason is not None or self.inflow is None:
+            return
+        try:
+            if self.outflow is not None:
+                self.outflow.forward(part, payload)
+            self.inflow.part(part, payload)
+        except RunaheadError as error:
+            self.break_off(str(error))
+        except Exception as error:
+            logger.exception("cake runahead: a part could not be taken")
+            self.break_off(repr(error))
+
+    def reach(self, layer: int) -> None:
+        """The forward has written K and V of its own tokens of `layer`, and goes on to read.
+
+        Raises: RunaheadError if it must not.
+        """
+        self.check()
+        if self.outflow is not None:
+            self.outflow.ready(layer)
+        if self.inflow is not None:
+            self.inflow.wait(layer, self.patience_s, self.check)
+
+    def close(self, reason: str) -> None:
+        """The forward's thread is done with it, one way or the other."""
+        self.break_off(reason)
+        if self.outflow is not None:
+            self.outflow.close()
+        if self.inflow is not None:
+            self.inflow.close(reason)

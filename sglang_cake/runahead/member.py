@@ -1,0 +1,331 @@
+"""One member of a group: asks others to help, and helps others, one job at a time.
+
+    idle --propose--> asking --all accept--> owning --finish--> idle
+      |                  +--one refuses, is late or gone: cancel--> idle
+      +--accept an offer--> helping --finish--> idle
+
+A member that asks, owns or helps refuses offers. So no two members ever wait for each other, and
+nobody waits behind a queue: who has no time now says so, and the owner computes alone.
+
+A member that failed somebody is left out for a while, longer each time, until it has helped once.
+"""
+
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Rows
+from sglang_cake.runahead.messages import (
+    Accept,
+    Cancel,
+    Failed,
+    LayerPart,
+    Message,
+    Offer,
+    Refuse,
+    new_job,
+)
+from sglang_cake.runahead.partition import Partition
+from sglang_cake.runahead.transport import PeerGone, Transport
+from sglang_cake.spans import Span
+
+logger = logging.getLogger("sglang_cake")
+
+Outcome = Literal["done", "cancelled", "failed"]
+
+MAX_OFFERS = 16  # that wait for the scheduler to look
+MAX_OVER = 256  # jobs that are remembered as over
+LEFT_OUT_S = (2.0, 120.0)  # after the first failure, and at most
+BUSY_S = 0.25  # after a refusal: it is healthy, and has no time
+FIRST_WAIT_S = 1.0  # a part that comes before its offer was looked at waits so long
+HELPER_PATIENCE_S = 60.0  # a helper waits as long as its owner does; this only bounds it
+
+
+@dataclass(slots=True, eq=False)
+class Owned:
+    """A job of ours."""
+
+    hop: Hop
+    chain: tuple[int, ...]
+    partition: Partition
+    asked_s: float = field(default_factory=time.monotonic)
+    accepted: set[int] = field(default_factory=set)
+    refused: str | None = None
+
+    @property
+    def helpers(self) -> tuple[int, ...]:
+        """All but ourselves."""
+        return self.chain[:-1]
+
+    @property
+    def agreed(self) -> bool:
+        """All helpers compute."""
+        return self.accepted == set(self.helpers)
+
+    @property
+    def split(self) -> int:
+        """Where our own span begins."""
+        return self.partition.bounds[-2]
+
+
+@dataclass(slots=True, eq=False)
+class Helping:
+    """A job of another's that we accepted."""
+
+    hop: Hop
+    offer: Offer
+    owner: int
+    span: Span  # ours
+
+
+class Member:
+    """The scheduler's thread asks and helps; the transport's threads bring news.
+
+    Args:
+        wake: called when there is an offer to look at. Any thread.
+    """
+
+    def __init__(
+        self, rank: int, transport: Transport, rows: Rows, wake: Callable[[], None]
+    ) -> None:
+        self.rank = rank
+        self._transport, self._rows, self._wake = transport, rows, wake
+        self._lock = threading.Condition()  # notified when a job begins or ends here
+        self._owned: Owned | None = None
+        self._helping: Helping | None = None
+        self._offers: deque[tuple[int, Offer]] = deque()
+        self._out: dict[int, tuple[float, float]] = {}  # rank -> (until, how long it was)
+        self._over: deque[str] = deque(maxlen=MAX_OVER)  # jobs that need nothing here any more
+        transport.start(self)
+
+    # ---- the owner ----
+
+    def helpers(self) -> tuple[int, ...]:
+        """Who may be asked now, by rank. Nobody while this member is busy itself."""
+        now_s = time.monotonic()
+        with self._lock:
+            if self._owned is not None or self._helping is not None or self._offers:
+                return ()
+            present = self._transport.reachable()
+            return tuple(sorted(r for r in present if self._out.get(r, (0.0, 0.0))[0] <= now_s))
+
+    def propose(
+        self,
+        chain: tuple[int, ...],
+        partition: Partition,
+        tokens: "array[int]",
+        *,
+        namespace: str,
+        extra_key: str | None,
+        cache_salt: str | None,
+        patience_s: float,
+    ) -> Owned:
+        """Ask the helpers of `chain`, which ends with this member.
+
+        Raises: RunaheadError if one cannot be asked; then nobody is.
+        """
+        assert chain[-1] == self.rank
+        job = new_job()
+        span = Span(partition.bounds[0], partition.bounds[-2])
+        hop = Hop(
+            job,
+            before=chain[-2],
+            inflow=Inflow(self._rows, span),
+            outflow=None,
+            patience_s=patience_s,
+        )
+        owned = Owned(hop, chain, partition)
+        with self._lock:
+            assert self._owned is None
+            assert self._helping is None
+            self._owned = owned
+        for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
+            offer = Offer(
+                job, chain, partition.bounds, namespace, extra_key, cache_salt, tokens[:stop]
+            )
+            try:
+                self._transport.send(rank, offer)
+            except PeerGone as error:
+                self._leave_out(rank)
+                self.end_owned(owned, "cancelled", str(error))
+                raise
+        return owned
+
+    def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
+        """Our job is over: all KV came, or nobody needs it any more, or it failed.
+
+        Once this returns, nobody touches the slots that were bound.
+        """
+        with self._lock:
+            if self._owned is owned:
+                self._owned = None
+            self._end(owned.hop.job)
+        owned.hop.close(reason or outcome)
+        for rank in owned.helpers:
+            if outcome == "done":
+                self._out.pop(rank, None)
+            else:
+                self._tell(rank, Cancel(owned.hop.job, (reason or outcome)[:200]))
+            if outcome == "failed":  # nobody can say which of them it was
+                self._leave_out(rank)
+
+    # ---- the helper ----
+
+    def next_offer(self) -> tuple[int, Offer] | None:
+        """An offer to accept or refuse, at once. While this member is busy it refuses by itself."""
+        while True:
+            with self._lock:
+                if not self._offers:
+                    return None
+                owner, offer = self._offers.popleft()
+                busy = self._owned is not None or self._helping is not None
+                cancelled = offer.job in self._over
+            if busy:
+                self.refuse(owner, offer, "busy")
+            elif not cancelled:
+                return owner, offer
+
+    def accept(self, owner: int, offer: Offer, *, matched: int) -> Helping:
+        """We compute. Raises: PeerGone if the owner is not there any more."""
+        place = offer.chain.index(self.rank)
+        before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
+        inflow = None
+        if before is not None:
+            inflow = Inflow(self._rows, Span(offer.bounds[0], offer.bounds[place]))
+        hop = Hop(
+            offer.job, before=before, inflow=inflow, outflow=None, patience_s=HELPER_PATIENCE_S
+        )
+        hop.outflow = Outflow(
+            self._rows,
+            offer.job,
+            lambda part, payload: self._transport.send_part(after, part, payload),
+            hop.break_off,
+        )
+        helping = Helping(hop, offer, owner, offer.partition.spans[place])
+        with self._lock:
+            assert self._owned is None
+            assert self._helping is None
+            self._helping = helping
+            if offer.job in self._over:
+                hop.break_off("cancelled")
+            self._lock.notify_all()
+        try:
+            self._transport.send(owner, Accept(offer.job, matched))
+        except PeerGone:
+            self.end_helping(helping, None)
+            raise
+        return helping
+
+    def refuse(self, owner: int, offer: Offer, reason: str) -> None:
+        """We do not compute."""
+        with self._lock:
+            self._end(offer.job)
+        self._tell(owner, Refuse(offer.job, reason[:200]))
+
+    def end_helping(self, helping: Helping, failure: str | None) -> None:
+        """The job that we helped with is over here; the owner hears of a failure."""
+        with self._lock:
+            if self._helping is helping:
+                self._helping = None
+            cancelled = helping.offer.job in self._over
+            self._end(helping.offer.job)
+        helping.hop.close(failure or "done")
+        if failure is not None and not cancelled:
+            self._tell(helping.owner, Failed(helping.offer.job, failure[:200]))
+
+    def close(self) -> None:
+        """End everything."""
+        self._transport.close()
+
+    # ---- what the transport says; its threads ----
+
+    def on_message(self, rank: int, message: Message) -> None:
+        if isinstance(message, Offer):
+            self._offered(rank, message)
+            return
+        with self._lock:
+            owned = self._owned
+            mine = owned if owned is not None and owned.hop.job == message.job else None
+            if isinstance(message, Cancel):
+                self._end(message.job)
+                if self._helping is not None and self._helping.offer.job == message.job:
+                    self._helping.hop.break_off(f"cancelled: {message.reason}")
+            elif mine is None or rank not in mine.helpers:
+                return
+            elif isinstance(message, Accept):
+                mine.accepted.add(rank)
+            elif isinstance(message, Refuse):
+                mine.refused = f"member {rank} refuses: {message.reason}"
+                self._out[rank] = (time.monotonic() + BUSY_S, self._out.get(rank, (0, 0))[1])
+            else:
+                mine.hop.break_off(f"member {rank}: {message.reason}")
+        self._wake()
+
+    def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+        with self._lock:
+            # The worker before may be quicker than the offer, which comes from the owner.
+            self._lock.wait_for(lambda: part.job in self._over or self._hop(part.job), FIRST_WAIT_S)
+            hop = self._hop(part.job)
+        if hop is not None and hop.before == rank:  # else it is over
+            hop.on_part(part, payload)
+
+    def on_gone(self, rank: int, reason: str) -> None:
+        with self._lock:
+            if self._owned is not None and rank in self._owned.helpers:
+                self._owned.hop.break_off(f"member {rank} is gone: {reason}")
+            helping = self._helping
+            if helping is not None and (rank in helping.offer.chain or rank == helping.owner):
+                helping.hop.break_off(f"member {rank} is gone: {reason}")
+        self._wake()
+
+    # ---- inside ----
+
+    def _offered(self, rank: int, offer: Offer) -> None:
+        reason = None
+        place = offer.chain.index(self.rank) if self.rank in offer.chain else -1
+        if offer.chain[-1] != rank or not 0 <= place < len(offer.chain) - 1:
+            reason = "this offer is not for me"
+        elif len(offer.tokens) != offer.bounds[place + 1]:
+            reason = "these tokens are not of my span"
+        with self._lock:
+            if reason is None and (
+                self._owned is not None
+                or self._helping is not None
+                or len(self._offers) >= MAX_OFFERS
+            ):
+                reason = "busy"
+            if reason is None:
+                self._offers.append((rank, offer))
+        if reason is None:
+            self._wake()
+        else:
+            self.refuse(rank, offer, reason)
+
+    def _hop(self, job: str) -> Hop | None:
+        for each in (self._owned, self._helping):
+            if each is not None and each.hop.job == job:
+                return each.hop
+        return None
+
+    def _end(self, job: str) -> None:
+        self._over.append(job)
+        self._lock.notify_all()
+
+    def _leave_out(self, rank: int) -> None:
+        with self._lock:
+            last_s = self._out.get(rank, (0.0, 0.0))[1]
+            pause_s = min(2 * last_s or LEFT_OUT_S[0], LEFT_OUT_S[1])
+            self._out[rank] = (time.monotonic() + pause_s, pause_s)
+        logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
+
+    def _tell(self, rank: int, message: Message) -> None:
+        try:
+            self._transport.send(rank, message)
+        except RunaheadError as error:
+            logger.debug("cake runahead: member %d was not told %s: %s", rank, message, error)

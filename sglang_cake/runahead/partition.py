@@ -1,0 +1,165 @@
+"""Which worker of a chain computes which span of a prompt (KV-Runahead, arXiv 2405.05329).
+
+Worker j of a chain computes span j on top of everything before it, so a later span costs more per
+token, and the spans of an even split (KVR-E) end at different times. Here: the even split; the
+split in which all workers need the same time (`balanced`, theory D); the same with a loader that
+fills the tail meanwhile (`with_loader`, theory C.6); and a split read off others (`scaled`, KVR-P).
+All are pure, and every bound but the last is on a page.
+
+The cost of a span is a function `step_s(start, stop)`: seconds to compute tokens `[start, stop)` on
+top of `start` tokens whose KV is there. It may not fall when `stop` grows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sglang_cake.spans import Span
+
+StepSeconds = Callable[[int, int], float]
+_HALVINGS = 40  # of the interval in which the time of all is searched: to one part in 10^12
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Spans that follow each other, one a worker: `bounds[j]` to `bounds[j + 1]` is worker j's.
+
+    Raises: ValueError if there is no span, or an empty one.
+    """
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.bounds) < 2 or self.bounds[0] < 0:
+            raise ValueError(f"{self.bounds} are no bounds of spans")
+        if any(a >= b for a, b in pairwise(self.bounds)):
+            raise ValueError(f"bounds must grow, got {self.bounds}")
+
+    @property
+    def workers(self) -> int:
+        """How many workers have a span."""
+        return len(self.bounds) - 1
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """One span a worker, first worker first."""
+        return tuple(Span(a, b) for a, b in pairwise(self.bounds))
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """The share of each worker; they add up to 1."""
+        whole = self.bounds[-1] - self.bounds[0]
+        return tuple((b - a) / whole for a, b in pairwise(self.bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A partition of the front, and where the loader's part begins (`partition.bounds[-1]`)."""
+
+    partition: Partition
+    finish_s: float  # when the slowest worker ends, or the loader, whichever is later
+
+
+def even(span: Span, workers: int, *, page_tokens: int = 1) -> Partition:
+    """Every worker gets as many tokens (KVR-E)."""
+    return scaled(span, [1.0 / workers] * workers, page_tokens=page_tokens)
+
+
+def scaled(span: Span, fractions: Sequence[float], *, page_tokens: int = 1) -> Partition:
+    """Spans in these proportions, each at least a page. Fewer workers if there are fewer pages."""
+    workers = max(1, min(len(fractions), span.tokens // page_tokens))
+    shares = fractions[:workers]
+    whole = sum(shares)
+    inner, reached = [], 0.0
+    for share in shares[:-1]:
+        reached += share / whole * span.tokens
+        inner.append(span.start + reached)
+    return _aligned(span, inner, page_tokens)
+
+
+def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int = 1) -> Partition:
+    """All workers need the same time, to a page: the longest needs as little as possible.
+
+    Theory D: `c_j` such that `step_s(S_j, S_j + c_j) = T`, with T bisected until they cover the
+    span. What this leaves out is the way from worker to worker, which `chain.py` models: with slow
+    links, search there.
+    """
+    workers = max(1, min(workers, span.tokens // page_tokens))
+    time_s = _least_time(
+        lambda t: _fill(span, workers, t, step_s, page_tokens)[-1] >= span.stop,
+        step_s(span.start, span.stop),
+    )
+    bounds = _fill(span, workers, time_s, step_s, page_tokens)
+    # The last one gets what is left, which after rounding up to pages may be nothing.
+    return _aligned(span, [float(b) for b in bounds[1:-1]], page_tokens)
+
+
+def with_loader(
+    span: Span,
+    workers: int,
+    step_s: StepSeconds,
+    load_token_s: float,
+    *,
+    page_tokens: int = 1,
+    block_tokens: int = 1,
+) -> Shared:
+    """The chain computes `[span.start, x)` while the loader brings `[x, span.stop)`.
+
+    Theory C.6, `C(x)/p = l (n - x)`: the least T in which the workers reach x and the loader brings
+    the rest.
+
+    Args:
+        span: what is to be had; all of it is stored.
+        load_token_s: seconds per token of the loader, at least 0.
+        block_tokens: what the loader brings is whole blocks: x is rounded up to one.
+    """
+
+    def left_over(time_s: float) -> float:
+        return span.stop - (time_s / load_token_s if load_token_s > 0 else float("inf"))
+
+    time_s = _least_time(
+        lambda t: _fill(span, workers, t, step_s, page_tokens)[-1] >= left_over(t),
+        step_s(span.start, span.stop),
+    )
+    meet = max(span.start + min(page_tokens, span.tokens), left_over(time_s))
+    meet = min(span.stop, -(-int(-(-meet // 1)) // block_tokens) * block_tokens)
+    front = balanced(Span(span.start, meet), workers, step_s, page_tokens=page_tokens)
+    slowest_s = max(step_s(*each) for each in front.spans)
+    return Shared(front, max(slowest_s, load_token_s * (span.stop - meet)))
+
+
+def _least_time(is_enough: Callable[[float], bool], surely_s: float) -> float:
+    """The least time that is enough; `surely_s`, one worker's for all of it, always is."""
+    low, high = 0.0, surely_s
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def _fill(
+    span: Span, workers: int, time_s: float, step_s: StepSeconds, page_tokens: int
+) -> list[int]:
+    """Bounds when each worker in turn takes as many pages as it can compute in `time_s`."""
+    bounds = [span.start]
+    for _ in range(workers):
+        start = bounds[-1]
+        low, high = 0, -(-(span.stop - start) // page_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = step_s(start, min(start + middle * page_tokens, span.stop)) <= time_s
+            low, high = (middle, high) if fits else (low, middle - 1)
+        bounds.append(min(start + low * page_tokens, span.stop))
+    return bounds
+
+
+def _aligned(span: Span, inner: Sequence[float], page_tokens: int) -> Partition:
+    """Inner bounds on the nearest pages, growing; the last page is whole or what is left of it."""
+    assert span.start % page_tokens == 0, "a span starts on a page"
+    bounds = [span.start]
+    for i, bound in enumerate(inner):
+        lowest = bounds[-1] // page_tokens + 1
+        highest = (span.stop - 1) // page_tokens - (len(inner) - 1 - i)
+        page = min(max(round(bound / page_tokens), lowest), highest)
+        bounds.append(page * page_tokens)
+    return Partition((*bounds, span.stop))

@@ -1,0 +1,134 @@
+"""Hierarchical grid search for the partition with the lowest TTFT (KVR-S, paper 4.2, Figure 6).
+
+A level measures a grid of partitions around the best one so far, `points` values for each inner
+bound, `stride` tokens apart; the next level does the same around the best of them with half the
+stride, or with the same stride if the best lies on the border of the grid. A full grid is
+`points ** (workers - 1)` measurements a level (the paper's appendix D says `(workers - 1) **
+points`, which is fewer than it takes; theory A).
+
+The search is deterministic and asks for what it wants to know: whoever keeps the answers (see
+`Journal`) can stop at any moment and go on later.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+
+from sglang_cake.runahead.partition import Partition
+
+# `(partitions) -> seconds of each`: measured, or taken from the model of the chain.
+Measure = Callable[[Sequence[Partition]], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The best partition found, its TTFT, and how many partitions were measured for it."""
+
+    partition: Partition
+    ttft_s: float
+    measured: int
+
+
+def grid_search(
+    start: Partition,
+    measure: Measure,
+    *,
+    stride_tokens: int,
+    min_stride_tokens: int,
+    page_tokens: int = 1,
+    points: int = 5,
+    told: Callable[[int, Searched], None] = lambda stride_tokens, best: None,
+) -> Searched:
+    """Search around `start`. A partition is measured once.
+
+    Args:
+        stride_tokens: of the first level; halved down to `min_stride_tokens`, in whole pages.
+        points: values for each inner bound in a level, odd.
+        told: hears the best so far after each level.
+    """
+    if points < 3 or points % 2 == 0:
+        raise ValueError(f"a grid has an odd number of points from 3 on, not {points}")
+    known: dict[Partition, float] = {}
+    best = start
+    stride = stride_tokens
+    while True:
+        step = max(page_tokens, stride - stride % page_tokens)
+        level = list(dict.fromkeys(_grid(best, step, points)))
+        new = [partition for partition in level if partition not in known]
+        known.update(zip(new, measure(new), strict=True))
+        before = best
+        best = min([best, *level], key=lambda partition: (known[partition], partition.bounds))
+        found = Searched(best, known[best], len(known))
+        told(step, found)
+        farthest = max(abs(a - b) for a, b in zip(before.bounds, best.bounds, strict=True))
+        if farthest == points // 2 * step:
+            continue  # on the border of the grid: look beyond it before looking closer
+        if stride <= max(min_stride_tokens, page_tokens):
+            return found
+        stride //= 2
+
+
+def grid_points(workers: int, points: int) -> int:
+    """Measurements of one full level."""
+    return int(points ** (workers - 1))
+
+
+def _grid(around: Partition, step: int, points: int) -> Iterator[Partition]:
+    first, *inner, last = around.bounds
+    reach = range(-(points // 2), points // 2 + 1)
+    for offsets in product(reach, repeat=len(inner)):
+        bounds = [first, *(b + o * step for b, o in zip(inner, offsets, strict=True)), last]
+        if all(a < b for a, b in pairwise(bounds)):
+            yield Partition(tuple(bounds))
+
+
+class Journal:
+    """Measurements on disk, one JSON line each, so that a search can be resumed.
+
+    A line that a crash left unfinished is ignored, and measured again.
+
+    Args:
+        path: its folder exists. The file is readable by its owner alone.
+        measure_one: seconds of one partition.
+        told: hears each new measurement.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        measure_one: Callable[[Partition], float],
+        told: Callable[[Partition, float], None] = lambda partition, ttft_s: None,
+    ) -> None:
+        self._path = path
+        self._measure_one = measure_one
+        self._told = told
+        self._known = dict(_lines(path))
+
+    def __call__(self, partitions: Sequence[Partition]) -> list[float]:
+        """What `grid_search` calls."""
+        return [self._one(partition) for partition in partitions]
+
+    def _one(self, partition: Partition) -> float:
+        if partition.bounds not in self._known:
+            ttft_s = self._measure_one(partition)
+            self._path.touch(mode=0o600, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as journal:
+                # The newline first: it ends whatever a crash left there.
+                journal.write("\n" + json.dumps({"bounds": partition.bounds, "ttft_s": ttft_s}))
+                journal.flush()
+            self._known[partition.bounds] = ttft_s
+            self._told(partition, ttft_s)
+        return self._known[partition.bounds]
+
+
+def _lines(path: Path) -> Iterator[tuple[tuple[int, ...], float]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found = json.loads(line)
+            yield tuple(int(bound) for bound in found["bounds"]), float(found["ttft_s"])
+        except (ValueError, TypeError, KeyError):
+            continue

@@ -1,0 +1,110 @@
+"""The lookup table of searched partitions (KVR-P, paper 4.2): interpolate between lengths.
+
+One JSON file per machine and namespace: what was measured on one says nothing about another.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_cake.keys import Digest
+from sglang_cake.runahead.partition import Partition, scaled
+from sglang_cake.spans import Span
+
+_VERSION = 1
+_MAX_FILE_BYTES = 2**20
+_MAX_WORKERS = 1024
+
+
+@dataclass(slots=True)
+class PartitionTable:
+    """Shares of each worker by number of workers and length of the prompt in tokens."""
+
+    entries: dict[int, dict[int, tuple[float, ...]]] = field(default_factory=dict)
+
+    def put(self, tokens: int, partition: Partition) -> None:
+        """The best partition of a prompt of `tokens` tokens."""
+        self.entries.setdefault(partition.workers, {})[tokens] = partition.fractions
+
+    def predict(self, span: Span, workers: int, *, page_tokens: int = 1) -> Partition | None:
+        """Shares interpolated between the two nearest lengths, those of the nearest beyond them.
+
+        None if nothing is known for so many workers, or the span does not start the prompt: what
+        was searched were whole prompts.
+        """
+        known = self.entries.get(workers)
+        if not known or span.start != 0 or span.tokens < workers * page_tokens:
+            return None
+        return scaled(span, _interpolated(known, span.tokens), page_tokens=page_tokens)
+
+
+def _interpolated(known: Mapping[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
+    below = max((n for n in known if n <= tokens), default=min(known))
+    above = min((n for n in known if n >= tokens), default=max(known))
+    if below == above:
+        return known[below]
+    weight = (tokens - below) / (above - below)
+    return tuple(a + weight * (b - a) for a, b in zip(known[below], known[above], strict=True))
+
+
+def table_path(folder: Path, machine: str, namespace: Digest) -> Path:
+    """Where the table of this machine and namespace is; `machine` is a plain name."""
+    plain = "".join(c if c.isalnum() else "-" for c in machine)[:64] or "machine"
+    return folder / f"{plain}-{namespace.hex()[:16]}.json"
+
+
+def load_table(path: Path) -> PartitionTable:
+    """The table at `path`; an empty one if there is none, or it cannot be read as one."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            return PartitionTable()
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["version"] != _VERSION:
+            return PartitionTable()
+        table = PartitionTable()
+        for workers, lengths in found["shares"].items():
+            table.entries[_workers(workers)] = {
+                int(tokens): _shares(shares, int(workers)) for tokens, shares in lengths.items()
+            }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return PartitionTable()
+    return table
+
+
+def save_table(path: Path, table: PartitionTable) -> None:
+    """Write the whole table, or leave the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    shares = {
+        str(workers): {str(tokens): list(each) for tokens, each in sorted(lengths.items())}
+        for workers, lengths in sorted(table.entries.items())
+    }
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as out:
+            json.dump({"version": _VERSION, "shares": shares}, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+        beside.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            beside.unlink()
+
+
+def _workers(text: str) -> int:
+    workers = int(text)
+    if not 1 <= workers <= _MAX_WORKERS:
+        raise ValueError(f"{workers} workers")
+    return workers
+
+
+def _shares(found: object, workers: int) -> tuple[float, ...]:
+    if not isinstance(found, list) or len(found) != workers:
+        raise ValueError(f"{found!r} are no shares of {workers} workers")
+    shares = tuple(float(share) for share in found)
+    if any(not 0 < share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"{shares} do not add up to 1")
+    return shares

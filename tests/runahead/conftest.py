@@ -1,0 +1,1 @@
+"""Nothing here is slow, and nothing needs SGLang."""

@@ -1,0 +1,124 @@
+"""A KV pool of plain arrays, and forwards that are nothing but writing and looking."""
+
+import threading
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead.member import Helping, Member, Owned
+
+PLANES, TOKEN = 2, 12  # bytes of a token in each plane
+
+
+class FakeRows:
+    """`layers` layers of two planes; a row holds what token, layer and plane say, or garbage."""
+
+    def __init__(self, layers: int, slots: int = 4096) -> None:
+        self.layers = layers
+        self.token_bytes = PLANES * TOKEN
+        self.pool = np.full((layers, PLANES, slots, TOKEN), 255, np.uint8)
+        self.writes = 0
+        self._free = list(np.random.default_rng(layers).permutation(slots))
+
+    def alloc(self, tokens: int) -> list[int]:
+        taken, self._free = self._free[:tokens], self._free[tokens:]
+        return [int(slot) for slot in taken]
+
+    def read(self, layer: int, slots: Sequence[int], out: memoryview) -> None:
+        out[:] = self.pool[layer][:, list(slots)].tobytes()
+
+    def write(self, layer: int, slots: Sequence[int], payload: memoryview, skip: int) -> None:
+        planes = np.frombuffer(payload, np.uint8).reshape(PLANES, -1, TOKEN)
+        self.pool[layer][:, list(slots)] = planes[:, skip:]
+        self.writes += 1
+
+    def put(self, layer: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        self.pool[layer][:, list(slots)] = truth(layer, tokens)
+
+    def holds(self, layer: int, slots: Sequence[int], tokens: Sequence[int]) -> bool:
+        return bool((self.pool[layer][:, list(slots)] == truth(layer, tokens)).all())
+
+
+def truth(layer: int, tokens: Sequence[int]) -> np.ndarray:
+    """What K and V of these tokens are: `[planes, tokens, bytes]`."""
+    base = np.array(tokens, np.int64)[None, :, None] * 7 + layer * 31
+    return ((base + np.arange(PLANES)[:, None, None] * 100 + np.arange(TOKEN)) % 251).astype(
+        np.uint8
+    )
+
+
+class Worker:
+    """A member with a pool; `serve` is its scheduler: it looks for an offer and computes."""
+
+    def __init__(self, rank: int, transport: object, layers: int = 5) -> None:
+        self.rows = FakeRows(layers)
+        self.woken = threading.Event()
+        self.member = Member(rank, transport, self.rows, self.woken.set)  # type: ignore[arg-type]
+        self.cached = 0  # leading tokens that this worker has in its tree
+        self.dies_at: int | None = None  # a layer
+        self.pause = threading.Event()
+        self.pause.set()
+        self.errors: list[str] = []
+        self.computed: list[tuple[int, int]] = []
+
+    def serve(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            if (found := self.member.next_offer()) is None:
+                self.woken.wait(0.01)
+                self.woken.clear()
+                continue
+            owner, offer = found
+            if self.cached < offer.bounds[0]:
+                self.member.refuse(owner, offer, "cold")
+                continue
+            try:
+                helping = self.member.accept(owner, offer, matched=self.cached)
+            except RunaheadError:
+                continue
+            failure = None
+            try:
+                self._help(helping)
+            except RunaheadError as error:
+                failure = str(error)
+                self.errors.append(failure)
+            self.member.end_helping(helping, failure)
+
+    def _help(self, helping: Helping) -> None:
+        tokens, first = helping.offer.tokens, helping.offer.bounds[0]
+        keep = max(first, min(self.cached, helping.span.stop - 1))
+        start = max(keep, helping.span.start)
+        slots = self.rows.alloc(len(tokens))
+        for layer in range(self.rows.layers):
+            self.rows.put(layer, slots[:keep], tokens[:keep])
+        outflow = helping.hop.outflow
+        assert outflow is not None
+        outflow.bind(slots[start:], type(helping.span)(start, helping.span.stop))
+        if start > helping.span.start:
+            raise AssertionError("tests keep what is cached below the span")
+        if helping.hop.inflow is not None:
+            helping.hop.inflow.bind(slots[keep : helping.span.start], keep)
+        self._forward(helping.hop, slots, tokens, start, helping.span.stop)
+        outflow.drain(5.0, helping.hop.check)
+        self.computed.append((start, helping.span.stop))
+
+    def own(self, owned: Owned, tokens: "array[int]") -> list[int]:
+        """The owner's forward; returns the slots of all tokens. Raises: RunaheadError."""
+        first, split = owned.partition.bounds[0], owned.split
+        slots = self.rows.alloc(len(tokens))
+        for layer in range(self.rows.layers):
+            self.rows.put(layer, slots[:first], tokens[:first])
+        assert owned.hop.inflow is not None
+        owned.hop.inflow.bind(slots[first:split], first)
+        self._forward(owned.hop, slots, tokens, split, len(tokens))
+        return slots
+
+    def _forward(self, hop, slots, tokens, start, stop) -> None:  # type: ignore[no-untyped-def]
+        for layer in range(self.rows.layers):
+            if layer == self.dies_at:
+                self.pause.clear()
+            self.pause.wait(20)
+            self.rows.put(layer, slots[start:stop], tokens[start:stop])
+            hop.reach(layer)
+            assert self.rows.holds(layer, slots[:stop], tokens[:stop]), "attention reads garbage"

@@ -1,0 +1,65 @@
+"""Groups of members for tests, and a handler that writes down what it hears."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang_cake.keys import Digest
+from sglang_cake.runahead.loopback import Loopback
+from sglang_cake.runahead.messages import LayerPart, Message
+from sglang_cake.runahead.tcp import TcpTransport
+from sglang_cake.runahead.transport import Transport
+
+SECRET = b"a secret of the group"
+NAMESPACE = Digest(bytes(range(32)))
+JOB = "0123456789abcdef" * 2
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> Any:
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.002)
+    return value
+
+
+class Ear:
+    """Hears everything; `hold` makes it wait with the next part."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Message | LayerPart, bytes]] = []
+        self.gone: list[int] = []
+        self.open = threading.Event()
+        self.open.set()
+
+    def on_message(self, rank: int, message: Message) -> None:
+        self.heard.append((rank, message, b""))
+
+    def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+        self.open.wait(20)
+        self.heard.append((rank, part, bytes(payload)))
+
+    def on_gone(self, rank: int, reason: str) -> None:
+        self.gone.append(rank)
+
+
+def addresses(size: int) -> tuple[list[socket.socket], list[tuple[str, int]]]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    return listeners, [listener.getsockname()[:2] for listener in listeners]
+
+
+def tcp_group(size: int) -> list[Transport]:
+    listeners, peers = addresses(size)
+    return [
+        TcpTransport(rank, peers, secret=SECRET, namespace=NAMESPACE, listener=listener)
+        for rank, listener in enumerate(listeners)
+    ]
+
+
+def loopback_group(size: int) -> list[Transport]:
+    return list(Loopback.group(size))
+
+
+GROUPS = {"tcp": tcp_group, "loopback": loopback_group}

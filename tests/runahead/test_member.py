@@ -1,0 +1,280 @@
+"""Chains of members on both transports: KV arrives whole, and every kind of trouble ends well."""
+
+import threading
+from array import array
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from fake_pool import Worker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from members import GROUPS, until
+
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead import hop as hop_module
+from sglang_cake.runahead.hop import Broken, Inflow, Late
+from sglang_cake.runahead.member import Member, Owned
+from sglang_cake.runahead.messages import LayerPart, Offer, new_job
+from sglang_cake.runahead.partition import Partition, even
+from sglang_cake.spans import Span
+
+SIZE = 3
+
+
+class Group:
+    def __init__(self, kind: str) -> None:
+        self.transports = GROUPS[kind](SIZE)
+        self.workers = [Worker(rank, t) for rank, t in enumerate(self.transports)]
+        self.stop = threading.Event()
+        for rank in range(SIZE - 1):
+            threading.Thread(
+                target=self.workers[rank].serve, args=(self.stop,), daemon=True
+            ).start()
+        until(lambda: len(self.owner.helpers()) == SIZE - 1, "everybody is there")
+
+    @property
+    def owner(self) -> Member:
+        return self.workers[-1].member
+
+    def propose(
+        self, tokens: "array[int]", partition: Partition, patience_s: float = 10.0
+    ) -> Owned:
+        chain = (*range(partition.workers - 1), SIZE - 1)
+        return self.owner.propose(
+            chain,
+            partition,
+            tokens,
+            namespace="00",
+            extra_key=None,
+            cache_salt=None,
+            patience_s=patience_s,
+        )
+
+    def close(self) -> None:
+        self.stop.set()
+        for worker in self.workers:
+            worker.pause.set()
+            worker.member.close()
+
+
+@pytest.fixture(params=GROUPS)
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = Group(request.param)
+    yield made
+    made.close()
+
+
+def prompt(tokens: int) -> "array[int]":
+    return array("i", [(i * 37) % 1000 for i in range(tokens)])
+
+
+def agreed(owned: Owned) -> None:
+    until(lambda: owned.agreed or owned.refused or owned.hop.broken, "an answer")
+
+
+@pytest.mark.parametrize("bounds", [(0, 40, 100), (0, 40, 70, 100), (0, 1, 2, 3), (32, 50, 80, 99)])
+def test_every_layer_of_every_token_reaches_the_owner(
+    group: Group, bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hop_module, "MAX_PART_BYTES", 7 * 24)  # seven tokens a part
+    tokens = prompt(bounds[-1])
+    for worker in group.workers:
+        worker.cached = bounds[0]
+    owned = group.propose(tokens, Partition(bounds))
+    agreed(owned)
+    assert owned.agreed
+    group.workers[-1].own(owned, tokens)
+    group.owner.end_owned(owned, "done")
+    assert owned.hop.inflow is not None
+    assert owned.hop.inflow.bytes == (bounds[-2] - bounds[0]) * 24 * 5  # equation 6, last link
+    for worker, span in zip(group.workers, Partition(bounds).spans[:-1], strict=False):
+        until(lambda w=worker, s=span: w.computed == [tuple(s)], "the helper has its span")
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "all are free again")
+    assert not any(worker.errors for worker in group.workers)
+
+
+def test_a_helper_that_stops_is_not_waited_for_longer_than_it_is_worth(group: Group) -> None:
+    group.workers[1].dies_at = 2
+    tokens = prompt(90)
+    owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=0.3)
+    agreed(owned)
+    with pytest.raises(Late):  # layer 2, if the machine is not too slow for 0.3 s
+        group.workers[-1].own(owned, tokens)
+    group.owner.end_owned(owned, "failed")
+    assert group.owner.helpers() == ()  # left out
+    writes = group.workers[-1].rows.writes
+    until(lambda: not group.workers[1].pause.is_set(), "it has stopped")
+    group.workers[1].pause.set()  # it comes to itself, and sends what it has
+    one = group.workers[1]
+    until(lambda: one.errors or one.computed, "it hears that the job is over, or ends it")
+    assert group.workers[-1].rows.writes == writes  # nothing is written after the end
+
+
+def test_a_helper_that_dies_in_the_middle_ends_the_job_at_once(group: Group) -> None:
+    group.workers[0].dies_at = 3
+    tokens = prompt(90)
+    owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
+    agreed(owned)
+    threading.Timer(0.1, group.transports[0].close).start()
+    with pytest.raises(Broken):
+        group.workers[-1].own(owned, tokens)
+    group.owner.end_owned(owned, "failed")
+    until(lambda: group.workers[1].errors, "the other helper stops too")
+
+
+def test_a_cancelled_job_stops_its_helpers(group: Group) -> None:
+    group.workers[0].dies_at = 1
+    owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    agreed(owned)
+    until(lambda: not group.workers[0].pause.is_set(), "it is in the middle")
+    group.owner.end_owned(owned, "cancelled", "aborted by its user")
+    until(lambda: group.workers[1].errors, "the one that waits stops")
+    group.workers[0].pause.set()
+    for worker in group.workers[:-1]:
+        until(lambda w=worker: w.errors, "it stops")
+        assert "cancelled" in worker.errors[0]
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "nobody is left out for that")
+
+
+def test_who_is_colder_or_busy_refuses(group: Group) -> None:
+    owned = group.propose(prompt(90), Partition((32, 60, 90)))
+    agreed(owned)
+    assert "cold" in (owned.refused or "")
+    group.owner.end_owned(owned, "cancelled", "refused")
+    group.workers[1].dies_at = 0
+    first = group.propose(prompt(90), even(Span(0, 90), 3))
+    until(lambda: 1 in first.accepted, "it is busy")
+    other = group.workers[0].member
+    assert other.helpers() == () or 0 in first.accepted  # a helper asks nobody
+    group.owner.end_owned(first, "cancelled", "enough")
+
+
+def test_two_that_ask_each_other_at_once_both_go_on_alone() -> None:
+    transports = GROUPS["loopback"](2)
+    one, two = (Worker(rank, t) for rank, t in enumerate(transports))
+    until(lambda: one.member.helpers() and two.member.helpers(), "both are there")
+    kwargs = {"namespace": "0", "extra_key": None, "cache_salt": None, "patience_s": 1.0}
+    plan = Partition((0, 5, 10))
+    a = one.member.propose((1, 0), plan, prompt(10), **kwargs)  # type: ignore[arg-type]
+    b = two.member.propose((0, 1), plan, prompt(10), **kwargs)  # type: ignore[arg-type]
+    for owned in (a, b):  # whoever got the offer before it asked looks now
+        until(lambda: one.member.next_offer() or two.member.next_offer() or a.refused, "one")
+        until(lambda: one.member.next_offer() or two.member.next_offer() or b.refused, "two")
+        assert owned.refused == f"member {1 if owned is a else 0} refuses: busy"
+        assert not owned.agreed
+    one.member.end_owned(a, "cancelled", "refused")
+    two.member.end_owned(b, "cancelled", "refused")
+    for each in (one, two):
+        assert each.member.next_offer() is None
+        each.member.close()
+
+
+def test_who_cannot_be_reached_is_not_asked(group: Group) -> None:
+    group.transports[0].close()
+    until(lambda: group.owner.helpers() == (1,), "one is left")
+    with pytest.raises(RunaheadError):
+        group.propose(prompt(9), even(Span(0, 9), 3))
+    assert group.owner.next_offer() is None
+
+
+def test_offers_for_others_are_refused(group: Group) -> None:
+    tokens = prompt(10)
+    wrong = Offer(new_job(), (1, 2), (0, 10, 20), "00", None, None, tokens)
+    group.transports[2].send(0, wrong)  # this member is not in the chain
+    ours = Offer(new_job(), (0, 1), (0, 10, 20), "00", None, None, tokens)
+    group.transports[2].send(0, ours)  # its owner is somebody else
+    until(lambda: group.workers[0].member.next_offer() is None, "looked at")
+    assert group.workers[0].computed == []
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_an_inflow_takes_parts_in_any_order_once_and_nothing_else(data: st.DataObject) -> None:
+    from fake_pool import FakeRows
+
+    source, rows = FakeRows(3), FakeRows(3)
+    span = Span(10, data.draw(st.integers(11, 60)))
+    keep = data.draw(st.integers(span.start, span.stop))
+    tokens = list(range(200, 200 + span.tokens))
+    theirs, ours = source.alloc(span.tokens), rows.alloc(span.stop - keep)
+    cuts = sorted(
+        data.draw(st.sets(st.integers(span.start + 1, span.stop - 1), max_size=5))
+        if span.tokens > 1
+        else []
+    )
+    edges = [span.start, *cuts, span.stop]
+    parts = [LayerPart("", layer, a, b) for layer in range(3) for a, b in pairwise(edges)]
+    inflow = Inflow(rows, span)
+    inflow.bind(ours, keep)
+    for layer in range(3):
+        source.put(layer, theirs, tokens)
+    for part in data.draw(st.permutations(parts)):
+        out = memoryview(bytearray((part.stop - part.start) * rows.token_bytes))
+        source.read(part.layer, theirs[part.start - 10 : part.stop - 10], out)
+        inflow.part(part, out)
+        with pytest.raises(Broken):
+            inflow.part(part, out)
+    for layer in range(3):
+        inflow.wait(layer, 1.0, lambda: None)
+        assert rows.holds(layer, ours, tokens[keep - span.start :])
+    for bad in (LayerPart("", 3, 10, 11), LayerPart("", 0, 9, 11), LayerPart("", 0, 10, 999)):
+        with pytest.raises(Broken):
+            inflow.part(bad, memoryview(bytes((bad.stop - bad.start) * rows.token_bytes)))
+    with pytest.raises(Broken):
+        inflow.part(LayerPart("", 0, 10, 11), memoryview(bytes(5)))
+
+
+def test_close_waits_for_the_write_under_way() -> None:
+    from fake_pool import FakeRows
+
+    class Slow(FakeRows):
+        def write(self, *args: object) -> None:
+            started.set()
+            release.wait(10)
+            super().write(*args)  # type: ignore[arg-type]
+
+    started, release, closed = threading.Event(), threading.Event(), threading.Event()
+    rows = Slow(1)
+    inflow = Inflow(rows, Span(0, 4))
+    inflow.bind(rows.alloc(4), 0)
+    payload = memoryview(bytes(4 * rows.token_bytes))
+    threading.Thread(
+        target=lambda: inflow.part(LayerPart("", 0, 0, 4), payload), daemon=True
+    ).start()
+    started.wait(10)
+
+    def close() -> None:
+        inflow.close("enough")
+        closed.set()
+
+    threading.Thread(target=close, daemon=True).start()
+    assert not closed.wait(0.2)
+    release.set()
+    assert closed.wait(10)
+    assert rows.writes == 1
+    with pytest.raises(Broken):
+        inflow.part(LayerPart("", 0, 0, 4), payload)
+
+
+def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
+    transports = GROUPS["loopback"](3)
+    workers = [Worker(rank, t) for rank, t in enumerate(transports)]
+    middle = workers[1]
+    until(lambda: len(middle.member.helpers()) == 2, "all are there")
+    offer = Offer(new_job(), (0, 1, 2), (0, 4, 8, 12), "00", None, None, prompt(8))
+    workers[0].rows.put(0, [0, 1, 2, 3], offer.tokens[:4])
+    payload = memoryview(bytearray(4 * workers[0].rows.token_bytes))
+    workers[0].rows.read(0, [0, 1, 2, 3], payload)
+    transports[0].send_part(1, LayerPart(offer.job, 0, 0, 4), payload)
+    transports[2].send(1, offer)
+    found = until(middle.member.next_offer, "the offer")
+    helping = middle.member.accept(*found, matched=0)
+    slots = middle.rows.alloc(4)
+    assert helping.hop.inflow is not None
+    helping.hop.inflow.bind(slots, 0)
+    helping.hop.inflow.wait(0, 10.0, helping.hop.check)
+    assert middle.rows.holds(0, slots, offer.tokens[:4])
+    middle.member.end_helping(helping, None)
+    for worker in workers:
+        worker.member.close()

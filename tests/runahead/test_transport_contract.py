@@ -1,0 +1,127 @@
+"""What every transport promises (runahead/transport.py)."""
+
+import threading
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from members import GROUPS, JOB, Ear, until
+
+from sglang_cake.runahead.messages import Accept, Cancel, LayerPart, Message, Offer, new_job
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
+
+
+@pytest.fixture(params=GROUPS)
+def group(request: pytest.FixtureRequest) -> Iterator[tuple[list[Transport], list[Ear]]]:
+    members = GROUPS[request.param](3)
+    ears = [Ear() for _ in members]
+    for member, ear in zip(members, ears, strict=True):
+        member.start(ear)
+    for rank, member in enumerate(members):
+        others = frozenset(range(3)) - {rank}
+        until(lambda m=member, o=others: m.reachable() == o, "everybody is there")
+    yield members, ears
+    for ear in ears:
+        ear.open.set()
+    for member in members:
+        member.close()
+
+
+Group = tuple[list[Transport], list[Ear]]
+
+
+def test_messages_arrive_as_they_were_sent_and_in_order(group: Group) -> None:
+    members, ears = group
+    sent: list[Message] = [
+        Offer(JOB, (0, 1), (0, 64, 128), "00" * 32, None, "salt", array("i", range(64))),
+        Accept(JOB, 17),
+        *(Cancel(new_job(), f"reason {i}") for i in range(50)),
+    ]
+    for message in sent:
+        members[0].send(1, message)
+    until(lambda: len(ears[1].heard) == len(sent), "all messages")
+    assert [(rank, message) for rank, message, _ in ears[1].heard] == [(0, m) for m in sent]
+    assert ears[0].heard == ears[2].heard == []
+
+
+def test_parts_arrive_whole_and_in_order_with_the_messages(group: Group) -> None:
+    members, ears = group
+    buffer = bytearray(1000)
+    for layer in range(20):
+        buffer[:] = bytes([layer]) * 1000
+        members[2].send_part(0, LayerPart(JOB, layer, 0, 10), memoryview(buffer))
+        buffer[:] = bytes(1000)  # ours again as soon as it has returned
+        members[2].send(0, Cancel(JOB, str(layer)))
+    until(lambda: len(ears[0].heard) == 40, "everything")
+    for layer in range(20):
+        _, part, payload = ears[0].heard[2 * layer]
+        assert part == LayerPart(JOB, layer, 0, 10)
+        assert payload == bytes([layer]) * 1000
+        assert ears[0].heard[2 * layer + 1][1] == Cancel(JOB, str(layer))
+
+
+def test_the_largest_part(group: Group) -> None:
+    members, ears = group
+    payload = bytes(range(256)) * (MAX_PART_BYTES // 256)
+    members[0].send_part(2, LayerPart(JOB, 0, 5, 6), memoryview(payload))
+    until(lambda: ears[2].heard, "the part")
+    assert ears[2].heard[0][2] == payload
+
+
+def test_what_is_in_flight_is_bounded(group: Group) -> None:
+    members, ears = group
+    ears[1].open.clear()
+    sent = []
+
+    def send() -> None:
+        payload = memoryview(bytes(MAX_PART_BYTES))
+        for layer in range(12):
+            members[0].send_part(1, LayerPart(JOB, layer, 0, 1), payload)
+            sent.append(layer)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()  # the peer takes nothing: the sender is held up
+    assert len(sent) < 12
+    members[0].send(2, Cancel(JOB, "to another peer"))  # which holds nobody else up
+    until(lambda: ears[2].heard, "the message")
+    ears[1].open.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    until(lambda: len(ears[1].heard) == 12, "all parts")
+
+
+def test_a_member_that_ends_is_told_as_gone_once(group: Group) -> None:
+    members, ears = group
+    members[1].close()
+    until(lambda: 1 not in members[0].reachable() and ears[0].gone, "it is gone")
+    assert ears[0].gone == [1]
+    assert members[0].reachable() == {2}
+    with pytest.raises(PeerGone):
+        members[0].send(1, Accept(JOB, 0))
+    with pytest.raises(PeerGone):
+        members[0].send_part(1, LayerPart(JOB, 0, 0, 1), memoryview(b"x"))
+    members[0].send(2, Accept(JOB, 0))
+    until(lambda: ears[2].heard, "the others go on")
+
+
+def test_a_sender_that_waits_hears_that_its_peer_is_gone(group: Group) -> None:
+    members, ears = group
+    ears[1].open.clear()
+    ended: list[Exception] = []
+
+    def send() -> None:
+        try:
+            while True:
+                members[0].send_part(1, LayerPart(JOB, 0, 0, 1), memoryview(bytes(MAX_PART_BYTES)))
+        except PeerGone as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    members[1].close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(ended) == 1
