@@ -132,6 +132,7 @@ class Chain:
 
 
 RAW_CHAIN = Chain()
+_RAW_TEXT = RAW_CHAIN.describe().encode()
 
 
 def split(payload: Bytes) -> tuple[bytes, Bytes]:
@@ -143,6 +144,12 @@ def split(payload: Bytes) -> tuple[bytes, Bytes]:
     if start > min(len(payload), HEAD_BYTES):
         raise Malformed(f"a text of {count} bytes in front of an encoded block")
     return payload[_LENGTH.size : _LENGTH.size + count].tobytes(), payload[start:]
+
+
+def is_raw(payload: memoryview) -> bool:
+    """Whether what `Chain.encode` made is the block as it is."""
+    start = _LENGTH.size
+    return bytes(payload[start : start + len(_RAW_TEXT)]) == _RAW_TEXT
 
 
 def _block(layout: BlockLayout, use: str) -> Block:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from sglang_cake.codec.catalogue import decode
-from sglang_cake.codec.chain import RAW_CHAIN, Chain
+from sglang_cake.codec.chain import RAW_CHAIN, Chain, is_raw
 from sglang_cake.codec.choice import Choice, CodecFacts, choose
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.error import relative_error
@@ -23,7 +23,8 @@ class Encoder(Protocol):
     """Encodes blocks, one at a time."""
 
     def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
-        """Fill the start of `out` as `Chain.encode`; returns its bytes and the codec's name."""
+        """Fill the start of `out` as `Chain.encode`; returns its bytes and the codec's name, `raw`
+        if the block lies there as it is."""
         ...
 
 
@@ -34,7 +35,8 @@ class OneCodec:
         self._layout, self._codec, self._chain = layout, codec, chain
 
     def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
-        return self._chain.encode(self._layout, block, out), self._codec
+        size = self._chain.encode(self._layout, block, out)
+        return size, RAW if is_raw(out) else self._codec
 
 
 class BestCodec:
@@ -80,16 +82,17 @@ class BestCodec:
                 max_error=self._max_error,
             )
             size = self._chains.get(choice.codec, RAW_CHAIN).encode(self._layout, block, out)
-            if choice.codec in (RAW, *LOSSLESS) or self._keeps_bound(block, out[:size]):
+            if choice.codec in LOSSLESS or self._keeps_bound(block, out[:size]):
                 self._tell(choice)
-                return size, choice.codec
+                return size, RAW if is_raw(out) else choice.codec
             facts = [one for one in facts if one.codec != choice.codec]
 
     def _keeps_bound(self, block: memoryview, payload: memoryview) -> bool:
         if len(self._spare) != len(block):
             self._spare = bytearray(len(block))
-        if decode(self._layout, payload, memoryview(self._spare)) == RAW_CHAIN:
+        if is_raw(payload):
             return True
+        decode(self._layout, payload, memoryview(self._spare))
         return relative_error(self._layout, block, memoryview(self._spare)) <= self._max_error
 
     def _measure(self, codec: str, block: memoryview) -> CodecFacts:
@@ -102,9 +105,9 @@ class BestCodec:
         took_s = float("inf")
         for _ in range(3):  # the first touches new memory
             begun_s = self._clock()
-            chain = decode(layout, payload[:size], restored)
+            decode(layout, payload[:size], restored)
             took_s = min(took_s, self._clock() - begun_s)
-        error = 0.0 if chain == RAW_CHAIN else relative_error(layout, sample, restored)
+        error = 0.0 if is_raw(payload) else relative_error(layout, sample, restored)
         rate = layout.block_bytes * self._threads / max(took_s, 1e-9)
         return CodecFacts(codec, size / layout.block_bytes, rate, error)
 

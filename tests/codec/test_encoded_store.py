@@ -10,6 +10,7 @@ import pytest
 
 from sglang_cake.codec.catalogue import chain_of
 from sglang_cake.codec.encoded import encoded_frame, frame_of
+from sglang_cake.codec.encoders import OneCodec
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
 from sglang_cake.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError
@@ -184,7 +185,10 @@ def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> No
     broken = np.frombuffer(BLOCK, np.uint16).copy()
     broken[77] = 0x7FC0  # not a number
     payload = memoryview(bytearray(LAYOUT.block_bytes + 1024))
-    size = chain_of("int8", LAYOUT).encode(LAYOUT, memoryview(broken.tobytes()), payload)
+    int8 = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
+    assert int8.encode(memoryview(BLOCK), payload)[1] == "int8"
+    size, codec = int8.encode(memoryview(broken.tobytes()), payload)
+    assert codec == "raw"
     assert b'[["raw",{}]]' in bytes(payload[:64])
     assert LAYOUT.block_bytes < size <= LAYOUT.block_bytes + 64
 
