@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from sglang_cake.errors import ConfigError
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.url import parse_size
 
@@ -248,7 +248,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
     "min_load_tokens": _integer(0, 2**31 - 1),
     "priority": _one_of("adaptive", "fcfs"),
-    "eviction_policy": _one_of(*RANKS),
+    "eviction_policy": _one_of(*POLICIES),
     "trace_file": _path,
     "staging_bytes": _size,
     "write_queue_bytes": _size,

@@ -20,7 +20,7 @@ from sglang_cake.adapter.handover import environment_of_user, hand_over, withdra
 from sglang_cake.adapter.support import ModelFacts, unsupported
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import sources_of
 
 SGLANG_VERSION = "0.5.23"
@@ -37,7 +37,7 @@ _HELP = {
     "trace_file": "File to append one JSON line per event to. Default: no trace.",
     "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
-    "eviction_policy": f"What a full file store evicts: {', '.join(RANKS)}.",
+    "eviction_policy": f"What a full file store evicts: {', '.join(POLICIES)}.",
     "queue_depth": "Reads of the store in flight at once.",
 }
 _METAVARS = {

@@ -78,7 +78,7 @@ def _opened(path: Path) -> TextIO:
     except ImportError:
         raise ConfigError(f"{path}: needs zstandard: pip install zstandard") from None
     stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
-    return io.TextIOWrapper(_Checked(stream), encoding="utf-8")
+    return io.TextIOWrapper(io.BufferedReader(_Checked(stream)), encoding="utf-8")
 
 
 class _Checked(io.RawIOBase):

@@ -73,7 +73,14 @@ class SavedTime:
 
 
 def _dense(
-    name: str, *, parameters: float, hidden: int, layers: int, flops: float, kv_bytes: int, link: int
+    name: str,
+    *,
+    parameters: float,
+    hidden: int,
+    layers: int,
+    flops: float,
+    kv_bytes: int,
+    link: int,
 ) -> Shape:
     """A dense transformer: 2 FLOPs per parameter and token, 4 x hidden per layer and pair.
 

@@ -1,7 +1,7 @@
 """What a policy is, and what it may know."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from sglang_cake.store.eviction.reuse import Fits
 
@@ -19,6 +19,9 @@ class Use(NamedTuple):
     tenant: int = 0  # who asked; 0: not known
 
 
+UNKNOWN_USE: Final = Use()
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a policy may know of a block."""
@@ -28,7 +31,12 @@ class Usage:
     used_s: float  # last put or read
     uses: int  # reads since it was put
     ident: int  # the same again when an evicted block comes back
-    use: Use = Use()
+    use: Use = UNKNOWN_USE
+
+
+def ident_of(key: bytes) -> int:
+    """`Usage.ident` of the block with this key: 63 bits of it."""
+    return int.from_bytes(key[:8]) >> 1
 
 
 class EvictionPolicy(Protocol):

@@ -29,7 +29,9 @@ class CakePolicy(ReusePolicy):
         saved_s = self.worth.saved_s(usage.use.position, usage.use.reach)
         return (*kind, round(math.log(saved_s / max(1, usage.stored_bytes)) / STEP))
 
-    def value(self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float) -> tuple[float, ...]:
+    def value(
+        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
+    ) -> tuple[float, ...]:
         power = lane[-1]
         assert isinstance(power, int)
         return (log_reuse + power * STEP,)

@@ -1,5 +1,5 @@
-"""The policy of "KVCache Cache in the Wild" (arXiv 2506.02634, section 4.2), and what it shares with
-any other that knows how likely blocks are to be used again."""
+"""The policy of "KVCache Cache in the Wild" (arXiv 2506.02634, section 4.2), and what any other
+shares with it that knows how likely blocks are to be used again."""
 
 from collections.abc import Hashable
 
@@ -28,7 +28,9 @@ class ReusePolicy(BasePolicy):
         """Where a block stands: of two in one lane, the less recently used is worth less."""
         return kind
 
-    def value(self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float) -> tuple[float, ...]:
+    def value(
+        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
+    ) -> tuple[float, ...]:
         """What a block is worth; the smallest goes first."""
         raise NotImplementedError
 
@@ -70,5 +72,7 @@ class WorkloadPolicy(ReusePolicy):
     """Priority = (probability of a use within the coming life, -offset), compared as a tuple. With
     one class this is LRU."""
 
-    def value(self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float) -> tuple[float, ...]:
+    def value(
+        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
+    ) -> tuple[float, ...]:
         return log_reuse, -float(usage.use.position)

@@ -21,7 +21,7 @@ from sglang_cake.errors import (
 )
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
-from sglang_cake.store.eviction import Usage
+from sglang_cake.store.eviction import Usage, ident_of
 from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
 from sglang_cake.store.file.books import FOLDER_BYTES, Books
 from sglang_cake.store.file.description import read_description
@@ -58,7 +58,7 @@ class BlockFolder:
                 kernel: after a power cut, late blocks are missing or fail their check.
             min_free_bytes: of the file system; blocks make way for one that would leave less.
             capacity_bytes: on the disk, all files and folders below `root`; None: no bound.
-            policy: who makes way, a key of `eviction.RANKS`.
+            policy: who makes way, a key of `eviction.POLICIES`.
 
         Raises: StoreUnavailable.
         """
@@ -165,7 +165,7 @@ class BlockFolder:
                 file = self._new_file(digest, key)
                 yield file
                 if file.committed:
-                    self._settle(block, stored_bytes, file)
+                    self._settle(block, key, stored_bytes, file)
             finally:
                 if file is not None:
                     file.discard()
@@ -320,7 +320,7 @@ class BlockFolder:
         except ConfigError as error:  # somebody else made it meanwhile, for something else
             raise StoreUnavailable(str(error)) from error
 
-    def _settle(self, block: int, stored_bytes: int, file: NewFile) -> None:
+    def _settle(self, block: int, key: BlockKey, stored_bytes: int, file: NewFile) -> None:
         """Raises: StoreUnavailable."""
         self._pause.succeeded()
         with self._books.open() as index:
@@ -328,7 +328,7 @@ class BlockFolder:
                 file.path.unlink(missing_ok=True)
                 raise StoreUnavailable(f"{file.path}: was written too slowly")
         now_s = time.time()
-        self._room.stored(block, Usage(stored_bytes, now_s, now_s, 0))
+        self._room.stored(block, Usage(stored_bytes, now_s, now_s, 0, ident_of(key)))
 
     def _unbook(self, block: int) -> None:
         # If that fails, the booking is taken away when this process has ended.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.eviction import Usage
+from sglang_cake.store.eviction import Usage, ident_of
 from sglang_cake.store.file.paths import create_private, this_process
 
 SCHEMA_VERSION = 1
@@ -290,8 +290,8 @@ class BlockIndex:
         if not all(map(_is_sound, rows)):  # SQLite itself takes any value in any column
             raise DamagedIndexError(f"{self._path}: a row of blocks makes no sense")
         return [
-            Booked(block, digest, key, owner, Usage(*rest))
-            for block, digest, key, owner, *rest in rows
+            Booked(block, digest, key, owner, Usage(size, created_s, used_s, uses, ident_of(key)))
+            for block, digest, key, owner, size, created_s, used_s, uses in rows
         ]
 
     def totals(self, digest: Digest | None = None) -> tuple[int, int]:

@@ -57,11 +57,11 @@ class Room:
     def make(self, index: BlockIndex, bytes_wanted: int) -> int:
         """Evict blocks of `bytes_wanted` bytes in all, or as many as there are; returns their
         bytes. Raises: sqlite3.Error; OSError."""
-        freed_bytes, pinned = 0, set[int]()
+        freed_bytes, pinned, now_s = 0, set[int](), time.time()
         with self._lock:
             self._learn(index)
             while freed_bytes < bytes_wanted:
-                popped = self._policy.pop() or self._pop_forgotten(index)
+                popped = self._policy.pop(now_s) or self._pop_forgotten(index, now_s)
                 if popped is None or popped[0] in pinned:
                     break
                 block, usage = popped
@@ -74,7 +74,7 @@ class Room:
                     freed_bytes += booked.usage.stored_bytes
                 else:  # it is being read
                     pinned.add(block)
-                    self._policy.add(block, replace(booked.usage, used_s=time.time()))
+                    self._policy.add(block, replace(booked.usage, used_s=now_s))
             self.evicted_bytes += freed_bytes
         return freed_bytes
 
@@ -100,11 +100,11 @@ class Room:
                 self._policy.add(booked.id, booked.usage)
             self._seen = batch[-1].id
 
-    def _pop_forgotten(self, index: BlockIndex) -> tuple[int, Usage] | None:
+    def _pop_forgotten(self, index: BlockIndex, now_s: float) -> tuple[int, Usage] | None:
         # Blocks that others were still writing when later ones were learned of.
         self._seen = 0
         self._learn(index)
-        return self._policy.pop()
+        return self._policy.pop(now_s)
 
     def _evict(self, index: BlockIndex, booked: Booked) -> bool:
         """Remove a block's file and then its booking; False if it is being read."""

@@ -12,7 +12,7 @@ from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
@@ -79,7 +79,7 @@ def parse(url: StoreUrl) -> FileSource:
         fsync=url.option("fsync", one_of("off", "data"), "off"),
         min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
         capacity_bytes=url.option("capacity", _parse_capacity, None),
-        policy=url.option("policy", one_of(*RANKS), url.policy),
+        policy=url.option("policy", one_of(*POLICIES), url.policy),
         reads_count=url.reads_count,
     )
 
