@@ -12,7 +12,7 @@ next block of any prompt) are not resident may go; `block`: any may.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sglang_cake.sim.traces import Trace, TraceRequest
@@ -20,14 +20,7 @@ from sglang_cake.sim.ttft import SavedTime
 from sglang_cake.store.eviction.ancestry import Ancestry
 from sglang_cake.store.eviction.base import EvictionPolicy, Usage, Use
 
-# The class of a request: (workload, turn), from what the server can know.
-Classify = Callable[[TraceRequest, int], tuple[str, int]]
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
-
-
-def by_turn(request: TraceRequest, turn: int) -> tuple[str, int]:
-    """What the request says it is for, and its turn as its prefix tells."""
-    return request.workload, turn
 
 
 @dataclass(slots=True)
@@ -78,7 +71,8 @@ class Replay:
     Args:
         clocks: what saved time is counted for.
         leaf: only blocks without resident children may go.
-        classify: the class of a request.
+        told_turns: use the turns that the trace tells, where it does, not those that the server
+            finds out.
     """
 
     def __init__(
@@ -89,10 +83,10 @@ class Replay:
         *,
         clocks: Sequence[SavedTime] = (),
         leaf: bool = False,
-        classify: Classify = by_turn,
+        told_turns: bool = False,
     ) -> None:
         self._trace, self._policy, self._capacity = trace, policy, capacity_blocks
-        self._clocks, self._leaf, self._classify = clocks, leaf, classify
+        self._clocks, self._leaf, self._told_turns = clocks, leaf, told_turns
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
         self._idents: dict[int, int] = {}  # and back
         self._parent: dict[int, int] = {}  # of resident blocks, both by the trace's id
@@ -138,12 +132,13 @@ class Replay:
         room = self._capacity - len(self._resident)
         admitted = set(missing[:room])  # all, but of a prompt that is longer than the cache
         turn = self._ancestry.turn(request.blocks)
-        workload, turn_class = self._classify(request, turn)
+        if self._told_turns and request.turn is not None:
+            turn = request.turn
         self._ancestry.touched(request.blocks, turn)
         reach = len(request.blocks)
         for position in range(reach - 1, -1, -1):
             block = request.blocks[position]
-            use = Use(workload, turn_class, position, reach)
+            use = Use(request.workload, turn, position, reach)
             if block in self._resident:
                 self._policy.touch(self._resident[block], request.at_s, 1, use)
             elif block in admitted:

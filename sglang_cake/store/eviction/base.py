@@ -7,10 +7,7 @@ from sglang_cake.store.eviction.reuse import Fits
 
 
 class Use(NamedTuple):
-    """What is known of a block from the last request that touched it.
-
-    The class of that request is `(workload, turn)`.
-    """
+    """What is known of a block from the last request that touched it."""
 
     workload: str = ""  # what the request said it is for
     turn: int = 1  # of the conversation, as its prefix tells; 1: nothing like it was seen before

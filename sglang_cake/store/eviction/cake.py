@@ -2,11 +2,11 @@
 docs/eviction.md has the derivation."""
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from sglang_cake.store.eviction.base import Usage
 from sglang_cake.store.eviction.reuse import Kind, ReuseModel
-from sglang_cake.store.eviction.workload import LIFE_S, ReusePolicy
+from sglang_cake.store.eviction.workload import LIFE_S, ReusePolicy, kind_of
 from sglang_cake.store.eviction.worth import Worth
 
 STEP = math.log(1.25)
@@ -20,9 +20,13 @@ class CakePolicy(ReusePolicy):
     """
 
     def __init__(
-        self, worth: Worth, model: ReuseModel | None = None, life_s: float = LIFE_S
+        self,
+        worth: Worth,
+        model: ReuseModel | None = None,
+        life_s: float = LIFE_S,
+        kind_of: Callable[[Usage], Kind] = kind_of,
     ) -> None:
-        super().__init__(model, life_s)
+        super().__init__(model, life_s, kind_of)
         self.worth = worth
 
     def lane(self, usage: Usage, kind: Kind) -> tuple[Hashable, ...]:

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-Kind = tuple[str, int]  # (workload, turn): a class of requests
+# A class of blocks: the workload and the turn of the last request that touched it, and whether it
+# was read since it was stored (1) or never (0).
+Kind = tuple[str, int, int]
 MOST_TURNS: Final = 4  # later turns are like this one
 MOST_KINDS: Final = 64  # further ones are taken together
-OTHERS: Final[Kind] = ("", 0)
+OTHERS: Final[Kind] = ("", 0, 0)
 
 WINDOW_S: Final = 1800.0  # what is older says nothing any more
 REFIT_EVERY_S: Final = 60.0
@@ -74,11 +76,10 @@ class ReuseModel:
         self._refit_at_s = -math.inf
         self.fits: dict[Kind, Fit] = {}
         self.pooled = UNKNOWN
-        self.kinds: set[Kind] = set()
+        self.kinds: set[Kind] = set()  # no more than MOST_KINDS
 
-    def kind(self, workload: str, turn: int) -> Kind:
-        """The class of a request."""
-        kind = (workload, min(turn, MOST_TURNS))
+    def kind(self, kind: Kind) -> Kind:
+        """The class that stands for this one: itself, while there are not too many."""
         if kind not in self.kinds:
             if len(self.kinds) >= MOST_KINDS:
                 return OTHERS
@@ -90,7 +91,7 @@ class ReuseModel:
         return self.fits.get(kind, self.pooled)
 
     def used(self, ident: int, kind: Kind, at_s: float) -> None:
-        """A request of class `kind` used a block."""
+        """A request used a block, which is of class `kind` now."""
         if (ident * 0x9E3779B97F4A7C15 >> 32) % _FOLLOWED_ONE_IN:
             return
         before = self._open.get(ident)

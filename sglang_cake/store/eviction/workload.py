@@ -1,13 +1,19 @@
 """The policy of "KVCache Cache in the Wild" (arXiv 2506.02634, section 4.2), and what any other
 shares with it that knows how likely blocks are to be used again."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from sglang_cake.store.eviction.base import BasePolicy, Usage
 from sglang_cake.store.eviction.lanes import Lanes
-from sglang_cake.store.eviction.reuse import Fits, Kind, ReuseModel
+from sglang_cake.store.eviction.reuse import MOST_TURNS, Fits, Kind, ReuseModel
 
-LIFE_S = 300.0  # how far ahead a use counts
+LIFE_S = 30.0  # how far ahead a use counts; docs/eviction.md has what other values do
+
+
+def kind_of(usage: Usage) -> Kind:
+    """Request type x turn, as the paper has it, and whether the block was read since it was stored:
+    what was, system prompts for one, comes back sooner than its neighbours (docs/eviction.md)."""
+    return usage.use.workload, min(usage.use.turn, MOST_TURNS), min(usage.uses, 1)
 
 
 class ReusePolicy(BasePolicy):
@@ -17,9 +23,15 @@ class ReusePolicy(BasePolicy):
     an eviction looks at one block per lane.
     """
 
-    def __init__(self, model: ReuseModel | None = None, life_s: float = LIFE_S) -> None:
-        """Args: life_s: how far ahead a use counts."""
+    def __init__(
+        self,
+        model: ReuseModel | None = None,
+        life_s: float = LIFE_S,
+        kind_of: Callable[[Usage], Kind] = kind_of,
+    ) -> None:
+        """Args: life_s: how far ahead a use counts; kind_of: the class of a block."""
         super().__init__()
+        self._kind_of = kind_of
         self.model = model or ReuseModel()
         self._life_s = life_s
         self._lanes: Lanes[tuple[Hashable, ...]] = Lanes(self._lane_value)
@@ -35,7 +47,7 @@ class ReusePolicy(BasePolicy):
         raise NotImplementedError
 
     def add(self, block: int, usage: Usage) -> None:
-        kind = self.model.kind(usage.use.workload, usage.use.turn)
+        kind = self.model.kind(self._kind_of(usage))
         self.model.used(usage.ident, kind, usage.used_s)
         self._usage[block] = usage
         self._lanes.put(block, self.lane(usage, kind), usage.used_s)
@@ -63,7 +75,7 @@ class ReusePolicy(BasePolicy):
         self, lane: tuple[Hashable, ...], block: int, now_s: float
     ) -> tuple[float, ...]:
         usage = self._usage[block]
-        kind = self.model.kind(usage.use.workload, usage.use.turn)
+        kind = self.model.kind(self._kind_of(usage))
         age_s = max(0.0, now_s - usage.used_s)
         return self.value(lane, usage, self.model.fit(kind).log_reuse(age_s, self._life_s))
 
