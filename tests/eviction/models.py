@@ -172,9 +172,10 @@ class ByReuse(Model):
     Args: lane, value: of a usage; value gets the logarithm of the probability of a use as well.
     """
 
-    def __init__(self, fits, life_s, lane, value):
+    def __init__(self, fits, pooled, life_s, lane, value):
         super().__init__()
-        self.fits, self.life_s, self.lane, self.value = fits, life_s, lane, value
+        self.fits, self.pooled, self.life_s = fits, pooled, life_s
+        self.lane, self.value = lane, value
 
     def choose(self, now_s):
         lanes = {}
@@ -191,6 +192,9 @@ class ByReuse(Model):
         usage = self.usage[block]
         fit = self.fits[usage.use.workload, min(usage.use.turn, 4), min(usage.uses, 1)]
         age_s = max(0.0, now_s - usage.used_s)
+        own, pooled = self.chance(fit, age_s), self.chance(self.pooled, age_s)
+        return self.value(usage, math.log(own * pooled) / 2)
+
+    def chance(self, fit, age_s):
         faded = fit.share * math.exp(-fit.rate_per_s * age_s)
-        chance = faded * (1 - math.exp(-fit.rate_per_s * self.life_s)) / (1 - fit.share + faded)
-        return self.value(usage, math.log(chance))
+        return faded * (1 - math.exp(-fit.rate_per_s * self.life_s)) / (1 - fit.share + faded)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.store.eviction import POLICIES, Usage, Use, Worth, new_policy
-from sglang_cake.store.eviction.cake import STEP, CakePolicy
+from sglang_cake.store.eviction.cake import STEP, CakePolicy, CakePrefixPolicy
 from sglang_cake.store.eviction.reuse import Fit, ReuseModel
 from sglang_cake.store.eviction.workload import WorkloadPolicy
 
@@ -24,6 +24,7 @@ FITS = {
     ("file", 2, 0): Fit(0.999, 1 / 300, 100),
     ("file", 2, 1): Fit(0.03, 1 / 3, 100),
 }
+POOLED = Fit(0.47, 1 / 13, 800)
 USES = st.builds(
     lambda kind, position, more: Use(*kind[:2], position, position + 1 + more),
     st.sampled_from(sorted(FITS)),
@@ -45,12 +46,23 @@ STEPS = st.lists(
 def fitted():
     model = ReuseModel()
     model.fits.update(FITS)
+    model.pooled = POOLED
     return model
 
 
 def power(usage):
     saved_s = WORTH.saved_s(usage.use.position, usage.use.reach)
     return round(math.log(saved_s / usage.stored_bytes) / STEP)
+
+
+def prefix_power(usage):
+    """The worth of a whole prompt, block by block."""
+    reach = usage.use.reach
+    saved_s = sum(map(WORTH.compute_s, range(reach)))
+    meet = WORTH.meet(reach)
+    saved_s -= sum(map(WORTH.compute_s, range(int(meet))))
+    saved_s -= (meet % 1) * WORTH.compute_s(int(meet) - 0.5 + (meet % 1) / 2)
+    return round(math.log(saved_s / reach / usage.stored_bytes) / 2 / STEP)
 
 
 def by_kind(usage):
@@ -72,12 +84,25 @@ PAIRS = {
     "arc": lambda: (new_policy("arc"), models.Arc()),
     "workload": lambda: (
         WorkloadPolicy(fitted(), LIFE_S),
-        models.ByReuse(FITS, LIFE_S, by_kind, lambda usage, chance: (chance, -usage.use.position)),
+        models.ByReuse(
+            FITS, POOLED, LIFE_S, by_kind, lambda usage, chance: (chance, -usage.use.position)
+        ),
+    ),
+    "cake-prefix": lambda: (
+        CakePrefixPolicy(WORTH, fitted(), LIFE_S),
+        models.ByReuse(
+            FITS,
+            POOLED,
+            LIFE_S,
+            lambda usage: (*by_kind(usage), prefix_power(usage)),
+            lambda usage, chance: (chance + prefix_power(usage) * STEP,),
+        ),
     ),
     "cake": lambda: (
         CakePolicy(WORTH, fitted(), LIFE_S),
         models.ByReuse(
             FITS,
+            POOLED,
             LIFE_S,
             lambda usage: (*by_kind(usage), power(usage)),
             lambda usage, chance: (chance + power(usage) * STEP,),

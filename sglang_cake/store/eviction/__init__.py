@@ -9,15 +9,27 @@ from collections.abc import Callable
 from typing import Final
 
 from sglang_cake.store.eviction.arc import ArcPolicy
-from sglang_cake.store.eviction.base import EvictionPolicy, Usage, Use, ident_of
-from sglang_cake.store.eviction.cake import CakePolicy
+from sglang_cake.store.eviction.base import UNKNOWN_USE, EvictionPolicy, Usage, Use, ident_of
+from sglang_cake.store.eviction.cake import CakePolicy, CakePrefixPolicy
 from sglang_cake.store.eviction.gdfs import GdfsPolicy
 from sglang_cake.store.eviction.ranked import fifo, lfu, lru
+from sglang_cake.store.eviction.reuse import Fit, Fits
 from sglang_cake.store.eviction.s3fifo import S3FifoPolicy
 from sglang_cake.store.eviction.workload import WorkloadPolicy
 from sglang_cake.store.eviction.worth import Worth
 
-__all__ = ["POLICIES", "EvictionPolicy", "Usage", "Use", "Worth", "ident_of", "new_policy"]
+__all__ = [
+    "POLICIES",
+    "UNKNOWN_USE",
+    "EvictionPolicy",
+    "Fit",
+    "Fits",
+    "Usage",
+    "Use",
+    "Worth",
+    "ident_of",
+    "new_policy",
+]
 
 POLICIES: Final[dict[str, Callable[[Worth], EvictionPolicy]]] = {
     "fifo": lambda worth: fifo(),
@@ -28,6 +40,7 @@ POLICIES: Final[dict[str, Callable[[Worth], EvictionPolicy]]] = {
     "arc": lambda worth: ArcPolicy(),
     "workload": lambda worth: WorkloadPolicy(),
     "cake": CakePolicy,
+    "cake-prefix": CakePrefixPolicy,
 }
 
 

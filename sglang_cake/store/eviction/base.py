@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from sglang_cake.store.eviction.reuse import Fits
+from sglang_cake.store.eviction.worth import Worth
 
 
 class Use(NamedTuple):
@@ -71,6 +72,14 @@ class EvictionPolicy(Protocol):
         """Learn from what was seen. Called every second or so."""
         ...
 
+    def over_bytes(self) -> int:
+        """How much should go whether there is room or not: what tenants have above their quota."""
+        ...
+
+    def weigh(self, worth: Worth) -> None:
+        """What blocks save from now on."""
+        ...
+
     def fits(self) -> Fits:
         """What was learned, to be kept across restarts; empty where nothing is."""
         ...
@@ -102,6 +111,12 @@ class BasePolicy:
         self.add(block, usage)
 
     def refresh(self, now_s: float) -> None:
+        pass
+
+    def over_bytes(self) -> int:
+        return 0
+
+    def weigh(self, worth: Worth) -> None:
         pass
 
     def fits(self) -> Fits:

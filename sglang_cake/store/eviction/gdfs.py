@@ -25,6 +25,9 @@ class GdfsPolicy(BasePolicy):
         value = (usage.uses + 1) * cost / max(1, usage.stored_bytes)
         self._heap.put(block, (self._clock + value, usage.used_s))
 
+    def weigh(self, worth: Worth) -> None:
+        self._worth = worth
+
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)
         self._heap.remove(block)

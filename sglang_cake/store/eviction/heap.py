@@ -29,6 +29,9 @@ class BlockHeap:
     def __len__(self) -> int:
         return len(self._current)
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._current
+
     def put(self, block: int, rank: Rank) -> None:
         """Enter a block, or move it."""
         entry = self._current[block] = Entry(rank, next(self._ticks), block)

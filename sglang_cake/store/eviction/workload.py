@@ -16,6 +16,11 @@ def kind_of(usage: Usage) -> Kind:
     return usage.use.workload, min(usage.use.turn, MOST_TURNS), min(usage.uses, 1)
 
 
+# How much a class's own distribution counts; the rest is that of all classes together. With few
+# samples the own one alone is wrong too often, and then what it is wrong about is lost.
+TRUST = 0.5
+
+
 class ReusePolicy(BasePolicy):
     """Implements `EvictionPolicy` but for what a block is worth: `lane` and `value`.
 
@@ -28,9 +33,12 @@ class ReusePolicy(BasePolicy):
         model: ReuseModel | None = None,
         life_s: float = LIFE_S,
         kind_of: Callable[[Usage], Kind] = kind_of,
+        trust: float = TRUST,
     ) -> None:
-        """Args: life_s: how far ahead a use counts; kind_of: the class of a block."""
+        """Args: life_s: how far ahead a use counts; kind_of: the class of a block; trust: how much
+        its own distribution counts, from 0 to 1."""
         super().__init__()
+        self._trust = trust
         self._kind_of = kind_of
         self.model = model or ReuseModel()
         self._life_s = life_s
@@ -77,7 +85,9 @@ class ReusePolicy(BasePolicy):
         usage = self._usage[block]
         kind = self.model.kind(self._kind_of(usage))
         age_s = max(0.0, now_s - usage.used_s)
-        return self.value(lane, usage, self.model.fit(kind).log_reuse(age_s, self._life_s))
+        own = self.model.fit(kind).log_reuse(age_s, self._life_s)
+        pooled = self.model.pooled.log_reuse(age_s, self._life_s)
+        return self.value(lane, usage, self._trust * own + (1 - self._trust) * pooled)
 
 
 class WorkloadPolicy(ReusePolicy):

@@ -41,3 +41,9 @@ class Worth:
         `reach` blocks as the last one."""
         share = 1.0 if position + 1 > self.meet(reach) else HEAD_SHARE
         return share * self.compute_s(position)
+
+    def mean_saved_s(self, reach: int) -> float:
+        """What a prompt of `reach` stored blocks saves, per block of it."""
+        meet = self.meet(reach)
+        saved_s = reach * self.compute_s((reach - 1) / 2) - meet * self.compute_s((meet - 1) / 2)
+        return saved_s / reach
