@@ -23,7 +23,7 @@ class Worth:
     pair_s: float = 1e-4 / (6 * 4096)
     load_s: float = 128 * 1e-4 / 3  # per block
 
-    def compute_s(self, position: int) -> float:
+    def compute_s(self, position: float) -> float:
         """To compute the block at `position` (in blocks) behind all before it."""
         tokens = self.block_tokens
         pairs = tokens * tokens * (position + 0.5)
