@@ -36,14 +36,21 @@ def facts_of(
     given = req.sampling_params.custom_params
     workload = given.get(FIELD) if isinstance(given, dict) else None
     tenant = req.cache_salt or req.extra_key
-    prefill, load = costs.prefill, costs.load
     return RequestFacts(
         id=_digest(f"{_PROCESS}{ticket}").hex(),
         tokens=len(tokens),
         workload=workload[:MOST_WORKLOAD] if isinstance(workload, str) else "",
         tenant=0 if not tenant else int.from_bytes(_digest(tenant)[:8]) >> 1,
-        worth=Worth(block_tokens, prefill.token_s, prefill.pair_s, load.block_s),
+        worth=_worth(costs, block_tokens),
     )
+
+
+def _worth(costs: Costs, block_tokens: int) -> Worth | None:
+    prefill = costs.prefill
+    try:
+        return Worth(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
+    except ValueError:  # nothing measured, or a fit that cannot be: the store keeps what it has
+        return None
 
 
 def _digest(text: str) -> bytes:

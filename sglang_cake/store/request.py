@@ -51,6 +51,8 @@ def _worth(fields: object) -> Worth:
         raise ValueError("not what a block is worth")
     if any(type(value) not in (int, float) for value in fields.values()):
         raise ValueError("worth is numbers")
+    if type(fields["block_tokens"]) is not int:
+        raise ValueError("tokens are of another type")
     return Worth(**fields)
 
 

@@ -87,9 +87,8 @@ def test_its_books_are_those_of_its_blocks(steps, fair, quota):
             owner = there.pop(popped[0])[0]
             assert popped[1].use.tenant == owner
             most = max(taken.values())
-            if quota is not None and most > quota:
-                assert taken[owner] == most
-            elif fair and most * len(taken) > sum(taken.values()):
+            over_quota = quota is not None and most > quota
+            if over_quota or (fair and most * len(taken) > sum(taken.values())):
                 assert taken[owner] == most
         assert len(policy) == len(there)
         taken = {}

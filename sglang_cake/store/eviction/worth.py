@@ -7,6 +7,7 @@ from typing import Final
 # A block left of where compute and load would meet saves nothing while all others are there. It
 # keeps this share of its worth, for the requests that need less of the prompt than the last one.
 HEAD_SHARE: Final = 0.1
+MOST_BLOCK_TOKENS: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,13 @@ class Worth:
     pair_s: float = 1e-4 / (6 * 4096)
     load_s: float = 128 * 1e-4 / 3  # per block
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError for what no machine can be."""
+        if not 1 <= self.block_tokens <= MOST_BLOCK_TOKENS or not 1e-12 <= self.token_s <= 10:
+            raise ValueError("tokens of a block, or seconds of a token, are out of bounds")
+        if not 0 <= self.pair_s <= 1 or not 1e-9 <= self.load_s <= 1e4:
+            raise ValueError("seconds of a pair, or of a load, are out of bounds")
+
     def compute_s(self, position: float) -> float:
         """To compute the block at `position` (in blocks) behind all before it."""
         tokens = self.block_tokens
@@ -34,7 +42,8 @@ class Worth:
         stored blocks: m with  (compute of m blocks) = (reach - m) x load_s."""
         square = self.pair_s * self.block_tokens**2 / 2
         linear = self.token_s * self.block_tokens + self.load_s
-        return (math.sqrt(linear**2 + 4 * square * reach * self.load_s) - linear) / (2 * square)
+        root = math.sqrt(linear**2 + 4 * square * reach * self.load_s)
+        return 2 * reach * self.load_s / (linear + root)
 
     def saved_s(self, position: int, reach: int) -> float:
         """What the block at `position` is likely to save the next prompt, if that needs the same
@@ -46,4 +55,4 @@ class Worth:
         """What a prompt of `reach` stored blocks saves, per block of it."""
         meet = self.meet(reach)
         saved_s = reach * self.compute_s((reach - 1) / 2) - meet * self.compute_s((meet - 1) / 2)
-        return saved_s / reach
+        return max(1e-12, saved_s / reach)  # over a slow link nothing, but for rounding

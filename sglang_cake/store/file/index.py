@@ -231,7 +231,8 @@ class BlockIndex:
             )
 
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
-        """Blocks were used; returns those that are there, by id, in the same order."""
+        """Blocks were used; returns those that are there, by id, in the same order. What was used
+        before it was stored is not meant."""
         rows = [(touch, self.namespace(touch.namespace)) for touch in touches]
         there = []
         with self._transaction() as books:
@@ -239,8 +240,8 @@ class BlockIndex:
                 facts = "" if touch.use is None else _SET_USE
                 found = books.execute(
                     f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{facts} "
-                    "WHERE namespace = ? AND key = ? RETURNING id",
-                    (touch.at_s, touch.uses, *(touch.use or ()), name, touch.key),
+                    "WHERE namespace = ? AND key = ? AND created_s <= ? RETURNING id",
+                    (touch.at_s, touch.uses, *(touch.use or ()), name, touch.key, touch.at_s),
                 ).fetchone()
                 if found is not None:
                     there.append((int(found[0]), touch))
