@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.facts import RESULTS
 from benchmarks.paper import costs
-from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, K, Setting
+from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, Setting
 from sglang_cake.read.cost import LoadCost
 from sglang_cake.sim.clairvoyant import clairvoyant
 from sglang_cake.sim.machine import Machine

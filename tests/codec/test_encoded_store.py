@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,16 +10,19 @@ import numpy as np
 import pytest
 
 from sglang_cake.codec.catalogue import chain_of
-from sglang_cake.codec.encoded import encoded_frame, frame_of
+from sglang_cake.codec.encoded import HEAD_BYTES, encoded_frame, frame_of
 from sglang_cake.codec.encoders import OneCodec
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
 from sglang_cake.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
+from sglang_cake.counters import Counters
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import Store
-from sglang_cake.store.encoded import open_blocks
+from sglang_cake.store.encoded import EncodedStore, LinkSpeed, open_blocks
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.codec_contract import kv_like
 
@@ -242,3 +246,31 @@ def test_a_cancelled_read_lets_go_of_its_memory(tmp_path: Path) -> None:
         return bytes(out)
 
     asyncio.run(go())
+
+
+def test_what_requests_tell_goes_on_to_the_store_below() -> None:
+    class Listening(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[tuple[list[BlockKey], RequestFacts]] = []
+
+        async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+            self.told.append((list(keys), facts))
+
+    inner, facts = Listening(), RequestFacts("r1", 300)
+
+    async def go() -> None:
+        encode = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
+        size = LAYOUT.block_bytes + HEAD_BYTES
+        store = EncodedStore(
+            *(inner, LAYOUT, encode),
+            link=LinkSpeed(),
+            counters=Counters(),
+            payload_bytes=size,
+            depth=1,
+        )
+        await tell(store, [KEY], facts)
+        await store.close()
+
+    asyncio.run(go())
+    assert inner.told == [([KEY], facts)]
