@@ -90,9 +90,10 @@ def from_mapping(mapping: Mapping[str, object], *, spell: Spell = str) -> CakeCo
     Args:
         spell: how an error spells a setting's name.
 
-    Raises: ConfigError, one line, for an unknown name or a value that is not allowed.
+    Raises: ConfigError, one line, for an unknown name, a value that is not allowed, or two that do
+        not go together.
     """
-    return CakeConfig(**_read(mapping, spell))
+    return _whole(_read(mapping, spell), spell)
 
 
 def load_file(path: str) -> dict[str, Any]:
@@ -161,13 +162,7 @@ def resolve(
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
         merged.update(layer)
-    config = CakeConfig(**merged)
-    if config.max_error and config.codec != AUTO:
-        raise ConfigError(
-            f"{spell('max_error')} has no effect with {spell('codec')} {config.codec}: "
-            f"it is for {AUTO}, which may choose"
-        )
-    return config
+    return _whole(merged, spell)
 
 
 def to_environment(config: CakeConfig) -> dict[str, str]:
@@ -178,6 +173,16 @@ def to_environment(config: CakeConfig) -> dict[str, str]:
     return {
         as_variable(name): str(value) for name, value in asdict(config).items() if value is not None
     }
+
+
+def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:
+    config = CakeConfig(**settings)
+    if config.max_error and config.codec != AUTO:
+        raise ConfigError(
+            f"{spell('max_error')} has no effect with {spell('codec')} {config.codec}: "
+            f"it is for {AUTO}, which may choose"
+        )
+    return config
 
 
 def _read(mapping: Mapping[str, object], spell: Spell) -> dict[str, Any]:
