@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_cake.adapter.agree import Agreement, Facts
+from sglang_cake.adapter.facts import facts_of, keyable
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
@@ -93,7 +94,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self._suspended or self.detached or not _keyable(req):
+        if self._suspended or self.detached or not keyable(req):
             return
         try:
             seed = self._seed(req)
@@ -104,11 +105,13 @@ class Coordinator:
         tokens = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(tokens))
         block_tokens = self._config.block_tokens
+        ticket = f"{req.rid}#{next(self._numbers)}"
         restore = Restore(
             rid=req.rid,
-            ticket=f"{req.rid}#{next(self._numbers)}",
+            ticket=ticket,
             tokens=tokens,
             chain=KeyChain(seed, block_tokens),
+            facts=facts_of(req, ticket, tokens, self.pace.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,
                 page_tokens=self._page_tokens,
@@ -125,6 +128,7 @@ class Coordinator:
                 tokens=tokens,
                 blocks=restore.meet.blocks,
                 first_block=restore.meet.fence,
+                facts=restore.facts,
                 worth=self.pace.worth(restore.meet.view(), self._config),
             )
         )
@@ -388,13 +392,3 @@ class Coordinator:
                 self._refuse(restore, restore.arrived.pop(block), "peer")
         if (facts.stored or facts.landed or facts.lost) and restore.meet.racing:
             restore.remaining_s = self.pace.remaining_s(restore)
-
-
-def _keyable(req: "Req") -> bool:
-    """Whether the request's token ids alone say what its KV is."""
-    return (
-        req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and req.multimodal_inputs is None
-        and req.session is None
-    )

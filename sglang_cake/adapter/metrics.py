@@ -10,7 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.read.cost import Costs
 from sglang_cake.store.base import Store, StoreStats, TierStats
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.tiers.tier import TierCounts
 
 M = TypeVar("M", Counter, Gauge)
@@ -157,7 +157,7 @@ class StoreMetrics:
             "Bytes that made way for others, evicted by this process.",
             [*names, "policy"],
         )
-        for policy in RANKS:
+        for policy in POLICIES:
             self._evicted.labels(**labels, policy=policy)
         self._seen: tuple[Store | None, int] = (None, 0)
 

@@ -11,6 +11,7 @@ from sglang_cake.keys import KeyChain
 from sglang_cake.read.meet import Meet
 from sglang_cake.read.plan import Progress
 from sglang_cake.read.staging import StagedBlock
+from sglang_cake.store.request import RequestFacts
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +27,7 @@ class Restore:
     tokens: "array[int]"
     chain: KeyChain
     meet: Meet
+    facts: RequestFacts | None = None  # what the store is told
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()
     # What this rank has, whether or not the other ranks have it too:

@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ class FakeReq:
     positional_embed_overrides: Any = None
     multimodal_inputs: Any = None
     session: Any = None
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(custom_params=None))
     customized_info: dict | None = None
     owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
 
