@@ -22,7 +22,7 @@ _HELP = {
     "computed_tokens": "Prompt tokens whose KV was computed.",
     "wasted_bytes": "Bytes loaded in vain, by reason.",
     "load_failures": "Blocks or lookups that the store failed, by reason.",
-    "fallback": "Prompts that were left to one side alone.",
+    "fallback": "Prompts of whose stored KV one side alone got everything.",
     "read_bytes": "Bytes read from the store.",
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",

@@ -3,6 +3,7 @@
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -61,6 +62,17 @@ class Restore:
     def contending(self) -> bool:
         """Whether decisions about this request still depend on what the loader does."""
         return self.prefill_s is None and (not self.known or self.meet.racing)
+
+    @property
+    def side(self) -> Literal["compute", "load"] | None:
+        """Which side alone got what was stored and not in the tree; None: both, or nothing was."""
+        size = self.meet.block_tokens
+        usable = self.stored[-(-self.matched_tokens // size) : self.meet.limit // size]
+        if not any(usable):
+            return None
+        if not self.loaded_tokens:
+            return "compute"
+        return "load" if self.loaded_tokens >= sum(usable) * size else None
 
     @property
     def progress(self) -> Progress:
