@@ -6,7 +6,7 @@ channels innermost, so that the compiler makes vector instructions of them. No k
 who calls it has checked every length, and every index that came from bytes.
 
 Rounding is to the nearest, ties to even, as PyTorch's; products and sums are rounded separately
-(never fused), so that a GPU gets the same values.
+(never fused), so that every machine gets the same values.
 """
 
 # numba reads types off the arguments, not off annotations
