@@ -1,6 +1,6 @@
 """What codecs save, cost and lose: sizes, GB/s beside a plain copy, and what a model makes of it.
 
-    python -m benchmarks codec [--small] [--out benchmarks/results/codec-cpu.json]
+    python -m benchmarks codec [--small] [--only speed|quality] [--docs]
 
 Sizes and speeds are of blocks in the shapes of known models, filled with KV of the trained small
 model (`train_small_llama`, trained now if it is not there): heads of many prompts side by side.
@@ -13,7 +13,7 @@ import argparse
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.codec_quality import BLOCK_TOKENS, LAYOUT, THETA, Judge, Words
-from benchmarks.codec_report import sections, update
+from benchmarks.codec_report import losses, speed_tables, update
 from benchmarks.facts import RESULTS, header, shown, write
 from benchmarks.stats import spread
 from benchmarks.train_small_llama import OUT, STEPS, small_llama
@@ -41,6 +41,7 @@ from sglang_cake.codec_names import CODECS, RAW
 from sglang_cake.layout import BlockLayout
 
 COPY = "plain copy"
+BLOCKS_FOR_SPEED = 320  # of the small model: enough to fill the widest shape once
 LEAST_S = 0.05  # of one measurement: what is faster is done several times
 
 
@@ -216,49 +217,74 @@ def _row(
     }
 
 
-def main() -> None:
+def judged(judge: Judge) -> dict[str, Any]:
+    """What every codec loses, by name; equal chains are judged once."""
+    known: dict[Chain, dict[str, Any]] = {}
+    found = {}
+    for name, chain in (named(LAYOUT) | places_of_rope(LAYOUT)).items():
+        if chain not in known:
+            print(f"  what {name} loses", flush=True)
+            known[chain] = judge.judge(chain)
+        found[name] = known[chain]
+    return found
+
+
+def raced(shapes: Sequence[Shape], blocks: Words, repeats: int, cores: int) -> list[dict[str, Any]]:
+    """Sizes and speeds on every shape, and of zstd's settings on the first."""
+    rows = []
+    for shape in shapes:
+        chains = named(shape.layout)
+        if shape is shapes[0]:
+            chains |= settings_of_zstd()
+        rows += speeds(shape, chains, blocks, repeats=repeats, cores=cores)
+    return rows
+
+
+def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="one shape, few rounds, little text")
+    parser.add_argument("--only", choices=("speed", "quality"), help="the other result stays")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
     parser.add_argument("--windows", type=int, default=48, help="of text, for what is lost")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     parser.add_argument("--model", type=Path, default=OUT, help="folder of the small model")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/codecs.md")
-    parser.add_argument("--out", type=Path, default=RESULTS / "codec-cpu.json")
+    parser.add_argument("--name", default="cpu", help="of the result files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="their folder")
     args = parser.parse_args()
-    shapes = SHAPES[-1:] if args.small else SHAPES
-    repeats, windows = (2, 8) if args.small else (args.repeats, args.windows)
+    if args.small:
+        args.repeats, args.windows = 2, 8
+    return args
+
+
+def main() -> None:
+    """Measure, write the results, print the tables."""
+    args = parse_args()
     cores = len(os.sched_getaffinity(0))
     folder = small_llama(args.model, args.steps)
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     prefix, after = 8 * BLOCK_TOKENS, 256
-    result = header(
-        "codec", repeats=repeats, windows=windows, prefix_tokens=prefix, after_tokens=after,
-        cores=cores, steps=args.steps,
-    )  # fmt: skip
+    windows = args.windows if args.only != "speed" else BLOCKS_FOR_SPEED * BLOCK_TOKENS // prefix
     judge = Judge(folder, tokenizer, windows=windows, prefix=prefix, after=after)
-    result["shapes"] = [asdict(shape) for shape in shapes]
-    result["quality"] = {}
-    chains = named(LAYOUT) | {
-        name: chain for name, chain in places_of_rope(LAYOUT).items() if chain
-    }
-    for name, chain in chains.items():
-        print(f"  what {name} loses", flush=True)
-        result["quality"][name] = judge.judge(chain)
-    blocks = judge.blocks()
-    result["speeds"] = []
-    for shape in shapes:
-        chains = named(shape.layout)
-        if shape is shapes[0]:
-            chains |= settings_of_zstd()
-        result["speeds"] += speeds(shape, chains, blocks, repeats=repeats, cores=cores)
-    result["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
-    write(args.out, result)
-    texts = sections(result)
-    print(*texts.values(), f"written to {shown(args.out)}", sep="\n\n")
+    texts: dict[str, str] = {}
+    if args.only != "speed":
+        result = header("codec-quality", steps=args.steps, windows=windows, prefix_tokens=prefix,
+                        after_tokens=after)  # fmt: skip
+        result |= {"bare": judge.bare(), "quality": judged(judge)}
+        write(args.out / f"codec-quality-{args.name}.json", result)
+        texts |= losses(result)
+    if args.only != "quality":
+        shapes = SHAPES[-1:] if args.small else SHAPES
+        result = header("codec-speed", repeats=args.repeats, cores=cores)
+        result["shapes"] = [asdict(shape) for shape in shapes]
+        result["speeds"] = raced(shapes, judge.blocks(), args.repeats, cores)
+        result["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+        write(args.out / f"codec-speed-{args.name}.json", result)
+        texts |= speed_tables(result)
+    print(*texts.values(), f"results in {shown(args.out)}", sep="\n\n")
     if args.docs:
         update(texts)
 

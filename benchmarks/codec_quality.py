@@ -135,6 +135,19 @@ class Judge:
                 apart.append(_apart(text, log_probs))
         return _figures(sizes, errors, attention, np.concatenate(apart))
 
+    def bare(self) -> dict[str, float]:
+        """How well the model reads on with exact KV, and without anything before."""
+        losses = []
+        with torch.inference_mode():
+            for text in self.batches:
+                alone = torch.log_softmax(self.model(text.after[:, :-1]).logits, -1)
+                losses.append(_apart(text, alone)[:, 2:])
+        exact, without = np.concatenate(losses).mean(axis=0)
+        return {
+            "perplexity": round(math.exp(exact), 3),
+            "perplexity_without_prefix": round(math.exp(without), 3),
+        }
+
     def _attention_errors(self, text: Text, decoded: Words) -> list[float]:
         """Of each layer: |output - exact| / |exact|, for the queries that exact KV led to."""
         found = []

@@ -1,12 +1,11 @@
 """Results of `bench_codec` as Markdown, and their places in docs/codecs.md."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import RESULTS, ROOT
+from benchmarks.facts import ROOT
 
 DOC = ROOT / "docs" / "codecs.md"
 COPY = "plain copy"
@@ -102,11 +101,20 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def sections(result: dict[str, Any]) -> dict[str, str]:
+def speed_tables(result: dict[str, Any]) -> dict[str, str]:
     """Marker in the document -> what belongs there."""
-    found = {"sizes": sizes(result)}
-    found["speed"] = speed(result, result["shapes"][0]["name"])
-    found |= {"zstd": zstd(result), "quality": quality(result), "rope": rope(result)}
+    first = result["shapes"][0]["name"]
+    return {"sizes": sizes(result), "zstd": zstd(result), "speed": speed(result, first)}
+
+
+def losses(result: dict[str, Any]) -> dict[str, str]:
+    """Marker in the document -> what belongs there."""
+    found = {"quality": quality(result), "rope": rope(result)}
+    bare = result["bare"]
+    found["bare"] = (
+        f"With exact KV its perplexity is {bare['perplexity']:.2f}, without the prefix "
+        f"{bare['perplexity_without_prefix']:.2f}: that is how much there is to lose."
+    )
     return found
 
 
@@ -117,7 +125,3 @@ def update(texts: dict[str, str], path: Path = DOC) -> None:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         document = pattern.sub(lambda found, new=text: f"{found[1]}{new}\n{found[2]}", document)
     path.write_text(document)
-
-
-if __name__ == "__main__":  # from the last result to the document
-    update(sections(json.loads((RESULTS / "codec-cpu.json").read_text())))

@@ -12,7 +12,7 @@ from sglang_cake.sim.clairvoyant import clairvoyant
 from sglang_cake.sim.machine import Machine
 from sglang_cake.sim.race import run_race
 
-MEASURED = RESULTS / "codec-cpu.json"
+MEASURED = RESULTS / "codec-speed-cpu.json"
 SHAPE = "LongAlpaca-13B, 6 of 40 layers"
 GBPS = (7.0, 32.0, 100.0)
 DECODERS = 8  # threads; theory assumes as many

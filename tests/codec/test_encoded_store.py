@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_cake.cli import main
 from sglang_cake.codec.catalogue import chain_of
 from sglang_cake.codec.encoded import HEAD_BYTES, encoded_frame, frame_of
 from sglang_cake.codec.encoders import OneCodec
@@ -274,3 +275,34 @@ def test_what_requests_tell_goes_on_to_the_store_below() -> None:
 
     asyncio.run(go())
     assert inner.told == [([KEY], facts)]
+
+
+@pytest.mark.parametrize(("codec", "options"), [("zstd", ""), ("int4", "&key_file={0}/key")])
+def test_encoded_blocks_are_copied_and_verified_as_they_are(
+    tmp_path: Path, codec: str, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text(bytes(range(32)).hex())
+    (tmp_path / "key").chmod(0o600)
+    here, there = (
+        f"{(tmp_path / name).as_uri()}?min_free=0{options.format(tmp_path)}" for name in ("a", "b")
+    )
+
+    async def filled() -> None:
+        store = opened(here, codec)
+        await round_trip(store)
+        await store.close()
+
+    async def read() -> bytes:
+        store = opened(there, codec)
+        out = bytearray(LAYOUT.block_bytes)
+        await store.get_into(KEY, memoryview(out))
+        await store.close()
+        return bytes(out)
+
+    asyncio.run(filled())
+    plain = [url.replace(options.format(tmp_path), "") for url in (here, there)]
+    assert main(["store", "cp", *plain]) == 0  # without the key: sealed blocks stay sealed
+    assert main(["store", "verify", plain[1]]) == 0
+    capsys.readouterr()
+    assert (asyncio.run(read()) == BLOCK) == (codec in LOSSLESS)
+    assert stored_file(tmp_path / "b").read_bytes() == stored_file(tmp_path / "a").read_bytes()
