@@ -114,17 +114,19 @@ def _interrupt(*_: object) -> None:
 
 def _run(args: argparse.Namespace, progress: Progress) -> int:
     setting = _prepare(args, progress)
-    prompt_bytes = len(setting.prompt) * kv_token_bytes(setting.model, setting.dtype)
-    compute = _arm(setting, "compute", None, progress)
+    compute, stored_share = _arm(setting, "compute", None, progress)
+    token_bytes = stored_share * kv_token_bytes(setting.model, setting.dtype)
+    prompt_bytes = round(len(setting.prompt) * token_bytes)
     bandwidth = prompt_bytes / statistics.median(compute.ttft_s)
     progress.say(
-        f"the prompt's KV is {prompt_bytes / 1e6:.1f} MB; capping the link at "
+        f"the prompt's KV is {prompt_bytes / 1e6:.1f} MB as it is stored; capping the link at "
         f"{bandwidth / 1e6:.2f} MB/s, so that loading takes as long as computing"
     )
-    load = _arm(setting, "load", bandwidth, progress)
-    both = _arm(setting, "both", bandwidth, progress)
+    load, _ = _arm(setting, "load", bandwidth, progress)
+    both, _ = _arm(setting, "both", bandwidth, progress)
     arms = Arms(compute, load, both)
     result = evaluate(arms, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
+    result |= {"codec": setting.codec, "stored_share": round(stored_share, 4)}
     pictures = draw(arms, result, setting.out / "meet")
     print(table(arms, result), end="\n\n")
     for path in pictures:
@@ -196,9 +198,15 @@ def _prompt(model: Path, tokens: int) -> list[int]:
     return (ids * (tokens // len(ids) + 1))[:tokens]
 
 
-def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progress) -> Arm:
-    """Start a server in `mode` and run the prompt; without a bandwidth, fill the store first."""
+def _arm(
+    setting: Setting, mode: str, bandwidth: float | None, progress: Progress
+) -> tuple[Arm, float]:
+    """Start a server in `mode` and run the prompt; without a bandwidth, fill the store first.
+
+    Returns: the arm; what codecs made of the blocks that were stored, as a share of their bytes.
+    """
     arm = Arm(mode, setting.out / f"trace-{mode}.jsonl")
+    stored_share = 1.0
     arm.trace_file.unlink(missing_ok=True)
     server = Server(
         setting.model,
@@ -214,6 +222,7 @@ def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progres
             reply = generate(server.base_url, setting.prompt, setting.new_tokens)
             progress.say(f"{mode}: cold run, first token after {reply.ttft_s:.2f} s")
             _wait_for_store(server.base_url, setting, progress)
+            stored_share = _stored_share(server.base_url, setting)
         for number in range(setting.repeats):
             flush_cache(server.base_url)
             reply = generate(server.base_url, setting.prompt, setting.new_tokens)
@@ -222,7 +231,7 @@ def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progres
                 f"{mode}: run {number + 1} of {setting.repeats}, "
                 f"first token after {reply.ttft_s:.2f} s"
             )
-    return arm
+    return arm, stored_share
 
 
 def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str]:
@@ -238,6 +247,13 @@ def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str
         room = 2 * (len(setting.prompt) + setting.new_tokens)
         flags += ["--mem-fraction-static", "0.3", "--max-total-tokens", str(room)]
     return flags
+
+
+def _stored_share(base_url: str, setting: Setting) -> float:
+    """Bytes that blocks came to, of those they have; 1 if none was encoded."""
+    block_bytes = BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
+    blocks = cake_metric(base_url, "encoded_blocks_total")
+    return cake_metric(base_url, "encoded_bytes_total") / (blocks * block_bytes) if blocks else 1.0
 
 
 def _wait_for_store(base_url: str, setting: Setting, progress: Progress) -> None:
