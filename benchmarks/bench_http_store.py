@@ -4,8 +4,8 @@
 
 Two clients: `wrk` (Debian's), which throws the bytes away, and ours, which checks every block into
 the memory of a caller. All blocks are in the page cache. The servers take turns within a run, and
-begin in turns; ratios are of neighbouring runs. nginx has a worker for each core, as by default;
-ours is one process. The client has no core of its own where there are only two.
+begin in turns; ratios are of neighbouring runs. Both servers have a worker for each core
+(ours at most four), as by default. The client has no core of its own where there are only two.
 """
 
 import argparse

@@ -16,15 +16,18 @@ import torch
 
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
 from sglang_cake.keys import Digest
+from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.events import Found, Landed, LoaderEvent
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
+CHUNK_TOKENS = 512
 PHASES = ("poll", "settle", "plan", "claimed")
 
 
@@ -39,7 +42,7 @@ class _Staged:
 class _Loader:
     """Brings what it is told to."""
 
-    load_s_per_block = LOAD_S
+    cost = LoadCost(0.0, LOAD_S)
 
     def __init__(self) -> None:
         self.news: list[LoaderEvent] = []
@@ -48,9 +51,10 @@ class _Loader:
         news, self.news = self.news, []
         return news
 
-    def begin(self, prompt: Any, *, load: bool) -> None: ...
+    def begin(self, prompt: Any) -> None: ...
     def fence(self, rid: str, block: int) -> None: ...
-    def admit(self, rid: str) -> None: ...
+    def keep(self, rid: str, block: int) -> None: ...
+    def order(self, rids: Any) -> None: ...
     def end(self, rid: str) -> None: ...
 
 
@@ -103,7 +107,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
         marks.append(time.perf_counter())
         stop = step.stop if step else min(req.prefix_len + chunk_tokens, prompt_tokens)
         if not (step and step.wait):
-            coordinator.claimed(req, stop)
+            coordinator.claimed(req, stop, decodes=0)
             req.prefix_len = stop
         marks.append(time.perf_counter())
         times = (b - a for a, b in itertools.pairwise(marks))
@@ -122,7 +126,12 @@ def _coordinator(loader: _Loader) -> Coordinator:
         config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
         namespace=Digest(bytes(32)),
         page_tokens=1,
-        pipelined=False,
+        pace=Pace(
+            loader,  # type: ignore[arg-type]
+            PrefillCost.prior(hidden=4096, on_gpu=False),
+            chunk_tokens=CHUNK_TOKENS,
+            pipelined=False,
+        ),
         adapter_digest=str,
         agreement=Agreement(None),
         counters=Counters(),

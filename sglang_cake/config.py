@@ -36,13 +36,15 @@ class CakeConfig:
     store: str | None = None
     """URL of the store; None is a file store in the user's cache folder."""
     mode: Literal["auto", "both", "compute", "load"] = "auto"
-    """Who provides a stored prefix; auto is both in this version, the others are for benchmarks."""
+    """Who provides a stored prefix; auto decides by measured costs, the rest is for benchmarks."""
     codec: Literal["raw"] = "raw"
     """How KV is encoded in the store; raw keeps every bit."""
     block_tokens: int = 128
     """Tokens of a block, the unit of storing and loading; a multiple of SGLang's page size."""
     min_load_tokens: int = 256
     """Tokens that must be loadable before a load is worth its overhead."""
+    priority: Literal["adaptive", "fcfs"] = "adaptive"
+    """Who is prefilled first: adaptive lets others go before prompts that are being loaded."""
     eviction_policy: Literal["lru", "fifo", "lfu"] = "lru"
     """Which block of a full file store goes first, unless its URL says `policy=`."""
     trace_file: str | None = None
@@ -245,6 +247,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "codec": _one_of("raw"),
     "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
     "min_load_tokens": _integer(0, 2**31 - 1),
+    "priority": _one_of("adaptive", "fcfs"),
     "eviction_policy": _one_of(*RANKS),
     "trace_file": _path,
     "staging_bytes": _size,

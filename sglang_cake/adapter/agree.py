@@ -3,18 +3,20 @@
 Each rank has its own store entries and its own loader, so blocks land at different moments. Before
 the scheduler decides anything, every rank contributes what it knows to one MIN-reduction: a block
 counts as landed when it has landed everywhere, as lost when it was lost anywhere, and clocks and
-rates are the smallest of all. What follows from that is deterministic, so the ranks stay alike.
+costs are the smallest of all. What follows from that is deterministic, so the ranks stay alike.
 """
 
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
 from sglang_cake.adapter.restore import Restore
-from sglang_cake.read.plan import Rates
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 
 _NS = 1e9
+_LOAD_NUMBERS = 4  # of LoadCost: all but the depth, which is a setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Facts:
     landed: tuple[int, ...]
     lost: tuple[int, ...]
     elapsed_s: float
+    waited_s: float
 
 
 class Agreement:
@@ -38,21 +41,22 @@ class Agreement:
     def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
         self._reduce_min = reduce_min
 
-    def reach(self, restores: Sequence[Restore], rates: Rates) -> tuple[list[Facts], Rates]:
-        """Facts per restore, and the rates to decide by.
+    def reach(self, restores: Sequence[Restore], costs: Costs) -> tuple[list[Facts], Costs]:
+        """Facts per restore, and the costs to decide by.
 
         Every rank must call this at the same point of the same step with the same restores.
         """
         if self._reduce_min is None:
-            return [_own(restore) for restore in restores], rates
-        numbers = [int(r * _NS) for r in (*_rates(rates),)]
+            return [_own(restore) for restore in restores], costs
+        numbers = _pack_costs(costs)
+        shared = len(numbers)
         for restore in restores:
             numbers += _pack(restore)
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self._reduce_min(tensor)
         numbers = tensor.tolist()
-        agreed = Rates(*(n / _NS for n in numbers[:3]))
-        facts, position = [], 3
+        agreed = _unpack_costs(numbers[:shared], costs)
+        facts, position = [], shared
         for restore in restores:
             size = _size(restore)
             facts.append(_unpack(restore, numbers[position : position + size]))
@@ -69,11 +73,23 @@ def _own(restore: Restore) -> Facts:
         landed=tuple(sorted(b for b in restore.arrived if b < blocks)),
         lost=tuple(sorted(b for b in restore.failed if b < blocks)),
         elapsed_s=restore.local_elapsed_s(),
+        waited_s=restore.local_waited_s(),
     )
 
 
-def _rates(rates: Rates) -> tuple[float, float, float]:
-    return rates.compute_s_per_token, rates.step_floor_s, rates.load_s_per_block
+def _pack_costs(costs: Costs) -> list[int]:
+    """Numbers that are never negative are in the order of their bits."""
+    prefill, load = astuple(costs.prefill), astuple(costs.load)[:_LOAD_NUMBERS]
+    return list(struct.unpack("9q", struct.pack("9d", *prefill, *load)))
+
+
+def _unpack_costs(numbers: Sequence[int], own: Costs) -> Costs:
+    values = struct.unpack("9d", struct.pack("9q", *numbers))
+    latency_s, block_s, copy_s, error = values[-_LOAD_NUMBERS:]
+    return Costs(
+        PrefillCost(*values[:-_LOAD_NUMBERS]),
+        LoadCost(latency_s, block_s, copy_s, error, own.load.depth),
+    )
 
 
 def _full_blocks(restore: Restore) -> int:
@@ -81,13 +97,14 @@ def _full_blocks(restore: Restore) -> int:
 
 
 def _size(restore: Restore) -> int:
-    return 3 + 2 * restore.meet.blocks + (0 if restore.known else _full_blocks(restore))
+    return 4 + 2 * restore.meet.blocks + (0 if restore.known else _full_blocks(restore))
 
 
 def _pack(restore: Restore) -> list[int]:
-    """[elapsed, answered, load, landed..., not lost..., stored... (until known)]."""
+    """[elapsed, waited, answered, load, landed..., not lost..., stored... (until known)]."""
     stored, load = restore.answer or ((), False)
-    numbers = [int(restore.local_elapsed_s() * _NS), restore.answer is not None, load]
+    clocks = [int(s * _NS) for s in (restore.local_elapsed_s(), restore.local_waited_s())]
+    numbers = [*clocks, restore.answer is not None, load]
     numbers += [b in restore.arrived for b in range(restore.meet.blocks)]
     numbers += [b not in restore.failed for b in range(restore.meet.blocks)]
     if not restore.known:
@@ -96,14 +113,15 @@ def _pack(restore: Restore) -> list[int]:
 
 
 def _unpack(restore: Restore, numbers: list[int]) -> Facts:
-    elapsed, answered, load = numbers[:3]
+    elapsed, waited, answered, load = numbers[:4]
     blocks = restore.meet.blocks
-    landed, kept = numbers[3 : 3 + blocks], numbers[3 + blocks : 3 + 2 * blocks]
-    stored = tuple(bool(n) for n in numbers[3 + 2 * blocks :])
+    landed, kept = numbers[4 : 4 + blocks], numbers[4 + blocks : 4 + 2 * blocks]
+    stored = tuple(bool(n) for n in numbers[4 + 2 * blocks :])
     return Facts(
         stored=stored if answered and not restore.known else None,
         load=bool(load),
         landed=tuple(b for b in range(blocks) if landed[b]),
         lost=tuple(b for b in range(blocks) if not kept[b]),
         elapsed_s=elapsed / _NS,
+        waited_s=waited / _NS,
     )

@@ -3,8 +3,10 @@
 import asyncio
 import atexit
 import contextlib
+import itertools
 import logging
 import os
+import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,18 +17,22 @@ from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.identity import namespace_of, unrepeatable_weights, weights_digest
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.metrics import Metrics, StoreMetrics
+from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.pools import CudaKV, DeviceKV
 from sglang_cake.adapter.saving import Saving
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
+from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.namespace import Namespace
+from sglang_cake.read.cost import LoadCost, PrefillCost
+from sglang_cake.read.cost_file import CostFile
 from sglang_cake.read.loader import Loader
 from sglang_cake.store.base import Store, StoreStats
 from sglang_cake.store.open import open_store
@@ -38,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
+REMEMBER_TURNS = 6  # of those: how often costs are written down
+PRIOR_BYTES_PER_S = 1e9  # taken for granted of a store that nothing was read from yet
+NO_CHUNKS = 2**31  # tokens of a step when SGLang does not chunk
 CLOSE_S = 5.0  # how long the end of the process may wait for the store
 
 
@@ -71,6 +80,7 @@ class Engine:
         self._io = IoThread()
         labels = _metric_labels(ctx)
         self._setting = config.store
+        self._cost_file: CostFile | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._store: Store | None = self._open(namespace)
         block_bytes = self._kv.layout.block_bytes
@@ -83,6 +93,7 @@ class Engine:
             self._io,
             self.counters,
             queue_depth=config.queue_depth,
+            prior=LoadCost(0.0, block_bytes / PRIOR_BYTES_PER_S, depth=config.queue_depth),
         )
         self.writer = Writer(
             self._store,
@@ -91,13 +102,15 @@ class Engine:
             self.counters,
         )
         self.saving = Saving(self._kv, self.writer)
+        self.pace = _pace(ctx, self.loader)
+        self._recall()
         self.coordinator = Coordinator(
             self.loader,
-            Landing(self._kv, allocator, tree.evict_own, self.counters),
+            Landing(self._kv, allocator, tree.evict_own, self.counters, self.loader.copied),
             config=config,
             namespace=namespace.digest(),
             page_tokens=ctx.params.page_size,
-            pipelined=_pipelined(ctx),
+            pace=self.pace,
             adapter_digest=self._adapter_digest,
             agreement=Agreement(_reducer(ctx, tree)),
             counters=self.counters,
@@ -107,8 +120,7 @@ class Engine:
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
         )
-        if labels is not None:
-            self._io.post(self._watch_later, StoreMetrics(labels))
+        self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
 
@@ -120,6 +132,7 @@ class Engine:
         weights = unrepeatable_weights() if path is None else weights_digest(path)
         namespace = self._namespace(weights, version)
         self._current = namespace
+        self._recall()
         self.coordinator.rebase(namespace.digest(), suspended=sum(self._tree.total_size()) > 0)
         logger.info("cake: new weights, namespace %s", namespace.digest().hex()[:16])
         if self._store is not None:
@@ -138,6 +151,7 @@ class Engine:
             self._setting = before
             raise
         self._use(store)
+        self._recall()
         self.coordinator.detached = False
         logger.info("cake: store %s attached", setting)
 
@@ -159,6 +173,7 @@ class Engine:
     def close(self) -> None:
         """Stop reading; finish the block writes under way. Called when the process ends."""
         self.loader.close()
+        self._remember()
         if self._store is not None:
             # Nobody is there to be told any more, and the process must end.
             with contextlib.suppress(Exception):
@@ -185,16 +200,39 @@ class Engine:
             depth=self._config.queue_depth,
         )
 
-    def _watch_later(self, metrics: StoreMetrics) -> None:
+    def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
+        tiers = len(sources_of(self._setting, self._config.eviction_policy))
+        return None if labels is None else StoreMetrics(labels, tiers)
+
+    def _watch_later(self, metrics: StoreMetrics | None) -> None:
         self._watching = self._io.loop.create_task(self._watch(metrics))
 
-    async def _watch(self, metrics: StoreMetrics) -> None:
-        while True:
+    async def _watch(self, metrics: StoreMetrics | None) -> None:
+        for turn in itertools.count():
             store = self._store
-            stats = None if store is None else await _stats(store)
-            if store is not None and stats is not None:
+            stats = None if store is None or metrics is None else await _stats(store)
+            if store is not None and stats is not None and metrics is not None:
                 metrics.publish(store, stats)
+            if turn % REMEMBER_TURNS == REMEMBER_TURNS - 1:
+                await asyncio.to_thread(self._remember)
             await asyncio.sleep(STATS_EVERY_S)
+
+    def _recall(self) -> None:
+        """Start from the costs that an earlier process measured with this model and store."""
+        with contextlib.suppress(RuntimeError):  # no home folder: nothing is remembered
+            self._cost_file = CostFile(
+                cache_folder() / "costs",
+                namespace=self._current.digest(),
+                store=str(self._setting),
+                device=_device(self._ctx),
+            )
+            costs = self._cost_file.read()
+            if costs is not None:
+                self.pace.recall(costs)
+
+    def _remember(self) -> None:
+        if self._cost_file is not None and self.pace.measured:
+            self._cost_file.write(self.pace.own)
 
     def _close_later(self, store: Store) -> None:
         async def close() -> None:
@@ -223,6 +261,26 @@ def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, block_tokens: int) -> De
 def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
     stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
     return stream if isinstance(stream, torch.cuda.Stream) else None
+
+
+def _pace(ctx: "TreeCacheBuildContext", loader: Loader) -> Pace:
+    on_gpu = _forward_stream(ctx) is not None
+    return Pace(
+        loader,
+        PrefillCost.prior(hidden=ctx.model_config.hidden_size, on_gpu=on_gpu),
+        chunk_tokens=_chunk_tokens(ctx),
+        pipelined=_pipelined(ctx),
+    )
+
+
+def _device(ctx: "TreeCacheBuildContext") -> str:
+    stream = _forward_stream(ctx)
+    return platform.machine() if stream is None else torch.cuda.get_device_name(stream.device)
+
+
+def _chunk_tokens(ctx: "TreeCacheBuildContext") -> int:
+    chunk_tokens = ctx.server_args.chunked_prefill_size
+    return chunk_tokens if chunk_tokens and chunk_tokens > 0 else NO_CHUNKS
 
 
 def _pipelined(ctx: "TreeCacheBuildContext") -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from sglang_cake.adapter.agree import Agreement, Facts
 from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
@@ -24,7 +25,8 @@ from sglang_cake.keys import Digest, KeyChain, KeySeed
 from sglang_cake.read.events import Found, Landed, LoaderEvent
 from sglang_cake.read.loader import Loader, Prompt
 from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Rates, Step, next_step
+from sglang_cake.read.plan import Step, next_step
+from sglang_cake.read.share import Claimant
 from sglang_cake.read.staging import StagedBlock
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ logger = logging.getLogger("sglang_cake")
 # How long a new request may wait for its lookup before it is scheduled without. Lookups take about
 # a millisecond; this only bounds what a store that hangs can cost.
 LOOKUP_PATIENCE_S = 0.05
-# Weight of the newest step in the moving average of compute time.
-_NEWEST = 0.5
 
 Attach = Callable[["Req", torch.Tensor, int], None]
 
@@ -48,8 +48,6 @@ class Coordinator:
         namespace: digest that seeds every key; `rebase` replaces it.
         page_tokens: page size of the tree.
         adapter_digest: `(lora_id)` is the digest of that adapter's weights; raises ConfigError.
-        pipelined: steps are launched while the one before runs, so only in a run of steps does the
-            time from one to the next say how long a step takes.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Coordinator:
         config: CakeConfig,
         namespace: Digest,
         page_tokens: int,
-        pipelined: bool,
+        pace: Pace,
         adapter_digest: Callable[[str], str],
         agreement: Agreement,
         counters: Counters,
@@ -71,6 +69,7 @@ class Coordinator:
         self._config = config
         self._namespace = namespace
         self._page_tokens = page_tokens
+        self._pace = pace
         self._agreement = agreement
         self._counters = counters
         self._teller = teller
@@ -82,11 +81,7 @@ class Coordinator:
         # news must not be mixed up with what is still on its way for the first.
         self._tickets: dict[str, Restore] = {}
         self._numbers = itertools.count()
-        self._rates = Rates()  # agreed
-        self._own_rates = Rates()  # measured here
-        self._last_claim: tuple[float, int] | None = None  # (when, tokens) of the step under way
-        self._pipelined = pipelined
-        self._steady = False  # the step before the one under way was a prefill step as well
+        self._served: Restore | None = None  # the link works for it before all others
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
 
@@ -130,9 +125,8 @@ class Coordinator:
                 tokens=tokens,
                 blocks=restore.meet.blocks,
                 first_block=restore.meet.fence,
-                min_blocks=max(1, self._config.min_load_tokens // block_tokens),
-            ),
-            load=self._config.mode != "compute",
+                worth=self._pace.worth(restore.meet.view(), self._config),
+            )
         )
         self._teller.tell(restore, "arrive", tokens=len(tokens), block_tokens=block_tokens)
 
@@ -178,31 +172,29 @@ class Coordinator:
             serving: ids of the requests that are being prefilled or wait for it, in order.
         """
         self.waiting = False
-        load_s = self._loader.load_s_per_block
+        self._pace.polled()
         self._teller.stepped(
             overhead_s=self.step_s if self._restores else None,  # an idle poll is no step
-            bandwidth_bytes_per_s=self._landing.block_bytes / load_s if load_s else 0.0,
+            block_bytes=self._landing.block_bytes,
+            costs=self._pace.own,
         )
         self.step_s = 0.0
-        self._measure_compute()
         for event in self._loader.drain():
             self._receive(event)
         self._landing.release_copied()
         contending = [r for r in self._restores.values() if r.contending]
         if contending:
-            own = Rates(
-                self._own_rates.compute_s_per_token,
-                self._own_rates.step_floor_s,
-                self._loader.load_s_per_block,
-            )
-            facts, self._rates = self._agreement.reach(contending, own)
+            facts, self._pace.agreed = self._agreement.reach(contending, self._pace.own)
             for restore, fact in zip(contending, facts, strict=True):
                 self._apply(restore, fact)
-        for restore in (self._restores[rid] for rid in serving if rid in self._restores):
-            if restore.contending:  # the first of them is the one that is being served
-                self._loader.admit(restore.ticket)
-                self._landing.place(restore, list(restore.staged))
-                break
+        served = [self._restores[rid] for rid in serving if rid in self._restores]
+        served = [restore for restore in served if restore.contending]
+        self._loader.order([restore.ticket for restore in served])
+        if served:
+            if served[0] is not self._served:
+                served[0].served_since_s = time.monotonic()
+            self._landing.place(served[0], list(served[0].staged))
+        self._served = served[0] if served else None
 
     def reclaim(self, tokens: int) -> int:
         """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
@@ -262,30 +254,54 @@ class Coordinator:
         if restore is None or not restore.meet.racing:
             return None
         meet = restore.meet
+        if restore.predicted_s is None:
+            restore.predicted_s = restore.local_waited_s() + self._pace.remaining_s(restore)
         step = next_step(
-            meet.ahead(),
+            meet.view(),
             mode=self._config.mode,
-            front=meet.front,
-            limit=meet.limit,
-            prompt_tokens=len(restore.tokens),
             chunk_tokens=chunk_tokens,
-            block_tokens=meet.block_tokens,
-            rates=self._rates,
-            waited_s=restore.elapsed_s if restore.waiting_since_s is not None else 0.0,
+            costs=self._pace.agreed,
+            progress=restore.progress,
         )
-        if step.wait:
-            self.waiting = True
-            if restore.waiting_since_s is None:
-                restore.waiting_since_s = time.monotonic()
+        self.waiting |= step.wait
+        if step.keep is None:
+            self._loader.fence(restore.ticket, meet.blocks)
+            meet.give_up()
         else:
-            restore.waiting_since_s = None
+            restore.keep = step.keep
+            self._loader.keep(restore.ticket, step.keep)
         return step
 
-    def claimed(self, req: "Req", stop: int) -> None:
-        """The step being scheduled computes `[req.prefix_len, stop)`."""
+    @property
+    def adaptive(self) -> bool:
+        """Whether prompts that are being loaded let others go first."""
+        return self._config.priority == "adaptive"
+
+    def racing(self, rid: str) -> bool:
+        """Whether some of this request's KV is still to come from the store."""
+        restore = self._restores.get(rid)
+        return restore is not None and restore.known and restore.meet.racing
+
+    def gave_way(self, rid: str) -> None:
+        """The request went back to the queue between two of its chunks."""
+        self._teller.tell(self._restores[rid], "yield")
+
+    def claimant(self, req: "Req") -> Claimant:
+        """What `share.order` must know of a waiting request."""
+        restore = self._restores.get(req.rid)
+        if restore is None or not restore.known:
+            return Claimant(req.rid, None)
+        if restore.meet.racing:
+            return Claimant(req.rid, restore.remaining_s, restore.waited_s)
+        rest = len(restore.tokens) - restore.meet.front
+        return Claimant(
+            req.rid, None, nearly_done=restore.begun and rest <= self._pace.chunk_tokens
+        )
+
+    def claimed(self, req: "Req", stop: int, *, decodes: int) -> None:
+        """The step being scheduled computes `[req.prefix_len, stop)`, beside `decodes` requests."""
         tokens = stop - req.prefix_len
-        started_s, others = self._last_claim or (time.monotonic(), 0)
-        self._last_claim = (started_s, others + tokens)
+        self._pace.claimed(req.prefix_len, stop, decodes=decodes)
         restore = self._restores.get(req.rid)
         if restore is None:
             return
@@ -344,13 +360,15 @@ class Coordinator:
             self._teller.tell(restore, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Landed):
             restore.arrived[event.block] = event.staged
+            restore.landed_s = max(restore.landed_s, event.at_s)
             self._teller.tell(restore, "land", at_s=event.at_s, block=event.block)
         else:
             restore.failed.add(event.block)
             self._teller.tell(restore, "lost", block=event.block, reason=event.reason)
 
     def _apply(self, restore: Restore, facts: Facts) -> None:
-        restore.elapsed_s = facts.elapsed_s
+        restore.elapsed_s, restore.waited_s = facts.elapsed_s, facts.waited_s
+        restore.begun |= bool(facts.landed)
         if facts.stored is not None:
             restore.known = True
             restore.stored = facts.stored
@@ -369,24 +387,8 @@ class Coordinator:
                 restore.meet.lost(block)
             if block in restore.arrived:  # another rank could not get its part
                 self._refuse(restore, restore.arrived.pop(block), "peer")
-
-    def _measure_compute(self) -> None:
-        """The step under way at the last poll took until now."""
-        if self._last_claim is None:
-            self._steady = False
-            return
-        (started_s, tokens), self._last_claim = self._last_claim, None
-        if self._pipelined and not self._steady:
-            self._steady = True
-            return
-        took_s = time.monotonic() - started_s
-        old = self._own_rates
-        per_token = took_s / tokens
-        if old.compute_s_per_token:
-            weight = _NEWEST * min(1.0, tokens / (4 * self._config.block_tokens))
-            per_token = old.compute_s_per_token + weight * (per_token - old.compute_s_per_token)
-        floor_s = min(old.step_floor_s * 1.05 or took_s, took_s)
-        self._own_rates = Rates(compute_s_per_token=per_token, step_floor_s=floor_s)
+        if (facts.stored or facts.landed or facts.lost) and restore.meet.racing:
+            restore.remaining_s = self._pace.remaining_s(restore)
 
 
 def _keyable(req: "Req") -> bool:

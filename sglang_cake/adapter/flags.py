@@ -33,6 +33,7 @@ _HELP = {
     "codec": "How KV is encoded in the store: raw.",
     "block_tokens": "Tokens of a stored block, a multiple of the page size.",
     "min_load_tokens": "Load nothing when less than this many tokens could be loaded.",
+    "priority": "Who is prefilled first: adaptive (prompts that are being loaded last) or fcfs.",
     "trace_file": "File to append one JSON line per event to. Default: no trace.",
     "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
@@ -45,6 +46,7 @@ _METAVARS = {
     "mode": "MODE",
     "codec": "CODEC",
     "eviction_policy": "POLICY",
+    "priority": "ORDER",
 }
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 

@@ -25,15 +25,22 @@ class Landing:
     Args:
         allocator: SGLang's slot allocator (`alloc`, `free`, `available_size`).
         evict: `(tokens)` evicts that many tokens from the tree, if it can.
+        copied: `(seconds)` is told what the copy of a block took.
     """
 
     def __init__(
-        self, kv: DeviceKV, allocator: Any, evict: Callable[[int], object], counters: Counters
+        self,
+        kv: DeviceKV,
+        allocator: Any,
+        evict: Callable[[int], object],
+        counters: Counters,
+        copied: Callable[[float], object],
     ) -> None:
         self._kv = kv
         self._allocator = allocator
         self._evict = evict
         self._counters = counters
+        self._copied = copied
         self._block_tokens = kv.layout.block_tokens
         self.block_bytes = kv.layout.block_bytes
         self._copies: deque[tuple[Copy, list[StagedBlock]]] = deque()
@@ -112,7 +119,9 @@ class Landing:
     def release_copied(self) -> None:
         """Let go of the host buffers whose copies are complete."""
         while self._copies and self._copies[0][0].done():
-            for staged in self._copies.popleft()[1]:
+            copy, blocks = self._copies.popleft()
+            self._copied(copy.seconds() / len(blocks))
+            for staged in blocks:
                 staged.release(used=True)
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:

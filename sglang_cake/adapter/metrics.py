@@ -1,14 +1,22 @@
 """Cake's counters on SGLang's own `/metrics`, prefix `sglang:cake_`."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.counters import COUNTERS, Counters
-from sglang_cake.store.base import Store, StoreStats
+from sglang_cake.read.cost import Costs
+from sglang_cake.store.base import Store, StoreStats, TierStats
 from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.tiers.tier import TierCounts
+
+M = TypeVar("M", Counter, Gauge)
 
 PUBLISH_EVERY_S = 1.0
+NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _HELP = {
     "loaded_tokens": "Prompt tokens whose KV came from the store.",
     "computed_tokens": "Prompt tokens whose KV was computed.",
@@ -59,6 +67,20 @@ class Metrics:
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
+        self._costs = Gauge(
+            "sglang:cake_cost_seconds",
+            "Measured costs: of a prefill step (fixed, per token, per pair of query and key, per "
+            "decoding request) and of a load (latency, per block, per copy to the device).",
+            [*names, "what"],
+            multiprocess_mode="mostrecent",
+        )
+        self._error = Gauge(
+            "sglang:cake_prediction_error",
+            "Mean share by which recent predictions missed.",
+            [*names, "of"],
+            multiprocess_mode="mostrecent",
+        )
+        self._ttft_error = 0.0
         self._overhead = Histogram(
             "sglang:cake_step_overhead_seconds",
             "Time that cake took of a scheduling step.",
@@ -66,7 +88,7 @@ class Metrics:
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
         ).labels(**labels)
 
-    def publish(self, *, bandwidth_bytes_per_s: float, step_overhead_s: float | None) -> None:
+    def publish(self, *, block_bytes: int, costs: Costs, step_overhead_s: float | None) -> None:
         """Once a step; counters go out once a second."""
         if step_overhead_s is not None:
             self._overhead.observe(step_overhead_s)
@@ -74,7 +96,8 @@ class Metrics:
         if now_s < self._next_s:
             return
         self._next_s = now_s + PUBLISH_EVERY_S
-        self._bandwidth.set(bandwidth_bytes_per_s)
+        self._bandwidth.set(block_bytes / costs.load.block_s)
+        self._publish_costs(costs)
         for (name, value), total in self._counters.snapshot().items():
             self._child(name, value).inc(total - self._seen[name, value])
             self._seen[name, value] = total
@@ -83,15 +106,39 @@ class Metrics:
         """A prompt's prefill is over; `fraction` of it lies before the meet."""
         self._meet.observe(fraction)
 
+    def predicted(self, predicted_s: float, took_s: float) -> None:
+        """A prompt was predicted to be ready after `predicted_s`, and was after `took_s`."""
+        miss = min(1.0, abs(took_s - predicted_s) / took_s)
+        self._ttft_error += NEWEST_ERROR * (miss - self._ttft_error)
+
+    def _publish_costs(self, costs: Costs) -> None:
+        prefill, load = costs.prefill, costs.load
+        found = {
+            "step": prefill.fixed_s,
+            "token": prefill.token_s,
+            "pair": prefill.pair_s,
+            "decode": prefill.decode_s,
+            "latency": load.latency_s,
+            "block": load.block_s,
+            "copy": load.copy_s,
+        }
+        for what, value_s in found.items():
+            self._costs.labels(**self._labels, what=what).set(value_s)
+        errors = {"step": prefill.error, "load": load.error, "ttft": self._ttft_error}
+        for of, error in errors.items():
+            self._error.labels(**self._labels, of=of).set(error)
+
     def _child(self, name: str, value: str) -> Counter:
         label = {} if value == "" else {_LABEL.get(name, "reason"): value}
         return self._metrics[name].labels(**self._labels, **label)
 
 
 class StoreMetrics:
-    """How full the store is, asked of the store now and then. I/O thread."""
+    """How full the store is and how its tiers are doing, asked of it now and then. I/O thread."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    def __init__(self, labels: dict[str, str], tiers: int) -> None:
+        """Args: tiers: of the store that comes first; 1 is a store without tiers."""
+        self._tiers = TierMetrics(labels, tiers)
         self._labels, names = labels, list(labels)
         self._used = Gauge(
             "sglang:cake_store_used_bytes",
@@ -116,6 +163,7 @@ class StoreMetrics:
 
     def publish(self, store: Store, stats: StoreStats) -> None:
         """Args: store: who said so; another one counts from zero."""
+        self._tiers.publish(store, stats.tiers)
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
         before = self._seen[1] if self._seen[0] is store else 0
@@ -123,3 +171,71 @@ class StoreMetrics:
         if stats.evicted_bytes > before:
             counter = self._evicted.labels(**self._labels, policy=stats.policy)
             counter.inc(stats.evicted_bytes - before)
+
+
+class TierMetrics:
+    """What happened in each tier of a store of several; nothing of any other store. Tier 1 is the
+    fastest. I/O thread."""
+
+    def __init__(self, labels: dict[str, str], tiers: int) -> None:
+        self._labels, names = labels, [*labels, "tier"]
+        self._blocks = Counter(
+            "sglang:cake_tier_blocks_total",
+            "Blocks of a tier, by what happened.",
+            [*names, "event"],
+        )
+        self._bytes = Counter(
+            "sglang:cake_tier_bytes_total", "Bytes read from and put into a tier.", [*names, "way"]
+        )
+        self._failures = Counter(
+            "sglang:cake_tier_failures_total",
+            "Calls that failed, lookups answered too late, times that a tier was left out.",
+            [*names, "reason"],
+        )
+        self._up = Gauge(
+            "sglang:cake_tier_up",
+            "Whether a tier is used; 0 while it is left out, and when there is none any more.",
+            [*names, "use"],
+            multiprocess_mode="mostrecent",
+        )
+        self._seen: tuple[Store | None, list[dict[str, int]]] = (None, [])
+        self._known = 0
+        if tiers > 1:
+            self._make_known(tiers)
+
+    def publish(self, store: Store, tiers: Sequence[TierStats]) -> None:
+        """Args: store: who said so; another one counts from zero."""
+        self._make_known(len(tiers))
+        before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
+        for number, (tier, seen) in enumerate(zip(tiers, before, strict=True), 1):
+            for name, count in tier.counts.items():
+                self._counter(number, name).inc(count - seen.get(name, 0))
+        self._seen = (store, [dict(tier.counts) for tier in tiers])
+        for number in range(1, self._known + 1):
+            tier_or_none = tiers[number - 1] if number <= len(tiers) else None
+            reading, writing = (
+                (tier_or_none.reading, tier_or_none.writing) if tier_or_none else (False, False)
+            )
+            self._of(self._up, number, use="read").set(reading)
+            self._of(self._up, number, use="put").set(writing)
+
+    def _make_known(self, tiers: int) -> None:
+        """Every label is there from the start, at zero."""
+        for number in range(self._known + 1, tiers + 1):
+            for field in fields(TierCounts):
+                self._counter(number, field.name)
+            for use in ("read", "put"):
+                self._of(self._up, number, use=use).set(1)
+        self._known = max(self._known, tiers)
+
+    def _counter(self, number: int, name: str) -> Counter:
+        """Where a count of `TierCounts` goes."""
+        if name.endswith("_bytes"):
+            return self._of(self._bytes, number, way=name.removesuffix("_bytes"))
+        if name.endswith("_blocks"):
+            return self._of(self._blocks, number, event=name.removesuffix("_blocks"))
+        return self._of(self._failures, number, reason=name)
+
+    def _of(self, metric: M, number: int, **label: str) -> M:
+        child: M = metric.labels(**self._labels, tier=str(number), **label)
+        return child

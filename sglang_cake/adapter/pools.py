@@ -1,6 +1,7 @@
 """SGLang's KV pools as rows of bytes: what a block is there, and copies in and out of it."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +35,18 @@ class Copy:
 
     event: torch.cuda.Event | None = None  # None: complete
     keep: tuple[torch.Tensor, ...] = ()
+    begin: torch.cuda.Event | None = None
+    took_s: float = 0.0  # of a copy that was complete at once
 
     def done(self) -> bool:
         """Whether the copies are complete: the host buffers may be reused."""
         return self.event is None or bool(self.event.query())
+
+    def seconds(self) -> float:
+        """How long a copy that is done took, on the device if that made it."""
+        if self.event is None or self.begin is None:
+            return self.took_s
+        return float(self.begin.elapsed_time(self.event)) / 1e3
 
     def wait(self) -> None:
         """Block the calling thread until the copies are complete."""
@@ -74,8 +83,9 @@ class DeviceKV:
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         """Copy whole blocks into slots (int64 `[len(blocks) * block_tokens]`, on the device)."""
+        started_s = time.perf_counter()
         self._scatter([_tensor(block) for block in blocks], slots)
-        return Copy()
+        return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer]) -> Copy:
         """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device) into whole blocks.
@@ -132,9 +142,11 @@ class CudaKV(DeviceKV):
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         with self._beside():
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record(self._side)
             sources = [_tensor(b).to(self.device, non_blocking=True) for b in blocks]
             self._scatter(sources, slots)
-            return self._launched(*sources, slots)
+            return self._launched(*sources, slots, begin=begin)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer]) -> Copy:
         launcher = torch.cuda.current_stream(self.device)
@@ -154,10 +166,10 @@ class CudaKV(DeviceKV):
         self._side.wait_stream(self._forward)
         return torch.cuda.stream(self._side)
 
-    def _launched(self, *keep: torch.Tensor) -> Copy:
-        event = torch.cuda.Event()
+    def _launched(self, *keep: torch.Tensor, begin: torch.cuda.Event | None = None) -> Copy:
+        event = torch.cuda.Event(enable_timing=begin is not None)
         event.record(self._side)
-        return Copy(event, keep)
+        return Copy(event, keep, begin)
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from sglang_cake.keys import KeyChain
 from sglang_cake.read.meet import Meet
+from sglang_cake.read.plan import Progress
 from sglang_cake.read.staging import StagedBlock
 
 
@@ -36,8 +37,16 @@ class Restore:
     next_write: int = 0  # blocks before this one were offered to the store, or skipped for good
     # Story, for the log and for meta_info:
     arrived_s: float = field(default_factory=time.monotonic)
-    waiting_since_s: float | None = None
-    elapsed_s: float = 0.0  # agreed: since arrival while unknown, else since the wait began
+    served_since_s: float = field(default_factory=time.monotonic)  # the link works for it first
+    landed_s: float = 0.0  # when the last block landed here
+    elapsed_s: float = (
+        0.0  # agreed: since arrival while unknown, else since the link was last heard
+    )
+    waited_s: float = 0.0  # agreed: since arrival
+    begun: bool = False  # agreed: a block has landed
+    keep: int = 0  # loads of blocks below this one are not worth starting
+    remaining_s: float = 0.0  # predicted when the last news came
+    predicted_s: float | None = None  # TTFT, when it was first planned
     matched_tokens: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0
@@ -50,10 +59,19 @@ class Restore:
         """Whether decisions about this request still depend on what the loader does."""
         return self.prefill_s is None and (not self.known or self.meet.racing)
 
+    @property
+    def progress(self) -> Progress:
+        """How its loads come on, as agreed."""
+        return Progress(self.elapsed_s, self.begun, self.keep)
+
     def local_elapsed_s(self) -> float:
-        """How long the request has been waiting for the lookup, or for a load, by this clock."""
-        since = self.waiting_since_s if self.known else self.arrived_s
-        return 0.0 if since is None else time.monotonic() - since
+        """How long the request has been waiting for the lookup, or for a block, by this clock."""
+        heard_s = max(self.served_since_s, self.landed_s) if self.known else self.arrived_s
+        return max(0.0, time.monotonic() - heard_s)
+
+    def local_waited_s(self) -> float:
+        """Since arrival, by this clock."""
+        return time.monotonic() - self.arrived_s
 
     def story(self) -> dict[str, int | None]:
         """How the prompt was got; `meta_info["cake"]` of the response."""

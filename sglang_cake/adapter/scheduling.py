@@ -2,11 +2,13 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_cake.adapter import turns
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.errors import CakeError
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _POLL_PAUSE_S = 0.0005
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 
 
 class CakePrefillAdder(PrefillAdder):
@@ -33,9 +36,21 @@ class CakePrefillAdder(PrefillAdder):
     chunked_req_limit: int | None
     _stop: int | None = None  # where the step of the request being admitted must end
 
+    def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scheduler = scheduler
+        # With mixed chunks, requests that decode share the step.
+        self._decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
+
     def add_chunked_req(self, req: "Req") -> "Req | None":
         tree, cake = self._cake()
         started_s = time.perf_counter()
+        if turns.gives_way(req, self._scheduler.waiting_queue, cake):
+            turns.put_back(req, self._scheduler.waiting_queue, tree)
+            cake.gave_way(req.rid)
+            turns.take_turns(self._scheduler.waiting_queue, cake)
+            cake.step_s += time.perf_counter() - started_s
+            return None
         cake.settle(req, tree.attach_running)
         step = cake.plan(req, self.rem_chunk_tokens)
         cake.step_s += time.perf_counter() - started_s
@@ -50,7 +65,7 @@ class CakePrefillAdder(PrefillAdder):
             self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
         rest = super().add_chunked_req(req)
         if req in self.can_run_list:
-            cake.claimed(req, req.extend_end)
+            cake.claimed(req, req.extend_end, decodes=self._decodes)
         return rest
 
     def add_one_req(
@@ -94,7 +109,7 @@ class CakePrefillAdder(PrefillAdder):
 
     def _commit_prefill_admission(self, req: "Req", admission: Any, *args: Any) -> None:
         super()._commit_prefill_admission(req, admission, *args)
-        self._cake()[1].claimed(req, req.extend_end)
+        self._cake()[1].claimed(req, req.extend_end, decodes=self._decodes)
 
     def _cake(self) -> "tuple[CakeRadixCache, Coordinator]":
         tree = self.tree_cache
@@ -108,6 +123,7 @@ def install() -> None:
     for source in ("disk", "distributed", "tensor", "ipc"):
         target = f"{_UPDATER}.update_weights_from_{source}"
         HookRegistry.register(target, _new_weights, HookType.AFTER)
+    HookRegistry.register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
     hooks = {
         "get_prefill_adder_class": _adder_class,
         "_process_hicache_events": _poll,
@@ -125,8 +141,16 @@ def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
     return getattr(scheduler.tree_cache, "coordinator", None)
 
 
-def _adder_class(original: type[PrefillAdder], scheduler: "Scheduler") -> type[PrefillAdder]:
-    return original if _coordinator(scheduler) is None else CakePrefillAdder
+def _adder_class(original: Any, scheduler: "Scheduler") -> Any:
+    return original if _coordinator(scheduler) is None else partial(CakePrefillAdder, scheduler)
+
+
+def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs: Any) -> None:
+    coordinator = getattr(policy.tree_cache, "coordinator", None)
+    if coordinator is not None:
+        started_s = time.perf_counter()
+        turns.take_turns(queue, coordinator)
+        coordinator.step_s += time.perf_counter() - started_s
 
 
 def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:

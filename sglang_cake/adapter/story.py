@@ -7,6 +7,7 @@ from typing import IO
 
 from sglang_cake.adapter.metrics import Metrics
 from sglang_cake.adapter.restore import Restore
+from sglang_cake.read.cost import Costs
 
 logger = logging.getLogger("sglang_cake")
 
@@ -35,12 +36,10 @@ class Storyteller:
             line = {"t_s": at_s or time.monotonic(), "rid": restore.rid, "event": event, **facts}
             self._trace.write(json.dumps(line) + "\n")
 
-    def stepped(self, *, overhead_s: float | None, bandwidth_bytes_per_s: float) -> None:
+    def stepped(self, *, overhead_s: float | None, block_bytes: int, costs: Costs) -> None:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
-            self._metrics.publish(
-                step_overhead_s=overhead_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s
-            )
+            self._metrics.publish(step_overhead_s=overhead_s, block_bytes=block_bytes, costs=costs)
 
     def prefilled(self, restore: Restore) -> None:
         """The last prefill step of the request is scheduled."""
@@ -54,6 +53,8 @@ class Storyteller:
         if self._metrics is not None and any(restore.stored):
             meet = len(restore.tokens) if restore.meet_token is None else restore.meet_token
             self._metrics.met(meet / max(1, len(restore.tokens)))
+            if restore.predicted_s and restore.prefill_s:
+                self._metrics.predicted(restore.predicted_s, restore.prefill_s)
 
     def ended(self, restore: Restore) -> None:
         """The request is over; says so in one line if anything of it was stored."""

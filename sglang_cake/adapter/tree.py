@@ -31,6 +31,7 @@ class CakeRadixCache(UnifiedRadixCache):
     coordinator: "Coordinator | None" = None
     saving: "Saving | None" = None
     engine: "Engine | None" = None
+    releasing: str | None = None  # gives its row back and goes on waiting (`turns.put_back`)
 
     # ---- what SGLang calls ----
 
@@ -48,7 +49,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def on_release(self, req: "Req", *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        if self.coordinator is not None:
+        if self.coordinator is not None and req.rid != self.releasing:
             self.coordinator.end(req.rid)
 
     def release_aborted_request(self, request: Any) -> None:

@@ -49,10 +49,8 @@ class Place:
 def places(text: str) -> list[Place]:
     """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a folder that is absent:
     a tool that makes what it should look at hides the typing error."""
-    found = [
-        Place(url.text, source)
-        for url, source in zip(split_urls(text), parse_sources(text), strict=True)
-    ]
+    sources = parse_sources(text, reads_count=False)  # looking at blocks is no use of them
+    found = [Place(url.text, source) for url, source in zip(split_urls(text), sources, strict=True)]
     for place in found:
         if place.files is not None and not place.files.path.is_dir():
             raise ConfigError(f"store URL {place.url!r}: there is no such folder")

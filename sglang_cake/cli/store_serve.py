@@ -1,7 +1,6 @@
 """`sglang-cake store serve`: share a folder of blocks over HTTP."""
 
 import argparse
-import asyncio
 import logging
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     add("--tls-cert", type=Path, help="certificate chain, PEM")
     add("--tls-key", type=Path, help="its private key, PEM")
     add("--token-file", type=Path, help="who may come in: a token a line, file mode 0600")
+    add("--workers", type=int, help="processes that answer (as many as CPUs, at most 4)")
     add("--namespace-quota", type=_size, help="what one namespace may take on the disk, as 1TB")
     parser.set_defaults(run=run)
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Raises: ConfigError, StoreUnavailable."""
     from sglang_cake.store.file.source import parse as parse_file
     from sglang_cake.store.http.auth import load_tokens
-    from sglang_cake.store.http.serving import ServeSettings, serve
+    from sglang_cake.store.http.serving import DEFAULT_WORKERS, ServeSettings, serve
 
     options = {name: getattr(args, name) for name in ("capacity", "min_free", "policy", "fsync")}
     given = {name: value for name, value in options.items() if value is not None}
@@ -56,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
         tls_key=args.tls_key,
         tokens=tuple(load_tokens(args.token_file)) if args.token_file else (),
         namespace_quota_bytes=args.namespace_quota,
+        workers=DEFAULT_WORKERS if args.workers is None else args.workers,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
 
     def announce(url: str) -> None:
         print(f"sglang-cake: {args.root} is served at {url}", flush=True)
 
-    asyncio.run(serve(settings, announce))
+    serve(settings, announce)
     print("sglang-cake: stopped", file=sys.stderr)
     return 0

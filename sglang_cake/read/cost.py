@@ -9,17 +9,20 @@ measured step moves them, the newest most, and a step that took far longer than 
 process, a page fault) only a little. Pure: no clock, no threads, no files.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-# Weight that an observation keeps after one more: about the last 60 steps count.
-_KEEP = 0.983
+# Weight that an observation keeps after one more: about the last 50 steps count.
+_KEEP = 0.98
 # An observation that misses the prediction by more than this share is pulled in to it.
 _OUTLIER = 1.0
-_PRIOR_STEPS = 0.05  # measured steps that the prior is worth
+# Weight of the prior: the squared noise of a step (0.05) over that of a guess (0.7).
+_PRIOR_WEIGHT = 0.005
+_SHORTEST_S, _LONGEST_S = 1e-6, 1e4  # what took less or more was no step
+_TINY_S = 1e-9
+_FIRST_ERROR = 0.25  # taken for granted after one observation
 _NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _GROUP_BLOCKS = 4  # reads in flight together land together
 _NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block
@@ -28,6 +31,9 @@ _SLOWEST_TURN = 8.0  # one group may not count as slower than this many times th
 
 # Units that bring the four features of a step to about the same size.
 _UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0))
+
+# How far off the prior may be, as a share of the first step, where nothing is known.
+_UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2))
 
 Matrix = npt.NDArray[np.float64]
 
@@ -40,6 +46,7 @@ class PrefillCost:
     token_s: float
     pair_s: float
     decode_s: float = 0.0  # per request that decodes in the same step
+    error: float = 0.5  # mean share by which predictions missed lately
 
     @classmethod
     def prior(cls, *, hidden: int, on_gpu: bool) -> "PrefillCost":
@@ -50,7 +57,7 @@ class PrefillCost:
         The absolute numbers are of a middling machine; the first measured step replaces them.
         """
         token_s = 1e-4 if on_gpu else 1e-3
-        return cls(0.01, token_s, token_s / (6 * hidden), 0.1 * token_s)
+        return cls(0.01, token_s, token_s / (6 * hidden), 8 * token_s)
 
     def step_s(self, start: int, stop: int) -> float:
         """One step over tokens `[start, stop)`; an empty one takes no time."""
@@ -102,35 +109,49 @@ class PrefillFit:
     def __init__(self, prior: PrefillCost) -> None:
         self._prior = _vector(prior)
         self._scale = 1.0
+        self._first_s = 0.0  # what the first step took
         self._products: Matrix = np.zeros((4, 4))  # sum of w x x'
         self._targets: Matrix = np.zeros(4)  # sum of w x y
         self._seen = 0
         self.cost = prior
-        self.error = 0.5  # mean share by which predictions missed lately
+
+    @property
+    def measured(self) -> bool:
+        """Whether any step was observed."""
+        return self._seen > 0
+
+    def recall(self, cost: PrefillCost) -> None:
+        """What an earlier process had learned takes the place of the prior."""
+        self._prior = _vector(cost)
+        self.cost = cost
 
     def observe(self, work: StepWork, took_s: float) -> None:
         """A step that did `work` took `took_s`."""
-        if not (took_s > 0 and math.isfinite(took_s)) or work.tokens <= 0:
+        if not _SHORTEST_S < took_s < _LONGEST_S or work.tokens <= 0:
             return
         x = np.array((1.0, work.tokens, work.pairs, work.decodes)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
+        error = self.cost.error
         if self._seen:
-            miss = min(abs(took_s - expected_s) / took_s, 1.0)
-            self.error += _NEWEST_ERROR * (miss - self.error)
+            error += _NEWEST_ERROR * (min(abs(took_s - expected_s) / took_s, 1.0) - error)
             took_s = min(took_s, expected_s * (1 + _OUTLIER))
         else:
-            self._scale = took_s / expected_s
-            self.error = 0.25
+            self._scale, self._first_s = took_s / expected_s, took_s
+            expected_s, error = took_s, _FIRST_ERROR
         self._seen += 1
-        x /= took_s  # what counts is the relative miss
+        x /= expected_s  # what counts is the relative miss
         self._products = _KEEP * self._products + np.outer(x, x)
-        self._targets = _KEEP * self._targets + x
-        # The prior is one more observation of each coefficient alone.
-        prior = self._scale * self._prior
+        self._targets = _KEEP * self._targets + x * (took_s / expected_s)
+        # The prior is one more observation of each coefficient alone, as sure as its spread says:
+        # the model knows how tokens and pairs compare, nothing knows the other two.
+        prior = np.maximum(self._scale * self._prior, _TINY_S)
+        spread = np.maximum(prior, _UNKNOWN * self._first_s)
         found = _nonnegative(
-            self._products + np.diag(_PRIOR_STEPS / prior**2), self._targets + _PRIOR_STEPS / prior
+            self._products + np.diag(_PRIOR_WEIGHT / spread**2),
+            self._targets + _PRIOR_WEIGHT * prior / spread**2,
         )
-        self.cost = PrefillCost(*(float(v) for v in found / _UNIT))
+        fixed_s, token_s, pair_s, decode_s = (float(v) for v in found / _UNIT)
+        self.cost = PrefillCost(fixed_s, token_s, pair_s, decode_s, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,24 +160,33 @@ class LoadCost:
 
     latency_s: float
     block_s: float
-    copy_s: float = (
-        0.0  # from host staging to the device, per block; only the last one is waited for
-    )
+    copy_s: float = 0.0  # from host staging to the device, per block; only the last is waited for
     error: float = 0.5  # mean share by which predictions missed lately
+    depth: int = 1  # reads in flight at once
 
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
         """Until `blocks` more have landed.
 
         Args:
-            since_s: how long ago the last one landed (or the first read began). What was expected
-                by then and has not come says that the link is slower than it was.
+            since_s: how long ago the last one landed (or the first read began). A block that was
+                expected by then and has not come says that the link is slower than it was.
             begun: some have landed in this load already: the latency is behind us.
         """
         if blocks <= 0:
             return 0.0
-        latency_s = 0.0 if begun else self.latency_s
-        block_s = max(self.block_s, since_s - latency_s)
-        return latency_s + block_s * blocks - min(since_s, latency_s + block_s) + self.copy_s
+        first_s = self.block_s if begun else self.latency_s + self.block_s
+        # A block that is overdue is taken to be late for as long again: nobody waits for good.
+        next_s = abs(first_s - since_s)
+        block_s = max(self.block_s, (since_s - first_s) / self.depth)
+        return next_s + block_s * (blocks - 1) + self.copy_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What decisions are made on."""
+
+    prefill: PrefillCost
+    load: LoadCost
 
 
 class LoadFit:
@@ -168,12 +198,17 @@ class LoadFit:
         self._group_s = 0.0
         self._group = 0
 
+    def recall(self, cost: LoadCost) -> None:
+        """What an earlier process had learned takes the place of the prior."""
+        self.cost = replace(cost, depth=self.cost.depth)
+        self.measured = True
+
     def landed(self, took_s: float, *, first: bool) -> None:
         """A block took the link for `took_s`; `first` of a load: its latency is in it."""
         cost = self.cost
         if not self.measured:
             self.measured = True
-            self.cost = LoadCost(0.0, took_s, cost.copy_s, 0.25)
+            self.cost = replace(cost, latency_s=0.0, block_s=took_s, error=_FIRST_ERROR)
         elif first:
             latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)
             latency_s = cost.latency_s + _NEWEST_LATENCY * (latency_s - cost.latency_s)

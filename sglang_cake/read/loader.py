@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_cake.buffers import Buffer, BufferPool
@@ -18,11 +19,14 @@ from sglang_cake.counters import FAILURE_REASONS, Counters
 from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
+from sglang_cake.read.cost import LoadCost, LoadFit
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.base import Store
 
 logger = logging.getLogger(__name__)
+
+IDLE_S = 0.001  # a link that had nothing to do for less than this was not idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Prompt:
     tokens: "array[int]"  # 'q'; the loader reads it only
     blocks: int  # how many leading blocks may be loaded at all
     first_block: int  # blocks before this one are in the tree already
-    min_blocks: int  # with fewer stored blocks than this, loading is not worth its overhead
+    worth: Callable[[Sequence[bool]], bool]  # whether to load at all, given which are stored
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +47,9 @@ class _Lane:
 
     prompt: Prompt
     store: Store
-    admitted: bool = False
     keys: list[BlockKey] = field(default_factory=list)
     fence: int = 0  # written by the scheduler thread under the gate
+    keep: int = 0  # no read of a block below this one is worth starting; scheduler thread
     todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
 
 
@@ -65,6 +69,7 @@ class Loader:
     Args:
         staging: buffers of one block each; when they run out, loading pauses.
         queue_depth: reads in flight at most.
+        prior: what is taken for granted of a store that nothing was read from yet.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Loader:
         counters: Counters,
         *,
         queue_depth: int,
+        prior: LoadCost,
     ) -> None:
         self._store = store
         self._staging = staging
@@ -88,16 +94,31 @@ class Loader:
         self._staged: dict[BlockKey, StagedBlock] = {}
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._closed = False
+        self._order: tuple[str, ...] = ()  # scheduler thread only
+        self._ranks: dict[str, int] = {}  # I/O thread only
         self._last_landing_s = 0.0
-        self.load_s_per_block = 0.0  # moving average of the time the link needs for a block
+        self._fit = LoadFit(prior)  # I/O thread only
 
     # ---- scheduler thread ----
 
-    def begin(self, prompt: Prompt, *, load: bool) -> None:
-        """Look the prompt up (answered by a Found) and, with `load`, start loading at once."""
+    def begin(self, prompt: Prompt) -> None:
+        """Look the prompt up (answered by a Found) and, if it is worth it, load at once."""
         lane = _Lane(prompt, self._store, fence=prompt.first_block)
         self._by_rid[prompt.rid] = lane
-        self._io.post(self._open, lane, load)
+        self._io.post(self._open, lane)
+
+    @property
+    def cost(self) -> LoadCost:
+        """What a load takes, as measured. Any thread."""
+        return self._fit.cost
+
+    def recall(self, cost: LoadCost) -> None:
+        """Start from what an earlier process measured."""
+        self._io.post(self._fit.recall, cost)
+
+    def copied(self, took_s: float) -> None:
+        """A block's copy to the device took that long."""
+        self._io.post(self._fit.copied, took_s)
 
     def fence(self, rid: str, block: int) -> None:
         """Compute owns the blocks below `block`: no read of them starts after this returns."""
@@ -107,12 +128,19 @@ class Loader:
                 lane.fence = block
             self._io.post(self._trim, lane)
 
-    def admit(self, rid: str) -> None:
-        """The prompt is being served now: its loads go first and may use every buffer."""
+    def keep(self, rid: str, block: int) -> None:
+        """Reads of blocks below `block` are not worth starting now: compute will be there first."""
         lane = self._by_rid.get(rid)
-        if lane is not None and not lane.admitted:
-            lane.admitted = True
-            self._io.post(self._pump)
+        if lane is not None and block != lane.keep:
+            lane.keep, before = block, lane.keep
+            if block < before:
+                self._io.post(self._pump)
+
+    def order(self, rids: Sequence[str]) -> None:
+        """The link works for these prompts in this order; the first may use every buffer."""
+        if rids != self._order:
+            self._order = tuple(rids)
+            self._io.post(self._reorder, [self._by_rid[rid] for rid in rids if rid in self._by_rid])
 
     def end(self, rid: str) -> None:
         """The prompt needs nothing more; what is in flight for it alone is cancelled."""
@@ -137,12 +165,12 @@ class Loader:
 
     # ---- I/O thread ----
 
-    def _open(self, lane: _Lane, load: bool) -> None:
+    def _open(self, lane: _Lane) -> None:
         self._lanes.append(lane)
-        lookup = asyncio.ensure_future(self._look_up(lane, load))
+        lookup = asyncio.ensure_future(self._look_up(lane))
         lookup.add_done_callback(_log_failure)
 
-    async def _look_up(self, lane: _Lane, load: bool) -> None:
+    async def _look_up(self, lane: _Lane) -> None:
         prompt = lane.prompt
         keys = lane.keys = prompt.chain.of(prompt.tokens)
         try:
@@ -153,7 +181,7 @@ class Loader:
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
         todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
-        load = load and len(todo) >= prompt.min_blocks
+        load = bool(todo) and prompt.worth(stored)
         self._outbox.append(Found(prompt.rid, tuple(stored), load=load))
         if load and lane in self._lanes:
             lane.todo = todo
@@ -176,13 +204,16 @@ class Loader:
     def _next_lane(self) -> _Lane | None:
         # Waiting prompts leave buffers to the one that is being served.
         scarce = self._staging.free <= self._staging.capacity // 4
-        waiting = None
         for lane in self._lanes:
-            if lane.todo and lane.admitted:
-                return lane
-            if lane.todo and waiting is None:
-                waiting = lane
-        return None if scarce else waiting
+            if lane.todo and lane.todo[-1] >= lane.keep:
+                return lane if not scarce or self._ranks.get(lane.prompt.rid) == 0 else None
+        return None
+
+    def _reorder(self, lanes: Sequence[_Lane]) -> None:
+        self._ranks = {lane.prompt.rid: rank for rank, lane in enumerate(lanes)}
+        last = len(lanes)
+        self._lanes.sort(key=lambda lane: self._ranks.get(lane.prompt.rid, last))
+        self._pump()
 
     def _start(self, lane: _Lane, block: int) -> bool:
         """Get one block under way for `lane`; False if there is no buffer for it."""
@@ -238,11 +269,11 @@ class Loader:
 
     def _land(self, flight: _Flight, buffer: Buffer, started_s: float) -> None:
         now_s = time.monotonic()
+        idle_s = started_s - self._last_landing_s
         took_s = now_s - max(self._last_landing_s, started_s)
         self._last_landing_s = now_s
-        self.load_s_per_block += (took_s - self.load_s_per_block) * (
-            0.3 if self.load_s_per_block else 1.0
-        )
+        # A read that found the link idle for a while pays its latency.
+        self._fit.landed(took_s, first=idle_s > 2 * self._fit.cost.block_s + IDLE_S)
         self._counters.add("read_bytes", len(buffer.view))
         staged = StagedBlock(buffer, self._staging, lambda s: self._freed(flight.key, s))
         self._staged[flight.key] = staged

@@ -25,7 +25,8 @@ This is Algorithm 1 of Cake (arXiv 2410.03065) with `io_ptr` replaced by a state
 a lost block costs one block and not the rest of the prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 from sglang_cake.spans import Span
@@ -91,6 +92,23 @@ TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """A prompt as the plan sees it.
+
+    Attributes:
+        front: end of the computed prefix, in tokens.
+        first: block at the front.
+        states: one byte (`BlockState`) for each block from `first` on.
+    """
+
+    front: int
+    first: int
+    states: bytes
+    block_tokens: int
+    prompt_tokens: int
+
+
 class Meet:
     """Ownership of the blocks of one prompt, from its arrival to the end of its prefill.
 
@@ -119,7 +137,8 @@ class Meet:
         self.page_tokens = page_tokens
         self.limit = limit_tokens // page_tokens * page_tokens
         count = min(prompt_tokens // block_tokens, -(-self.limit // block_tokens))
-        self._states = [BlockState.ABSENT] * count
+        self._prompt_tokens = prompt_tokens
+        self._states = bytearray([BlockState.ABSENT]) * count
         self.front = 0
         self.advance(front)
 
@@ -143,6 +162,12 @@ class Meet:
         """The landed bytes of the block were given up."""
         self._apply(block, Event.DROP)
 
+    def give_up(self) -> None:
+        """What has not landed is not waited for any more: compute it."""
+        for block in range(len(self._states)):
+            if self._states[block] == BlockState.WANTED:
+                self._apply(block, Event.LOSE)
+
     def advance(self, front: int) -> list[int]:
         """The tree holds `[0, front)`. Returns the blocks whose landed bytes are not needed now.
 
@@ -157,7 +182,7 @@ class Meet:
             self.front = front
         if front > self.front:
             for block in range(self._block_of(self.front), self._blocks_below(front)):
-                if self._states[block] is BlockState.LANDED:
+                if self._states[block] == BlockState.LANDED:
                     surplus.append(block)
                 self._apply(block, Event.PASS)
             self.front = front
@@ -169,7 +194,7 @@ class Meet:
         """The span to attach now, `[front, end of the island that the front touches)`, or None."""
         first = self._block_of(self.front)
         stop = first
-        while stop < len(self._states) and self._states[stop] is BlockState.LANDED:
+        while stop < len(self._states) and self._states[stop] == BlockState.LANDED:
             stop += 1
         end = min(stop * self.block_tokens, self.limit)
         if stop == first or end <= self.front:
@@ -201,12 +226,18 @@ class Meet:
 
     def state(self, block: int) -> BlockState:
         """State of one block."""
-        return self._states[block]
+        return BlockState(self._states[block])
 
-    def ahead(self) -> Iterator[tuple[int, BlockState]]:
-        """`(block, state)` from the block at the front to the last, left to right."""
+    def view(self) -> View:
+        """What a plan goes by: the front and what is right of it."""
         first = self._block_of(self.front)
-        return zip(range(first, len(self._states)), self._states[first:], strict=True)
+        return View(
+            front=self.front,
+            first=first,
+            states=bytes(self._states[first:]),
+            block_tokens=self.block_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
 
     @property
     def blocks(self) -> int:
@@ -217,20 +248,19 @@ class Meet:
     def fence(self) -> int:
         """Blocks below this one belong to compute: the loader must leave them alone."""
         first = self._block_of(self.front)
-        taken = first < len(self._states) and self._states[first] is BlockState.CLAIMED
+        taken = first < len(self._states) and self._states[first] == BlockState.CLAIMED
         return first + 1 if taken else first
 
     @property
     def racing(self) -> bool:
         """Whether anything right of the front is still to come or to be attached."""
+        first = self._block_of(self.front)
         return any(
-            state in (BlockState.WANTED, BlockState.LANDED)
-            for block, state in self.ahead()
-            if block * self.block_tokens < self.limit
+            self._states.find(state, first) >= 0 for state in (BlockState.WANTED, BlockState.LANDED)
         )
 
     def _apply(self, block: int, event: Event) -> BlockState:
-        state = TRANSITIONS[self._states[block], event]
+        state = TRANSITIONS[BlockState(self._states[block]), event]
         self._states[block] = state
         return state
 

@@ -1,93 +1,194 @@
-"""How much the next prefill step computes, so that compute and load end together.
+"""Compute, load, or both: decided at arrival and again at every step, on predicted costs.
 
-A running step cannot be aborted: what it overshoots past the meeting point is lost (theory: half a
-step on average). So a step is a full chunk while the meeting point is far, and shrinks towards it.
-The split itself is greedy: it is decided anew at every step from what has landed by then.
+A prompt's first token can be had in three ways: everything computed, everything that is stored
+loaded, or compute from the front while loads come from the back. `look_ahead` predicts all three;
+`next_step` takes the best and says how far the next step computes.
+
+The split is greedy: nothing is fixed beforehand, each step starts from what has landed by then
+(theory: 1.02 x a clairvoyant's time). Only the size of a step is predicted. A running step cannot
+be aborted, so what it overshoots past the meeting point is lost; so steps are whole chunks while
+the meeting point is far, then as much of the way as the predictions are good for, then the rest.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from sglang_cake.read.meet import BlockState
+from sglang_cake.read.cost import Costs
+from sglang_cake.read.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
 
+# What racing must gain over computing alone before the first block is read, as a share.
+MIN_GAIN = 0.02
+# How much longer loading alone may take than racing and still leave the device to others.
+LOAD_SLACK = 0.01
+# No step goes further towards the meeting point than this share when predictions are poor.
+_LEAST_SURE = 0.5
+
+_PRESENT = bytes(1 if s is BlockState.LANDED else 0 for s in BlockState)
+_TO_BE_PRESENT = bytes(1 if s in (BlockState.LANDED, BlockState.WANTED) else 0 for s in BlockState)
+_WANTED = bytes(1 if s is BlockState.WANTED else 0 for s in BlockState)
+_PAD = bytes(256 - len(BlockState))
+
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What the machine has been seen to do lately; 0 means not measured yet."""
+class Progress:
+    """How the loads of a prompt come on.
 
-    compute_s_per_token: float = 0.0
-    step_floor_s: float = 0.0  # the shortest prefill step seen: no step is quicker, however small
-    load_s_per_block: float = 0.0
+    Attributes:
+        since_s: since the last block landed, or since the link began to serve the prompt.
+        begun: whether a block has landed.
+        keep: the last step's: no read of a block below it is under way.
+    """
+
+    since_s: float = 0.0
+    begun: bool = False
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Predicted seconds from now to the end of prefill, by way, and where compute meets load."""
+
+    compute_s: float
+    load_s: float
+    both_s: float
+    meet_token: int  # what is stored right of it is loaded
+
+    @property
+    def best_s(self) -> float:
+        """The remaining T* (theory B), with whole steps and blocks."""
+        return min(self.compute_s, self.load_s, self.both_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do now: compute up to `stop` (a token position), or wait for the loader."""
+    """What to do now.
+
+    Attributes:
+        stop: compute up to this token; with `wait` the front, and nothing is computed.
+        keep: block from which on loads are worth starting; None: nothing is worth loading any more.
+    """
 
     stop: int
     wait: bool = False
+    keep: int | None = 0
+
+
+def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progress) -> Outlook:
+    """Predict the three ways (theory B): C(x) = l (n - x), over block borders x."""
+    wanted = view.states.translate(_WANTED + _PAD)
+    now = view.states.translate(_PRESENT + _PAD)
+    later = view.states.translate(_TO_BE_PRESENT + _PAD)
+
+    def compute_s(held: bytes, start: int, stop: int) -> float:
+        total, at = 0.0, start
+        while at < stop:
+            begin, end = _next_held(view, held, at)
+            total += costs.prefill.span_s(at, min(begin, stop), chunk_tokens)
+            at = end
+        return total
+
+    reading = view.first + wanted.rfind(1) >= progress.keep
+    since_s = progress.since_s if reading else 0.0
+
+    def load_s(border: int) -> float:
+        return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
+
+    def token(border: int) -> int:
+        return max(view.front, (view.first + border) * view.block_tokens)
+
+    def both_s(border: int) -> float:
+        x = token(border)
+        return max(compute_s(now, view.front, x), load_s(border)) + rest_s(x)
+
+    def rest_s(x: int) -> float:  # what no store has, right of x
+        return compute_s(later, x, view.prompt_tokens)
+
+    borders = range(wanted.rfind(1) + 2)
+    meet = bisect_left(borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - load_s(b))
+    best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
+    # What nobody has is computed in any case.
+    meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
+    return Outlook(
+        compute_s=compute_s(now, view.front, view.prompt_tokens),
+        load_s=load_s(0) + rest_s(view.front),
+        both_s=both_s(best),
+        meet_token=max(token(best), meet_token),
+    )
 
 
 def next_step(
-    ahead: Iterable[tuple[int, BlockState]],
+    view: View,
     *,
     mode: Mode,
-    front: int,
-    limit: int,
-    prompt_tokens: int,
     chunk_tokens: int,
-    block_tokens: int,
-    rates: Rates,
-    waited_s: float,
+    costs: Costs,
+    progress: Progress,
 ) -> Step:
-    """Decide the step that starts at `front`, which touches no island.
+    """Decide the step that starts at the front, which touches no island.
 
     Args:
-        ahead: blocks from the front on, with their states.
-        limit: no stored block is used past this token.
         chunk_tokens: what the scheduler would compute at most in this step.
-        waited_s: how long this prompt has been waiting for the loader, in one piece, by now.
     """
-    reach = min(front + chunk_tokens, prompt_tokens)
-    states = [(b, s) for b, s in ahead if b * block_tokens < limit]
-    wanted = [b for b, s in states if s is BlockState.WANTED]
-    island = next((b * block_tokens for b, s in states if s is BlockState.LANDED), prompt_tokens)
-    edge = min(reach, island)
-    if not wanted:
+    reach = min(view.front + chunk_tokens, view.prompt_tokens)
+    begin, _ = _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)
+    edge = min(reach, begin)
+    if BlockState.WANTED not in view.states:
         return Step(edge)
     if mode == "load":
-        # The arm of load alone: whatever is still to come is waited for.
-        return Step(front, wait=True)
-    meeting = _meeting_token(wanted, front=front, block_tokens=block_tokens, rates=rates)
-    smallest = min(edge, (front // block_tokens + 1) * block_tokens)
-    if meeting == front and waited_s < _step_s(smallest - front, rates):
-        # All loads should end before even the smallest step would. The wait is bounded by that
-        # step: if the loader does not keep its promise, compute goes on.
-        return Step(front, wait=True)
-    stop = min(edge, max(meeting, smallest))
-    if stop < island and stop < prompt_tokens and stop - stop % block_tokens > front:
-        stop -= stop % block_tokens  # a block that is begun is a block that cannot be loaded
-    return Step(stop)
+        return Step(view.front, wait=True)
+    outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
+    if mode == "auto" and _computing_wins(outlook, progress):
+        return Step(edge, keep=None)
+    meet = outlook.meet_token
+    slack = LOAD_SLACK if mode == "auto" else 0.0
+    if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
+        # No wait for good: a loader that does not keep its promise makes `since_s`, and with it
+        # the predicted load, grow until compute goes on.
+        return Step(view.front, wait=True, keep=view.first)
+    return _towards(meet, edge, view, costs)
 
 
-def _meeting_token(wanted: list[int], *, front: int, block_tokens: int, rates: Rates) -> int:
-    """Where compute and load would meet: C(x) = l (n - x), with the present rates (theory B).
-
-    The best of the finitely many meeting points at block borders; `front` means that load alone is
-    quickest.
-    """
-    load_s = rates.load_s_per_block
-    if rates.compute_s_per_token <= 0 or load_s <= 0:
-        # Nothing known yet: take both sides to be equally fast, and look again after this step.
-        rates, load_s = Rates(compute_s_per_token=1.0), float(block_tokens)
-    borders = [(max(front, b * block_tokens), len(wanted) - i) for i, b in enumerate(wanted)]
-    borders.append(((wanted[-1] + 1) * block_tokens, 0))
-    return min(borders, key=lambda b: max(_step_s(b[0] - front, rates), b[1] * load_s))[0]
+def worth_loading(view: View, stored: Sequence[bool], chunk_tokens: int, costs: Costs) -> bool:
+    """Whether a prompt of which the blocks in `stored` could be loaded should load at all."""
+    states = bytes(BlockState.WANTED if yes else BlockState.ABSENT for yes in stored[view.first :])
+    seen = replace(view, states=states[: len(view.states)])
+    outlook = look_ahead(seen, chunk_tokens=chunk_tokens, costs=costs, progress=Progress())
+    return not _computing_wins(outlook, Progress())
 
 
-def _step_s(tokens: int, rates: Rates) -> float:
-    """Predicted time to compute `tokens` from the front on; none takes none."""
-    return max(rates.step_floor_s, rates.compute_s_per_token * tokens) if tokens > 0 else 0.0
+def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
+    # What has been read already is not given up for a small gain.
+    least = 0.0 if progress.begun else MIN_GAIN
+    return outlook.compute_s * (1 - least) < min(outlook.both_s, outlook.load_s)
+
+
+def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
+    """A step towards the meeting point."""
+    size = view.block_tokens
+    smallest = min(edge, (view.front // size + 1) * size)
+    stop = min(edge, max(meet, smallest))
+    error = min(_LEAST_SURE, max(costs.prefill.error, costs.load.error))
+    keep = meet // size - int(error * (meet - stop) / size)
+    # In the last step towards the meet: what a wrong prediction would cost, half of the time,
+    # against another step.
+    at_risk_s = error * costs.prefill.step_s(view.front, stop) / 2
+    if stop == meet and at_risk_s > costs.prefill.fixed_s:
+        # Whole blocks: one that is begun is one that cannot be loaded.
+        sure = view.front + int((meet - view.front) * (1 - error))
+        stop = max(smallest, sure - sure % size)
+    return Step(stop, keep=keep)
+
+
+def _next_held(view: View, held: bytes, at: int) -> tuple[int, int]:
+    """Token span of the next run of held blocks at or after token `at`; past the prompt: none."""
+    size = view.block_tokens
+    begin = held.find(1, at // size - view.first)
+    if begin < 0:
+        return view.prompt_tokens, view.prompt_tokens
+    stop = held.find(0, begin)
+    stop = len(held) if stop < 0 else stop
+    return max(at, (view.first + begin) * size), (view.first + stop) * size

@@ -30,12 +30,15 @@ BUILT_IN = {
 }
 
 
-def parse_sources(text: str, policy: str = DEFAULT_POLICY) -> list[StoreSource]:
+def parse_sources(
+    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True
+) -> list[StoreSource]:
     """The stores that `URL[,URL...]` names, fastest first. No I/O but imports.
 
+    Args: reads_count: as use, for eviction, in stores of ours.
     Raises: ConfigError, one line that names the bad part and what is allowed.
     """
-    return [_source(url) for url in split_urls(text, policy)]
+    return [_source(url) for url in split_urls(text, policy, reads_count=reads_count)]
 
 
 def sources_of(setting: str | None, policy: str) -> list[StoreSource]:

@@ -83,6 +83,7 @@ class StoreUrl:
     place: str  # between `://` and `?`, still percent-encoded
     options: dict[str, str]  # decoded
     policy: str = DEFAULT_POLICY  # of eviction, where the URL does not say
+    reads_count: bool = True  # as use, for eviction; False for tools that look at every block
     _known: list[str] = field(default_factory=list)
 
     def option(self, name: str, read: Callable[[str], Value], default: Value) -> Value:
@@ -107,18 +108,23 @@ class StoreUrl:
         return ConfigError(f"store URL {self.text!r}: {message}")
 
 
-def split_urls(text: str, policy: str = DEFAULT_POLICY) -> list[StoreUrl]:
+def split_urls(
+    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True
+) -> list[StoreUrl]:
     """Take apart `URL[,URL...]`; a comma that belongs to a URL is written %2C.
 
-    Args: policy: of eviction, for those that do not say.
+    Args:
+        policy: of eviction, for those that do not say.
+        reads_count: as use, for eviction.
+
     Raises: ConfigError, one line that names the bad part.
     """
     if not text.strip():
         raise ConfigError("the store URL is empty: write for example file:///nvme/kv")
-    return [_split(part.strip(), policy) for part in text.split(",")]
+    return [_split(part.strip(), policy, reads_count=reads_count) for part in text.split(",")]
 
 
-def _split(text: str, policy: str) -> StoreUrl:
+def _split(text: str, policy: str, *, reads_count: bool) -> StoreUrl:
     scheme, separator, rest = text.partition("://")
     if not separator:
         raise ConfigError(f"store URL {text!r}: write for example file:///absolute/path")
@@ -129,4 +135,4 @@ def _split(text: str, policy: str) -> StoreUrl:
         if name in options:
             raise ConfigError(f"store URL {text!r}: {name!r} is given twice")
         options[name] = unquote(value)
-    return StoreUrl(text, scheme, place, options, policy)
+    return StoreUrl(text, scheme, place, options, policy, reads_count)

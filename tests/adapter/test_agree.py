@@ -11,21 +11,29 @@ from kv_pools import restore_of
 
 from sglang_cake.adapter.agree import Agreement, Facts
 from sglang_cake.adapter.restore import Restore
-from sglang_cake.read.plan import Rates
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 
 BLOCK = 4
 
 
-def reach(ranks: list[list[Restore]], rates: list[Rates]) -> list[tuple[list[Facts], Rates]]:
+def costs(*numbers: float, depth: int = 4) -> Costs:
+    """Nine of them."""
+    return Costs(PrefillCost(*numbers[:5]), LoadCost(*numbers[5:], depth=depth))  # type: ignore[misc]
+
+
+ANY = costs(0.01, 1e-4, 1e-9, 0.0, 0.1, 0.02, 0.003, 1e-5, 0.2)
+
+
+def reach(ranks: list[list[Restore]], own: list[Costs]) -> list[tuple[list[Facts], Costs]]:
     """What each rank learns: once to hear what all of them say, once to tell them the minimum."""
     said: list[torch.Tensor] = []
-    for restores, own in zip(ranks, rates, strict=True):
-        Agreement(lambda tensor: said.append(tensor.clone())).reach(restores, own)
+    for restores, mine in zip(ranks, own, strict=True):
+        Agreement(lambda tensor: said.append(tensor.clone())).reach(restores, mine)
     assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
     least = torch.stack(said).min(dim=0).values
     return [
-        Agreement(lambda tensor: tensor.copy_(least)).reach(restores, own)
-        for restores, own in zip(ranks, rates, strict=True)
+        Agreement(lambda tensor: tensor.copy_(least)).reach(restores, mine)
+        for restores, mine in zip(ranks, own, strict=True)
     ]
 
 
@@ -53,7 +61,7 @@ def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> N
         [restore(4, arrived=(2, 3), failed=(1,), answer=yes)],
         [restore(4, arrived=(3, 0), answer=yes)],
     ]
-    results = reach(ranks, [Rates()] * 3)
+    results = reach(ranks, [ANY] * 3)
     for facts, _ in results:
         assert facts[0].landed == (3,)
         assert facts[0].lost == (1,)
@@ -63,42 +71,46 @@ def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> N
 
 def test_a_lookup_counts_when_every_rank_has_answered() -> None:
     quick, slow = restore(2, answer=((True, True), True)), restore(2)
-    for facts, _ in reach([[quick], [slow]], [Rates()] * 2):
+    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
     slow.answer = ((True, False), True)
-    for facts, _ in reach([[quick], [slow]], [Rates()] * 2):
+    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
         assert facts[0].load
     slow.answer = ((True, False), False)
-    for facts, _ in reach([[quick], [slow]], [Rates()] * 2):
+    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
         assert not facts[0].load
 
 
 def test_an_answer_is_given_once() -> None:
     told = restore(2, answer=((True, True), True), known=True)
-    for facts, _ in reach([[told]], [Rates()]):
+    for facts, _ in reach([[told]], [ANY]):
         assert facts[0].stored is None
 
 
-def test_rates_are_the_smallest_and_unknown_anywhere_is_unknown() -> None:
-    for _, rates in reach([[], []], [Rates(2e-5, 0.3, 0.0), Rates(3e-5, 0.1, 0.5)]):
-        assert rates == Rates(2e-5, 0.1, 0.0)
+def test_costs_are_the_smallest_of_all() -> None:
+    one = costs(0.3, 2e-5, 5e-9, 0.0, 0.1, 0.02, 0.0, 1e-5, 1e-300)
+    two = costs(0.1, 3e-5, 4e-9, 1.0, 0.2, 0.01, 0.5, 0.0, 1e300)
+    least = costs(0.1, 2e-5, 4e-9, 0.0, 0.1, 0.01, 0.0, 0.0, 1e-300)
+    assert [agreed for _, agreed in reach([[], []], [one, two])] == [least, least]
 
 
 def test_a_single_rank_agrees_with_itself() -> None:
     one = restore(3, arrived=(1,), failed=(2,), answer=((True, True, True), True), extra=3)
-    facts, rates = Agreement(None).reach([one], Rates(1e-5, 2e-3, 0.25))
+    facts, agreed = Agreement(None).reach([one], ANY)
     assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
-    assert rates == Rates(1e-5, 2e-3, 0.25)
+    assert agreed == ANY
 
 
 def test_clocks_agree_on_the_shortest(monkeypatch) -> None:
     waits = {"a": 5.0, "b": 2.0}
     monkeypatch.setattr(Restore, "local_elapsed_s", lambda self: waits[self.rid])
+    monkeypatch.setattr(Restore, "local_waited_s", lambda self: waits[self.rid] + 1)
     ranks = [[restore(1)], [restore(1)]]
     ranks[0][0].rid, ranks[1][0].rid = "a", "b"
-    assert [facts[0].elapsed_s for facts, _ in reach(ranks, [Rates()] * 2)] == [2.0, 2.0]
+    learned = [facts[0] for facts, _ in reach(ranks, [ANY] * 2)]
+    assert [(facts.elapsed_s, facts.waited_s) for facts in learned] == [(2.0, 3.0)] * 2
 
 
 @st.composite
@@ -129,11 +141,11 @@ def views(draw: st.DrawFn) -> list[list[Restore]]:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(ranks=views(), rates=st.lists(st.floats(0, 10), min_size=12, max_size=12))
+@given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=36, max_size=36))
 def test_every_rank_learns_the_same_and_it_is_true(
-    ranks: list[list[Restore]], rates: list[float]
+    ranks: list[list[Restore]], numbers: list[float]
 ) -> None:
-    own = [Rates(*rates[3 * n : 3 * n + 3]) for n in range(len(ranks))]
+    own = [costs(*numbers[9 * n : 9 * n + 9]) for n in range(len(ranks))]
     results = reach(copy.copy(ranks), own)
     plain = [[(f.stored, f.load, f.landed, f.lost) for f in facts] for facts, _ in results]
     assert all(p == plain[0] for p in plain)
@@ -180,9 +192,8 @@ def test_a_rank_alone_learns_what_it_would_learn_among_equals(
         answer=(stored, load) if answered else None,
         known=known,
     )
-    rates = Rates(1e-3, 2e-2, 3e-3)
-    own, own_rates = Agreement(None).reach([alone], rates)
-    among, _ = Agreement(lambda tensor: None).reach([alone], rates)
-    assert own_rates == rates
+    own, agreed = Agreement(None).reach([alone], ANY)
+    among, agreed_among = Agreement(lambda tensor: None).reach([alone], ANY)
+    assert agreed == agreed_among == ANY
     for field in ("stored", "load", "landed", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

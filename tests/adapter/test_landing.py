@@ -33,7 +33,10 @@ class Desk:
         self.counters = Counters()
         self.tree: list[torch.Tensor] = []
         self.asked: list[int] = []
-        self.landing = Landing(self.kv, self.allocator, self.evict, self.counters)
+        self.took_s: list[float] = []
+        self.landing = Landing(
+            self.kv, self.allocator, self.evict, self.counters, lambda took_s: None
+        )
 
     def evict(self, tokens: int) -> None:
         self.asked.append(tokens)
@@ -170,6 +173,9 @@ class Unfinished:
 
     def done(self) -> bool:
         return self.complete
+
+    def seconds(self) -> float:
+        return 0.5
 
 
 def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,9 @@ class Holding(Side):
         super().__init__(CakeRadixCache, 1, core)
         kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
         self.counters = Counters()
-        self.landing = Landing(kv, self.allocator, self.tree.evict_own, self.counters)
+        self.landing = Landing(
+            kv, self.allocator, self.tree.evict_own, self.counters, lambda took_s: None
+        )
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
         self.restores: list[Restore] = []
         self.tree.coordinator = Nobody()

@@ -16,6 +16,7 @@ from sglang_cake.counters import Counters
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.read.loader import Loader, Prompt
 from sglang_cake.read.staging import StagedBlock
@@ -82,7 +83,8 @@ class Desk:
         self.held: list[Landed] = []
 
     def new_loader(self, store: Store, depth: int = 2) -> Loader:
-        return Loader(store, self.pool, self.io, self.counters, queue_depth=depth)
+        prior = LoadCost(0.0, 1.0, depth=depth)
+        return Loader(store, self.pool, self.io, self.counters, queue_depth=depth, prior=prior)
 
     # ---- the test's hands ----
 
@@ -105,9 +107,9 @@ class Desk:
             tokens=tokens,
             blocks=len(tokens) // BLOCK,
             first_block=first,
-            min_blocks=least,
+            worth=lambda stored: load and sum(stored[first:]) >= least,
         )
-        self.loader.begin(prompt, load=load)
+        self.loader.begin(prompt)
 
     def settle(self) -> None:
         """Return when nothing more happens in the I/O thread by itself."""
@@ -204,7 +206,7 @@ def test_the_last_block_comes_first_and_the_queue_has_its_depth(desk: Desk) -> N
     assert desk.pool.free == desk.pool.capacity
     assert desk.wasted() == {}
     assert desk.counters.snapshot()["read_bytes", ""] == 5 * BYTES
-    assert desk.loader.load_s_per_block > 0
+    assert desk.loader.cost.block_s != 1.0
 
 
 def test_only_what_is_stored_and_allowed_is_read(desk: Desk) -> None:
@@ -448,12 +450,25 @@ def test_waiting_prompts_leave_a_reserve_to_the_one_that_is_served(
     desk.begin("b", b)
     assert [rid for rid, _ in desk.landed()] == ["a"] * 6
     assert desk.pool.free == 2
-    desk.loader.admit("b")
+    desk.loader.order(["b", "a"])
     assert desk.landed() == [("b", 9), ("b", 8)]
     assert desk.pool.free == 0
     desk.release()
     assert [rid for rid, _ in desk.landed()] == ["b"] * 8
-    desk.loader.admit("nobody")
+    desk.loader.order(["nobody"])
+
+
+def test_what_compute_will_reach_first_is_not_begun(desk_of: Callable[..., Desk]) -> None:
+    desk = desk_of(depth=1)
+    tokens = tokens_of(0, 6)
+    desk.open(*desk.fill(tokens)[4:])
+    desk.begin("a", tokens)
+    desk.loader.keep("a", 3)
+    assert desk.waiting() == [keys_of(tokens)[3]]  # block 3 is under way
+    desk.open(*keys_of(tokens))
+    assert desk.landed() == [("a", 5), ("a", 4), ("a", 3)]
+    desk.loader.keep("a", 1)  # compute turned out to be slower
+    assert desk.landed() == [("a", 2), ("a", 1)]
 
 
 # ---- failures ----
@@ -622,7 +637,9 @@ def test_a_closed_loader_reads_no_more(desk: Desk) -> None:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "fence", "admit", "end", "open", "news", "release", "lose"]),
+        st.sampled_from(
+            ["begin", "fence", "order", "keep", "end", "open", "news", "release", "lose"]
+        ),
         st.integers(0, 2),
         st.integers(0, 5),
     ),
@@ -656,8 +673,10 @@ def play(desk: Desk, actions: list[tuple[str, int, int]]) -> None:
         elif action == "fence":
             fence[who] = max(fence[who], number)
             desk.loader.fence(rid, number)
-        elif action == "admit":
-            desk.loader.admit(rid)
+        elif action == "order":
+            desk.loader.order([rid, *map(str, live - {who})])
+        elif action == "keep":
+            desk.loader.keep(rid, number)
         elif action == "end":
             live.discard(who)
             desk.loader.end(rid)
@@ -673,6 +692,8 @@ def play(desk: Desk, actions: list[tuple[str, int, int]]) -> None:
     # Whoever is left still gets all that it may have: no wake-up is lost.
     for tokens_keys in keys:
         desk.open(*tokens_keys)
+    for who in live:
+        desk.loader.keep(str(who), 0)
     for _ in range(20):
         desk.news()
         desk.release()

@@ -13,25 +13,35 @@ from hypothesis.stateful import (
     rule,
 )
 
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 from sglang_cake.read.meet import TRANSITIONS, BlockState, Event, Meet
-from sglang_cake.read.plan import Rates, Step, next_step
+from sglang_cake.read.plan import Progress, Step, next_step
 from sglang_cake.spans import Span
 
 S, E = BlockState, Event
 
 
-def plan(meet: Meet, prompt: int, chunk: int, **options: object) -> Step:
+def costs(fixed_s: float, token_s: float, block_s: float) -> Costs:
+    return Costs(PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0))
+
+
+COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]
+
+
+def plan(meet: Meet, chunk: int, known: Costs = COSTS[0], since_s: float = 0.0) -> Step:
     """`next_step` of a settled meet."""
-    given = {"mode": "auto", "rates": Rates(), "waited_s": 0.0} | options
     return next_step(
-        meet.ahead(),
-        front=meet.front,
-        limit=meet.limit,
-        prompt_tokens=prompt,
+        meet.view(),
+        mode="both",
         chunk_tokens=chunk,
-        block_tokens=meet.block_tokens,
-        **given,  # type: ignore[arg-type]
+        costs=known,
+        progress=Progress(since_s, since_s > 0),
     )
+
+
+def ahead(meet: Meet) -> list[tuple[int, BlockState]]:
+    view = meet.view()
+    return [(view.first + i, BlockState(state)) for i, state in enumerate(view.states)]
 
 
 def states(meet: Meet) -> list[BlockState]:
@@ -156,12 +166,12 @@ class Race(RuleBasedStateMachine):
         self.meet.dropped(b)
 
     @precondition(lambda self: self.meet.front < self.prompt)
-    @rule(rates=st.sampled_from([Rates(), Rates(1, 0, 1), Rates(1, 9, 50), Rates(9, 9, 1)]))
-    def step(self, rates: Rates) -> None:
+    @rule(known=st.sampled_from(COSTS), since_s=st.sampled_from([0.0, 1.0, 100.0]))
+    def step(self, known: Costs, since_s: float) -> None:
         self.attach()
         if self.meet.front == self.prompt:
             return
-        step = plan(self.meet, self.prompt, self.chunk, rates=rates)
+        step = plan(self.meet, self.chunk, known, since_s)
         if not step.wait:
             self.claim(step.stop)
 
@@ -170,7 +180,7 @@ class Race(RuleBasedStateMachine):
     def claim_anything_legal(self, data: st.DataObject) -> None:
         """As SGLang may: any step that ends before the next landed block."""
         self.attach()
-        landed = [b * self.block for b, state in self.meet.ahead() if state is S.LANDED]
+        landed = [b * self.block for b, state in ahead(self.meet) if state is S.LANDED]
         edge = min([*landed, self.prompt])
         if edge == self.meet.front:
             return
@@ -233,9 +243,9 @@ class Race(RuleBasedStateMachine):
     @invariant()
     def racing_means_something_is_to_come(self) -> None:
         if hasattr(self, "meet"):
-            ahead = {state for _, state in self.meet.ahead()}
+            states_ahead = {state for _, state in ahead(self.meet)}
             if self.meet.front < self.meet.limit:
-                assert self.meet.racing == bool(ahead & {S.WANTED, S.LANDED})
+                assert self.meet.racing == bool(states_ahead & {S.WANTED, S.LANDED})
             else:
                 assert not self.meet.racing
 
@@ -249,7 +259,7 @@ class Race(RuleBasedStateMachine):
             assert bound > 0, "no progress"
             self.attach()
             if self.meet.front < self.prompt:
-                step = plan(self.meet, self.prompt, self.chunk, waited_s=1e9)
+                step = plan(self.meet, self.chunk, since_s=1e9)
                 assert not step.wait
                 self.claim(step.stop)
         assert "" not in self.got
@@ -357,7 +367,7 @@ def test_a_prompt_shorter_than_a_block_has_nothing_to_load() -> None:
     assert meet.blocks == 0
     assert meet.island() is None
     assert not meet.racing
-    assert plan(meet, 57, 32) == Step(32)
+    assert plan(meet, 32) == Step(32)
     assert meet.claim(57) == 0
     assert meet.front == 57
 
@@ -374,7 +384,7 @@ def test_a_wholly_stored_prompt_leaves_its_last_page_to_compute(page: int, attac
     assert meet.front == attached
     assert not meet.racing
     assert meet.island() is None
-    assert plan(meet, 256, 512) == Step(256)
+    assert plan(meet, 512) == Step(256)
     meet.claim(256)
     assert meet.front == 256
 
@@ -391,7 +401,7 @@ def test_a_hole_makes_two_islands_and_costs_one_block() -> None:
     meet.attach(Span(128, 192))
     assert meet.racing
     assert meet.island() is None
-    assert plan(meet, 416, 512) == Step(256)  # up to the second island, however large the chunk
+    assert plan(meet, 512) == Step(256)  # up to the second island, however large the chunk
     assert meet.claim(256) == 4
     assert meet.island() == Span(256, 384)
     meet.attach(Span(256, 384))
@@ -408,7 +418,7 @@ def test_an_island_right_of_a_hole_waits_for_compute() -> None:
     meet.claim(64)
     meet.attach(Span(64, 128))
     assert meet.island() is None
-    assert [b for b, _ in meet.ahead()] == [2, 3]
+    assert [b for b, _ in ahead(meet)] == [2, 3]
     meet.claim(192)
     assert meet.island() == Span(192, 256)
 

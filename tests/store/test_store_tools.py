@@ -28,7 +28,7 @@ from storetools import (
 )
 
 import sglang_cake
-from sglang_cake.store.file.paths import new_tmp_name
+from sglang_cake.store.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 FRAMED = 2 * 4096  # what a block takes on the disk
@@ -166,6 +166,33 @@ def test_verify_finds_the_corrupt_block_and_sets_it_aside(root, capsys):
     assert answer["corrupt_blocks"] == [f"{ALICE.digest.hex()}/{key_of('b').hex()}"]
     assert held(root, ALICE) == {key_of("a"), key_of("c")}
     assert store("verify", url_of(root)) == 0, "it is out of the way now"
+
+
+def times_of_use(root, frame):
+    """By key: when the books say that a block was used, and when its file does."""
+
+    async def work(store):
+        return {block.key: block.used_s async for block in store.list_blocks()}
+
+    booked = in_store(root, frame, work)
+    place = NamespaceFolder(root, frame.digest)
+    return {key: (used_s, place.block(key).stat().st_atime_ns) for key, used_s in booked.items()}
+
+
+def test_looking_at_a_block_is_no_use_of_it(root, tmp_path):
+    async def read_one(store):
+        await read(store, key_of("a"))
+
+    for key in held(root, ALICE):
+        os.utime(NamespaceFolder(root, ALICE.digest).block(key), (1e9, 1e9))  # read long ago
+    before = times_of_use(root, ALICE)
+    assert store("verify", url_of(root)) == 0
+    assert store("cp", url_of(root), url_of(tmp_path / "copy")) == 0
+    assert times_of_use(root, ALICE) == before
+    in_store(root, ALICE, read_one)  # as a server does
+    after = times_of_use(root, ALICE)
+    assert after[key_of("a")][0] > before[key_of("a")][0]
+    assert {key for key in after if after[key][0] != before[key][0]} == {key_of("a")}
 
 
 def test_verify_names_corrupt_blocks_for_people(root, capsys):

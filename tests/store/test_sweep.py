@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from filestore import A, files_below, path_of, put_a, read_a, with_store
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.store.file.paths import new_tmp_name, this_host
-from sglang_cake.store.file.sweep import STALE_S, remove_if_stale
+from sglang_cake.store.file.sweep import STALE_S, is_stale, remove_if_stale
 from sglang_cake.testing.store_contract import block_of, key_of
 
 
@@ -17,6 +18,17 @@ def ended_pid():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def test_a_writer_that_nobody_has_waited_for_is_dead():
+    """A zombie keeps its number for as long as its parent does not ask."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = f"{this_host()}-{process.pid}"
+    assert not is_stale(owner, time.time())
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_stale(owner, time.time())
+    process.wait()
 
 
 def test_only_stale_files_are_swept(tmp_path):

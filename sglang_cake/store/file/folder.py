@@ -22,7 +22,7 @@ from sglang_cake.errors import (
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage
-from sglang_cake.store.file.blockfile import NewFile, sync_folder, write_file
+from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
 from sglang_cake.store.file.books import FOLDER_BYTES, Books
 from sglang_cake.store.file.description import read_description
 from sglang_cake.store.file.index import BlockIndex
@@ -105,26 +105,27 @@ class BlockFolder:
         place, found = NamespaceFolder(self._root, digest), []
         for key in keys:
             check_stop(stop)
-            found.append(_is_whole(place.block(key), framed_bytes))
+            found.append(_is_whole(place.block_name(key), framed_bytes))
         return found
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
         """Whether the block has a file; the books are not asked. Blocks on the disk for a moment,
         if at all."""
-        return NamespaceFolder(self._root, digest).block(key).exists()
+        return os.path.exists(NamespaceFolder(self._root, digest).block_name(key))
 
     @contextlib.contextmanager
-    def reading(self, digest: Digest, key: BlockKey) -> Iterator[int]:
+    def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
         """The block's file, open for reading; it is not evicted meanwhile.
 
         A BlockCorrupt that the caller raises inside has the file set aside.
+
+        Args: counts: as a use of the block, for eviction.
         Raises: BlockMissing, BlockCorrupt (no file at all), StoreUnavailable.
         """
-        path = NamespaceFolder(self._root, digest).block(key)
+        path = NamespaceFolder(self._root, digest).block_name(key)
         with _foreign_errors():
             try:
-                # O_NONBLOCK does nothing to a file, and keeps a foreign pipe from hanging us.
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                fd = open_to_read(path, counts=counts)
             except FileNotFoundError:
                 self._forget(digest, key)
                 raise BlockMissing(key.hex()) from None
@@ -134,7 +135,8 @@ class BlockFolder:
                 if not lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
-                self._books.was_read(digest, key)
+                if counts:
+                    self._books.was_read(digest, key)
             except BlockCorrupt as error:
                 self._set_aside(digest, key, os.fstat(fd).st_ino)
                 raise BlockCorrupt(f"{path}: {error}") from None
@@ -211,9 +213,14 @@ class BlockFolder:
             blocks=blocks,
             used_bytes=used_bytes + self._room.overhead_bytes(),
             capacity_bytes=self._room.capacity_bytes,
-            evicted_bytes=self._room.evicted_bytes,
+            evicted_bytes=self.evicted_bytes,
             policy=self._room.policy_name,
         )
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Of blocks that made way for others, since this folder was opened."""
+        return self._room.evicted_bytes
 
     def evict(self, bytes_wanted: int) -> int:
         """Evict blocks of so many bytes, those first that would go first anyway; returns how many
@@ -352,7 +359,7 @@ class BlockFolder:
             pass  # read-only, or another reader was first: the block stays bad, and is never used
 
 
-def _is_whole(path: Path, framed_bytes: int) -> bool:
+def _is_whole(path: str, framed_bytes: int) -> bool:
     with _foreign_errors():
         try:
             status = os.stat(path)

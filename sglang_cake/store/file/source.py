@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace
@@ -32,6 +33,7 @@ class FileSource:
     min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
     capacity_bytes: int | None = None
     policy: str = DEFAULT_POLICY
+    reads_count: bool = True  # as use, for eviction
 
     def check(self) -> None:
         try:
@@ -47,7 +49,7 @@ class FileSource:
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
         try:
-            return FileStore(folder, frame, threads=depth)
+            return FileStore(folder, frame, threads=depth, reads_count=self.reads_count)
         except BaseException:
             folder.close()
             raise
@@ -78,6 +80,7 @@ def parse(url: StoreUrl) -> FileSource:
         min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
         capacity_bytes=url.option("capacity", _parse_capacity, None),
         policy=url.option("policy", one_of(*RANKS), url.policy),
+        reads_count=url.reads_count,
     )
 
 
@@ -108,11 +111,8 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
 
     Raises: ConfigError if there is no home folder, or its disk cannot be asked for its size.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        if not cache.is_absolute():  # unset, or to be ignored by the XDG specification
-            cache = Path.home() / ".cache"
-        path = cache / "sglang_cake" / "store"
+        path = cache_folder() / "store"
         there = next(folder for folder in (path, *path.parents) if folder.exists())
         stat = os.statvfs(there)
     except (OSError, RuntimeError) as error:

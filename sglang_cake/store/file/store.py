@@ -21,12 +21,15 @@ class FileStore:
     """Implements `Store`. Reads and writes have a pool of `threads` each, so that neither waits
     behind the other."""
 
-    def __init__(self, folder: BlockFolder, frame: BlockFrame, *, threads: int) -> None:
+    def __init__(
+        self, folder: BlockFolder, frame: BlockFrame, *, threads: int, reads_count: bool = True
+    ) -> None:
         """Open the namespace in `folder`, which is closed with this store.
 
+        Args: reads_count: as use, for eviction.
         Raises: StoreUnavailable; ConfigError if the folder describes another namespace.
         """
-        self._folder, self._frame = folder, frame
+        self._folder, self._frame, self._reads_count = folder, frame, reads_count
         folder.claim(frame.digest, frame.namespace.describe())
         self._readers = ThreadPoolExecutor(threads, "cake-file-read")
         self._writers = ThreadPoolExecutor(threads, "cake-file-write")
@@ -74,7 +77,7 @@ class FileStore:
         return self._folder.contains(frame.digest, keys, frame.framed_bytes, stop)
 
     def _get(self, key: BlockKey, out: memoryview, stop: threading.Event) -> None:
-        with self._folder.reading(self._frame.digest, key) as fd:
+        with self._folder.reading(self._frame.digest, key, counts=self._reads_count) as fd:
             size = os.fstat(fd).st_size
             if size != self._frame.framed_bytes:
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")

@@ -37,6 +37,10 @@ def _is_alive(pid: int) -> bool:
         return False
     except (PermissionError, OverflowError):
         return True
+    # One that ended and that nobody has waited for, as under a container's first process that is no
+    # init, still has its number, and writes nothing any more.
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return True
 
 

@@ -3,21 +3,13 @@
 from collections.abc import Mapping
 
 from sglang_cake.store.base import StoreStats
+from sglang_cake.store.http.tally import Tally
 
 PREFIX = "sglang_cake_store"
 
 
-def metrics_text(
-    stats: StoreStats,
-    *,
-    answers: Mapping[tuple[str, int], int],
-    sent_bytes: int,
-    received_bytes: int,
-    puts: int,
-    refused_connections: int,
-    bad_requests: int,
-) -> str:
-    """One line a number. Args: answers: requests by method and status."""
+def metrics_text(stats: StoreStats, tally: Tally, workers: int) -> str:
+    """One line a number, over all workers. Args: workers: how many there should be."""
     lines: list[str] = []
 
     def say(name: str, kind: str, values: Mapping[str, float]) -> None:
@@ -25,16 +17,17 @@ def metrics_text(
         lines.extend(f"{PREFIX}_{name}{labels} {value}" for labels, value in values.items())
 
     by_label = {
-        f'{{method="{method}",status="{status}"}}': count
-        for (method, status), count in sorted(answers.items())
+        f'{{method="{method}",status="{status or "other"}"}}': count
+        for method, status, count in tally.answers()
     }
     say("requests_total", "counter", by_label)
-    say("sent_bytes_total", "counter", {"": sent_bytes})
-    say("received_bytes_total", "counter", {"": received_bytes})
-    say("refused_connections_total", "counter", {"": refused_connections})
-    say("bad_requests_total", "counter", {"": bad_requests})
-    say("puts_in_progress", "gauge", {"": puts})
-    say("evicted_bytes_total", "counter", {"": stats.evicted_bytes})
+    for name in (
+        *("sent_bytes", "received_bytes", "refused_connections", "bad_requests"),
+        "evicted_bytes",
+    ):
+        say(f"{name}_total", "counter", {"": tally.total(name)})
+    say("puts_in_progress", "gauge", {"": tally.total("puts")})
+    say("workers", "gauge", {"": workers})
     known = {
         "blocks": stats.blocks,
         "used_bytes": stats.used_bytes,

@@ -21,6 +21,7 @@ MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
 BLOCK_TYPE = "application/octet-stream"
+USE_HEADER, NO_USE = "Cake-Use", "no"  # a GET that says so is no use of the block, for eviction
 
 HEALTH, STATS, METRICS, NAMESPACES = "/health", "/stats", "/metrics", "/namespaces"
 

@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections import Counter
+from dataclasses import replace
 from urllib.parse import parse_qs
 
 from aiohttp import web
 
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.keys import Digest
-from sglang_cake.store.base import BlockInfo
+from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.auth import Gate
@@ -19,6 +19,7 @@ from sglang_cake.store.http.bodies import GRACE_S, Refused, read_body
 from sglang_cake.store.http.metrics import metrics_text
 from sglang_cake.store.http.protocol import Kind, Target
 from sglang_cake.store.http.server_blocks import BlockService
+from sglang_cake.store.http.tally import Row
 from sglang_cake.store.threads import run_stoppable
 
 logger = logging.getLogger(__name__)
@@ -36,26 +37,27 @@ METHODS = {
 }
 
 
-KNOWN_METHODS = frozenset(method for methods in METHODS.values() for method in methods)
-
-
 class StoreServer:
     """Answers requests; whoever makes it listens (see `serving`). The folder stays the caller's."""
 
     def __init__(
-        self, folder: BlockFolder, gate: Gate, *, namespace_quota_bytes: int | None = None
+        self,
+        folder: BlockFolder,
+        gate: Gate,
+        counts: Row,
+        *,
+        namespace_quota_bytes: int | None = None,
     ) -> None:
-        self._folder, self._gate = folder, gate
-        self._blocks = BlockService(folder, self._is_claimed, namespace_quota_bytes)
+        """Args: counts: this process's, of all that answer for the same server."""
+        self._folder, self._gate, self.counts = folder, gate, counts
+        self._evicted_before = counts["evicted_bytes"]  # by who had this row earlier
+        self._blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._claimed: set[Digest] = set()
-        self._answers: Counter[tuple[str, int]] = Counter()  # by method and status
         self._under_way = 0
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.refused_connections = 0  # counted by who listens, as is what follows
-        self.bad_requests = 0  # that were no HTTP
 
     def close(self) -> None:
         """Once no request is under way any more. Blocks until the threads are done."""
@@ -78,8 +80,7 @@ class StoreServer:
                 self._idle.set()
             if self._stopping:
                 request.protocol.close()
-        method = request.method if request.method in KNOWN_METHODS else "other"
-        self._answers[method, response.status] += 1
+        self.counts.answered(request.method, response.status)
         return response
 
     async def _answer_or_error(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -206,19 +207,21 @@ class StoreServer:
                 self._blocks.readers, lambda stop: self._folder.namespaces()
             )
             return web.json_response(protocol.write_namespaces(spaces))
-        stats = await run_stoppable(self._blocks.readers, lambda stop: self._folder.stats())
+        stats = await self._stats()
         if kind is Kind.STATS:
             return web.json_response(protocol.write_stats(stats))
-        text = metrics_text(
-            stats,
-            answers=self._answers,
-            sent_bytes=self._blocks.sent_bytes,
-            received_bytes=self._blocks.received_bytes,
-            puts=self._blocks.puts,
-            refused_connections=self.refused_connections,
-            bad_requests=self.bad_requests,
-        )
+        tally = self.counts.tally
+        text = metrics_text(stats, tally, len(tally.rows))
         return web.Response(text=text, content_type="text/plain")
+
+    async def _stats(self) -> StoreStats:
+        stats = await run_stoppable(self._blocks.readers, lambda stop: self._folder.stats())
+        self.count_evicted()
+        return replace(stats, evicted_bytes=self.counts.tally.total("evicted_bytes"))
+
+    def count_evicted(self) -> None:
+        """Take up what the folder did in the background. To be called every second or so."""
+        self.counts["evicted_bytes"] = self._evicted_before + self._folder.evicted_bytes
 
     # What follows runs in threads.
 

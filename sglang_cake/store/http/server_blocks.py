@@ -25,13 +25,14 @@ from sglang_cake.store.http.bodies import (
     time_limit_s,
     wanted_slice,
 )
-from sglang_cake.store.http.sending import is_cached, read_in, send_file
+from sglang_cake.store.http.sending import in_one_go, is_cached, read_in, send_at_once, send_rest
+from sglang_cake.store.http.tally import Row
 from sglang_cake.store.threads import check_stop, run_stoppable
 
 T = TypeVar("T")
 
 MAX_BLOCK_BYTES = 1 << 30  # with header
-MAX_PUTS = 8  # at once; each holds about two pieces
+MAX_PUTS = 8  # at once, in all processes; each holds about two pieces
 READ_THREADS = 8
 CHECK_BYTES = 1 << 20
 
@@ -78,16 +79,14 @@ class BlockService:
         self,
         folder: BlockFolder,
         is_claimed: Callable[[Digest], bool],
+        counts: Row,
         namespace_quota_bytes: int | None,
     ) -> None:
         """Args: is_claimed: whether the folder has the namespace; blocking."""
-        self._folder, self._is_claimed = folder, is_claimed
+        self._folder, self._is_claimed, self._counts = folder, is_claimed, counts
         self._quota_bytes = namespace_quota_bytes
         self.readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
         self._writers = ThreadPoolExecutor(MAX_PUTS, "cake-http-write")
-        self.puts = 0  # under way
-        self.sent_bytes = 0
-        self.received_bytes = 0
 
     def close(self) -> None:
         """Blocks until the threads are done."""
@@ -101,7 +100,9 @@ class BlockService:
         # A file that is there is opened at once: the way to a thread and back takes longer. A block
         # that is not may have to be struck from the books, which can take its time.
         pool = None if self._folder.has_file(digest, key) else self.readers
-        async with entered(pool, self._folder.reading(digest, key)) as fd:
+        told_so = request.headers.get(protocol.USE_HEADER) == protocol.NO_USE
+        counts = request.method == "GET" and not told_so
+        async with entered(pool, self._folder.reading(digest, key, counts=counts)) as fd:
             size = os.fstat(fd).st_size
             response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
             response.content_type = protocol.BLOCK_TYPE
@@ -113,9 +114,12 @@ class BlockService:
                 response.set_status(206)
                 response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             response.content_length = stop - start
-            await response.prepare(request)
             if request.method == "GET" and stop > start:
-                await self._send(request, fd, start, stop - start)
+                with in_one_go(request.transport):
+                    await response.prepare(request)
+                    await self._send(request, fd, start, stop - start)
+            else:
+                await response.prepare(request)
             return response
 
     async def _send(self, request: web.BaseRequest, fd: int, start: int, count: int) -> None:
@@ -127,9 +131,11 @@ class BlockService:
             if not is_cached(fd, start, start + count):
                 work = functools.partial(read_in, fd, start, start + count)
                 await run_stoppable(self.readers, work)
-            async with asyncio.timeout(time_limit_s(count)):
-                await send_file(transport, fd, start, count)
-            self.sent_bytes += count
+            sent = send_at_once(transport, fd, start, count)
+            if sent < count:
+                async with asyncio.timeout(time_limit_s(count)):
+                    await send_rest(transport, fd, start + sent, count - sent)
+            self._counts["sent_bytes"] += count
         except (OSError, RuntimeError):  # RuntimeError: the transport is closing
             transport.abort()
 
@@ -140,9 +146,9 @@ class BlockService:
             raise Refused(411, "write the Content-Length")
         if not HEADER_BYTES < size <= MAX_BLOCK_BYTES:
             raise Refused(413, f"a block has {HEADER_BYTES + 1} to {MAX_BLOCK_BYTES} bytes")
-        if self.puts >= MAX_PUTS:
+        if self._counts.tally.total("puts") >= MAX_PUTS:
             raise Refused(503, "too many puts at once", {"Retry-After": "1"})
-        self.puts += 1
+        self._counts["puts"] += 1
         try:
             async with entered(self._writers, self._writing(digest, key, size)) as file:
                 if file is None:
@@ -151,7 +157,7 @@ class BlockService:
                     await self._take(request, PassingBlock(digest, key, size), file)
             return web.Response(status=201)
         finally:
-            self.puts -= 1
+            self._counts["puts"] -= 1
 
     async def _take(self, request: web.BaseRequest, block: PassingBlock, file: NewFile) -> None:
         def keep(piece: bytearray, stop: threading.Event) -> None:
@@ -164,7 +170,7 @@ class BlockService:
 
         await accept_body(request)
         async for piece in read_pieces(request):
-            self.received_bytes += len(piece)
+            self._counts["received_bytes"] += len(piece)
             await run_stoppable(self._writers, functools.partial(keep, piece))
         await run_stoppable(self._writers, commit)
 
@@ -184,7 +190,7 @@ class BlockService:
     # What follows runs in threads.
 
     def _check(self, digest: Digest, key: BlockKey, stop: threading.Event) -> None:
-        with self._folder.reading(digest, key) as fd:
+        with self._folder.reading(digest, key, counts=False) as fd:
             size = os.fstat(fd).st_size
             block, done = PassingBlock(digest, key, size), 0
             while done < size:

@@ -1,35 +1,26 @@
-"""Runs a store server in this process: sockets, TLS, bounds on connections, a clean end."""
+"""Runs a store server: settings, sockets, TLS, and the processes that answer."""
 
 import asyncio
 import contextlib
 import ipaddress
-import logging
+import os
 import resource
-import signal
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
-
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.http.auth import Gate
-from sglang_cake.store.http.server import StoreServer
+from sglang_cake.store.http.crew import MAX_CONNECTIONS, Crew
+from sglang_cake.store.http.tally import Row, Tally
+from sglang_cake.store.http.worker import work
 
-MAX_CONNECTIONS = 1024
-KEEPALIVE_S = 75.0  # of a connection without a request
-END_S = 20.0  # how long requests that are under way may take when the server stops
-CUT_S = 2.0  # how long those that were cut off then may take to end
-LINGER_S = 2.0  # how long the rest of an unwanted body is read, so that the answer arrives
-HANDSHAKE_S = 10.0
-READ_BYTES = 1 << 17  # of a body that wait in memory until they are looked at
-REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\nContent-Length: 0\r\n\r\n"
-)
+MAX_WORKERS = 64
+# Each worker knows the order of eviction by heart, so more are for who asks for them.
+DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +34,7 @@ class ServeSettings:
     tls_key: Path | None = None
     tokens: tuple[str, ...] = ()
     namespace_quota_bytes: int | None = None
+    workers: int = DEFAULT_WORKERS
 
     def check(self) -> None:
         """Raises: ConfigError."""
@@ -50,6 +42,8 @@ class ServeSettings:
             raise ConfigError("--tls-cert and --tls-key go together")
         if not 0 <= self.port <= 65535:  # the system would take it modulo 65536
             raise ConfigError(f"--port {self.port} is none, allowed: 0 to 65535")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"--workers {self.workers} is none, allowed: 1 to {MAX_WORKERS}")
         if not self.tokens and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} lets other machines in: protect it with --token-file, "
@@ -66,99 +60,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
-    """Serve until SIGTERM or SIGINT, then let end what is under way, END_S at most.
+def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
+    """Serve until SIGTERM or SIGINT, then let end what is under way. Forks: no threads before.
 
     Args: announce: called with the store's URL once requests are answered.
     Raises: ConfigError, StoreUnavailable.
     """
     settings.check()
     tls = _tls(settings)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
     _allow_open_files()
+
+    def answer(channel: socket.socket, counts: Row) -> None:
+        gate, quota_bytes = Gate(settings.tokens), settings.namespace_quota_bytes
+        asyncio.run(work(channel, settings.source, gate, counts, tls, quota_bytes))
+
     with contextlib.closing(_listen(settings.host, settings.port)) as listening:
-        folder = await asyncio.to_thread(settings.source.folder)
-        try:
-            server = StoreServer(
-                folder,
-                Gate(settings.tokens),
-                namespace_quota_bytes=settings.namespace_quota_bytes,
-            )
-            try:
-                await _run(
-                    server, listening, tls, lambda: announce(_url(settings, listening)), stopping
-                )
-            finally:
-                await asyncio.to_thread(server.close)
-        finally:
-            await asyncio.to_thread(folder.close)
-
-
-async def _run(
-    server: StoreServer,
-    listening: socket.socket,
-    tls: ssl.SSLContext | None,
-    ready: Callable[[], object],
-    stopping: asyncio.Event,
-) -> None:
-    http = web.Server(
-        server.handle,
-        access_log=None,
-        auto_decompress=False,
-        keepalive_timeout=KEEPALIVE_S,
-        lingering_time=LINGER_S,
-        read_bufsize=READ_BYTES,
-        logger=_count_bad_requests(server),
-    )
-
-    def connect() -> asyncio.Protocol:
-        if len(http.connections) >= MAX_CONNECTIONS:
-            server.refused_connections += 1
-            return _Refusal()
-        return http()
-
-    runner = web.ServerRunner(http, shutdown_timeout=CUT_S)
-    await runner.setup()
-    listener = await asyncio.get_running_loop().create_server(
-        connect,
-        sock=listening,
-        ssl=tls,
-        backlog=MAX_CONNECTIONS,
-        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-    )
-    ready()
-    await stopping.wait()
-    listener.close()
-    # Before `cleanup`, which lets no more bytes of a body in.
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(END_S):
-            await server.drained()
-    await runner.cleanup()
-
-
-def _count_bad_requests(server: StoreServer) -> logging.Logger:
-    """What aiohttp logs to: with a traceback for whatever is no HTTP, which anybody could fill a
-    disk with. Errors in the handling of requests are logged by the server itself."""
-
-    class Count(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            server.bad_requests += 1
-
-    log = logging.Logger("sglang_cake.http.bad_requests", logging.ERROR)
-    log.addHandler(Count())
-    return log
-
-
-class _Refusal(asyncio.Protocol):
-    """One connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(REFUSAL)
-        transport.close()
+        crew = Crew(listening, Tally(settings.workers), answer)
+        crew.run(lambda: announce(_url(settings, listening)))
 
 
 def _listen(host: str, port: int) -> socket.socket:

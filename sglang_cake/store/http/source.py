@@ -23,6 +23,7 @@ class HttpSource:
     base: str  # without a slash at the end
     token_file: Path | None = None
     ca: Path | None = None  # certificates to trust instead of the system's
+    reads_count: bool = True  # as use, for the server's eviction
 
     def check(self) -> None:
         """The files can be read. Whether the server is up is not asked: it may come later."""
@@ -59,7 +60,7 @@ class HttpSource:
             except OSError as error:  # what it cannot parse is an SSLError, which is one
                 words = error.strerror or "no certificates in it"
                 raise ConfigError(f"ca file {self.ca} cannot be read: {words}") from None
-        return Endpoint(self.base, token, tls)
+        return Endpoint(self.base, token, tls, self.reads_count)
 
 
 def parse(url: StoreUrl) -> HttpSource:
@@ -68,6 +69,7 @@ def parse(url: StoreUrl) -> HttpSource:
         base=_base(url),
         token_file=url.option("token_file", absolute_path, None),
         ca=url.option("ca", absolute_path, None),
+        reads_count=url.reads_count,
     )
     if source.ca is not None and url.scheme != "https":
         raise url.error("'ca' needs https")

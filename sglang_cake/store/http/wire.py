@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 import aiohttp
 
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.store.http import protocol
 from sglang_cake.store.http.breaker import Breaker
 from sglang_cake.store.http.timing import Hedging, Pace, Patience
 
@@ -53,6 +54,7 @@ class Endpoint:
     base: str  # URL without a slash at the end
     token: str | None = None
     tls: ssl.SSLContext | None = None
+    reads_count: bool = True  # as use, for the server's eviction
 
 
 class TryAgain(Exception):
@@ -233,6 +235,8 @@ class Wire:
             headers = {"Accept-Encoding": "identity"}
             if self._endpoint.token is not None:
                 headers["Authorization"] = f"Bearer {self._endpoint.token}"
+            if not self._endpoint.reads_count:
+                headers[protocol.USE_HEADER] = protocol.NO_USE
             self._session = aiohttp.ClientSession(
                 # No limit of its own: whoever calls has one for each kind of request, so that a
                 # lookup never waits for a connection behind reads.

@@ -24,11 +24,13 @@ class TierCounts:
     """What happened in one tier since it was opened."""
 
     read_blocks: int = 0
+    read_bytes: int = 0  # of them, payload
     missing_blocks: int = 0  # reads of blocks that were not there
     corrupt_blocks: int = 0
     failed_calls: int = 0  # did not answer, or wrongly
     late_answers: int = 0  # to lookups; not waited for any longer
     put_blocks: int = 0  # new ones, by a put or in the background
+    put_bytes: int = 0  # of them, payload
     moved_up_blocks: int = 0  # of them, because they were read from a lower tier
     full_blocks: int = 0  # refused by the tier: no room
     queue_full_blocks: int = 0  # not copied to it in the background: no buffer
@@ -88,6 +90,7 @@ class Tier:
             self.link.ended(out.nbytes)
         self.link.landed(out.nbytes, started_s, self._clock())
         self.counts.read_blocks += 1
+        self.counts.read_bytes += out.nbytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`; any other failure is a StoreUnavailable."""
@@ -97,6 +100,7 @@ class Tier:
             self.counts.full_blocks += 1
             raise
         self.counts.put_blocks += fresh
+        self.counts.put_bytes += data.nbytes if fresh else 0
         return fresh
 
     async def delete(self, key: BlockKey) -> None:

@@ -1,10 +1,12 @@
 """Real servers for the tests of the HTTP store: ours and nginx, each as its own process."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -101,14 +103,32 @@ class OurServer:
         self.process.terminate()
         return self.ended()
 
+    def workers(self):
+        """The processes that answer."""
+        pid = self.process.pid
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     def kill(self):
+        """All of it, as a power cut would."""
+        workers = self.workers()
         self.process.kill()
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        poll(lambda: not any(map(is_alive, workers)), "all of it is gone")
         return self.ended()
 
     def ended(self):
         status = self.process.wait(WAIT_S)
         self.process.stdout.close()
         return status
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 NGINX = """

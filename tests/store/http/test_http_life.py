@@ -1,6 +1,7 @@
 """Servers that stop, are killed and come back."""
 
 import asyncio
+import json
 import random
 import time
 
@@ -25,6 +26,7 @@ from http_servers import (
     with_client,
 )
 
+from sglang_cake.cli import main
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.store.http.protocol import block_path, contains_path
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
@@ -193,4 +195,32 @@ def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_and_healed(tmp
     assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
     assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
     assert path.exists()
+    assert server.stop() == 0
+
+
+def test_what_tools_read_over_http_is_no_use(tmp_path):
+    server = OurServer(tmp_path / "root")
+    claim(server)
+    for name in ("looked at", "used", "asked for"):
+        put_block(server, name)
+    listing = f"/{FRAME.digest.hex()}/"
+
+    def times():
+        lines = ask(server, "GET", listing)[2].splitlines()
+        return {block["key"]: block["used_s"] for block in map(json.loads, lines)}
+
+    before = times()
+
+    def path(name):
+        return block_path(FRAME.digest, key_of(name))
+
+    assert ask(server, "GET", path("looked at"), headers={"Cake-Use": "no"})[0] == 200
+    assert ask(server, "POST", path("looked at"))[0] == 204
+    assert ask(server, "HEAD", path("asked for"))[0] == 200
+    assert main(["store", "verify", server.base]) == 0
+    assert ask(server, "GET", path("used"))[0] == 200
+    assert server.stop() == 0  # by now it is written down
+    server = OurServer(tmp_path / "root")
+    changed = {key for key, used_s in times().items() if used_s != before[key]}
+    assert changed == {key_of("used").hex()}
     assert server.stop() == 0

@@ -1,0 +1,109 @@
+"""The experiments as Markdown, and their places in docs/evaluation.md."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper import figures, tables
+from benchmarks.paper.costs import PRINTED
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def overview() -> str:
+    """The tables in one."""
+    rows = []
+    for name in tables.TABLES:
+        s = tables.summary(tables.cells(name))
+        rows.append([name.replace("table", "Table "), *_numbers(s)])
+    for k, s in tables.by_length().items():
+        rows.append([f"Tables 3 and 5, {k}k tokens", *_numbers(s)])
+    head = ["", "cells", "T/T* median", "p90", "max", "worst of the better single way"]
+    return _rows([*head, "cells below the print"], rows)
+
+
+def _numbers(s: dict[str, Any]) -> list[str]:
+    names = ("over_ideal_median", "over_ideal_p90", "over_ideal_max", "over_single_max")
+    return [str(s["cells"]), *(f"{s[name]:.3f}" for name in names), str(s["below_printed"])]
+
+
+def averages() -> str:
+    """Average speedups: printed, recomputed from the printed cells, ours."""
+    rows = []
+    for name in tables.TABLES:
+        cells = tables.cells(name)
+        printed = PRINTED[name].get("paper_average")
+        text = f"{printed['io']}, {printed['comp']}" if printed else "-"
+        for label, io, comp in (("printed cells", "io", "comp"), ("ours", "our_io", "our_comp")):
+            mean = [sum(cell[key] for cell in cells) / len(cells) for key in (io, comp)]
+            text += f" | {mean[0]:.2f}, {mean[1]:.2f}"
+            del label
+        rows.append([name.replace("table", "Table "), *text.split(" | ")])
+    return _rows(["", "paper's text", "mean of its cells", "mean of ours"], rows)
+
+
+def figure3(result: dict[str, Any]) -> str:
+    rows = [[name, f"{rate:.2f}"] for name, rate in result["gb_per_s"].items()]
+    return _rows(["", "GB/s of KV"], rows)
+
+
+def figure5(result: dict[str, Any]) -> str:
+    rows = []
+    for name, s in result["statistics"].items():
+        over = (s["over_ideal_median"], s["over_ideal_p90"], s["over_ideal_max"])
+        single = (s["over_single_median"], s["over_single_max"])
+        texts = [f"{v:.3f}" for v in (*over, *single)]
+        rows.append([name, str(s["traces"]), *texts, f"{s['wasted_share']:.2%}"])
+    head = ["", "traces", "T/T* median", "p90", "max"]
+    return _rows([*head, "of the better single way", "at most", "loaded in vain"], rows)
+
+
+def figure6(result: dict[str, Any]) -> str:
+    rows = []
+    for policy, run in result["runs"].items():
+        names = ("finish_s", "stored_ttft_s", "short_ttft_mean_s", "short_ttft_max_s")
+        rows.append([policy, *(f"{run[name]:.2f}" for name in names)])
+    rows.append(["printed, default", f"{result['printed']['default_finish_s']:.2f}", "", "", ""])
+    rows.append(["printed, adaptive", f"{result['printed']['adaptive_finish_s']:.2f}", "", "", ""])
+    head = ["", "all finished, s", "first token of the stored one", "of the short ones, mean"]
+    gain = (
+        f"fcfs takes {result['gain']:.2f} times as long as adaptive to finish (printed: 1.26); "
+        f"over {result['seeds']} draws {result['gain_min']:.2f} to {result['gain_max']:.2f}."
+    )
+    return _rows([*head, "at most"], rows) + "\n\n" + gain
+
+
+def figure7(result: dict[str, Any]) -> str:
+    worst = {gpu: run["overhead_share_worst"] for gpu, run in result["gpus"].items()}
+    texts = ", ".join(f"{share:.2%} of the shortest step on {gpu}" for gpu, share in worst.items())
+    return f"Decisions: {result['decisions_ms']:.2f} ms a step (median): {texts}."
+
+
+def anonymous5(result: dict[str, Any]) -> str:
+    del result
+    return _rows(
+        ["statement", "printed", "simulated"], [list(row) for row in figures.comparisons()]
+    )
+
+
+def sections(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Marker in the document -> what belongs there."""
+    found = {"overview": overview(), "averages": averages()}
+    found |= {name: tables.markdown(name) for name in tables.TABLES if name in results}
+    makers = (figure3, figure5, figure6, figure7, anonymous5)
+    found |= {m.__name__: m(results[m.__name__]) for m in makers if m.__name__ in results}
+    return found
+
+
+def update(texts: dict[str, str], path: Path = DOC) -> None:
+    """Put every text between its markers, `<!-- NAME -->` and `<!-- end -->`."""
+    document = path.read_text()
+    for name, text in texts.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        document = pattern.sub(lambda found, new=text: f"{found[1]}{new}\n{found[2]}", document)
+    path.write_text(document)

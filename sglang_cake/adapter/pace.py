@@ -1,0 +1,87 @@
+"""Measures the steps of this process, and keeps the costs that all ranks decide on."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sglang_cake.adapter.restore import Restore
+from sglang_cake.config import CakeConfig
+from sglang_cake.read.cost import Costs, PrefillCost, PrefillFit, StepWork, work_of
+from sglang_cake.read.loader import Loader
+from sglang_cake.read.meet import View
+from sglang_cake.read.plan import look_ahead, worth_loading
+
+
+class Pace:
+    """What steps and loads cost here. The scheduler thread owns it.
+
+    Args:
+        chunk_tokens: what SGLang computes in one step at most.
+        pipelined: steps are launched while the one before runs, so only in a run of steps does the
+            time from one to the next say how long a step takes.
+    """
+
+    def __init__(
+        self, loader: Loader, prior: PrefillCost, *, chunk_tokens: int, pipelined: bool
+    ) -> None:
+        self._loader = loader
+        self.chunk_tokens = chunk_tokens
+        self._fit = PrefillFit(prior)
+        self._pipelined = pipelined
+        self._steady = False  # the step before the one under way was a prefill step as well
+        self._began_s = 0.0
+        self._work: StepWork | None = None  # of the step under way
+        self.agreed = self.own
+
+    @property
+    def own(self) -> Costs:
+        """As measured by this rank."""
+        return Costs(self._fit.cost, self._loader.cost)
+
+    @property
+    def measured(self) -> bool:
+        """Whether steps were measured here, and not only guessed or remembered."""
+        return self._fit.measured
+
+    def recall(self, costs: Costs) -> None:
+        """Start from what an earlier process measured."""
+        self._fit.recall(costs.prefill)
+        self._loader.recall(costs.load)
+        self.agreed = self.own
+
+    def claimed(self, start: int, stop: int, *, decodes: int) -> None:
+        """The step being scheduled prefills `[start, stop)` of a request, beside `decodes`."""
+        work = work_of(start, stop)
+        if self._work is None:
+            self._began_s = time.monotonic()
+            self._work = replace(work, decodes=decodes)
+        else:
+            self._work += work
+
+    def polled(self) -> None:
+        """The step under way at the last poll took until now."""
+        work, self._work = self._work, None
+        if work is None or (self._pipelined and not self._steady):
+            self._steady = work is not None
+            return
+        self._fit.observe(work, time.monotonic() - self._began_s)
+
+    def worth(self, view: View, config: CakeConfig) -> Callable[[Sequence[bool]], bool]:
+        """Whether to load, decided by the I/O thread once it knows which blocks are stored."""
+        costs, least = self.agreed, max(1, config.min_load_tokens // config.block_tokens)
+
+        def worth(stored: Sequence[bool]) -> bool:
+            if config.mode == "compute" or sum(stored[view.first :]) < least:
+                return False
+            return config.mode != "auto" or worth_loading(view, stored, self.chunk_tokens, costs)
+
+        return worth
+
+    def remaining_s(self, restore: Restore) -> float:
+        """Predicted rest of its T*."""
+        return look_ahead(
+            restore.meet.view(),
+            chunk_tokens=self.chunk_tokens,
+            costs=self.agreed,
+            progress=restore.progress,
+        ).best_s

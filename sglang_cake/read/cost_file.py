@@ -1,0 +1,87 @@
+"""Costs that outlive the process: one small file per machine, namespace and store setting.
+
+Only a hint: a file that is absent, foreign or damaged means that the first requests measure anew.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from sglang_cake.keys import Digest
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
+
+VERSION = 1
+MAX_FILES = 64  # the newest stay
+_MAX_BYTES = 4096
+_LONGEST_S = 1e4  # no cost is larger; no share is either
+
+
+class CostFile:
+    """Remembers the costs of one machine, namespace and store setting.
+
+    Args:
+        folder: where all such files are; made when first written to, 0700.
+        device: what computes here, for example the GPU's name.
+    """
+
+    def __init__(self, folder: Path, *, namespace: Digest, store: str, device: str) -> None:
+        machine = f"{platform.node()}\0{os.cpu_count()}\0{device}\0{store}".encode()
+        name = hashlib.sha256(bytes(namespace) + machine).hexdigest()[:32]
+        self._folder, self._path = folder, folder / f"{name}.json"
+
+    def read(self) -> Costs | None:
+        """What was written last, if it can be read and makes sense."""
+        try:
+            with open(self._path, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            if content["version"] != VERSION:
+                return None
+            prefill, load = _numbers(content["prefill"], 5), _numbers(content["load"], 4)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        latency_s, block_s, copy_s, error = load
+        return Costs(PrefillCost(*prefill), LoadCost(latency_s, block_s, copy_s, error))
+
+    def write(self, costs: Costs) -> bool:
+        """Replace the file; False if that cannot be done (a read-only home, a full disk)."""
+        load = asdict(costs.load)
+        del load["depth"]
+        content = {"version": VERSION, "prefill": asdict(costs.prefill), "load": load}
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._folder)  # 0600
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+                os.replace(temporary, self._path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            self._forget_old()
+        except OSError:
+            return False
+        return True
+
+    def _forget_old(self) -> None:
+        files = list(self._folder.iterdir())
+        if len(files) > MAX_FILES:
+            files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+            for file in files[MAX_FILES:]:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+
+def _numbers(named: dict[str, object], count: int) -> list[float]:
+    kind = PrefillCost if count == len(fields(PrefillCost)) else LoadCost
+    numbers = [named[field.name] for field in fields(kind)[:count]]
+    found = [float(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    if len(found) < count or not all(math.isfinite(n) and 0 <= n < _LONGEST_S for n in found):
+        raise ValueError("not a cost")
+    return found

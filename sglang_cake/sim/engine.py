@@ -1,0 +1,362 @@
+"""A server with many prompts on a virtual clock, decided by the very code that decides in the real
+one.
+
+`Meet`, `worth_loading`, `next_step`, `look_ahead`, `order`, `PrefillFit` and `LoadFit` are the
+server's own. Only the clock, the device, the links and the forming of a batch are models: a step
+carries decoding requests first, then prompts in the order that the policy gives, until its token
+budget is used up (as SGLang does with mixed chunks); blocks cross each link one after another, last
+block first. A device that waits looks again when something lands, and once in a block's time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang_cake.read.cost import Costs, StepWork, work_of
+from sglang_cake.read.meet import BlockState, Meet
+from sglang_cake.read.plan import Mode, Progress, look_ahead, next_step, worth_loading
+from sglang_cake.read.share import Claimant, order
+from sglang_cake.sim.machine import Clock, Knowledge, Machine, Source, beside, work_s
+from sglang_cake.sim.records import Lap, Prompt, Race, StepRecord
+
+Policy = Literal["adaptive", "fcfs"]
+NOTHING = StepWork(0, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A prompt that is not finished."""
+
+    race: Race
+    meet: Meet
+    stored: int
+    ready_s: float  # when its first block can begin to cross a link
+    keep: int | None = 0
+    since_s: float | None = None  # since when the link owes it a block; None: is not being served
+    begun: bool = False
+    waits_since_s: float | None = None
+    decoded: int = 0
+    reading: set[int] = field(default_factory=set)
+
+    def progress(self, now: float) -> Progress:
+        since_s = 0.0 if self.since_s is None else now - self.since_s
+        return Progress(since_s, self.begun, self.keep or 0)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.meet.front < self.race.prompt.prompt_tokens
+
+    def wanted(self, source: Source) -> int | None:
+        """The block to read next, the last one first."""
+        if self.keep is None:
+            return None
+        view = self.meet.view()
+        end = len(view.states)
+        while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
+            block, end = view.first + found, found
+            if block < self.keep:
+                return None
+            held = source.holds is None or block < source.holds
+            if block not in self.reading and held:
+                return block
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A block that crosses a link."""
+
+    live: _Live
+    block: int
+    began_s: float
+    first: bool
+
+
+class Server:
+    """One device and its links; hand it prompts, run the clock, look at `races` and `steps`.
+
+    Args:
+        chunk_tokens: budget of a step.
+        policy: who gets the device and the links first; `fcfs` is the order of arrival.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        clock: Clock,
+        *,
+        chunk_tokens: int,
+        block_tokens: int = 128,
+        mode: Mode = "auto",
+        policy: Policy = "adaptive",
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.races: list[Race] = []
+        self.steps: list[StepRecord] = []
+        self._machine = machine
+        self._clock = clock
+        self._chunk = chunk_tokens
+        self._block = block_tokens
+        self._mode: Mode = mode
+        self._policy = policy
+        self._known = knowledge or Knowledge.of(machine)
+        self._lives: list[_Live] = []
+        self._ranks: list[_Live] = []
+        self._links: list[tuple[Source, list[_Reading]]] = [(s, []) for s in machine.sources]
+        self._landed_s = 0.0  # the last time that anything did
+        self._busy = False
+        self._polls = False
+
+    def submit(self, prompt: Prompt) -> Race:
+        """`prompt` will arrive at its time; its race fills in as the clock runs."""
+        race = Race(prompt)
+        self.races.append(race)
+        self._clock.at(prompt.arrive_s, lambda: self._arrive(race))
+        return race
+
+    # ---- what happens ----
+
+    def _arrive(self, race: Race) -> None:
+        prompt = race.prompt
+        meet = Meet(
+            block_tokens=self._block,
+            page_tokens=1,
+            limit_tokens=prompt.prompt_tokens - 1,
+            prompt_tokens=prompt.prompt_tokens,
+        )
+        count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
+        live = _Live(race, meet, count, self._clock.now + self._known_latency_s())
+        stored = [b < count for b in range(meet.blocks)]
+        loads = self._mode != "compute" and any(stored)
+        if loads and self._mode == "auto":
+            loads = worth_loading(meet.view(), stored, self._chunk, self._own_costs(NOTHING))
+        if loads:
+            meet.found(stored)
+        self._lives.append(live)
+        self._rank()
+        self._feed()
+        self._step()
+
+    def _known_latency_s(self) -> float:
+        return min(source.load.latency_s for source in self._machine.sources)
+
+    def _landed(self, link: int, reading: _Reading) -> None:
+        source, carried = self._links[link]
+        if not carried or carried[0] is not reading:
+            return  # it was cancelled
+        carried.clear()
+        self._left(source)
+        live, now = reading.live, self._clock.now
+        live.reading.discard(reading.block)
+        took_s = now - max(reading.began_s, min(self._landed_s, now))
+        if reading.first:
+            took_s = now - reading.began_s + self._known_latency_s()
+        self._known.load.landed(took_s, first=reading.first)
+        self._landed_s = live.since_s = now
+        live.begun = True
+        live.race.landings.append((now, reading.block))
+        if not live.meet.landed(reading.block):
+            live.race.wasted_blocks += 1
+        self._feed()
+        self._step()
+
+    def _stepped(self, work: StepWork, laps: Sequence[tuple[_Live, Lap]], begin_s: float) -> None:
+        now = self._clock.now
+        self._busy = False
+        self._known.prefill.observe(work, now - begin_s)
+        for live in [x for x in self._lives if not x.in_prefill and x.decoded]:
+            self._decoded(live)
+        for live, lap in laps:
+            live.race.laps.append(lap)
+            if not live.in_prefill:
+                live.race.first_token_s = now
+                self._decoded(live)
+        self._rank()
+        self._feed()
+        self._step()
+
+    def _decoded(self, live: _Live) -> None:
+        live.decoded += 1
+        if live.decoded == live.race.prompt.new_tokens:
+            live.race.finish_s = self._clock.now
+            self._lives.remove(live)
+
+    def _polled(self) -> None:
+        self._polls = False
+        self._step()
+
+    # ---- what is decided ----
+
+    def _own_costs(self, others: StepWork) -> Costs:
+        """As they are for a prompt in a step that does `others` as well."""
+        costs = self._known.costs
+        return Costs(beside(costs.prefill, others), costs.load)
+
+    def _rank(self) -> None:
+        """Who comes first, with the device and with the links."""
+        now = self._clock.now
+        waiting = [live for live in self._lives if live.in_prefill]
+        if self._policy == "fcfs" or len(waiting) < 2:
+            self._ranks = waiting
+            return
+        self._ranks = [waiting[i] for i in order([self._claimant(x, now) for x in waiting])]
+
+    def _claimant(self, live: _Live, now: float) -> Claimant:
+        prompt, view = live.race.prompt, live.meet.view()
+        waited_s = now - prompt.arrive_s
+        if BlockState.WANTED in view.states and live.keep is not None:
+            outlook = look_ahead(
+                view,
+                chunk_tokens=self._chunk,
+                costs=self._known.costs,
+                progress=live.progress(now),
+            )
+            return Claimant(prompt.rid, outlook.best_s, waited_s)
+        landed = sum(view.states.count(s) for s in (BlockState.LANDED, BlockState.ATTACHED))
+        rest = prompt.prompt_tokens - live.meet.front - landed * self._block
+        return Claimant(prompt.rid, None, waited_s, live.begun and rest <= self._chunk)
+
+    def _feed(self) -> None:
+        """Every idle link begins the most urgent block that it has."""
+        now = self._clock.now
+        for number, (source, carried) in enumerate(self._links):
+            if carried:
+                continue
+            for live in self._ranks:
+                block = live.wanted(source)
+                if block is None:
+                    live.since_s = live.since_s if live.reading else None
+                elif now < live.ready_s:
+                    self._clock.at(live.ready_s, self._feed)
+                    live.since_s = now if live.since_s is None else live.since_s
+                else:
+                    self._read(number, source, live, block)
+                    break
+
+    def _read(self, number: int, source: Source, live: _Live, block: int) -> None:
+        now = self._clock.now
+        reading = _Reading(live, block, now, first=not live.begun and not live.reading)
+        live.reading.add(block)
+        live.since_s = now if live.since_s is None else live.since_s
+        work = source.load.block_s
+        if source.hub is not None:
+            source.hub.active += 1
+            work *= source.hub.slowdown
+        self._links[number][1].append(reading)
+        self._clock.at(source.speed.done_s(now, work), lambda: self._landed(number, reading))
+
+    def _fence(self, live: _Live) -> None:
+        """What compute has claimed is not loaded: reads of it end here."""
+        for source, carried in self._links:
+            if carried and carried[0].live is live and carried[0].block < live.meet.fence:
+                live.reading.discard(carried[0].block)
+                live.race.wasted_blocks += 1
+                carried.clear()
+                self._left(source)
+
+    @staticmethod
+    def _left(source: Source) -> None:
+        if source.hub is not None:
+            source.hub.active -= 1
+
+    def _step(self) -> None:
+        """Form the next batch and let the device begin it, unless it is at work."""
+        if self._busy or not any(live.in_prefill or live.decoded for live in self._lives):
+            return
+        number = len(self.steps)
+        decodes = sum(1 for live in self._lives if live.decoded)
+        taken = self._machine.others(number) if self._machine.others else 0
+        work = StepWork(taken, 0.0, decodes)
+        parts: list[tuple[_Live, int, int]] = []
+        for live in list(self._ranks):
+            left = self._chunk - decodes - work.tokens
+            if not live.in_prefill:
+                continue
+            self._attach(live)
+            start, stop = live.meet.front, self._decide(live, left, work) if left > 0 else 0
+            if stop > start:
+                parts.append((live, start, stop))
+                work += work_of(start, stop)
+        if not parts and not decodes and self._machine.others is None:
+            self._poll()
+            self._feed()
+            return
+        self._begin(number, work, parts, taken)
+        self._rank()
+        self._feed()
+
+    def _decide(self, live: _Live, left: int, work: StepWork) -> int:
+        """How far this prompt computes in the step being formed."""
+        now = self._clock.now
+        step = next_step(
+            live.meet.view(),
+            mode=self._mode,
+            chunk_tokens=left,
+            costs=self._own_costs(work),
+            progress=live.progress(now),
+        )
+        live.keep = step.keep
+        if step.keep is None:
+            live.meet.give_up()
+        if step.wait:
+            live.waits_since_s = now if live.waits_since_s is None else live.waits_since_s
+        elif live.waits_since_s is not None:
+            live.race.waited_s += now - live.waits_since_s
+            live.waits_since_s = None
+        return step.stop
+
+    def _attach(self, live: _Live) -> None:
+        while (span := live.meet.island()) is not None:
+            live.race.loaded_tokens += span.tokens
+            live.meet.attach(span)
+
+    def _begin(
+        self, number: int, work: StepWork, parts: Sequence[tuple[_Live, int, int]], taken: int
+    ) -> None:
+        now = self._clock.now
+        took_s = work_s(self._machine.prefill, work) * self._machine.noise(number)
+        end_s = self._machine.device.done_s(now, took_s + self._machine.meet_s * len(parts))
+        laps = []
+        for live, start, stop in parts:
+            live.meet.claim(stop)
+            live.race.computed_tokens += stop - start
+            self._fence(live)
+            laps.append((live, Lap(start, stop, now, end_s)))
+        stored = sum(stop - start for live, start, stop in parts if live.stored)
+        plain = sum(stop - start for live, start, stop in parts if not live.stored)
+        self.steps.append(StepRecord(now, end_s, work.decodes, plain, stored, taken))
+        self._busy = True
+        self._clock.at(end_s, lambda: self._stepped(work, laps, now))
+
+    def _poll(self) -> None:
+        if not self._polls:
+            self._polls = True
+            block_s = min(source.load.block_s for source in self._machine.sources)
+            self._clock.at(self._clock.now + max(0.0005, block_s), self._polled)
+
+
+def serve(
+    machine: Machine,
+    prompts: Sequence[Prompt],
+    *,
+    chunk_tokens: int,
+    block_tokens: int = 128,
+    mode: Mode = "auto",
+    policy: Policy = "adaptive",
+    knowledge: Knowledge | None = None,
+) -> Server:
+    """Serve `prompts` until all are finished; returns the server, with all that happened."""
+    clock = Clock()
+    server = Server(
+        machine,
+        clock,
+        chunk_tokens=chunk_tokens,
+        block_tokens=block_tokens,
+        mode=mode,
+        policy=policy,
+        knowledge=knowledge,
+    )
+    for prompt in prompts:
+        server.submit(prompt)
+    clock.run()
+    return server

@@ -1,0 +1,30 @@
+"""One prompt on a virtual clock: a server with nothing else to do."""
+
+from sglang_cake.read.plan import Mode
+from sglang_cake.sim.engine import serve
+from sglang_cake.sim.machine import Knowledge, Machine
+from sglang_cake.sim.records import Lap, Prompt, Race
+
+__all__ = ["Knowledge", "Lap", "Machine", "Race", "run_race"]
+
+
+def run_race(
+    machine: Machine,
+    prompt_tokens: int,
+    *,
+    chunk_tokens: int,
+    block_tokens: int = 128,
+    mode: Mode = "auto",
+    stored_blocks: int | None = None,
+    knowledge: Knowledge | None = None,
+) -> Race:
+    """Restore a prompt of which the first `stored_blocks` full blocks (None: all) are stored."""
+    server = serve(
+        machine,
+        [Prompt(prompt_tokens, stored_blocks=stored_blocks)],
+        chunk_tokens=chunk_tokens,
+        block_tokens=block_tokens,
+        mode=mode,
+        knowledge=knowledge,
+    )
+    return server.races[0]

@@ -1,0 +1,70 @@
+"""What SGLang's `/metrics` says of the store and its tiers."""
+
+import asyncio
+
+import pytest
+
+from sglang_cake.adapter.metrics import StoreMetrics
+from sglang_cake.errors import StoreUnavailable
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.tiers.store import TieredStore
+from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
+
+LABELS = {"model": "m"}
+
+
+class Unwritable(PassingStore):
+    async def put(self, key, data):
+        raise StoreUnavailable("down")
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    prometheus = pytest.importorskip("prometheus_client")
+    return StoreMetrics(LABELS, 2), prometheus.REGISTRY
+
+
+def sample(registry, name, **labels):
+    return registry.get_sample_value(f"sglang:cake_{name}", LABELS | labels)
+
+
+def test_each_tier_is_told_of_from_the_start_and_over_a_swap(metrics):
+    store_metrics, registry = metrics
+
+    def of(name, tier, **labels):
+        return sample(registry, f"tier_{name}", tier=str(tier), **labels)
+
+    for tier in (1, 2):
+        for event in ("read", "missing", "corrupt", "put", "moved_up", "full"):
+            assert of("blocks_total", tier, event=event) == 0
+        for way in ("read", "put"):
+            assert of("bytes_total", tier, way=way) == 0
+            assert of("up", tier, use=way) == 1
+        for reason in ("failed_calls", "late_answers", "left_out"):
+            assert of("failures_total", tier, reason=reason) == 0
+    assert of("up", 3, use="read") is None
+
+    async def use(store):
+        await store.put(key_of("a"), block_of("a"))
+        assert await read(store, key_of("a")) == block_of("a")
+        store_metrics.publish(store, await store.stats())
+        store_metrics.publish(store, await store.stats())  # nothing is counted twice
+        await store.close()
+
+    def tiered(*stores):
+        return TieredStore(stores, block_bytes=LAYOUT.block_bytes)
+
+    asyncio.run(use(tiered(MemoryStore(), MemoryStore())))
+    assert of("blocks_total", 1, event="put") == of("blocks_total", 1, event="read") == 1
+    assert of("bytes_total", 1, way="read") == LAYOUT.block_bytes
+    assert of("bytes_total", 1, way="put") == LAYOUT.block_bytes
+    broken = Unwritable(MemoryStore())
+    asyncio.run(use(tiered(broken, MemoryStore(), MemoryStore())))
+    assert of("failures_total", 1, reason="failed_calls") >= 1
+    assert of("blocks_total", 2, event="read") == 1
+    assert of("up", 3, use="read") == 1
+    plain = MemoryStore()
+    asyncio.run(use(plain))
+    assert of("up", 3, use="read") == of("up", 1, use="put") == 0
+    assert of("blocks_total", 1, event="read") == 1  # a counter never goes back

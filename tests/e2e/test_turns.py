@@ -1,0 +1,66 @@
+"""Prompts that are being loaded let others go first, in a real server, and come out the same."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from live import BLOCK, CHUNK, Asking, Live, Start
+
+Make = Callable[[int], list[int]]
+
+
+@pytest.fixture(scope="module", params=["overlap", "mixed"])
+def live(
+    request: pytest.FixtureRequest, start: Start, models: dict[str, Path], folder: Path
+) -> Iterator[Live]:
+    kinds = {
+        "overlap": (),
+        "mixed": ("--enable-mixed-chunk", "--disable-overlap-schedule", "--page-size", "16"),
+    }
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
+        *kinds[request.param],
+    )
+    store = folder / f"store-turns-{request.param}"
+    # So slow a link that compute does most of a prompt, chunk after chunk.
+    with start(models["first"], flags, store=store, bandwidth="0.3MB/s") as live:
+        yield live
+
+
+def test_others_go_before_a_prompt_that_is_being_loaded(
+    live: Live, plain: Live, prompt: Make
+) -> None:
+    stored, long = prompt(14 * CHUNK + 7), prompt(3 * CHUNK + 9)
+    short = [prompt(n) for n in (32, 100, 200, 300)]
+    live.keep(stored)
+    live.flush()
+    first = Asking(live, stored, rid="stored", return_logprob=False)
+    first.until("claim")
+    others = [Asking(live, ids, rid=f"other-{i}") for i, ids in enumerate([long, *short])]
+    for asking, ids in zip(others, [long, *short], strict=True):
+        assert asking.answer().tokens == plain.know(ids).tokens
+    answer = first.answer()
+    assert answer.tokens == plain.know(stored).tokens
+    events = [event["event"] for event in live.events("stored")]
+    assert "yield" in events
+    assert answer.computed + answer.loaded == len(stored)
+    # What it computed itself before it gave way is no hit of a cache.
+    assert answer.cached == answer.loaded
+    live.flush()  # and SGLang's books balance
+
+
+def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make) -> None:
+    stored = prompt(14 * CHUNK + 7)
+    live.keep(stored)
+    live.flush()
+    gone = Asking(live, stored, rid="gone", return_logprob=False)
+    gone.until("claim")
+    other = prompt(3 * CHUNK)
+    asking = Asking(live, other, rid="after")
+    gone.until("yield")
+    live.post("/abort_request", rid="gone")
+    assert asking.answer().tokens == plain.know(other).tokens
+    gone.answer()
+    live.flush()
+    ids = prompt(2 * BLOCK)
+    assert live.ask(ids).tokens == plain.know(ids).tokens

@@ -1,0 +1,110 @@
+"""The optimum is one: nobody is faster, and with constant speeds it is the closed form."""
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.read.cost import LoadCost, PrefillCost
+from sglang_cake.read.plan import Mode
+from sglang_cake.sim.clairvoyant import clairvoyant
+from sglang_cake.sim.machine import Machine, Source
+from sglang_cake.sim.race import run_race
+from sglang_cake.sim.trace import Speed
+
+costs = st.builds(
+    PrefillCost,
+    fixed_s=st.floats(1e-4, 0.05),
+    token_s=st.floats(1e-5, 1e-3),
+    pair_s=st.floats(0, 1e-8),
+)
+loads = st.builds(LoadCost, latency_s=st.floats(0, 0.1), block_s=st.floats(1e-4, 0.2))
+
+
+@st.composite
+def speeds(draw: st.DrawFn) -> Speed:
+    values = draw(st.lists(st.floats(0.05, 1), min_size=1, max_size=8))
+    gap_s = draw(st.floats(0.02, 0.5))
+    return Speed(tuple(gap_s * i for i in range(len(values))), tuple(values))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    cost=costs,
+    load=loads,
+    device=speeds(),
+    link=speeds(),
+    further=st.booleans(),
+    tokens=st.integers(1, 12000),
+    share=st.floats(0, 1),
+    chunk=st.sampled_from([256, 512, 2048]),
+    mode=st.sampled_from(["auto", "both", "compute", "load"]),
+)
+def test_no_race_beats_the_clairvoyant(
+    cost: PrefillCost,
+    load: LoadCost,
+    device: Speed,
+    link: Speed,
+    further: bool,
+    tokens: int,
+    share: float,
+    chunk: int,
+    mode: Mode,
+) -> None:
+    machine = Machine(cost, load, device, link, further=(Source(load),) if further else ())
+    stored = int(share * (tokens // 128))
+    race = run_race(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)
+    ideal = clairvoyant(machine, tokens, chunk_tokens=chunk, stored_tokens=128 * stored)
+    assert race.ttft_s >= ideal.ttft_s * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cost=costs, load=loads, tokens=st.integers(129, 20000), chunk=st.sampled_from([256, 512]))
+def test_auto_is_never_slower_than_the_better_single_way(
+    cost: PrefillCost, load: LoadCost, tokens: int, chunk: int
+) -> None:
+    machine = Machine(cost, load)
+    times = {
+        mode: run_race(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
+        for mode in ("auto", "compute", "load")
+    }
+    assert times["auto"] <= 1.02 * min(times["compute"], times["load"])
+
+
+def test_constant_speeds_give_the_closed_form() -> None:
+    token_s, block_s, tokens = 1e-4, 0.01, 12801
+    machine = Machine(PrefillCost(0.0, token_s, 0.0), LoadCost(0.0, block_s))
+    load_token_s = block_s / 128
+    expected_s = (tokens - 1) * token_s * load_token_s / (token_s + load_token_s)
+    found = clairvoyant(machine, tokens, chunk_tokens=512)
+    assert found.ttft_s == pytest.approx(expected_s + token_s)
+    assert found.meet_token == pytest.approx(expected_s / token_s)
+
+
+def test_it_does_not_load_what_computing_overtakes() -> None:
+    machine = Machine(PrefillCost(0.0, 1e-6, 0.0), LoadCost(10.0, 1.0))
+    assert clairvoyant(machine, 10_000, chunk_tokens=512).ttft_s == pytest.approx(0.01)
+
+
+def _trace(draw: random.Random, gap_s: float, low: float) -> Speed:
+    return Speed(
+        tuple(gap_s * i for i in range(80)), tuple(draw.uniform(low, 1) for _ in range(80))
+    )
+
+
+def test_random_speeds_of_device_and_link() -> None:
+    """Issue's bound for traces, on devices that slow down instead of sharing their budget."""
+    over = []
+    for seed in range(60):
+        draw = random.Random(seed)
+        machine = Machine(
+            PrefillCost(0.01, 1.2e-4, 6e-9),
+            LoadCost(0.038, draw.choice([0.015, 0.03, 0.06])),
+            _trace(draw, 0.25, 0.2),
+            _trace(draw, 0.3, 0.1),
+        )
+        race = run_race(machine, 16384, chunk_tokens=512)
+        over.append(race.ttft_s / clairvoyant(machine, 16384, chunk_tokens=512).ttft_s)
+    assert statistics.median(over) <= 1.05

@@ -1,0 +1,140 @@
+"""Many prompts on a virtual clock: conservation, order, sharing, decoding."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.read.cost import LoadCost, PrefillCost
+from sglang_cake.read.plan import Mode
+from sglang_cake.sim.engine import Policy, Server, serve
+from sglang_cake.sim.machine import Clock, Hub, Machine, Source
+from sglang_cake.sim.race import run_race
+from sglang_cake.sim.records import Prompt
+from sglang_cake.sim.trace import Speed
+
+PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 1e-4)
+MACHINE = Machine(PREFILL, LoadCost(0.02, 0.015))
+CHUNK = 512
+
+prompts = st.lists(
+    st.builds(
+        Prompt,
+        prompt_tokens=st.integers(1, 6000),
+        arrive_s=st.floats(0, 2),
+        stored_blocks=st.one_of(st.none(), st.integers(0, 40)),
+        new_tokens=st.integers(1, 5),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    given_prompts=prompts,
+    policy=st.sampled_from(["adaptive", "fcfs"]),
+    mode=st.sampled_from(["auto", "both", "compute", "load"]),
+    others=st.sampled_from([None, 0, 200, 448]),
+)
+def test_every_token_comes_once_and_every_prompt_ends(
+    given_prompts: list[Prompt], policy: Policy, mode: Mode, others: int | None
+) -> None:
+    machine = Machine(PREFILL, MACHINE.load, others=None if others is None else lambda step: others)
+    server = serve(machine, given_prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
+    for race in server.races:
+        assert race.computed_tokens + race.loaded_tokens == race.prompt.prompt_tokens
+        assert race.prompt.arrive_s < race.first_token_s <= race.finish_s
+        assert race.ttft_s >= race.kv_s > 0
+        spans = [(lap.start, lap.stop) for lap in race.laps]
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    for step in server.steps:
+        held = step.decodes + step.plain_tokens + step.stored_tokens + step.other_tokens
+        assert held <= CHUNK + step.decodes
+    ends = [(step.begin_s, step.end_s) for step in server.steps]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
+def test_a_link_carries_one_block_at_a_time() -> None:
+    server = serve(MACHINE, [Prompt(4096), Prompt(4096, 0.1)], chunk_tokens=CHUNK, mode="load")
+    landed = sorted(when_s for race in server.races for when_s, _ in race.landings)
+    gaps = [b - a for a, b in itertools.pairwise(landed)]
+    assert min(gaps) >= MACHINE.load.block_s - 1e-9
+
+
+def test_two_sources_are_read_at_once() -> None:
+    both = Machine(PREFILL, MACHINE.load, further=(Source(MACHINE.load),))
+    one_s = run_race(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
+    two_s = run_race(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
+    assert two_s < 0.55 * one_s
+
+
+def test_a_source_gives_only_what_it_holds() -> None:
+    near = Source(LoadCost(0.02, 0.001), holds=10)
+    machine = Machine(PREFILL, MACHINE.load, further=(near,))
+    race = run_race(machine, 8192, chunk_tokens=CHUNK, mode="load")
+    # The near one brings its 10 at once, the far one the other 54.
+    assert race.ttft_s == pytest.approx(0.02 + 54 * 0.015, abs=0.1)
+
+
+def test_adaptive_lets_new_prompts_pass() -> None:
+    stored = Prompt(16384, rid="stored")
+    short = [Prompt(300, 0.1 + 0.01 * i, 0, rid=str(i)) for i in range(8)]
+    times: dict[Policy, list[float]] = {}
+    for policy in ("fcfs", "adaptive"):
+        found = serve(MACHINE, [stored, *short], chunk_tokens=CHUNK, policy=policy).races
+        times[policy] = [race.ttft_s for race in found]
+    fcfs, adaptive = times["fcfs"], times["adaptive"]
+    assert max(adaptive[1:]) < min(fcfs[1:])
+    assert adaptive[0] < 1.5 * fcfs[0]
+
+
+def test_smallest_rest_first_lowers_the_mean() -> None:
+    sizes = (32768, 4096, 16384, 8192)
+    burst = [Prompt(tokens, rid=str(tokens)) for tokens in sizes]
+    mean = {
+        policy: sum(
+            race.ttft_s for race in serve(MACHINE, burst, chunk_tokens=CHUNK, policy=policy).races
+        )
+        for policy in ("fcfs", "adaptive")
+    }
+    assert mean["adaptive"] < 0.85 * mean["fcfs"]  # theory C.5: 0.69 to 0.78 of fcfs
+
+
+def test_nobody_starves() -> None:
+    # A stored prompt in a stream of new ones that alone would keep the device busy for long.
+    stream = [Prompt(512, 0.05 * i, 0, rid=str(i)) for i in range(400)]
+    slow = Machine(PREFILL, LoadCost(0.02, 0.1))
+    races = serve(slow, [Prompt(8192, rid="stored"), *stream], chunk_tokens=CHUNK).races
+    assert races[0].first_token_s < max(race.finish_s for race in races) / 2
+
+
+def test_requests_that_decode_share_the_steps_of_others() -> None:
+    prompts = [Prompt(256, 0, 0, new_tokens=50), Prompt(4096, 0.01, 0)]
+    server = serve(MACHINE, prompts, chunk_tokens=CHUNK)
+    mixed = [step for step in server.steps if step.decodes and step.plain_tokens]
+    assert len(mixed) >= 8
+    assert server.races[0].finish_s > server.races[1].finish_s
+    assert sum(step.decodes for step in server.steps) == 49
+
+
+def test_a_hub_slows_those_who_share_it() -> None:
+    def load_s(servers: int) -> float:
+        clock, hub = Clock(), Hub(links=2.0)
+        machine = Machine(PREFILL, MACHINE.load, hub=hub)
+        fleet = [Server(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)]
+        races = [server.submit(Prompt(4096)) for server in fleet]
+        clock.run()
+        assert hub.active == 0
+        return max(race.ttft_s for race in races)
+
+    assert load_s(2) == pytest.approx(load_s(1))
+    assert load_s(8) == pytest.approx(4 * load_s(1), rel=0.15)
+
+
+def test_work_and_done_are_inverse() -> None:
+    speed = Speed((0.0, 1.0, 2.0), (0.5, 0.0, 2.0))
+    for begin_s in (0.0, 0.3, 1.5, 4.0):
+        for work in (0.1, 0.4, 3.0):
+            assert speed.work_s(begin_s, speed.done_s(begin_s, work)) == pytest.approx(work)

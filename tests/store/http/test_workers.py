@@ -1,0 +1,171 @@
+"""Several processes answer on one port: they count together, end together, and are replaced."""
+
+import http.client
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from http_servers import (
+    BIG_FRAME,
+    FRAMED_BYTES,
+    WAIT_S,
+    A,
+    OurServer,
+    ask,
+    claim,
+    connects,
+    framed,
+    is_alive,
+    poll,
+    put_block,
+    read_status,
+    start_put,
+    start_request,
+)
+
+from sglang_cake.store.http.protocol import block_path
+from sglang_cake.store.http.tally import STATUSES, Tally
+from sglang_cake.testing.store_contract import FRAME
+
+PATH = block_path(FRAME.digest, A)
+
+
+@pytest.fixture
+def server(tmp_path):
+    it = OurServer(tmp_path / "root", "--workers", 3)
+    claim(it)
+    put_block(it, "a")
+    return it
+
+
+def metrics(server):
+    text = ask(server, "GET", "/metrics")[2].decode()
+    return dict(re.findall(r"^sglang_cake_store_(\S+) (\d+)$", text, re.MULTILINE))
+
+
+def connected(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    connection.connect()
+    return connection
+
+
+def get(connection):
+    connection.request("GET", PATH)
+    return connection.getresponse().read()
+
+
+def test_connections_are_dealt_evenly_and_counted_together(server):
+    readers = [connected(server) for _ in range(6)]
+    for _ in range(2):
+        for reader in readers:
+            assert get(reader) == framed("a")
+    numbers = metrics(server)
+    assert int(numbers['requests_total{method="GET",status="200"}']) == 12
+    assert int(numbers["sent_bytes_total"]) == 12 * FRAMED_BYTES
+    assert int(numbers["workers"]) == len(server.workers()) == 3
+    victim = server.workers()[0]
+    os.kill(victim, signal.SIGKILL)
+    broken = 0
+    for reader in readers:
+        try:
+            assert get(reader) == framed("a")
+        except (ConnectionError, http.client.HTTPException):
+            broken += 1
+    assert broken == 2
+    poll(lambda: len(server.workers()) == 3 and victim not in server.workers(), "replaced")
+    fresh = [connected(server) for _ in range(6)]
+    assert all(get(reader) == framed("a") for reader in fresh)
+    after = metrics(server)
+    # What the dead one had counted is still there.
+    assert int(after['requests_total{method="GET",status="200"}']) == 12 + 1 + 4 + 6
+    assert int(after["blocks"]) == 1
+    for reader in (*readers, *fresh):
+        reader.close()
+    assert server.stop() == 0
+
+
+def test_none_is_left_when_the_server_has_stopped_or_was_killed(server, tmp_path):
+    workers = server.workers()
+    assert server.stop() == 0
+    assert not any(map(is_alive, workers))
+    again = OurServer(tmp_path / "root", "--workers", 3, port=server.port)
+    workers = again.workers()
+    again.process.kill()
+    again.ended()
+    poll(lambda: not any(map(is_alive, workers)), "workers end with their parent")
+    once_more = OurServer(tmp_path / "root", port=server.port)
+    assert ask(once_more, "GET", PATH)[2] == framed("a")
+    assert once_more.stop() == 0
+
+
+def test_a_worker_that_is_told_to_end_finishes_what_it_has(tmp_path):
+    server = OurServer(tmp_path / "root", "--workers", 1)
+    claim(server, BIG_FRAME)
+    connection, rest = start_put(server, "a", BIG_FRAME, 1000)
+    (worker,) = server.workers()
+    poll(lambda: int(metrics(server)["puts_in_progress"]) == 1, "the put is under way")
+    os.kill(worker, signal.SIGTERM)
+    waiting = start_request(server, "GET /health HTTP/1.1\nHost: x\n")  # for the next worker
+    connection.sendall(rest)
+    assert read_status(connection) == 201
+    assert read_status(waiting) == 200
+    poll(lambda: server.workers() and worker not in server.workers(), "replaced")
+    path = block_path(BIG_FRAME.digest, A)
+    assert ask(server, "GET", path)[2] == framed("a", frame=BIG_FRAME)
+    assert server.stop() == 0
+
+
+def test_the_server_ends_when_a_worker_cannot_be_replaced(tmp_path, capfd):
+    root = tmp_path / "root"
+    server = OurServer(root, "--workers", 2)
+    workers = server.workers()
+    root.rename(tmp_path / "moved")
+    root.write_text("no folder")
+    os.kill(workers[0], signal.SIGKILL)
+    assert server.ended() == 2
+    assert not any(map(is_alive, workers))
+    assert not connects(server.port)
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert str(root) in said.splitlines()[-1]
+
+
+def test_a_signal_to_all_processes_at_once_is_one_stop(server):
+    """As a service manager sends it, and a terminal."""
+    reader = connected(server)
+    assert get(reader) == framed("a")
+    for pid in (*server.workers(), server.process.pid):
+        os.kill(pid, signal.SIGINT)
+    assert server.ended() == 0
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        get(reader)
+
+
+def test_what_processes_count_adds_up():
+    tally = Tally(2)
+    one, two = tally.rows
+    one["sent_bytes"] += 5
+    two["sent_bytes"] += 7
+    two["puts"] += 1
+    two.answered("GET", 200)
+    one.answered("GET", 200)
+    one.answered("BREW", 418)
+    assert tally.total("sent_bytes") == 12
+    assert tally.total("puts") == 1
+    assert list(tally.answers()) == [("GET", 200, 2), ("other", 0, 1)]
+    two.begin_anew()
+    assert tally.total("puts") == 0
+    assert tally.total("sent_bytes") == 12
+
+
+def test_every_status_the_server_answers_with_is_counted_by_name():
+    import sglang_cake.store.http as package
+
+    folder = Path(package.__path__[0])
+    files = [folder / f"{name}.py" for name in ("server", "server_blocks", "bodies")]
+    text = "".join(path.read_text() for path in files)
+    words = re.findall(r"(?:Refused|_error|status=|set_status)\(?(\d{3})", text)
+    assert len(words) > 10
+    assert {int(word) for word in words} <= set(STATUSES)
