@@ -57,6 +57,13 @@ class CakeConfig:
     queue_depth: int = 4
     """Reads of the store in flight at once, per rank."""
 
+    runahead_rank: int | None = None
+    """This server's place among the members of a group that share long prompts; from 0."""
+    runahead_peers: str | None = None
+    """HOST:PORT of every member, this one too, by rank; or a file of them, one a line."""
+    runahead_secret: str | None = None
+    """File with what all members know and nobody else does, 16 bytes or more, mode 0600."""
+
 
 NAMES: Final = tuple(field.name for field in fields(CakeConfig))
 
@@ -253,6 +260,9 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "staging_bytes": _size,
     "write_queue_bytes": _size,
     "queue_depth": _integer(1, _MAX_QUEUE_DEPTH),
+    "runahead_rank": _integer(0, 255),
+    "runahead_peers": _path,
+    "runahead_secret": _path,
 }
 
 

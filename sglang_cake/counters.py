@@ -7,6 +7,7 @@ from collections import defaultdict
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
+RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
     "computed_tokens": ("",),
@@ -17,6 +18,9 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "stored_bytes": ("",),
     "stored_blocks": ("",),
     "unstored_blocks": UNSTORED_REASONS,
+    "helped_tokens": ("",),
+    "runahead_bytes": ("",),
+    "runahead_failures": RUNAHEAD_REASONS,
 }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+from sglang_cake.adapter import runahead_hooks
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.identity import namespace_of, unrepeatable_weights, weights_digest
@@ -30,6 +31,7 @@ from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
 from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import Digest
 from sglang_cake.namespace import Namespace
 from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.cost_file import CostFile
@@ -41,6 +43,8 @@ from sglang_cake.write.pipeline import Writer
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_cake.adapter.runahead import Runahead
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
@@ -61,11 +65,14 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     assert isinstance(tree, CakeRadixCache)
     engine = Engine(ctx, tree, config)
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
+    tree.runahead = engine.runahead = runahead_hooks.start(ctx, engine, config)
     return tree
 
 
 class Engine:
     """The parts of cake in one scheduler process, and what changes them all: new weights."""
+
+    runahead: "Runahead | None" = None
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
@@ -73,7 +80,7 @@ class Engine:
         self._ctx, self._tree, self._config = ctx, tree, config
         self._path, self._revision = ctx.model_config.model_path, ctx.model_config.revision
         allocator = ctx.params.token_to_kv_pool_allocator
-        self._kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
+        self.kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
         namespace = self._namespace(weights_digest(self._path, self._revision), None)
         self._current = namespace
         self.counters = Counters()
@@ -83,12 +90,12 @@ class Engine:
         self._cost_file: CostFile | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._store: Store | None = self._open(namespace)
-        block_bytes = self._kv.layout.block_bytes
+        block_bytes = self.kv.layout.block_bytes
         self.loader = Loader(
             self._store,
             BufferPool(
                 max(config.queue_depth + 1, config.staging_bytes // block_bytes),
-                self._kv.new_buffer,
+                self.kv.new_buffer,
             ),
             self._io,
             self.counters,
@@ -97,16 +104,16 @@ class Engine:
         )
         self.writer = Writer(
             self._store,
-            BufferPool(max(1, config.write_queue_bytes // block_bytes), self._kv.new_buffer),
+            BufferPool(max(1, config.write_queue_bytes // block_bytes), self.kv.new_buffer),
             self._io,
             self.counters,
         )
-        self.saving = Saving(self._kv, self.writer)
+        self.saving = Saving(self.kv, self.writer)
         self.pace = _pace(ctx, self.loader)
         self._recall()
         self.coordinator = Coordinator(
             self.loader,
-            Landing(self._kv, allocator, tree.evict_own, self.counters, self.loader.copied),
+            Landing(self.kv, allocator, tree.evict_own, self.counters, self.loader.copied),
             config=config,
             namespace=namespace.digest(),
             page_tokens=ctx.params.page_size,
@@ -123,6 +130,20 @@ class Engine:
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
+
+    @property
+    def namespace_digest(self) -> Digest:
+        """Whose KV this process computes now."""
+        return self._current.digest()
+
+    def namespace_hex(self) -> str | None:
+        """The same in hex; None while the tree holds KV of another one too."""
+        return None if self.coordinator.suspended else self.namespace_digest.hex()
+
+    @property
+    def device(self) -> str:
+        """What computes here, in a word."""
+        return _device(self._ctx)
 
     def weights_changed(self, *, path: str | None, version: str | None) -> None:
         """The server's weights are others now: from `path`, or pushed in (None).
@@ -172,6 +193,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop reading; finish the block writes under way. Called when the process ends."""
+        if self.runahead is not None:
+            self.runahead.close()
         self.loader.close()
         self._remember()
         if self._store is not None:
@@ -187,13 +210,13 @@ class Engine:
     def _namespace(self, weights: str, version: str | None) -> Namespace:
         return namespace_of(
             self._ctx,
-            self._kv.layout,
+            self.kv.layout,
             weights=weights,
             weight_version=version or str(self._ctx.server_args.weight_version),
         )
 
     def _open(self, namespace: Namespace) -> Store:
-        frame = BlockFrame(namespace, self._kv.layout)
+        frame = BlockFrame(namespace, self.kv.layout)
         return open_store(
             sources_of(self._setting, self._config.eviction_policy),
             frame,
@@ -224,7 +247,7 @@ class Engine:
                 cache_folder() / "costs",
                 namespace=self._current.digest(),
                 store=str(self._setting),
-                device=_device(self._ctx),
+                device=self.device,
             )
             costs = self._cost_file.read()
             if costs is not None:

@@ -20,6 +20,7 @@ from sglang_cake.adapter.handover import environment_of_user, hand_over, withdra
 from sglang_cake.adapter.support import ModelFacts, unsupported
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
+from sglang_cake.runahead.setting import group_setting
 from sglang_cake.store.eviction import RANKS
 from sglang_cake.store.sources import sources_of
 
@@ -39,6 +40,9 @@ _HELP = {
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
     "eviction_policy": f"What a full file store evicts: {', '.join(RANKS)}.",
     "queue_depth": "Reads of the store in flight at once.",
+    "runahead_rank": "KV-Runahead: this server's place in --cake-runahead-peers, from 0.",
+    "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
+    "runahead_secret": "KV-Runahead: file with the group's secret, mode 0600.",
 }
 _METAVARS = {
     "store": "URL",
@@ -47,6 +51,8 @@ _METAVARS = {
     "codec": "CODEC",
     "eviction_policy": "POLICY",
     "priority": "ORDER",
+    "runahead_peers": "HOST:PORT,...",
+    "runahead_secret": "FILE",
 }
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 
@@ -210,6 +216,7 @@ def _keep(record: Any, name: str, value: object) -> None:
 def _check_places(config: CakeConfig) -> None:
     for source in sources_of(config.store, config.eviction_policy):
         source.check()
+    group_setting(config)
     trace = config.trace_file
     if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
         raise ConfigError(f"trace file {trace!r} cannot be written: no such folder, or a folder")

@@ -27,6 +27,9 @@ _HELP = {
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",
     "unstored_blocks": "Blocks that were not written, by reason.",
+    "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
+    "runahead_bytes": "Bytes of KV that came from other members.",
+    "runahead_failures": "Prompts that were offered to others and computed alone, by reason.",
 }
 _LABEL = {"fallback": "side"}
 

@@ -58,6 +58,10 @@ class Pace:
         else:
             self._work += work
 
+    def shared(self) -> None:
+        """The step under way was computed with others: its time says nothing of ours."""
+        self._work = None
+
     def polled(self) -> None:
         """The step under way at the last poll took until now."""
         work, self._work = self._work, None

@@ -76,7 +76,7 @@ class CakePrefillAdder(PrefillAdder):
             return AddReqResult.CONTINUE  # stays in the queue; the next request may go
         self._stop = None
         if cake.restore(req.rid) is None:
-            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+            return self._admit(req, has_chunked_req, truncation_align_size)
         started_s = time.perf_counter()
         with self._lock_node(req.last_node):
             cake.settle(req, tree.attach_waiting)
@@ -88,7 +88,32 @@ class CakePrefillAdder(PrefillAdder):
             if step.wait or (taken and step.stop < len(req.full_untruncated_fill_ids)):
                 return AddReqResult.CONTINUE
             self._stop = step.stop
-        return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        return self._admit(req, has_chunked_req, truncation_align_size)
+
+    def _admit(
+        self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        """Admit the request; others may help with its step."""
+        tree, cake = self._cake()
+        if tree.runahead is None:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        alone = not (has_chunked_req or self.can_run_list or self._decodes)
+        whole = len(req.full_untruncated_fill_ids)
+        verdict = tree.runahead.consider(req, self._stop or whole, alone=alone)
+        if verdict == "wait":
+            cake.waiting = True
+            return AddReqResult.OTHER  # for the answers, at most; nobody goes first meanwhile
+        if verdict == "alone":
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        extent = tree.runahead.extent(req.rid)
+        assert extent is not None
+        self._stop = extent.stop
+        self.rem_chunk_tokens += tree.runahead.helped_tokens(
+            req.rid
+        )  # these are computed elsewhere
+        result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        self.rem_chunk_tokens = 0  # nobody joins this step
+        return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
         admission = super()._select_prefill_admission(req, **kwargs)
@@ -160,6 +185,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         started_s = time.perf_counter()
         coordinator.poll(running + [req.rid for req in scheduler.waiting_queue])
         coordinator.step_s += time.perf_counter() - started_s
+        if scheduler.tree_cache.runahead is not None:
+            scheduler.tree_cache.runahead.poll(scheduler)
 
 
 def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:

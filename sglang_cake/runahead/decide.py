@@ -21,6 +21,11 @@ class Plan:
     predicted_s: float
     alone_s: float
 
+    @property
+    def saved_s(self) -> float:
+        """What it is predicted to save."""
+        return self.alone_s - self.predicted_s
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -38,27 +43,69 @@ def plan_chain(
     costs: Costs,
     *,
     page_tokens: int,
+    limit_tokens: int,
     table: PartitionTable | None = None,
 ) -> Plan | None:
-    """The quickest chain for `span`, or None if one worker alone is about as quick.
+    """The chain that saves most time over one worker, or None if none saves enough.
 
     Args:
+        span: what may be shared; the chain takes all of it, or the front of it.
         helpers: who may be asked.
+        limit_tokens: what one worker computes at most, in its one forward.
         table: searched partitions, used where there are some.
     """
-    alone_s = costs.step_s(*span)
     best: Plan | None = None
     for count in range(1, len(helpers) + 1):
-        if span.tokens < (count + 1) * page_tokens:
-            break
-        found = table.predict(span, count + 1, page_tokens=page_tokens) if table else None
-        partition = found or balanced(span, count + 1, costs.step_s, page_tokens=page_tokens)
-        predicted_s = chain_s(partition, costs)
-        if best is None or predicted_s < best.predicted_s:
-            best = Plan(tuple(helpers[:count]), partition, predicted_s, alone_s)
-    if best is None or best.predicted_s > PAYS * alone_s:
-        return None
+        partition = _within(span, count + 1, costs, page_tokens, limit_tokens, table)
+        if partition is None:
+            continue
+        alone_s = costs.step_s(partition.bounds[0], partition.bounds[-1])
+        plan = Plan(tuple(helpers[:count]), partition, chain_s(partition, costs), alone_s)
+        pays = plan.predicted_s <= PAYS * alone_s
+        if pays and (best is None or plan.saved_s > best.saved_s):
+            best = plan
     return best
+
+
+def forced_plan(
+    bounds: object, span: Span, helpers: Sequence[int], *, page_tokens: int
+) -> Plan | None:
+    """The chain with these inner bounds, as somebody who measures partitions asks for it.
+
+    None if there are not so many helpers, or these are no bounds within the span.
+    """
+    if not isinstance(bounds, list) or not 0 < len(bounds) <= len(helpers):
+        return None
+    inner = [each for each in bounds if type(each) is int and each % page_tokens == 0]
+    try:
+        partition = Partition((span.start, *inner, span.stop))
+    except ValueError:
+        return None
+    if len(inner) < len(bounds):
+        return None
+    return Plan(tuple(helpers[: len(inner)]), partition, 0.0, 0.0)
+
+
+def _within(
+    span: Span,
+    workers: int,
+    costs: Costs,
+    page_tokens: int,
+    limit_tokens: int,
+    table: PartitionTable | None,
+) -> Partition | None:
+    """A partition of as much of the span as forwards of limited size can compute."""
+    stop = min(span.stop, span.start + workers * limit_tokens)
+    while (stop - span.start) >= workers * page_tokens:
+        part = Span(span.start, stop)
+        found = table.predict(part, workers, page_tokens=page_tokens) if table else None
+        partition = found or balanced(part, workers, costs.step_s, page_tokens=page_tokens)
+        longest = max(each.tokens for each in partition.spans)
+        if longest <= limit_tokens:
+            return partition
+        fewer = span.start + int(part.tokens * limit_tokens / longest)
+        stop = min(fewer, stop - 1) // page_tokens * page_tokens
+    return None
 
 
 def chain_s(partition: Partition, costs: Costs) -> float:

@@ -248,7 +248,9 @@ class TcpTransport:
     def _read(self, rank: int, connection: socket.socket) -> None:
         assert self._handler is not None
         connection.settimeout(SILENCE_S)
-        parts = memoryview(bytearray(PART_HEAD_BYTES + MAX_PART_BYTES))
+        # So that a payload starts on a word, as copies into the pool want it.
+        pad = -PART_HEAD_BYTES % 16
+        parts = memoryview(bytearray(pad + PART_HEAD_BYTES + MAX_PART_BYTES))[pad:]
         while not self.closed.is_set():
             frame = wire.Frame.parse(wire.received(connection, wire.HEAD.size))
             if frame.kind == wire.PART:
