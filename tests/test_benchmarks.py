@@ -27,7 +27,16 @@ from benchmarks import (  # noqa: E402
     ttft_report,
 )
 
-BENCHES = ("attention", "file_store", "http_store", "overhead", "paper_kvr", "sealed", "ttft")
+BENCHES = (
+    "attention",
+    "fleet",
+    "file_store",
+    "http_store",
+    "overhead",
+    "paper_kvr",
+    "sealed",
+    "ttft",
+)
 
 
 @pytest.mark.parametrize("name", BENCHES)

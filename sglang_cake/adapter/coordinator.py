@@ -187,8 +187,8 @@ class Coordinator:
             facts, self._pace.agreed = self._agreement.reach(contending, self._pace.own)
             for restore, fact in zip(contending, facts, strict=True):
                 self._apply(restore, fact)
-        served = [self._restores[rid] for rid in serving if rid in self._restores]
-        served = [restore for restore in served if restore.contending]
+        live = (self._restores.get(rid) for rid in serving)
+        served = [restore for restore in live if restore is not None and restore.contending]
         self._loader.order([restore.ticket for restore in served])
         if served:
             if served[0] is not self._served:
@@ -279,8 +279,7 @@ class Coordinator:
 
     def racing(self, rid: str) -> bool:
         """Whether some of this request's KV is still to come from the store."""
-        restore = self._restores.get(rid)
-        return restore is not None and restore.known and restore.meet.racing
+        return (live := self._restores.get(rid)) is not None and live.known and live.meet.racing
 
     def gave_way(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""

@@ -138,9 +138,12 @@ class Loader:
 
     def order(self, rids: Sequence[str]) -> None:
         """The link works for these prompts in this order; the first may use every buffer."""
-        if rids != self._order:
-            self._order = tuple(rids)
-            self._io.post(self._reorder, [self._by_rid[rid] for rid in rids if rid in self._by_rid])
+        turns = tuple(rids)
+        if turns != self._order:
+            self._order = turns
+            self._io.post(
+                self._reorder, [self._by_rid[rid] for rid in turns if rid in self._by_rid]
+            )
 
     def end(self, rid: str) -> None:
         """The prompt needs nothing more; what is in flight for it alone is cancelled."""

@@ -99,6 +99,7 @@ class View:
     Attributes:
         front: end of the computed prefix, in tokens.
         first: block at the front.
+        limit: no stored token is used from here on.
         states: one byte (`BlockState`) for each block from `first` on.
     """
 
@@ -107,6 +108,7 @@ class View:
     states: bytes
     block_tokens: int
     prompt_tokens: int
+    limit: int
 
 
 class Meet:
@@ -237,6 +239,7 @@ class Meet:
             states=bytes(self._states[first:]),
             block_tokens=self.block_tokens,
             prompt_tokens=self._prompt_tokens,
+            limit=self.limit,
         )
 
     @property

@@ -187,8 +187,9 @@ def _next_held(view: View, held: bytes, at: int) -> tuple[int, int]:
     """Token span of the next run of held blocks at or after token `at`; past the prompt: none."""
     size = view.block_tokens
     begin = held.find(1, at // size - view.first)
-    if begin < 0:
+    if begin < 0 or at >= view.limit:
         return view.prompt_tokens, view.prompt_tokens
     stop = held.find(0, begin)
     stop = len(held) if stop < 0 else stop
-    return max(at, (view.first + begin) * size), (view.first + stop) * size
+    end = min((view.first + stop) * size, view.limit)
+    return max(at, (view.first + begin) * size), end

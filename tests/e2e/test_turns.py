@@ -30,7 +30,7 @@ def live(
 def test_others_go_before_a_prompt_that_is_being_loaded(
     live: Live, plain: Live, prompt: Make
 ) -> None:
-    stored, long = prompt(14 * CHUNK + 7), prompt(3 * CHUNK + 9)
+    stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
     short = [prompt(n) for n in (32, 100, 200, 300)]
     live.keep(stored)
     live.flush()
@@ -50,7 +50,7 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
 
 
 def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make) -> None:
-    stored = prompt(14 * CHUNK + 7)
+    stored = prompt(8 * CHUNK + 7)
     live.keep(stored)
     live.flush()
     gone = Asking(live, stored, rid="gone", return_logprob=False)

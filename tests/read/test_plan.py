@@ -39,7 +39,8 @@ def costs(
 def view_of(states: list[BlockState], *, front: int = 0, block: int = 100, rest: int = 50) -> View:
     """A prompt of blocks of 100 tokens and 50 tokens more."""
     first = min(front // block, len(states))
-    return View(front, first, bytes(states[first:]), block, len(states) * block + rest)
+    prompt = len(states) * block + rest
+    return View(front, first, bytes(states[first:]), block, prompt, limit=prompt - 1)
 
 
 def decide(
@@ -352,3 +353,10 @@ def test_every_race_ends_with_every_token(
     )
     assert race.computed_tokens + race.loaded_tokens == prompt
     assert race.loaded_tokens <= stored * block
+
+
+def test_the_last_token_is_computed_in_any_case() -> None:
+    # Eight blocks are stored, but the logits of the last token are wanted: another step.
+    machine = Machine(PrefillCost(0.03, 6e-5, 0.0), LoadCost(0.0, 0.06))
+    compute_s = run_race(machine, 1024, chunk_tokens=512, mode="compute").ttft_s
+    assert run_race(machine, 1024, chunk_tokens=512).ttft_s == compute_s

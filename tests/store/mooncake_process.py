@@ -58,8 +58,8 @@ class Master:
     def url(self, segment="64MB"):
         return f"mooncake://127.0.0.1:{self.ports[0]}?segment={segment}"
 
-    def open(self, frame, *, segment="64MB", depth=4):
-        (source,) = parse_sources(self.url(segment))
+    def open(self, frame, *, segment="64MB", depth=4, options=""):
+        (source,) = parse_sources(self.url(segment) + options)
         return source.open(frame, depth=depth)
 
     def signal(self, number):

@@ -79,12 +79,15 @@ class Moto:
         bucket, _, name = path.partition("/")
         return self.client.get_object(Bucket=bucket, Key=name)["Body"].read()
 
-    def source(self, place):
-        (source,) = parse_sources(f"s3://{place}?endpoint={self.endpoint}&region=us-east-1")
+    def url(self, place):
+        return f"s3://{place}?endpoint={self.endpoint}&region=us-east-1"
+
+    def source(self, place, options=""):
+        (source,) = parse_sources(self.url(place) + options)
         return source
 
-    def open(self, place, frame=FRAME, depth=4):
-        return self.source(place).open(frame, depth=depth)
+    def open(self, place, frame=FRAME, depth=4, options=""):
+        return self.source(place, options).open(frame, depth=depth)
 
     def kill(self):
         self.process.kill()

@@ -25,6 +25,14 @@ def frame_named(model, *, tp_rank=0, tp_size=1):
 ALICE, BOB = frame_named("alice-7b", tp_rank=1, tp_size=2), frame_named("bob-13b")
 
 
+def write_key_file(folder, secret=bytes(range(32))):
+    """For `?key_file=`."""
+    path = folder / "sealing-key"
+    path.write_text(secret.hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
 def url_of(root):
     return f"file://{root}?min_free=0"
 

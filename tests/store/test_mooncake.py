@@ -16,6 +16,7 @@ except (ImportError, OSError) as error:
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
+from storetools import write_key_file
 
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.store.mooncake import store as store_module
@@ -79,14 +80,14 @@ def raw_client(master):
 class Shared:
     """One store for many tests, emptied before each: leaving Mooncake takes it two seconds."""
 
-    def __init__(self, master):
-        self.master, self.store = master, None
+    def __init__(self, master, options=""):
+        self.master, self.store, self.options = master, None, options
         self.cleaner = raw_client(master)
         self.runner = asyncio.Runner()
 
     def run(self, test):
         if self.store is None:
-            self.store = self.master.open(FRAME)
+            self.store = self.master.open(FRAME, options=self.options)
         self.cleaner.remove_all(True)
         self.runner.run(test(self.store))
 
@@ -98,6 +99,15 @@ class Shared:
 @pytest.fixture(scope="module")
 def shared(master):
     shared = Shared(master)
+    yield shared
+    shared.close()
+    shared.cleaner.close()
+
+
+@pytest.fixture(scope="module")
+def sealed(master, tmp_path_factory):
+    key_file = write_key_file(tmp_path_factory.mktemp("key"))
+    shared = Shared(master, f"&key_file={key_file}")
     yield shared
     shared.close()
     shared.cleaner.close()
@@ -119,6 +129,14 @@ class TestMooncakeStore(StoreContract):
         finally:
             self.shared.close()
             self.shared.run(lambda store: store.contains([]))
+
+
+class TestSealedMooncakeStore(TestMooncakeStore):
+    """With `key_file=`: encrypted before they leave this process."""
+
+    @pytest.fixture(autouse=True)
+    def served(self, sealed):
+        self.shared = sealed
 
 
 DAMAGE = {

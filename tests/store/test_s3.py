@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 from moto_process import moto
+from storetools import write_key_file
 
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreError, StoreUnavailable
@@ -91,6 +92,25 @@ class TestS3StoreWholeBucketOneAtATime(TestS3Store):
 
     def open(self, folder):
         return self.server.open(self.server.make_bucket(), depth=1)
+
+
+class TestSealedS3Store(TestS3Store):
+    """With `key_file=`: encrypted before they leave this machine."""
+
+    def open(self, folder):
+        bucket = self.server.make_bucket()
+        return self.server.open(bucket, options=f"&key_file={write_key_file(folder)}")
+
+
+def test_of_a_sealed_block_nothing_reaches_the_bucket(server, bucket, tmp_path):
+    async def test(store):
+        await store.put(A, block_of("a"))
+
+    with_store(server.open(bucket, options=f"&key_file={write_key_file(tmp_path)}"), test)
+    names = [item["Key"] for item in server.client.list_objects_v2(Bucket=bucket)["Contents"]]
+    (name,) = (name for name in names if name.endswith(A.hex()))
+    assert bytes(block_of("a"))[:64] not in server.read(f"{bucket}/{name}")
+    assert FRAME.digest.hex() not in name
 
 
 def test_objects_lie_where_the_documentation_says(server, bucket):

@@ -1,0 +1,130 @@
+"""Hundreds of servers that share stores, simulated: how many servers a store can feed.
+
+    python -m benchmarks.bench_fleet [--json FILE] [--picture docs/img/fleet.svg]
+
+Each server has its own GPU and its own link; what all links together get is bounded by the store.
+Prompts of 4k to 32k tokens arrive at every server, three in four of them stored. The same arrivals
+are served with nothing loaded, with everything stored loaded, and by Cake. Deterministic, no GPU.
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import facts
+from sglang_cake.cli.store_tables import table
+from sglang_cake.sim.engine import Server
+from sglang_cake.sim.hardware import GPUS, MODELS, Medium, load_cost, prefill_cost
+from sglang_cake.sim.machine import Clock, Hub, Machine
+from sglang_cake.sim.records import Prompt
+
+ARMS = {"compute": "compute", "load": "load", "cake": "auto"}
+LENGTHS = (4096, 8192, 16384, 32768)
+CHUNK = 2048
+BLOCK = 512  # larger than the default: fewer events
+LINK = Medium(2.9e9, 0.001)  # 25 GbE
+FULL = {"servers": (25, 50, 100, 200, 400), "requests": 12}
+SMALL = {"servers": (2, 8), "requests": 4}
+STORE_LINKS = 50.0  # a store (or several) that feeds 50 such links at full speed: 145 GB/s
+RATE = 0.5  # requests per second and server
+
+
+def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) -> dict[str, Any]:
+    """One fleet, one way: times to first token of all requests."""
+    shape = MODELS["llama-3.1-8b"]
+    cost = prefill_cost(shape, GPUS["h100"])
+    clock, hub, races = Clock(), Hub(links), []
+    for number in range(servers):
+        machine = Machine(cost, load_cost(shape, LINK, BLOCK), hub=hub)
+        server = Server(
+            machine,
+            clock,
+            chunk_tokens=CHUNK,
+            block_tokens=BLOCK,
+            mode=mode,  # type: ignore[arg-type]
+        )
+        draw, now = random.Random(seed * 100_003 + number), 0.0
+        for request in range(requests):
+            now += draw.expovariate(RATE)
+            tokens = draw.choice(LENGTHS)
+            stored = None if draw.random() < 0.75 else 0
+            races.append(server.submit(Prompt(tokens, now, stored, rid=f"{number}-{request}")))
+    clock.run()
+    ttft_s = sorted(race.ttft_s for race in races)
+    loaded = sum(race.loaded_tokens for race in races)
+    end_s = max(race.finish_s for race in races)
+    return {
+        "servers": servers,
+        "requests": len(races),
+        "ttft_mean_s": round(statistics.mean(ttft_s), 4),
+        "ttft_p50_s": round(statistics.median(ttft_s), 4),
+        "ttft_p99_s": round(ttft_s[int(0.99 * (len(ttft_s) - 1))], 4),
+        "loaded_share": round(loaded / sum(race.prompt.prompt_tokens for race in races), 4),
+        "store_gb_per_s": round(loaded * shape.kv_bytes / end_s / 1e9, 2),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_fleet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--small", action="store_true", help="a few servers, a few requests")
+    parser.add_argument("--json", type=Path, help="result file")
+    parser.add_argument("--picture", type=Path, help="for the figure of docs/simulator.md")
+    args = parser.parse_args(argv)
+    size = SMALL if args.small else FULL
+    links = 4.0 if args.small else STORE_LINKS
+    cells = []
+    for servers in size["servers"]:  # type: ignore[attr-defined]
+        for arm, mode in ARMS.items():
+            found = run(servers, mode, requests=int(size["requests"]), links=links)  # type: ignore[call-overload]
+            cells.append({"arm": arm, **found})
+    names = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "loaded_share", "store_gb_per_s")
+    rows = [[str(c["servers"]), c["arm"], *(f"{c[name]:.3f}" for name in names)] for c in cells]
+    heads = ["servers", "arm", "TTFT mean", "p50", "p99", "loaded share", "store GB/s"]
+    print(table(heads, rows, right=(0, 2, 3, 4, 5, 6)))
+    if args.json:
+        settings = {"links_of_store": links, "link_bytes_per_s": LINK.bytes_per_s, "rate": RATE}
+        facts.write(args.json, {**facts.header("fleet", **settings), "cells": cells})
+    if args.picture:
+        _draw(cells, links, args.picture)
+    return 0
+
+
+def _draw(cells: list[dict[str, Any]], links: float, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from sglang_cake.cli.picture import COMPUTE, LOAD, MEET
+
+    plt.rcParams["svg.hashsalt"] = "cake"
+    figure, planes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for arm, colour in (("compute", COMPUTE), ("load", LOAD), ("cake", MEET)):
+        here = [cell for cell in cells if cell["arm"] == arm]
+        servers = [cell["servers"] for cell in here]
+        for axes, name in zip(planes, ("ttft_mean_s", "store_gb_per_s"), strict=True):
+            axes.plot(servers, [cell[name] for cell in here], "o-", color=colour, label=arm)
+    planes[0].set_ylabel("time to first token, mean (s)")
+    planes[0].set_yscale("log")
+    planes[1].set_ylabel("GB/s from the store")
+    planes[1].axhline(links * LINK.bytes_per_s / 1e9, color="black", ls=":")
+    for axes in planes:
+        axes.set_xscale("log")
+        axes.set_xlabel("servers")
+        axes.spines[["top", "right"]].set_visible(False)
+    planes[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
