@@ -73,9 +73,9 @@ class FrozenServer(Server):
                 os.killpg(self._process.pid, number)
 
 
-def model(small: bool) -> Path:
-    """The demo's CPU model (92M parameters), or a quarter of its width; built once."""
-    size = SMALL_MODEL if small else CPU_MODEL
+def model(small: bool, size: Mapping[str, int] | None = None) -> Path:
+    """The demo's CPU model (92M parameters), or a quarter of its width, or `size`; built once."""
+    size = size or (SMALL_MODEL if small else CPU_MODEL)
     name = "-".join(str(part) for part in (MODEL_FORMAT, DTYPE, *size.values()))
     path = WORK / f"model-{name}"
     if not path.is_dir():

@@ -16,8 +16,11 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 from benchmarks import (  # noqa: E402
     __main__,
     bench_file_store,
+    bench_fleet,
     bench_http_store,
     bench_overhead,
+    bench_real_grid,
+    bench_serving,
     bench_ttft,
     facts,
     file_arms,
@@ -28,14 +31,8 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    "attention",
-    "fleet",
-    "file_store",
-    "http_store",
-    "overhead",
-    "paper_kvr",
-    "sealed",
-    "ttft",
+    *("attention", "file_store", "fleet", "http_store", "overhead", "paper_kvr"),
+    *("real_grid", "sealed", "serving", "ttft"),
 )
 
 
@@ -169,6 +166,66 @@ def test_ttft_table_keeps_and_marks_what_lost() -> None:
     assert len(rows) == 2
     assert rows[1].endswith("- ")
     assert ttft_report.table([])  # nothing measured yet is no error
+
+
+# ---- the grid, serving, the fleet ----
+
+
+def _grid_cell(auto: float, again: float = 2.0) -> dict[str, Any]:
+    runs_s = {"compute": [2.0, 2.1, 1.9], "load": [4.0], "auto": [auto], "again": [again]}
+    labels = {"prompt_tokens": 1025, "chunk_tokens": 256, "bandwidth_ratio": 0.5}
+    labels |= {"link_limit_s": 3.9, "same_tokens": True}
+    return bench_real_grid.cell(runs_s, ideal_s=1.25, labels=labels)
+
+
+def test_grid_judges_by_its_goals() -> None:
+    good = [_grid_cell(1.3), _grid_cell(1.34, again=2.06)]
+    found = bench_real_grid.summary(good)
+    assert all(found["goals"].values())
+    assert found["over_ideal"]["max"] == pytest.approx(1.072)
+    assert found["noise"] == pytest.approx(0.03)
+    bad = bench_real_grid.summary([*good, _grid_cell(2.2)])
+    assert list(bad["goals"].values()) == [True, False, False]
+    assert bench_real_grid.text([*good, _grid_cell(2.2)]).count("MISSED") == 2
+
+
+def test_grid_has_enough_cells() -> None:
+    args = bench_real_grid.parse_args([])
+    assert len(args.lengths) * len(args.bandwidths) * len(args.chunks) >= 24
+    assert args.repeats == 3
+    for order in bench_real_grid.ORDERS:
+        assert sorted(order) == sorted(bench_real_grid.ORDERS[0])
+
+
+def test_serving_compares_runs_of_the_same_rate_and_repeat() -> None:
+    def run(arm: str, repeat: int, ttft_ms: float, rate: float = 2.0) -> dict[str, Any]:
+        labels = {"workload": "shared-prefix", "rate": rate, "arm": arm, "repeat": repeat}
+        return labels | dict.fromkeys(bench_serving.FIELDS, ttft_ms)
+
+    runs = [run("off", 0, 100.0), run("off", 1, 110.0), run("auto", 0, 50.0), run("auto", 1, 55.0)]
+    rows = bench_serving.summary(runs)
+    assert [row["ttft_to_off"] for row in rows] == [1.0, 0.5]
+    assert rows[0]["repeats_differ"] == pytest.approx(0.1)
+    assert "nowhere" in bench_serving.text(rows)
+    runs += [run("off", 0, 100.0, 0.5), run("auto", 0, 130.0, 0.5)]
+    assert "shared-prefix at 0.5/s" in bench_serving.text(bench_serving.summary(runs))
+
+
+def test_serving_calls_the_benchmark_of_sglang() -> None:
+    args = bench_serving.parse_args(["--small"])
+    words = bench_serving.command("http://x", Path("m"), Path("o"), args, turns=3, rate=0.5)
+    assert words[words.index("--gsp-num-turns") + 1] == "3"
+    assert words[words.index("--backend") + 1] == "sglang-oai-chat"
+    with pytest.raises(SystemExit):
+        bench_serving.parse_args(["--arms", "warp"])
+
+
+def test_a_full_store_holds_up_loading_alone_and_not_cake() -> None:
+    mean_s = {
+        mode: bench_fleet.run(12, mode, requests=6, links=1.0)["ttft_mean_s"]
+        for mode in ("compute", "load", "auto")
+    }
+    assert mean_s["auto"] < mean_s["compute"] < mean_s["load"]
 
 
 # ---- overhead ----

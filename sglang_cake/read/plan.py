@@ -20,8 +20,8 @@ from sglang_cake.read.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
 
-# What racing must gain over computing alone before the first block is read, as a share.
-MIN_GAIN = 0.02
+# How much longer computing alone may take than the best way with loads before a block is read.
+COMPUTE_SLACK = 0.015
 # How much longer loading alone may take than racing and still leave the device to others.
 LOAD_SLACK = 0.01
 # No step goes further towards the meeting point than this share when predictions are poor.
@@ -162,8 +162,8 @@ def worth_loading(view: View, stored: Sequence[bool], chunk_tokens: int, costs: 
 
 def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
     # What has been read already is not given up for a small gain.
-    least = 0.0 if progress.begun else MIN_GAIN
-    return outlook.compute_s * (1 - least) < min(outlook.both_s, outlook.load_s)
+    slack = 0.0 if progress.begun else COMPUTE_SLACK
+    return outlook.compute_s < min(outlook.both_s, outlook.load_s) * (1 + slack)
 
 
 def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang_cake.read.cost import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit
 from sglang_cake.read.meet import BlockState, View
 from sglang_cake.read.plan import (
-    MIN_GAIN,
+    COMPUTE_SLACK,
     Mode,
     Progress,
     Step,
@@ -229,7 +229,7 @@ def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
     assert decide(blocks, hopeless, progress=Progress(begun=True)).keep == 9
     short = [ABSENT] * 99 + [WANTED]
     gain = 100 / (99 * 100 + 150)
-    assert gain < MIN_GAIN
+    assert gain < COMPUTE_SLACK
     assert decide(short, costs(1)) == Step(10_000, keep=None)
     assert decide(short, costs(1), progress=Progress(begun=True)).keep is not None
     assert decide(short, costs(1), mode="both").keep is not None

@@ -1,0 +1,241 @@
+"""Serving with `sglang.bench_serving`: Cake off, load-only, auto, and HiCache under its policies.
+
+    python -m benchmarks.bench_serving [--small] [--out FILE]
+
+Two workloads of SGLang's own benchmark: generated-shared-prefix (groups of prompts that share a
+long beginning) and the same with several turns. The device holds only two prompts, so what is
+shared must come from a store, behind a link on which loading a prompt takes as long as computing
+it. Every arm runs each workload once unmeasured, which fills its store, then at every rate
+`repeats` times, with emptied device caches. Reported: mean, p50 and p99 of TTFT, inter-token
+latency, throughput; ratios of auto to off are of runs with the same rate, workload and repeat.
+`noise` is how much the repeats of one arm differ. One server runs at a time.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import facts, servers, stats
+from benchmarks.bench_ttft import HICACHE_FLAGS, NEW_TOKENS, POLICIES
+from benchmarks.hicache_cpu import LINK_ENV
+from benchmarks.servers import FrozenServer
+from sglang_cake.cli.demo import Progress
+from sglang_cake.cli.store_tables import table
+from sglang_cake.testing.models import kv_token_bytes
+
+ARMS = ("off", "load", "auto", *(f"hicache-{policy}" for policy in POLICIES))
+WORKLOADS = {"shared-prefix": 1, "multi-turn": 3}  # turns
+CHUNK = 256
+FIELDS = {
+    "ttft_mean_ms": "mean_ttft_ms",
+    "ttft_p50_ms": "median_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "itl_mean_ms": "mean_itl_ms",
+    "itl_p99_ms": "p99_itl_ms",
+    "tokens_per_s": "total_throughput",
+}
+FULL = {"groups": 4, "prompts": 3, "system": 2048, "rates": [0.5, 2.0], "repeats": 2, "name": "cpu"}
+SMALL = {"groups": 2, "prompts": 2, "system": 512, "rates": [1.0], "repeats": 1, "name": "small"}
+QUESTION, OUTPUT = 64, 16
+LIMIT_S = 600
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--small", action="store_true", help="few prompts, one rate, one repeat")
+    parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
+    parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 0.5,2")
+    parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
+    parser.add_argument("--name", help="of the result file (default: cpu, or small)")
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args(argv)
+    for name, value in (SMALL if args.small else FULL).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    args.arms = args.arms.split(",")
+    if args.repeats < 1 or not set(args.arms) <= set(ARMS):
+        parser.error(f"needs a repeat, and arms of {', '.join(ARMS)}")
+    args.out = args.out or facts.RESULTS / f"serving-{args.name}.json"
+    return args
+
+
+def start(
+    arm: str, args: argparse.Namespace, model: Path, work: Path, bandwidth: float
+) -> FrozenServer:
+    """The server of an arm, not started."""
+    longest = args.system + max(WORKLOADS.values()) * (QUESTION + OUTPUT) + 64
+    flags = servers.common_flags(CHUNK, longest)
+    log = work / f"server-{arm}.log"
+    if arm == "off":
+        return FrozenServer(model, flags, log=log, env=servers.STOCK)
+    if arm in ("load", "auto"):
+        url = (work / f"store-{arm}").as_uri()
+        url += f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
+        return FrozenServer(model, [*flags, *servers.cake_flags(url, arm)], log=log)
+    link = work / "link"
+    link.write_text(f"{bandwidth:.0f}")
+    env = {
+        **servers.environment(servers.STOCK),
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(work / f"store-{arm}"),
+        LINK_ENV: str(link),
+    }
+    flags += [*HICACHE_FLAGS, "--page-size", "16"]
+    flags += ["--hicache-storage-prefetch-policy", arm.removeprefix("hicache-")]
+    return FrozenServer(model, flags, log=log, env=env, launcher=servers.launcher("hicache_cpu"))
+
+
+def command(
+    url: str, model: Path, out: Path, args: argparse.Namespace, *, turns: int, rate: float
+) -> list[str]:
+    """SGLang's benchmark, as anybody would call it."""
+    return [
+        *(sys.executable, "-m", "sglang.bench_serving", "--base-url", url),
+        *("--backend", "sglang" if turns == 1 else "sglang-oai-chat"),  # only chats have turns
+        *("--model", str(model), "--tokenizer", str(model), "--seed", "3"),
+        *("--dataset-name", "generated-shared-prefix", "--gsp-num-turns", str(turns)),
+        *("--gsp-num-groups", str(args.groups), "--gsp-prompts-per-group", str(args.prompts)),
+        *("--gsp-system-prompt-len", str(args.system), "--gsp-question-len", str(QUESTION)),
+        *("--gsp-output-len", str(OUTPUT), "--num-prompts", str(args.groups * args.prompts)),
+        *("--request-rate", f"{rate:g}", "--warmup-requests", "0", "--flush-cache"),
+        *("--disable-tqdm", "--output-file", str(out)),
+    ]
+
+
+def measure(
+    url: str, model: Path, work: Path, args: argparse.Namespace, *, turns: int, rate: float
+) -> dict[str, float]:
+    """One run. Raises: RuntimeError with the end of its output when it fails."""
+    out = work / "serving.jsonl"
+    out.unlink(missing_ok=True)
+    done = subprocess.run(
+        command(url, model, out, args, turns=turns, rate=rate),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    if done.returncode != 0 or not out.exists():
+        said = (done.stdout + done.stderr)[-2000:]
+        raise RuntimeError(f"sglang.bench_serving ended with {done.returncode}:\n{said}")
+    found = json.loads(out.read_text().splitlines()[-1])
+    return numbers(found)
+
+
+def numbers(found: dict[str, Any]) -> dict[str, float]:
+    """What is kept of one run's result."""
+    throughput = found.get("total_throughput")
+    if throughput is None:
+        throughput = found["input_throughput"] + found["output_throughput"]
+    values = {**found, "total_throughput": throughput}
+    kept = {name: round(float(values[field]), 3) for name, field in FIELDS.items()}
+    return {**kept, "completed": found["completed"]}
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per workload, rate and arm: medians over the repeats, and the ratio to off."""
+    rows = []
+    for key in dict.fromkeys((run["workload"], run["rate"], run["arm"]) for run in runs):
+        here = [run for run in runs if (run["workload"], run["rate"], run["arm"]) == key]
+        off = {
+            run["repeat"]: run
+            for run in runs
+            if (run["workload"], run["rate"]) == key[:2] and run["arm"] == "off"
+        }
+        medians = {name: stats.spread([run[name] for run in here])["median"] for name in FIELDS}
+        times = [run["ttft_mean_ms"] for run in here]
+        pairs = [
+            (run["ttft_mean_ms"], off[run["repeat"]]["ttft_mean_ms"])
+            for run in here
+            if run["repeat"] in off
+        ]
+        rows.append(
+            {
+                "workload": key[0],
+                "rate": key[1],
+                "arm": key[2],
+                **medians,
+                "repeats_differ": round(max(times) / min(times) - 1, 4),
+                "ttft_to_off": stats.paired_ratio([pairs])["ratio"] if pairs else None,
+            }
+        )
+    return rows
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, and whether auto was anywhere slower than off beyond noise."""
+    heads = ["workload", "rate", "arm", *FIELDS, "repeats differ", "TTFT to off"]
+    lines = [
+        [
+            row["workload"],
+            f"{row['rate']:g}",
+            row["arm"],
+            *(f"{row[name]:,.1f}" for name in FIELDS),
+            f"{row['repeats_differ']:.1%}",
+            f"{row['ttft_to_off']:.3f}" if row["ttft_to_off"] else "-",
+        ]
+        for row in rows
+    ]
+    noise = max((row["repeats_differ"] for row in rows if row["arm"] in ("off", "auto")), default=0)
+    slower = [
+        f"{row['workload']} at {row['rate']:g}/s"
+        for row in rows
+        if row["arm"] == "auto" and row["ttft_to_off"] and row["ttft_to_off"] > 1 + noise
+    ]
+    verdict = f"auto slower than off beyond noise ({noise:.1%}): {', '.join(slower) or 'nowhere'}"
+    return table(heads, lines, right=range(3, len(heads))) + "\n\n" + verdict
+
+
+def balanced(server: FrozenServer, model: Path, args: argparse.Namespace) -> float:
+    """Bytes per second at which loading a shared prefix takes as long as computing it."""
+    prompt = servers.random_prompt(args.system + QUESTION, seed=5)
+    ttft_s = min(server.cold(prompt, NEW_TOKENS).ttft_s for _ in range(3))
+    return len(prompt) * kv_token_bytes(model, servers.DTYPE) / ttft_s
+
+
+def run(args: argparse.Namespace, model: Path, work: Path, progress: Progress) -> dict[str, Any]:
+    """All arms; `off` first, which the bandwidth is measured on."""
+    result: dict[str, Any] = {"runs": [], "balanced_bytes_per_s": 0}
+    bandwidth = 1e9
+    for arm in sorted(args.arms, key=ARMS.index):
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(start(arm, args, model, work, bandwidth))
+            progress.say(f"{arm}: healthy after {server.start_s:.1f} s")
+            if arm == ARMS[0]:
+                bandwidth = balanced(server, model, args)
+                result["balanced_bytes_per_s"] = round(bandwidth)
+            with server.thawed() as url:
+                for workload, turns in WORKLOADS.items():
+                    measure(url, model, work, args, turns=turns, rate=max(args.rates))
+                    for rate in args.rates:
+                        for repeat in range(args.repeats):
+                            found = measure(url, model, work, args, turns=turns, rate=rate)
+                            labels = {"workload": workload, "rate": rate, "arm": arm}
+                            result["runs"].append({**labels, "repeat": repeat, **found})
+                        progress.say(f"{arm}, {workload}, {rate:g}/s: {found['ttft_mean_ms']} ms")
+        result["summary"] = summary(result["runs"])
+        facts.write(args.out, {**facts.header("serving", repeats=args.repeats), **result})
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; 0."""
+    args = parse_args(argv)
+    servers.unwind_when_told_to_end()
+    with servers.fresh_folder("serving") as work:
+        result = run(args, servers.model(True), work, Progress())
+    print("", text(result["summary"]), "", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
