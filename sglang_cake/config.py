@@ -26,6 +26,7 @@ ENABLED_ENV: Final = "SGLANG_CAKE_ENABLED"  # not a setting: tells child process
 _MAX_BLOCK_TOKENS: Final = 65_536
 _MAX_QUEUE_DEPTH: Final = 1_024
 _MAX_BYTES: Final = 2**50  # 1 PiB
+_MAX_RANK: Final = 255
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"
 
 
@@ -216,6 +217,10 @@ def _integer(low: int, high: int) -> Callable[[str, object], int]:
     return read
 
 
+def _rank(spelled: str, value: object) -> int | None:
+    return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
+
+
 def _size(spelled: str, value: object) -> int:
     number = value
     if isinstance(value, str):
@@ -260,7 +265,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "staging_bytes": _size,
     "write_queue_bytes": _size,
     "queue_depth": _integer(1, _MAX_QUEUE_DEPTH),
-    "runahead_rank": _integer(0, 255),
+    "runahead_rank": _rank,
     "runahead_peers": _path,
     "runahead_secret": _path,
 }
