@@ -19,6 +19,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "stored_blocks": ("",),
     "unstored_blocks": UNSTORED_REASONS,
     "helped_tokens": ("",),
+    "runahead_hops": ("",),
     "runahead_bytes": ("",),
     "runahead_failures": RUNAHEAD_REASONS,
 }

@@ -28,6 +28,7 @@ _HELP = {
     "stored_blocks": "Blocks written to the store.",
     "unstored_blocks": "Blocks that were not written, by reason.",
     "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
+    "runahead_hops": "Spans of prompts that other members computed.",
     "runahead_bytes": "Bytes of KV that came from other members.",
     "runahead_failures": "Prompts that were offered to others and computed alone, by reason.",
 }

@@ -3,6 +3,7 @@
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -53,6 +54,7 @@ class Restore:
     wasted_bytes: int = 0
     meet_token: int | None = None
     prefill_s: float | None = None
+    shared: dict[str, Any] = field(default_factory=dict)  # what other members computed, if they did
 
     @property
     def contending(self) -> bool:
@@ -73,11 +75,12 @@ class Restore:
         """Since arrival, by this clock."""
         return time.monotonic() - self.arrived_s
 
-    def story(self) -> dict[str, int | None]:
+    def story(self) -> dict[str, Any]:
         """How the prompt was got; `meta_info["cake"]` of the response."""
         return {
             "computed_tokens": self.computed_tokens,
             "loaded_tokens": self.loaded_tokens,
             "matched_tokens": self.matched_tokens,
             "meet_token": self.meet_token,
+            **self.shared,
         }

@@ -11,17 +11,28 @@ import socket
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.adapter.pace import Pace
+from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
 from sglang_cake.adapter.runahead_span import SpanRunner, part_of, run_part
 from sglang_cake.counters import Counters
 from sglang_cake.errors import RunaheadError
-from sglang_cake.runahead.decide import Costs, Plan, forced_plan, plan_chain
+from sglang_cake.read.plan import room
+from sglang_cake.runahead.decide import (
+    PAYS,
+    Costs,
+    Limits,
+    Loading,
+    Plan,
+    forced_plan,
+    plan_beside_loader,
+    plan_chain,
+)
 from sglang_cake.runahead.member import Member, Owned
-from sglang_cake.runahead.table import PartitionTable
+from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.spans import Span
 
@@ -36,8 +47,11 @@ ANSWER_S = 0.05
 HANDOVER_S = 0.02  # taken for granted until one was measured
 BYTES_PER_S = 1e9
 _NEWEST = 0.3
-# A request may ask for a partition: `sampling_params.custom_params`. That is how a search measures.
+# A request may say how it is to be computed, in `sampling_params.custom_params`: "alone"; "closed"
+# or "table", whether or not that is predicted to pay; or where each worker's span ends, as a list
+# of tokens. That is how a search and a benchmark measure.
 PARAMETER = "cake_runahead"
+_WHATEVER = float("inf")
 
 Verdict = Literal["alone", "wait", "share"]
 
@@ -63,6 +77,8 @@ class Runahead:
 
     Args:
         namespace: hex digest of what KV means now; None while the tree holds something else too.
+        restore: cake's live record of a request, if it has one.
+        loads_only: prompts that are being loaded are not computed.
         limit_tokens: what one forward computes at most, here and on every member.
     """
 
@@ -76,12 +92,14 @@ class Runahead:
         pace: Pace,
         counters: Counters,
         namespace: Callable[[], str | None],
+        restore: Callable[[str], Restore | None],
+        loads_only: bool,
         page_tokens: int,
         limit_tokens: int,
-        table: PartitionTable,
+        table: WatchedTable,
     ) -> None:
         self._gate, self._pace, self._counters = gate, pace, counters
-        self._namespace = namespace
+        self._namespace, self._restore, self._loads_only = namespace, restore, loads_only
         self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
@@ -116,13 +134,14 @@ class Runahead:
 
     # ---- a request of ours that is about to begin ----
 
-    def consider(self, req: "Req", stop: int, *, alone: bool) -> Verdict:
-        """Whether the step of `req` from `req.prefix_len` is shared.
+    def consider(self, req: "Req", *, alone: bool) -> Verdict:
+        """Whether the step of `req` from `req.prefix_len`, which touches no island, is shared.
 
         Args:
-            stop: where the step would end if there were no limit to what a step computes.
             alone: nobody else is in this step.
         """
+        loading = self._loading(req)
+        stop = len(req.full_untruncated_fill_ids) if loading is None else room(loading.view)
         mine = self._mine
         if mine is not None and mine.rid == req.rid:
             return self._answered(mine, req, stop, alone=alone)
@@ -130,7 +149,7 @@ class Runahead:
             return "alone"
         if not _is_plain(req) or self._namespace() is None:
             return "alone"
-        plan = self._plan(req, Span(req.prefix_len, stop))
+        plan = self._plan(req, Span(req.prefix_len, stop), loading)
         if plan is None:
             return "alone"
         self._asked.add(req.rid)
@@ -177,9 +196,7 @@ class Runahead:
             return self._forward_alone(original, worker, batch, span, kwargs)
         self._learn(mine, time.monotonic() - began_s)
         self._end(mine, "done")
-        self._counters.add("helped_tokens", owned.split - span.start)
-        self._counters.add("runahead_bytes", owned.hop.inflow.bytes)
-        _tell(batch.reqs[0], owned.split - span.start)
+        self._tell(batch.reqs[0], mine)
         return result
 
     def close(self) -> None:
@@ -188,27 +205,31 @@ class Runahead:
 
     # ---- inside ----
 
-    def _plan(self, req: "Req", span: Span) -> Plan | None:
-        helpers = self.member.helpers()
-        if not helpers:
+    def _loading(self, req: "Req") -> Loading | None:
+        restore = self._restore(req.rid)
+        if restore is None or not restore.meet.racing:
             return None
-        params = req.sampling_params.custom_params
-        if params is not None and PARAMETER in params:
-            return forced_plan(params[PARAMETER], span, helpers, page_tokens=self._page_tokens)
+        return Loading(restore.meet.view(), restore.progress, self._pace.agreed.load)
+
+    def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
+        helpers = self.member.helpers()
+        if not helpers or (loading is not None and self._loads_only):
+            return None
         costs = Costs(
-            self._pace.agreed.prefill.step_s,
-            self._handover_s,
-            self._bytes_per_s,
-            self._token_bytes,
+            self._pace.agreed.prefill, self._handover_s, self._bytes_per_s, self._token_bytes
         )
-        return plan_chain(
-            span,
-            helpers,
-            costs,
-            page_tokens=self._page_tokens,
-            limit_tokens=self._limit_tokens,
-            table=self._table,
-        )
+        limits = Limits(self._page_tokens, self._limit_tokens, self._table.read())
+        asked = _asked_for(req)
+        if asked == "alone":
+            return None
+        if asked == "closed":
+            limits = replace(limits, table=None)
+        elif asked not in (None, "table"):
+            return forced_plan(asked, span, helpers, limits)
+        pays = PAYS if asked is None else _WHATEVER
+        if loading is not None:
+            return plan_beside_loader(loading, helpers, costs, limits, pays=pays)
+        return plan_chain(span, helpers, costs, limits, pays=pays)
 
     def _propose(self, req: "Req", plan: Plan) -> bool:
         namespace = self._namespace()
@@ -285,6 +306,28 @@ class Runahead:
             inflow.waited_s,
         )
 
+    def _tell(self, req: "Req", mine: Mine) -> None:
+        """What the others did, in counters and in the story that the response tells."""
+        inflow = mine.owned.hop.inflow
+        assert inflow is not None
+        helped_tokens = mine.owned.split - mine.span.start
+        self._counters.add("runahead_hops", len(mine.owned.helpers))
+        self._counters.add("helped_tokens", helped_tokens)
+        self._counters.add("runahead_bytes", inflow.bytes)
+        restore = self._restore(req.rid)
+        if restore is None:
+            return
+        restore.shared = {"helped_tokens": helped_tokens}
+        if _asked_for(req) is not None:  # somebody measures
+            restore.shared |= {
+                "bounds": list(mine.owned.partition.bounds),
+                "received_bytes": inflow.bytes,
+                "waited_s": round(inflow.waited_s, 6),
+                "table": str(self._table.path),
+            }
+        if req.customized_info and "cake" in req.customized_info:  # told before the forward
+            req.customized_info["cake"] = [restore.story()]
+
     def _ring(self) -> None:
         try:
             self._bell.send(b"\0")
@@ -333,8 +376,5 @@ def _computes(batch: Any, span: Span) -> bool:
     )
 
 
-def _tell(req: "Req", helped_tokens: int) -> None:
-    """Add to the story that a response tells, if there is one yet."""
-    story = (req.customized_info or {}).get("cake")
-    if story:
-        story[0]["helped_tokens"] = helped_tokens
+def _asked_for(req: "Req") -> object:
+    return (req.sampling_params.custom_params or {}).get(PARAMETER)

@@ -1,6 +1,7 @@
 """Puts KV-Runahead together with a running server, and hooks the forward."""
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -11,7 +12,7 @@ from sglang_cake.cache_folder import cache_folder
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.setting import GroupSetting, group_setting
-from sglang_cake.runahead.table import PartitionTable, load_table, table_path
+from sglang_cake.runahead.table import WatchedTable, table_path
 from sglang_cake.runahead.tcp import TcpTransport
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
         pace=engine.pace,
         counters=engine.counters,
         namespace=engine.namespace_hex,
+        restore=engine.coordinator.restore,
+        loads_only=config.mode == "load",
         page_tokens=ctx.params.page_size,
         limit_tokens=engine.pace.chunk_tokens,
-        table=_table(engine),
+        table=WatchedTable(_table_path(engine)),
     )
     _Here.runahead = here
     logger.info("cake runahead: member %d of %d", setting.rank, len(setting.peers))
@@ -96,12 +99,12 @@ def _transport(setting: GroupSetting, engine: "Engine") -> TcpTransport:
         ) from None
 
 
-def _table(engine: "Engine") -> PartitionTable:
+def _table_path(engine: "Engine") -> Path | None:
     try:
         folder = cache_folder() / "runahead"
     except RuntimeError:  # no home folder
-        return PartitionTable()
-    return load_table(table_path(folder, engine.device, engine.namespace_digest))
+        return None
+    return table_path(folder, engine.device, engine.namespace_digest)
 
 
 def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

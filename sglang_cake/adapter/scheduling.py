@@ -75,11 +75,16 @@ class CakePrefillAdder(PrefillAdder):
         if cake.hold(req):
             return AddReqResult.CONTINUE  # stays in the queue; the next request may go
         self._stop = None
-        if cake.restore(req.rid) is None:
-            return self._admit(req, has_chunked_req, truncation_align_size)
+        restored = cake.restore(req.rid) is not None
         started_s = time.perf_counter()
-        with self._lock_node(req.last_node):
-            cake.settle(req, tree.attach_waiting)
+        if restored:
+            with self._lock_node(req.last_node):
+                cake.settle(req, tree.attach_waiting)
+        shared = self._share(req, has_chunked_req, truncation_align_size)
+        if shared is not None:
+            return shared
+        if not restored:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
         step = cake.plan(req, self.rem_chunk_tokens)
         cake.step_s += time.perf_counter() - started_s
         if step is not None:
@@ -88,29 +93,26 @@ class CakePrefillAdder(PrefillAdder):
             if step.wait or (taken and step.stop < len(req.full_untruncated_fill_ids)):
                 return AddReqResult.CONTINUE
             self._stop = step.stop
-        return self._admit(req, has_chunked_req, truncation_align_size)
+        return super().add_one_req(req, has_chunked_req, truncation_align_size)
 
-    def _admit(
+    def _share(
         self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
-    ) -> AddReqResult:
-        """Admit the request; others may help with its step."""
+    ) -> AddReqResult | None:
+        """Admit a step of which others compute a part; None: nobody helps with this request."""
         tree, cake = self._cake()
         if tree.runahead is None:
-            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+            return None
         alone = not (has_chunked_req or self.can_run_list or self._decodes)
-        whole = len(req.full_untruncated_fill_ids)
-        verdict = tree.runahead.consider(req, self._stop or whole, alone=alone)
+        verdict = tree.runahead.consider(req, alone=alone)
+        if verdict == "alone":
+            return None
         if verdict == "wait":
             cake.waiting = True
             return AddReqResult.OTHER  # for the answers, at most; nobody goes first meanwhile
-        if verdict == "alone":
-            return super().add_one_req(req, has_chunked_req, truncation_align_size)
         extent = tree.runahead.extent(req.rid)
         assert extent is not None
         self._stop = extent.stop
-        self.rem_chunk_tokens += tree.runahead.helped_tokens(
-            req.rid
-        )  # these are computed elsewhere
+        self.rem_chunk_tokens += tree.runahead.helped_tokens(req.rid)  # computed elsewhere
         result = super().add_one_req(req, has_chunked_req, truncation_align_size)
         self.rem_chunk_tokens = 0  # nobody joins this step
         return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER

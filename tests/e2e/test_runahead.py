@@ -70,9 +70,13 @@ def ids(request: pytest.FixtureRequest) -> list[int]:
     return [source.randrange(VOCAB) for _ in range(LONG)]
 
 
-def shared(bounds: Sequence[int]) -> dict[str, Any]:
+def shared(inner: Sequence[int], stop: int = LONG) -> dict[str, Any]:
     """Extra of a request that asks for this partition, as a search does."""
-    return {"sampling": {"custom_params": {"cake_runahead": list(bounds)}}}
+    return {"sampling": {"custom_params": {"cake_runahead": [*inner, stop]}}}
+
+
+def alone() -> dict[str, Any]:
+    return {"sampling": {"custom_params": {"cake_runahead": "alone"}}}
 
 
 def share(pair: Pair, ids: list[int], bounds: Sequence[int], tries: int = 20) -> Answer:
@@ -102,7 +106,7 @@ def test_two_servers_give_the_tokens_of_one(
     again = pair.owner.ask(ids)  # what came from the other one is in the tree like any KV
     assert again.cached >= LONG - 2 * PAGE
     assert_same(again, plain.know(ids))
-    on_helper = pair.helper.ask([*ids[:split], *ids[:8]])
+    on_helper = pair.helper.ask([*ids[:split], *ids[:8]], **alone())
     assert on_helper.cached == split
 
 
@@ -113,14 +117,14 @@ def test_corrupt_kv_would_be_seen(pair: Pair, plain: Live, ids: list[int]) -> No
 
 
 def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: list[int]) -> None:
-    pair.owner.again(ids[:512])
-    pair.helper.ask(ids[:800])
+    pair.owner.again(ids[:512], **alone())
+    pair.helper.ask(ids[:800], **alone())
     before = pair.owner.metric("runahead_bytes_total")
     for _ in range(20):
         answer = pair.owner.ask(ids, **shared([640]))
         if helped(answer):
             break
-        pair.owner.again(ids[:512])
+        pair.owner.again(ids[:512], **alone())
     assert answer.cached == 512
     assert helped(answer) == 128
     assert_same(answer, plain.know(ids))
@@ -130,7 +134,7 @@ def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: li
 
 def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
     pair.helper.flush()
-    pair.owner.again(ids[:512])
+    pair.owner.again(ids[:512], **alone())
     answer = pair.owner.ask(ids, **shared([640]))
     assert helped(answer) == 0
     assert_same(answer, plain.know(ids))
