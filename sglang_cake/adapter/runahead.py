@@ -323,7 +323,7 @@ class Runahead:
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
                 "waited_s": round(inflow.waited_s, 6),
-                "table": str(self._table.path),
+                "table": None if self._table.path is None else self._table.path.name,
             }
         if req.customized_info and "cake" in req.customized_info:  # told before the forward
             req.customized_info["cake"] = [restore.story()]
