@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import requests
-from live import VOCAB, Answer, Asking, Live, Start, assert_same, until
+from live import BLOCK, VOCAB, Answer, Asking, Live, Start, assert_same, until
 
 from sglang_cake.testing.server import free_port
 
@@ -24,6 +24,8 @@ FLAGS = (
 
 
 class Pair:
+    """The owner loads nothing; the helper, when it owns a prompt itself, loads beside the chain."""
+
     def __init__(self, owner: Live, helper: Live) -> None:
         self.owner, self.helper = owner, helper
 
@@ -51,9 +53,11 @@ def pair(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Pair]:
                     (
                         *FLAGS,
                         *("--cake-runahead-rank", str(rank), "--cake-runahead-peers", peers),
-                        *("--cake-runahead-secret", str(secret), "--cake-mode", "compute"),
+                        *("--cake-runahead-secret", str(secret)),
+                        *("--cake-mode", "both" if rank else "compute"),
                     ),
                     store=folder / f"runahead-{rank}",
+                    bandwidth="2MB/s",
                     env={"SGLANG_CPU_OMP_THREADS_BIND": str(rank % os.cpu_count())},  # type: ignore[operator]
                 )
             )
@@ -149,6 +153,37 @@ def test_input_logprobs_of_the_front_are_computed_alone(
     assert_same(answer, plain.ask(ids, **extra))
     tail = {"logprob_start_len": LONG - 20}
     assert_same(pair.owner.again(ids, **shared([640]), **tail), plain.ask(ids, **tail))
+
+
+def test_a_short_prompt_stays_local(pair: Pair, plain: Live, ids: list[int]) -> None:
+    before = pair.owner.metric("runahead_hops_total")
+    assert_same(pair.owner.again(ids[:80]), plain.know(ids[:80]))
+    assert pair.owner.metric("runahead_hops_total") == before
+
+
+def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[int]) -> None:
+    loads, helps = pair.helper, pair.owner  # who loads owns the prompt here
+    assert loads.store is not None
+    assert helps.store is not None
+    before = len(loads.store.blocks()), len(helps.store.blocks())
+    for _ in range(20):
+        helps.flush()
+        if helped(loads.again(ids, **shared([640]))):
+            break
+    loads.store.until_stored(ids)
+    after = len(loads.store.blocks()), len(helps.store.blocks())
+    assert (after[0] - before[0], after[1] - before[1]) == (LONG // BLOCK, 0)
+    for _ in range(20):
+        helps.flush()
+        answer = loads.again(ids, **shared([256], stop=512))
+        assert_same(answer, plain.know(ids))
+        if helped(answer):
+            break
+    assert helped(answer) == 256
+    assert answer.computed >= 512
+    assert answer.loaded > 0
+    assert answer.computed + answer.loaded == LONG
+    assert len(loads.store.blocks()) == after[0]
 
 
 def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) -> None:
