@@ -44,7 +44,6 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
     setting = group_setting(config)
     if setting is None:
         return None
-    _check(ctx)
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     transport = _transport(setting, engine)
     here = Runahead(
@@ -64,27 +63,6 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
     _Here.runahead = here
     logger.info("cake runahead: member %d of %d", setting.rank, len(setting.peers))
     return here
-
-
-def unsupported(args: Any) -> str | None:
-    """Why these settings of SGLang (resolved) do not go with a group, in one line."""
-    if args.device != "cpu" or args.attention_backend != "torch_native":
-        return (
-            "KV-Runahead runs with --device cpu --attention-backend torch_native in this version: "
-            "remove --cake-runahead-rank"
-        )
-    for field in ("tp_size", "dp_size"):
-        if getattr(args, field) > 1:
-            return f"KV-Runahead needs one server a worker: set --{field.replace('_', '-')} 1"
-    return None
-
-
-def _check(ctx: "TreeCacheBuildContext") -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    reason = unsupported(resolving_view(ctx.server_args))
-    if reason is not None:
-        raise ConfigError(reason)
 
 
 def _transport(setting: GroupSetting, engine: "Engine") -> TcpTransport:

@@ -48,7 +48,7 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
 
 def _peers(text: str) -> tuple[tuple[str, int], ...]:
     """`HOST:PORT,...`, or a file of them, one a line."""
-    if ":" not in text or Path(text).is_file():
+    if "," not in text:  # a group has two members at least
         try:
             text = Path(text).read_text(encoding="utf-8")[:_MAX_FILE_BYTES]
         except (OSError, UnicodeDecodeError):
