@@ -58,7 +58,7 @@ def pair(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Pair]:
                     ),
                     store=folder / f"runahead-{rank}",
                     bandwidth="2MB/s",
-                    env={"SGLANG_CPU_OMP_THREADS_BIND": str(rank % os.cpu_count())},  # type: ignore[operator]
+                    env={"OMP_NUM_THREADS": "1"},
                 )
             )
             for rank in range(2)
@@ -244,6 +244,8 @@ def test_zz_a_helper_that_dies_in_the_middle(pair: Pair, plain: Live, ids: list[
     pair.owner.flush()
     pair.helper.flush()
     pid = scheduler_of(pair.helper)
+    pair.helper.check_log()
+    pair.helper.killed = True
     asking = Asking(pair.owner, ids, **shared([1184]))
     time.sleep(0.1)  # before, in or after its span: the answer is the same
     os.kill(pid, signal.SIGKILL)
