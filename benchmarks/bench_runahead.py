@@ -14,8 +14,8 @@ this machine, of which it needs two that are free:
     search  the same, spans found by a grid search at this length (KVR-S)
 
 With a stored tail, behind a link on which loading takes as long as one worker computing: `load`
-alone, `cake` (one worker and the loader), `chain` (two workers, nothing loaded), `both` (two workers
-and the loader).
+alone, `cake` (one worker and the loader), `chain` (two workers, nothing loaded), `both` (two
+workers and the loader).
 
 Arms take turns within a round; ratios are of the same round. Servers that are not measured are
 stopped. `limit` is the least that two workers could take: half of `one`. Bytes are counted by the
@@ -27,6 +27,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,8 @@ def without_tail(bench: Bench) -> None:
             split["search"] = best[tokens]
             asked: dict[str, object] = {n: list(p.bounds[1:]) for n, p in split.items()}
             asked |= {"closed": "closed", "one": "alone"}
-            arms: Arms = {n: (lambda how=asked[n]: pair.ask(prompt, how)) for n in ("one", *CHAINS)}
-            arms |= {n: (lambda s=s: s.cold(prompt, NEW_TOKENS)) for n, s in others.items()}
+            arms: Arms = {n: partial(pair.ask, prompt, asked[n]) for n in ("one", *CHAINS)}
+            arms |= {n: partial(each.cold, prompt, NEW_TOKENS) for n, each in others.items()}
             replies = rounds(arms, args.repeats)
             sent = {name: traffic(replies[name][-1], token_bytes) for name in CHAINS}
             bench.cells.append(cell(replies, base="one", prompt_tokens=tokens, sent=sent))
@@ -266,27 +267,30 @@ def with_tail(bench: Bench) -> None:
         pair = Pair(bench, stack, "tail", link)
         url = (bench.work / "store-tail").as_uri() + link
         load = bench.start(stack, "load", servers.cake_flags(url, "load"), _ONE_THREAD)
+        plain = Pair(bench, stack, "plain", "")
         _, owner = pair.members
         for tokens in args.lengths:
             prompt = bench.prompt(tokens + 1)
-            fresh = servers.random_prompt(tokens + 1, seed=-tokens)
+            stored_bytes = _held(bench.work / "store-tail") + tokens * token_bytes
             pair.ask(prompt, "alone")
             with owner.thawed():
-                servers.wait_until_steady(bench.work / "store-tail", tokens * token_bytes // 2)
+                servers.wait_until_steady(bench.work / "store-tail", stored_bytes)
             arms: Arms = {
-                "load": lambda p=prompt: load.cold(p, NEW_TOKENS),  # type: ignore[misc]
-                "cake": lambda p=prompt: pair.ask(p, "alone"),  # type: ignore[misc]
-                "both": lambda p=prompt: pair.ask(p, "closed"),  # type: ignore[misc]
+                "load": partial(load.cold, prompt, NEW_TOKENS),
+                "cake": partial(pair.ask, prompt, "alone"),
+                "chain": partial(plain.ask, prompt, "closed"),
+                "both": partial(pair.ask, prompt, "closed"),
             }
             replies = rounds(arms, args.repeats)
-            # What is not stored is written after it was computed: once, so a round of its own.
-            chain = [pair.ask(fresh[:-1] + [n], "closed") for n in range(1)]
             found = cell(replies, base="cake", prompt_tokens=tokens + 1)
-            found["chain_s"] = round(chain[0].ttft_s, 4)
             found["link_limit_s"] = round(tokens * token_bytes / bandwidth, 4)
             found["loaded_tokens"] = replies["both"][-1].cake["loaded_tokens"]
             bench.tails.append(found)
             bench.progress.say(f"{tokens:,} tokens and a stored tail: {_short(found)}")
+
+
+def _held(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _short(found: dict[str, Any]) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from sglang_cake.errors import ConfigError
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.url import parse_size
+from sglang_cake.store.url import DEFAULT_POLICY, parse_size
 
 ENVIRONMENT_PREFIX: Final = "SGLANG_CAKE_"
 CONFIG_ENV: Final = "SGLANG_CAKE_CONFIG"  # path of a settings file
@@ -46,8 +46,10 @@ class CakeConfig:
     """Tokens that must be loadable before a load is worth its overhead."""
     priority: Literal["adaptive", "fcfs"] = "adaptive"
     """Who is prefilled first: adaptive lets others go before prompts that are being loaded."""
-    eviction_policy: Literal["lru", "fifo", "lfu"] = "lru"
+    eviction_policy: str = DEFAULT_POLICY
     """Which block of a full file store goes first, unless its URL says `policy=`."""
+    record_trace: str | None = None
+    """File to which one JSON line per request is appended, for `sglang-cake trace replay`."""
     trace_file: str | None = None
     """File to which one JSON line per event is appended; None writes no trace."""
 
@@ -260,7 +262,8 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
     "min_load_tokens": _integer(0, 2**31 - 1),
     "priority": _one_of("adaptive", "fcfs"),
-    "eviction_policy": _one_of(*RANKS),
+    "eviction_policy": _one_of(*POLICIES),
+    "record_trace": _path,
     "trace_file": _path,
     "staging_bytes": _size,
     "write_queue_bytes": _size,

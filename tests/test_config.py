@@ -32,6 +32,7 @@ CONFIGS = st.builds(
     codec=st.just("raw"),
     block_tokens=st.integers(1, 65_536),
     min_load_tokens=st.integers(0, 2**31 - 1),
+    record_trace=st.none() | PATHS,
     trace_file=st.none() | PATHS,
     staging_bytes=st.integers(1, 2**50),
     write_queue_bytes=st.integers(1, 2**50),

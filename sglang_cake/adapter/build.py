@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ from sglang_cake.read.cost_file import CostFile
 from sglang_cake.read.loader import Loader
 from sglang_cake.store.base import Store, StoreStats
 from sglang_cake.store.open import open_store
+from sglang_cake.store.recording import RecordingStore, TraceFile
 from sglang_cake.store.sources import sources_of
 from sglang_cake.write.pipeline import Writer
 
@@ -89,6 +91,9 @@ class Engine:
         self._setting = config.store
         self._cost_file: CostFile | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._trace: TraceFile | None = None
+        if config.record_trace is not None and ctx.tp_rank == 0:
+            self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self._store: Store | None = self._open(namespace)
         block_bytes = self.kv.layout.block_bytes
         self.loader = Loader(
@@ -217,11 +222,12 @@ class Engine:
 
     def _open(self, namespace: Namespace) -> Store:
         frame = BlockFrame(namespace, self.kv.layout)
-        return open_store(
+        store = open_store(
             sources_of(self._setting, self._config.eviction_policy),
             frame,
             depth=self._config.queue_depth,
         )
+        return store if self._trace is None else RecordingStore(store, self._trace)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
         tiers = len(sources_of(self._setting, self._config.eviction_policy))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_cake.adapter.agree import Agreement, Facts
+from sglang_cake.adapter.facts import facts_of, keyable
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
@@ -69,7 +70,7 @@ class Coordinator:
         self._config = config
         self._namespace = namespace
         self._page_tokens = page_tokens
-        self._pace = pace
+        self.pace = pace
         self._agreement = agreement
         self._counters = counters
         self._teller = teller
@@ -93,7 +94,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self.suspended or self.detached or not _keyable(req):
+        if self.suspended or self.detached or not keyable(req):
             return
         try:
             seed = self._seed(req)
@@ -104,11 +105,13 @@ class Coordinator:
         tokens = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(tokens))
         block_tokens = self._config.block_tokens
+        ticket = f"{req.rid}#{next(self._numbers)}"
         restore = Restore(
             rid=req.rid,
-            ticket=f"{req.rid}#{next(self._numbers)}",
+            ticket=ticket,
             tokens=tokens,
             chain=KeyChain(seed, block_tokens),
+            facts=facts_of(req, ticket, tokens, self.pace.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,
                 page_tokens=self._page_tokens,
@@ -125,7 +128,8 @@ class Coordinator:
                 tokens=tokens,
                 blocks=restore.meet.blocks,
                 first_block=restore.meet.fence,
-                worth=self._pace.worth(restore.meet.view(), self._config),
+                facts=restore.facts,
+                worth=self.pace.worth(restore.meet.view(), self._config),
             )
         )
         self._teller.tell(restore, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -172,11 +176,11 @@ class Coordinator:
             serving: ids of the requests that are being prefilled or wait for it, in order.
         """
         self.waiting = False
-        self._pace.polled()
+        self.pace.polled()
         self._teller.stepped(
             overhead_s=self.step_s if self._restores else None,  # an idle poll is no step
             block_bytes=self._landing.block_bytes,
-            costs=self._pace.own,
+            costs=self.pace.own,
         )
         self.step_s = 0.0
         for event in self._loader.drain():
@@ -184,7 +188,7 @@ class Coordinator:
         self._landing.release_copied()
         contending = [r for r in self._restores.values() if r.contending]
         if contending:
-            facts, self._pace.agreed = self._agreement.reach(contending, self._pace.own)
+            facts, self.pace.agreed = self._agreement.reach(contending, self.pace.own)
             for restore, fact in zip(contending, facts, strict=True):
                 self._apply(restore, fact)
         live = (self._restores.get(rid) for rid in serving)
@@ -255,12 +259,12 @@ class Coordinator:
             return None
         meet = restore.meet
         if restore.predicted_s is None:
-            restore.predicted_s = restore.local_waited_s() + self._pace.remaining_s(restore)
+            restore.predicted_s = restore.local_waited_s() + self.pace.remaining_s(restore)
         step = next_step(
             meet.view(),
             mode=self._config.mode,
             chunk_tokens=chunk_tokens,
-            costs=self._pace.agreed,
+            costs=self.pace.shared,
             progress=restore.progress,
         )
         self.waiting |= step.wait
@@ -293,14 +297,12 @@ class Coordinator:
         if restore.meet.racing:
             return Claimant(req.rid, restore.remaining_s, restore.waited_s)
         rest = len(restore.tokens) - restore.meet.front
-        return Claimant(
-            req.rid, None, nearly_done=restore.begun and rest <= self._pace.chunk_tokens
-        )
+        return Claimant(req.rid, None, nearly_done=restore.begun and rest <= self.pace.chunk_tokens)
 
-    def claimed(self, req: "Req", stop: int, *, decodes: int) -> None:
-        """The step being scheduled computes `[req.prefix_len, stop)`, beside `decodes` requests."""
+    def claimed(self, req: "Req", stop: int) -> None:
+        """The step being scheduled computes `[req.prefix_len, stop)`."""
         tokens = stop - req.prefix_len
-        self._pace.claimed(req.prefix_len, stop, decodes=decodes)
+        self.pace.claimed(req.prefix_len, stop)
         restore = self._restores.get(req.rid)
         if restore is None:
             return
@@ -330,6 +332,8 @@ class Coordinator:
     def _prefilled(self, req: "Req", restore: Restore) -> None:
         restore.prefill_s = time.monotonic() - restore.arrived_s
         self._stop_loading(restore, "overtaken")
+        if restore.side is not None:
+            self._counters.add("fallback", label=restore.side)
         self._teller.prefilled(restore)
         req.customized_info = {**(req.customized_info or {}), "cake": [restore.story()]}
 
@@ -387,14 +391,4 @@ class Coordinator:
             if block in restore.arrived:  # another rank could not get its part
                 self._refuse(restore, restore.arrived.pop(block), "peer")
         if (facts.stored or facts.landed or facts.lost) and restore.meet.racing:
-            restore.remaining_s = self._pace.remaining_s(restore)
-
-
-def _keyable(req: "Req") -> bool:
-    """Whether the request's token ids alone say what its KV is."""
-    return (
-        req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and req.multimodal_inputs is None
-        and req.session is None
-    )
+            restore.remaining_s = self.pace.remaining_s(restore)

@@ -21,7 +21,7 @@ from sglang_cake.adapter.support import ModelFacts, unsupported, unsupported_gro
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.setting import group_setting
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import sources_of
 
 SGLANG_VERSION = "0.5.23"
@@ -35,10 +35,11 @@ _HELP = {
     "block_tokens": "Tokens of a stored block, a multiple of the page size.",
     "min_load_tokens": "Load nothing when less than this many tokens could be loaded.",
     "priority": "Who is prefilled first: adaptive (prompts that are being loaded last) or fcfs.",
+    "record_trace": "File to append each request's hashed blocks to. Default: none.",
     "trace_file": "File to append one JSON line per event to. Default: no trace.",
     "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
-    "eviction_policy": f"What a full file store evicts: {', '.join(RANKS)}.",
+    "eviction_policy": f"What a full file store evicts: {', '.join(POLICIES)}.",
     "queue_depth": "Reads of the store in flight at once.",
     "runahead_rank": "KV-Runahead: this server's place in --cake-runahead-peers, from 0.",
     "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
@@ -46,6 +47,7 @@ _HELP = {
 }
 _METAVARS = {
     "store": "URL",
+    "record_trace": "FILE",
     "trace_file": "FILE",
     "mode": "MODE",
     "codec": "CODEC",
@@ -217,9 +219,9 @@ def _check_places(config: CakeConfig) -> None:
     for source in sources_of(config.store, config.eviction_policy):
         source.check()
     group_setting(config)
-    trace = config.trace_file
-    if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
-        raise ConfigError(f"trace file {trace!r} cannot be written: no such folder, or a folder")
+    for file in (config.trace_file, config.record_trace):
+        if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+            raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")
 
 
 def _refuse(reason: str | None) -> None:

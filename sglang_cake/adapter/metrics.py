@@ -10,7 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.read.cost import Costs
 from sglang_cake.store.base import Store, StoreStats, TierStats
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.tiers.tier import TierCounts
 
 M = TypeVar("M", Counter, Gauge)
@@ -22,7 +22,7 @@ _HELP = {
     "computed_tokens": "Prompt tokens whose KV was computed.",
     "wasted_bytes": "Bytes loaded in vain, by reason.",
     "load_failures": "Blocks or lookups that the store failed, by reason.",
-    "fallback": "Prompts that were left to one side alone.",
+    "fallback": "Prompts of whose stored KV one side alone got everything.",
     "read_bytes": "Bytes read from the store.",
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",
@@ -161,7 +161,7 @@ class StoreMetrics:
             "Bytes that made way for others, evicted by this process.",
             [*names, "policy"],
         )
-        for policy in RANKS:
+        for policy in POLICIES:
             self._evicted.labels(**labels, policy=policy)
         self._seen: tuple[Store | None, int] = (None, 0)
 

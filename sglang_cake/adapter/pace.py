@@ -30,7 +30,7 @@ class Pace:
         self._pipelined = pipelined
         self._steady = False  # the step before the one under way was a prefill step as well
         self._began_s = 0.0
-        self._work: StepWork | None = None  # of the step under way
+        self._work = StepWork()  # of the step being scheduled or under way
         self.agreed = self.own
 
     @property
@@ -49,24 +49,30 @@ class Pace:
         self._loader.recall(costs.load)
         self.agreed = self.own
 
-    def claimed(self, start: int, stop: int, *, decodes: int) -> None:
-        """The step being scheduled prefills `[start, stop)` of a request, beside `decodes`."""
-        work = work_of(start, stop)
-        if self._work is None:
-            self._began_s = time.monotonic()
-            self._work = replace(work, decodes=decodes)
-        else:
-            self._work += work
+    @property
+    def shared(self) -> Costs:
+        """The agreed costs, of one more part of the step being scheduled."""
+        return replace(self.agreed, prefill=self.agreed.prefill.beside(self._work))
 
-    def shared(self) -> None:
-        """The step under way was computed with others: its time says nothing of ours."""
-        self._work = None
+    def scheduling(self, *, decodes: int) -> None:
+        """A step is being scheduled, in which `decodes` requests decode."""
+        self._work = StepWork(decodes=decodes)
+
+    def claimed(self, start: int, stop: int) -> None:
+        """The step being scheduled prefills `[start, stop)` of a request."""
+        if not self._work.tokens:
+            self._began_s = time.monotonic()
+        self._work += work_of(start, stop)
+
+    def helped(self) -> None:
+        """The step under way is computed with others: its time says nothing of ours."""
+        self._work = StepWork()
 
     def polled(self) -> None:
         """The step under way at the last poll took until now."""
-        work, self._work = self._work, None
-        if work is None or (self._pipelined and not self._steady):
-            self._steady = work is not None
+        work, self._work = self._work, StepWork()
+        steady, self._steady = self._steady, work.tokens > 0
+        if not work.tokens or (self._pipelined and not steady):
             return
         self._fit.observe(work, time.monotonic() - self._began_s)
 

@@ -3,7 +3,7 @@
 import time
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,7 @@ from sglang_cake.keys import KeyChain
 from sglang_cake.read.meet import Meet
 from sglang_cake.read.plan import Progress
 from sglang_cake.read.staging import StagedBlock
+from sglang_cake.store.request import RequestFacts
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +27,7 @@ class Restore:
     tokens: "array[int]"
     chain: KeyChain
     meet: Meet
+    facts: RequestFacts | None = None  # what the store is told
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()
     # What this rank has, whether or not the other ranks have it too:
@@ -60,6 +62,17 @@ class Restore:
     def contending(self) -> bool:
         """Whether decisions about this request still depend on what the loader does."""
         return self.prefill_s is None and (not self.known or self.meet.racing)
+
+    @property
+    def side(self) -> Literal["compute", "load"] | None:
+        """Which side alone got what was stored and not in the tree; None: both, or nothing was."""
+        size = self.meet.block_tokens
+        usable = self.stored[-(-self.matched_tokens // size) : self.meet.limit // size]
+        if not any(usable):
+            return None
+        if not self.loaded_tokens:
+            return "compute"
+        return "load" if self.loaded_tokens >= sum(usable) * size else None
 
     @property
     def progress(self) -> Progress:

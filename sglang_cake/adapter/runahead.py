@@ -185,7 +185,7 @@ class Runahead:
         assert owned.hop.inflow is not None
         owned.hop.inflow.bind(batch.out_cache_loc[: owned.split - span.start].long(), span.start)
         began_s = time.monotonic()
-        self._pace.shared()
+        self._pace.helped()
         try:
             with self._gate(owned.hop):
                 result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)

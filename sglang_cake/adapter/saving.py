@@ -53,6 +53,8 @@ class Saving:
                 blocks=tuple(blocks),
                 buffers=tuple(buffers),
                 ready=copy.wait,
+                # At the lookup the store was told of the prompt's blocks; these are new to it.
+                facts=restore.facts if full * size > len(restore.tokens) else None,
             )
         )
 

@@ -41,6 +41,7 @@ class CakePrefillAdder(PrefillAdder):
         self._scheduler = scheduler
         # With mixed chunks, requests that decode share the step.
         self._decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
+        self._cake()[1].pace.scheduling(decodes=self._decodes)
 
     def add_chunked_req(self, req: "Req") -> "Req | None":
         tree, cake = self._cake()
@@ -65,7 +66,7 @@ class CakePrefillAdder(PrefillAdder):
             self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
         rest = super().add_chunked_req(req)
         if req in self.can_run_list:
-            cake.claimed(req, req.extend_end, decodes=self._decodes)
+            cake.claimed(req, req.extend_end)
         return rest
 
     def add_one_req(
@@ -136,7 +137,7 @@ class CakePrefillAdder(PrefillAdder):
 
     def _commit_prefill_admission(self, req: "Req", admission: Any, *args: Any) -> None:
         super()._commit_prefill_admission(req, admission, *args)
-        self._cake()[1].claimed(req, req.extend_end, decodes=self._decodes)
+        self._cake()[1].claimed(req, req.extend_end)
 
     def _cake(self) -> "tuple[CakeRadixCache, Coordinator]":
         tree = self.tree_cache

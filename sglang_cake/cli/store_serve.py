@@ -20,7 +20,10 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     add("--root", type=Path, required=True, help="the folder; made if it is not there")
     add("--capacity", help="what it may take on the disk, as 10TB")
     add("--min-free", help="what stays free on the disk (1GB)")
-    add("--policy", help="which blocks make way: lru (default), fifo or lfu")
+    add(
+        "--policy",
+        help="what makes way: lru (default), fifo, lfu, gdfs, s3fifo, arc, workload or cake",
+    )
     add("--fsync", help="data: what was stored survives a power cut; off (default)")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine)")
     add("--port", type=int, default=8700, help="%(default)s; 0 is any that is free")

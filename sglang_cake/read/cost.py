@@ -72,6 +72,19 @@ class PrefillCost:
         steps = -(-(stop - start) // chunk_tokens)
         return self.step_s(start, stop) + (steps - 1) * self.fixed_s
 
+    def work_s(self, work: "StepWork") -> float:
+        """One step that does `work`."""
+        return (
+            self.fixed_s
+            + self.token_s * work.tokens
+            + self.pair_s * work.pairs
+            + self.decode_s * work.decodes
+        )
+
+    def beside(self, others: "StepWork") -> "PrefillCost":
+        """Of a part of steps that do `others` as well: to the part, that is a fixed cost."""
+        return replace(self, fixed_s=self.work_s(others))
+
 
 def pairs(start: int, stop: int) -> float:
     """(query, key) pairs of tokens `[start, stop)`: each attends to all before it and itself."""
@@ -83,8 +96,8 @@ def pairs(start: int, stop: int) -> float:
 class StepWork:
     """What one step did: prefilled spans of every request in it, and requests that decoded."""
 
-    tokens: int
-    pairs: float
+    tokens: int = 0
+    pairs: float = 0.0
     decodes: int = 0
 
     def __add__(self, other: "StepWork") -> "StepWork":

@@ -6,6 +6,7 @@ link stays busy while the scheduler thread sits in a prefill step. News comes ba
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from sglang_cake.read.cost import LoadCost, LoadFit
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.base import Store
+from sglang_cake.store.request import RequestFacts, tell
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Prompt:
     blocks: int  # how many leading blocks may be loaded at all
     first_block: int  # blocks before this one are in the tree already
     worth: Callable[[Sequence[bool]], bool]  # whether to load at all, given which are stored
+    facts: RequestFacts | None = None  # what the store is told
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +192,9 @@ class Loader:
         if load and lane in self._lanes:
             lane.todo = todo
             self._pump()
+        if prompt.facts is not None:
+            with contextlib.suppress(StoreError):  # what to keep is decided without
+                await tell(lane.store, keys, prompt.facts)
 
     def _pump(self) -> None:
         """Start reads until the queue is full, the buffers are, or nothing is left to read."""

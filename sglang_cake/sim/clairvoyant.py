@@ -14,7 +14,7 @@ from math import sqrt
 
 from sglang_cake.read.cost import PrefillCost, StepWork, work_of
 from sglang_cake.sim.ideal import Ideal
-from sglang_cake.sim.machine import Machine, beside, work_s
+from sglang_cake.sim.machine import Machine
 
 BISECTIONS = 100
 
@@ -61,7 +61,7 @@ class _Last:
             return self._machine.device.done_s(begin_s, work)
         # Nobody knows which steps these are: as few others as there ever are.
         taken = min(self._machine.others(number) for number in range(64))
-        cost = beside(self._machine.prefill, StepWork(taken, 0.0))
+        cost = self._machine.prefill.beside(StepWork(taken))
         return self._machine.device.done_s(begin_s, cost.span_s(start, stop, self._chunk - taken))
 
 
@@ -121,7 +121,7 @@ def _among_others(
         start = int(fronts[-1])
         taken = machine.others(number)
         stop = min(prompt_tokens, start + max(0, chunk_tokens - taken))
-        took_s = work_s(cost, StepWork(taken, 0.0) + work_of(start, stop))
+        took_s = cost.work_s(StepWork(taken) + work_of(start, stop))
         times.append(machine.device.done_s(times[-1], took_s))
         fronts.append(float(stop))
         number += 1

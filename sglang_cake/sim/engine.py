@@ -16,7 +16,7 @@ from sglang_cake.read.cost import Costs, StepWork, work_of
 from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.plan import Mode, Progress, look_ahead, next_step, worth_loading
 from sglang_cake.read.share import Claimant, order
-from sglang_cake.sim.machine import Clock, Knowledge, Machine, Source, beside, work_s
+from sglang_cake.sim.machine import Clock, Knowledge, Machine, Source
 from sglang_cake.sim.records import Lap, Prompt, Race, StepRecord
 
 Policy = Literal["adaptive", "fcfs"]
@@ -190,7 +190,7 @@ class Server:
     def _own_costs(self, others: StepWork) -> Costs:
         """As they are for a prompt in a step that does `others` as well."""
         costs = self._known.costs
-        return Costs(beside(costs.prefill, others), costs.load)
+        return Costs(costs.prefill.beside(others), costs.load)
 
     def _rank(self) -> None:
         """Who comes first, with the device and with the links."""
@@ -314,7 +314,7 @@ class Server:
         self, number: int, work: StepWork, parts: Sequence[tuple[_Live, int, int]], taken: int
     ) -> None:
         now = self._clock.now
-        took_s = work_s(self._machine.prefill, work) * self._machine.noise(number)
+        took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
         end_s = self._machine.device.done_s(now, took_s + self._machine.meet_s * len(parts))
         laps = []
         for live, start, stop in parts:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from sglang_cake.read.cost import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit, StepWork
+from sglang_cake.read.cost import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit
 from sglang_cake.sim.trace import Speed
 
 
@@ -110,18 +110,3 @@ class Knowledge:
     @property
     def costs(self) -> Costs:
         return Costs(self.prefill.cost, self.load.cost)
-
-
-def beside(cost: PrefillCost, others: StepWork) -> PrefillCost:
-    """The cost of a part of a step that does `others` as well: to us, that is a fixed cost."""
-    return replace(cost, fixed_s=work_s(cost, others))
-
-
-def work_s(cost: PrefillCost, work: StepWork) -> float:
-    """Seconds of one step that does `work`."""
-    return (
-        cost.fixed_s
-        + cost.token_s * work.tokens
-        + cost.pair_s * work.pairs
-        + cost.decode_s * work.decodes
-    )

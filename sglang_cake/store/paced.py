@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.store.request import RequestFacts, tell
 
 
 class PacedStore:
@@ -35,6 +36,9 @@ class PacedStore:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self._inner.contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        await tell(self._inner, keys, facts)
 
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
         async with self._link:

@@ -27,6 +27,7 @@ from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.store.key_file import read_key_file
+from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.threads import check_stop, run_stoppable
 
 # One thread does some GB/s where the CPU has AES instructions; the second is for the writer, so
@@ -82,6 +83,9 @@ class SealedStore:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self._inner.contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        await tell(self._inner, keys, facts)
 
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
         """As in `Store`. A block that was forged is deleted: unlike one that was damaged, the inner

@@ -6,6 +6,7 @@ is counted: serving never waits for the store.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from array import array
@@ -18,6 +19,7 @@ from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
 from sglang_cake.store.base import Store
+from sglang_cake.store.request import RequestFacts, tell
 
 logger = logging.getLogger(__name__)
 PUTS_IN_FLIGHT = 2
@@ -37,6 +39,7 @@ class WriteJob:
     blocks: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     ready: Callable[[], None]
+    facts: RequestFacts | None = None  # to tell the store, before it gets the blocks
 
 
 class Writer:
@@ -89,6 +92,9 @@ class Writer:
             for buffer in job.buffers:
                 self._release(buffer)
             return
+        if job.facts is not None:
+            with contextlib.suppress(StoreError):  # what to keep is decided without
+                await tell(store, keys, job.facts)
         puts = [
             self._put(store, keys[block], buffer)
             for block, buffer in zip(job.blocks, job.buffers, strict=True)

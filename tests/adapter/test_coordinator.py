@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ class FakeReq:
     positional_embed_overrides: Any = None
     multimodal_inputs: Any = None
     session: Any = None
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(custom_params=None))
     customized_info: dict | None = None
     owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
 
@@ -179,7 +181,7 @@ class Desk:
                 return False
         if pages:
             req.owned.append(slots)
-        self.cake.claimed(req, stop, decodes=0)
+        self.cake.claimed(req, stop)
         req.prefix_len = stop
         return stop == total
 
@@ -231,6 +233,24 @@ def test_a_wholly_stored_prompt_is_loaded(desk: Desk, blocks: float, matched: in
     assert story["loaded_tokens"] == loaded
     assert story["matched_tokens"] == matched
     assert story["computed_tokens"] == len(req.origin_input_ids) - matched - loaded
+    sides = desk.counters.snapshot()
+    assert sides["fallback", "load"] == (loaded >= BLOCK)
+    assert sides["fallback", "compute"] == 0
+    desk.leave(req)
+    desk.all_back()
+
+
+def test_a_prompt_whose_loads_do_not_come_is_left_to_computing(desk: Desk) -> None:
+    req = req_of(4.5)
+    keys = desk.fill(req.origin_input_ids, set(range(4)))
+    desk.arrive(req)
+    for _ in range(10):
+        desk.cake.poll([req.rid])
+        if desk.step(req):
+            break
+    sides = desk.counters.snapshot()
+    assert (sides["fallback", "compute"], sides["fallback", "load"]) == (1, 0)
+    desk.open(*keys)
     desk.leave(req)
     desk.all_back()
 
@@ -254,6 +274,8 @@ def test_compute_and_load_meet(desk: Desk) -> None:
     assert story["loaded_tokens"] >= BLOCK
     assert story["matched_tokens"] == 0
     assert story["meet_token"] == 136 - 8 - story["loaded_tokens"]
+    sides = desk.counters.snapshot()
+    assert sides["fallback", "compute"] == sides["fallback", "load"] == 0
     desk.leave(req)
     desk.all_back()
 
@@ -265,11 +287,11 @@ def test_a_step_that_nobody_settled_claims_its_span(desk: Desk) -> None:
     desk.cake.poll([req.rid])
     assert sorted(desk.slow.waiting) == sorted(keys[2:])
     req.prefix_len = 16
-    desk.cake.claimed(req, 40, decodes=0)
+    desk.cake.claimed(req, 40)
     desk.settle_io()
     assert desk.slow.waiting == [keys[3]]  # compute has begun the third block
     req.prefix_len = 40
-    desk.cake.claimed(req, 72, decodes=0)
+    desk.cake.claimed(req, 72)
     desk.settle_io()
     assert desk.slow.waiting == []
     desk.cake.end(req.rid)
@@ -381,7 +403,7 @@ def test_requests_whose_tokens_do_not_say_all_are_left_alone(desk: Desk, strange
     assert not desk.cake.hold(req)
     assert desk.cake.plan(req, CHUNK) is None
     desk.cake.settle(req, desk.attach)
-    desk.cake.claimed(req, 40, decodes=0)
+    desk.cake.claimed(req, 40)
     desk.all_back()
 
 
@@ -507,7 +529,7 @@ def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(desk: De
     assert sorted(restore.arrived) == [0, 1, 2, 3]
     assert desk.cake.held_tokens == 0
     desk.cake.settle(req, desk.attach)
-    desk.cake.claimed(req, 32, decodes=0)
+    desk.cake.claimed(req, 32)
     req.prefix_len = 32
     assert sorted(restore.arrived) == [2, 3]
     assert desk.counters.snapshot()["wasted_bytes", "overtaken"] == 2 * desk.kv.layout.block_bytes

@@ -8,14 +8,16 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_cake.errors import StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.file.index import BlockIndex, DamagedIndexError
+from sglang_cake.store.eviction import Use
+from sglang_cake.store.file.index import BlockIndex, Touch
 from sglang_cake.store.file.paths import NamespaceFolder, create_private
 from sglang_cake.store.file.room import Room, lock
+from sglang_cake.store.file.schema import DamagedIndexError
 from sglang_cake.store.file.sweep import (
     blocks_in,
     is_stale,
@@ -48,7 +50,7 @@ class Books:
         self._index: BlockIndex | None = None
         self._opened, self._closing = threading.Event(), threading.Event()
         self._wake = threading.Event()
-        self._reads: deque[tuple[Digest, BlockKey, float, int]] = deque(maxlen=MAX_UNWRITTEN_READS)
+        self._reads: deque[Touch] = deque(maxlen=MAX_UNWRITTEN_READS)
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self._complained, self._damaged = "", False
@@ -80,9 +82,14 @@ class Books:
                 self._give_up(index)
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
 
-    def was_read(self, digest: Digest, key: BlockKey) -> None:
-        """A block was read; written down within TICK_S or so."""
-        self._reads.append((digest, key, time.time(), 1))
+    def was_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> None:
+        """A block was read; written down within TICK_S or so. Args: counts: it is one more use."""
+        self._reads.append(Touch(digest, key, time.time(), int(counts)))
+
+    def was_touched(self, digest: Digest, uses: Sequence[tuple[BlockKey, Use]]) -> None:
+        """A request has these blocks, last one first; written down within TICK_S or so."""
+        now_s = time.time()
+        self._reads.extend(Touch(digest, key, now_s, 1, use) for key, use in uses)
 
     def wake(self) -> None:
         """Room was taken: there may have to be made some ahead."""
@@ -90,9 +97,11 @@ class Books:
 
     def flush(self, index: BlockIndex) -> None:
         """Write down what was read."""
-        reads = [self._reads.popleft() for _ in range(len(self._reads))]
+        reads: list[Touch] = []
+        with contextlib.suppress(IndexError):  # somebody else may be at it
+            reads.extend(self._reads.popleft() for _ in range(len(self._reads)))
         if reads:
-            index.touch(reads)
+            self._room.touched(index.touch(reads))
 
     def close(self) -> None:
         """Blocks until the thread has ended."""
@@ -148,6 +157,7 @@ class Books:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self._reclaim(index)
             self._room.learn(index)
+            self._room.refresh(index)
             ahead_bytes = self._room.ahead_bytes(index)
             if ahead_bytes:
                 self._room.make(index, ahead_bytes)
@@ -168,7 +178,7 @@ class Books:
             except BaseException:
                 index.close()
                 raise
-        self._room.begin_anew()
+        self._room.begin_anew(index)
         self._index = index
         self._opened.set()
 

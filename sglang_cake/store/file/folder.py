@@ -1,7 +1,6 @@
 """The blocks of all namespaces below one folder. Blocking and thread-safe; no event loop here."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -21,7 +20,8 @@ from sglang_cake.errors import (
 )
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
-from sglang_cake.store.eviction import Usage
+from sglang_cake.store.eviction import Usage, Use, ident_of
+from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
 from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
 from sglang_cake.store.file.books import FOLDER_BYTES, Books
 from sglang_cake.store.file.description import read_description
@@ -31,11 +31,13 @@ from sglang_cake.store.file.pause import Pause
 from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.space import FreeSpace
 from sglang_cake.store.file.sweep import folders_of, namespaces_in, remove_stale
+from sglang_cake.store.file.touches import Touches
+from sglang_cake.store.file.trouble import foreign_errors, is_whole
+from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import check_stop
 
 MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
 LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class BlockFolder:
@@ -50,6 +52,7 @@ class BlockFolder:
         min_free_bytes: int = 0,
         capacity_bytes: int | None = None,
         policy: str = "lru",
+        sharing: Sharing = EVERYBODY,
     ) -> None:
         """Open (and make) the folder. Blocks on the disk for a moment.
 
@@ -58,18 +61,26 @@ class BlockFolder:
                 kernel: after a power cut, late blocks are missing or fail their check.
             min_free_bytes: of the file system; blocks make way for one that would leave less.
             capacity_bytes: on the disk, all files and folders below `root`; None: no bound.
-            policy: who makes way, a key of `eviction.RANKS`.
+            policy: who makes way, a key of `eviction.POLICIES`.
+            sharing: what tenants owe each other.
 
         Raises: StoreUnavailable.
         """
         self._root, self._sync = root, sync
         self._claimed: dict[Digest, dict[str, str]] = {}
         self._pause = Pause()
-        with _foreign_errors():
+        with foreign_errors():
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
         self._space = FreeSpace(root, min_free_bytes)
-        self._room = Room(root, capacity_bytes, policy)
+        self._touches = Touches()
+        self._room = Room(
+            root,
+            capacity_bytes,
+            policy,
+            sharing=sharing,
+            on_learned=self._touches.remember,
+        )
         self._books = Books(root, self._room, self._allocated_bytes)
 
     def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
@@ -81,7 +92,7 @@ class BlockFolder:
         """
         place = NamespaceFolder(self._root, digest)
         self._claimed[digest] = dict(fields)
-        with _foreign_errors():
+        with foreign_errors():
             place.folder.mkdir(mode=0o700, exist_ok=True)
             if not place.description.exists():
                 # Always synced: an empty one after a power cut would lock the namespace.
@@ -105,8 +116,14 @@ class BlockFolder:
         place, found = NamespaceFolder(self._root, digest), []
         for key in keys:
             check_stop(stop)
-            found.append(_is_whole(place.block_name(key), framed_bytes))
+            found.append(is_whole(place.block_name(key), framed_bytes))
         return found
+
+    def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As `Attentive.touched`. Waits for nothing: it is written down in the background."""
+        if facts.worth is not None:
+            self._room.worth(facts.worth)
+        self._books.was_touched(digest, self._touches.told(keys, facts))
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
         """Whether the block has a file; the books are not asked. Blocks on the disk for a moment,
@@ -123,7 +140,7 @@ class BlockFolder:
         Raises: BlockMissing, BlockCorrupt (no file at all), StoreUnavailable.
         """
         path = NamespaceFolder(self._root, digest).block_name(key)
-        with _foreign_errors():
+        with foreign_errors():
             try:
                 fd = open_to_read(path, counts=counts)
             except FileNotFoundError:
@@ -136,7 +153,7 @@ class BlockFolder:
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
                 if counts:
-                    self._books.was_read(digest, key)
+                    self._books.was_read(digest, key, counts=not self._touches.listening)
             except BlockCorrupt as error:
                 self._set_aside(digest, key, os.fstat(fd).st_ino)
                 raise BlockCorrupt(f"{path}: {error}") from None
@@ -155,8 +172,9 @@ class BlockFolder:
         if left_s > 0:
             raise StoreUnavailable(f"writing rests for {left_s:.0f} s after {self._pause.reason}")
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
-        with _foreign_errors(self._pause):
-            block = self._book(digest, key, stored_bytes)
+        with foreign_errors(self._pause):
+            use = self._touches.use_of(key)
+            block = self._book(digest, key, stored_bytes, use)
             if block is None:
                 yield None
                 return
@@ -165,7 +183,9 @@ class BlockFolder:
                 file = self._new_file(digest, key)
                 yield file
                 if file.committed:
-                    self._settle(block, stored_bytes, file)
+                    now_s = time.time()
+                    usage = Usage(stored_bytes, now_s, now_s, 0, ident_of(key), use)
+                    self._settle(block, usage, file)
             finally:
                 if file is not None:
                     file.discard()
@@ -174,7 +194,7 @@ class BlockFolder:
 
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Forget one block. Raises: StoreUnavailable."""
-        with _foreign_errors():
+        with foreign_errors():
             NamespaceFolder(self._root, digest).block(key).unlink(missing_ok=True)
         self._forget(digest, key)
 
@@ -192,7 +212,7 @@ class BlockFolder:
 
     def namespaces(self) -> list[StoredNamespace]:
         """Every namespace that was claimed. Raises: StoreUnavailable."""
-        with _foreign_errors():
+        with foreign_errors():
             return [
                 StoredNamespace(
                     digest, read_description(NamespaceFolder(self._root, digest).description)
@@ -225,7 +245,7 @@ class BlockFolder:
     def evict(self, bytes_wanted: int) -> int:
         """Evict blocks of so many bytes, those first that would go first anyway; returns how many
         bytes they were. Raises: StoreUnavailable."""
-        with _foreign_errors(), self._books.open() as index:
+        with foreign_errors(), self._books.open() as index:
             self._books.flush(index)
             return self._room.make(index, bytes_wanted)
 
@@ -237,7 +257,7 @@ class BlockFolder:
     def remove_set_aside(self) -> int:
         """Remove the corrupt files that were kept; returns how many. Raises: StoreUnavailable."""
         removed = 0
-        with _foreign_errors(), self._books.open() as index:
+        with foreign_errors(), self._books.open() as index:
             for digest in namespaces_in(self._root):
                 place = NamespaceFolder(self._root, digest)
                 for path in place.corrupt.glob("*"):
@@ -252,16 +272,16 @@ class BlockFolder:
 
     # ---- booking ----
 
-    def _book(self, digest: Digest, key: BlockKey, stored_bytes: int) -> int | None:
+    def _book(self, digest: Digest, key: BlockKey, stored_bytes: int, use: Use) -> int | None:
         """Book room for a block, evicting others if need be; None if it is there.
 
         Raises: StoreFull; StoreUnavailable; OSError.
         """
         path = NamespaceFolder(self._root, digest).block(key)
         with self._books.open() as index:
-            block = self._reserve(index, digest, key, stored_bytes)
+            block = self._reserve(index, digest, key, stored_bytes, use)
             if block is None and index.forget(digest, key, path):  # removed behind our back
-                block = self._reserve(index, digest, key, stored_bytes)
+                block = self._reserve(index, digest, key, stored_bytes, use)
             if block is None:
                 return None
             try:
@@ -273,10 +293,10 @@ class BlockFolder:
         return block
 
     def _reserve(
-        self, index: BlockIndex, digest: Digest, key: BlockKey, stored_bytes: int
+        self, index: BlockIndex, digest: Digest, key: BlockKey, stored_bytes: int, use: Use
     ) -> int | None:
         while True:
-            room = index.reserve(digest, key, stored_bytes, self._room.limit_bytes())
+            room = index.reserve(digest, key, stored_bytes, self._room.limit_bytes(), use)
             if not room.short_bytes:
                 return room.id
             self._books.flush(index)
@@ -320,15 +340,14 @@ class BlockFolder:
         except ConfigError as error:  # somebody else made it meanwhile, for something else
             raise StoreUnavailable(str(error)) from error
 
-    def _settle(self, block: int, stored_bytes: int, file: NewFile) -> None:
+    def _settle(self, block: int, usage: Usage, file: NewFile) -> None:
         """Raises: StoreUnavailable."""
         self._pause.succeeded()
         with self._books.open() as index:
-            if not index.settle(block, stored_bytes):  # we were taken for dead
+            if not index.settle(block, usage.stored_bytes):  # we were taken for dead
                 file.path.unlink(missing_ok=True)
                 raise StoreUnavailable(f"{file.path}: was written too slowly")
-        now_s = time.time()
-        self._room.stored(block, Usage(stored_bytes, now_s, now_s, 0))
+        self._room.stored(block, usage)
 
     def _unbook(self, block: int) -> None:
         # If that fails, the booking is taken away when this process has ended.
@@ -357,25 +376,3 @@ class BlockFolder:
                 self._forget(digest, key)
         except OSError:
             pass  # read-only, or another reader was first: the block stays bad, and is never used
-
-
-def _is_whole(path: str, framed_bytes: int) -> bool:
-    with _foreign_errors():
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == framed_bytes
-
-
-@contextlib.contextmanager
-def _foreign_errors(pause: Pause | None = None) -> Iterator[None]:
-    """Foreign errors end here: the message keeps the path and the system's words."""
-    try:
-        yield
-    except OSError as error:
-        if pause is not None and error.errno in _DISK_TROUBLE:
-            pause.failed(time.monotonic(), str(error))
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFull(str(error)) from error
-        raise StoreUnavailable(str(error)) from error

@@ -10,50 +10,26 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.eviction import Usage
+from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Fits, Usage, Use, ident_of
 from sglang_cake.store.file.paths import create_private, this_process
+from sglang_cake.store.file.schema import (
+    BUSY_S,
+    SCHEMA,
+    SCHEMA_VERSION,
+    DamagedIndexError,
+    check_ours,
+)
 
-SCHEMA_VERSION = 1
-BUSY_S = 10.0  # how long one process waits for another's transaction, which take milliseconds
+_SET_USE = "".join(f", {name} = ?" for name in Use._fields)
 WAL_BYTES = 4 << 20  # the log is folded into the file when it is about as long
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS namespaces (
-    id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE,
-    blocks INTEGER NOT NULL DEFAULT 0, used_bytes INTEGER NOT NULL DEFAULT 0,
-    folder_bytes INTEGER NOT NULL DEFAULT 0
-);
-CREATE TABLE IF NOT EXISTS blocks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, so that new ones are the larger
-    namespace INTEGER NOT NULL REFERENCES namespaces(id),
-    key BLOB,                  -- NULL when the file was set aside
-    state INTEGER NOT NULL,    -- State
-    stored_bytes INTEGER NOT NULL,  -- that the file takes, or may come to take, on the disk
-    owner TEXT,                -- the process that writes it
-    created_s REAL NOT NULL, used_s REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (namespace, key)
-);
-CREATE TABLE IF NOT EXISTS agreed (boot TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS unsettled ON blocks (state) WHERE state != 1;
-CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON blocks BEGIN
-    UPDATE namespaces SET blocks = blocks + 1, used_bytes = used_bytes + NEW.stored_bytes
-    WHERE id = NEW.namespace;
-END;
-CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON blocks BEGIN
-    UPDATE namespaces SET blocks = blocks - 1, used_bytes = used_bytes - OLD.stored_bytes
-    WHERE id = OLD.namespace;
-END;
-CREATE TRIGGER IF NOT EXISTS resized AFTER UPDATE OF stored_bytes ON blocks BEGIN
-    UPDATE namespaces SET used_bytes = used_bytes + NEW.stored_bytes - OLD.stored_bytes
-    WHERE id = NEW.namespace;
-END;
-"""
 
 
 class State(IntEnum):
@@ -70,6 +46,16 @@ class Booked(NamedTuple):
     key: BlockKey
     owner: str
     usage: Usage
+
+
+class Touch(NamedTuple):
+    """A block was used: read, or part of a prompt."""
+
+    namespace: Digest
+    key: BlockKey
+    at_s: float
+    uses: int
+    use: Use | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +75,6 @@ class Found(NamedTuple):
     used_s: float
 
 
-class DamagedIndexError(sqlite3.DatabaseError):
-    """What is in the file was not written by us, or was damaged."""
-
-
-class ForeignIndexError(sqlite3.DatabaseError):
-    """The file is in order, and not ours: nothing in it is believed, or changed."""
-
-
 class BlockIndex:
     """Blocking and thread-safe; every method raises sqlite3.Error when the file is damaged, gone
     or busy for longer than BUSY_S."""
@@ -104,12 +82,12 @@ class BlockIndex:
     def __init__(self, path: Path) -> None:
         """Open it, and make it when it is not there. Raises: sqlite3.Error; OSError."""
         create_private(path)
-        _check_ours(path)
+        check_ours(path)
         self._path = path
         self.inode = path.stat().st_ino
         self._writer, self._reader = self._connect(), self._connect()
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
-        self._writer.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+        self._writer.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
         self._namespaces: dict[Digest, int] = {}
 
     def _connect(self) -> sqlite3.Connection:
@@ -168,7 +146,12 @@ class BlockIndex:
         return [key in found for key in keys]
 
     def reserve(
-        self, digest: Digest, key: BlockKey, stored_bytes: int, limit_bytes: int | None
+        self,
+        digest: Digest,
+        key: BlockKey,
+        stored_bytes: int,
+        limit_bytes: int | None,
+        use: Use = UNKNOWN_USE,
     ) -> Room:
         """Book a block that is about to be written, if it is not there and the room is."""
         name, now_s = self.namespace(digest), time.time()
@@ -182,9 +165,11 @@ class BlockIndex:
                 if short_bytes > 0:
                     return Room(short_bytes=short_bytes)
             cursor = books.execute(
-                "INSERT INTO blocks (namespace, key, state, stored_bytes, owner, created_s, used_s)"
-                f" VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?)",
-                (name, key, stored_bytes, this_process(), now_s, now_s),
+                "INSERT INTO blocks "
+                "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
+                f"{', '.join(Use._fields)}) "
+                f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(use)})",
+                (name, key, stored_bytes, this_process(), now_s, now_s, *use),
             )
             return Room(cursor.lastrowid)
 
@@ -245,15 +230,22 @@ class BlockIndex:
                 (stored_bytes, name),
             )
 
-    def touch(self, used: Iterable[tuple[Digest, BlockKey, float, int]]) -> None:
-        """Blocks were read: (namespace, key, last time, how often)."""
-        rows = [(at_s, uses, self.namespace(digest), key) for digest, key, at_s, uses in used]
+    def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
+        """Blocks were used; returns those that are there, by id, in the same order. What was used
+        before it was stored is not meant."""
+        rows = [(touch, self.namespace(touch.namespace)) for touch in touches]
+        there = []
         with self._transaction() as books:
-            books.executemany(
-                "UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ? "
-                "WHERE namespace = ? AND key = ?",
-                rows,
-            )
+            for touch, name in rows:
+                facts = "" if touch.use is None else _SET_USE
+                found = books.execute(
+                    f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{facts} "
+                    "WHERE namespace = ? AND key = ? AND created_s <= ? RETURNING id",
+                    (touch.at_s, touch.uses, *(touch.use or ()), name, touch.key, touch.at_s),
+                ).fetchone()
+                if found is not None:
+                    there.append((int(found[0]), touch))
+        return there
 
     def find(self, block: int) -> Booked | None:
         """One stored block."""
@@ -283,15 +275,21 @@ class BlockIndex:
     def _booked(self, where: str, *values: object) -> list[Booked]:
         rows = self._ask(
             "SELECT blocks.id, digest, key, coalesce(owner, ''), stored_bytes, created_s, used_s, "
-            "uses "
+            f"uses, {', '.join(Use._fields)} "
             "FROM blocks JOIN namespaces ON namespaces.id = namespace WHERE " + where,
             *values,
         )
         if not all(map(_is_sound, rows)):  # SQLite itself takes any value in any column
             raise DamagedIndexError(f"{self._path}: a row of blocks makes no sense")
         return [
-            Booked(block, digest, key, owner, Usage(*rest))
-            for block, digest, key, owner, *rest in rows
+            Booked(
+                block,
+                digest,
+                key,
+                owner,
+                Usage(size, created_s, used_s, uses, ident_of(key), Use(*use)),
+            )
+            for block, digest, key, owner, size, created_s, used_s, uses, *use in rows
         ]
 
     def totals(self, digest: Digest | None = None) -> tuple[int, int]:
@@ -308,6 +306,18 @@ class BlockIndex:
         """Look for damage, quickly. Raises: sqlite3.DatabaseError."""
         self._ask("SELECT count(*) FROM namespaces")
         self._ask("SELECT * FROM blocks ORDER BY id DESC LIMIT 1")
+
+    def fits(self) -> Fits:
+        """What a policy learned."""
+        rows = self._ask("SELECT workload, turn, was_read, share, rate_per_s, samples FROM fits")
+        return {(w, t, r): Fit(*fit) for w, t, r, *fit in rows if _is_fit(w, t, r, *fit)}
+
+    def keep_fits(self, fits: Fits) -> None:
+        """In place of those that were kept before."""
+        with self._transaction() as books:
+            books.execute("DELETE FROM fits")
+            rows = [(*kind, fit.share, fit.rate_per_s, fit.samples) for kind, fit in fits.items()]
+            books.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def boot(self) -> str:
         """The boot of the machine at which the books were last known to agree with the disk; ""
@@ -350,32 +360,26 @@ class BlockIndex:
 
 
 def _is_sound(row: Sequence[object]) -> bool:
-    _, digest, key, owner, *numbers = row
+    _, digest, key, owner, size, created_s, used_s, uses, workload, *use = row
     names = all(isinstance(name, bytes) and len(name) == 32 for name in (digest, key))
-    return names and isinstance(owner, str) and all(isinstance(n, int | float) for n in numbers)
+    times = all(isinstance(n, int | float) and isfinite(n) for n in (created_s, used_s))
+    counts = all(isinstance(n, int) and n >= 0 for n in (size, uses, *use))
+    return names and times and counts and isinstance(owner, str) and isinstance(workload, str)
 
 
-def _check_ours(path: Path) -> None:
-    """An index of this version, or one that is still to be made. Raises: sqlite3.Error.
-
-    To the letter: with somebody else's views and triggers, what we ask might never end.
-    """
-    with closing(sqlite3.connect(path, timeout=BUSY_S)) as found:
-        version = found.execute("PRAGMA user_version").fetchone()[0]
-        schema = _schema(found)
-    if version == 0 and not schema:
-        return
-    if version != SCHEMA_VERSION:
-        raise ForeignIndexError(f"{path} has version {version}: remove it")
-    with closing(sqlite3.connect(":memory:")) as made:
-        made.executescript(_SCHEMA)
-        if schema != _schema(made):
-            raise ForeignIndexError(f"{path} is not an index of blocks: remove it")
-
-
-def _schema(books: sqlite3.Connection) -> set[object]:
-    query = "SELECT type, name, tbl_name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"
-    return set(books.execute(query))
+def _is_fit(
+    workload: object, turn: object, read: object, share: object, rate: object, samples: object
+) -> bool:
+    return (
+        isinstance(workload, str)
+        and isinstance(turn, int)
+        and isinstance(read, int)
+        and isinstance(samples, int)
+        and isinstance(share, float)
+        and isinstance(rate, float)
+        and 0 < share < 1
+        and 0 < rate < 1e9
+    )
 
 
 def _used_bytes(books: sqlite3.Connection) -> int:

@@ -6,11 +6,13 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_cake.store.eviction import Usage, new_policy
-from sglang_cake.store.file.index import WAL_BYTES, BlockIndex, Booked
+from sglang_cake.store.eviction import EvictionPolicy, Usage, Use, Worth, new_policy
+from sglang_cake.store.eviction.tenants import Sharing, TenantPolicy
+from sglang_cake.store.file.index import WAL_BYTES, BlockIndex, Booked, Touch
 from sglang_cake.store.file.paths import NamespaceFolder
 
 # What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
@@ -25,10 +27,25 @@ class Room:
     the books when room is needed; what they have read in the meantime it learns block by block,
     before it evicts one. Thread-safe."""
 
-    def __init__(self, root: Path, capacity_bytes: int | None, policy: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        capacity_bytes: int | None,
+        policy: str,
+        *,
+        sharing: Sharing,
+        on_learned: Callable[[int, Use], None],
+    ) -> None:
+        """Args:
+        sharing: what tenants owe each other.
+        on_learned: is called with what the books know of each block, `ident` and last use.
+        """
         self._root, self.capacity_bytes, self.policy_name = root, capacity_bytes, policy
+        self._sharing, self._on_learned = sharing, on_learned
         self._lock = threading.Lock()
-        self._policy = new_policy(policy)
+        self._worth = Worth()
+        self._policy = self._new_policy()
+        self._kept = self._policy.fits()  # as the books have them
         self._seen = 0  # blocks with a larger id are not in the policy yet
         self.evicted_bytes = 0
 
@@ -48,20 +65,22 @@ class Room:
 
     def ahead_bytes(self, index: BlockIndex) -> int:
         """How much should be evicted now, so that later puts find room."""
+        with self._lock:
+            over_bytes = self._policy.over_bytes()
         limit_bytes = self.limit_bytes()
         if limit_bytes is None:
-            return 0
+            return over_bytes
         ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
-        return max(0, index.totals()[1] + ahead_bytes - limit_bytes)
+        return max(over_bytes, index.totals()[1] + ahead_bytes - limit_bytes)
 
     def make(self, index: BlockIndex, bytes_wanted: int) -> int:
         """Evict blocks of `bytes_wanted` bytes in all, or as many as there are; returns their
         bytes. Raises: sqlite3.Error; OSError."""
-        freed_bytes, pinned = 0, set[int]()
+        freed_bytes, pinned, now_s = 0, set[int](), time.time()
         with self._lock:
             self._learn(index)
             while freed_bytes < bytes_wanted:
-                popped = self._policy.pop() or self._pop_forgotten(index)
+                popped = self._policy.pop(now_s) or self._pop_forgotten(index, now_s)
                 if popped is None or popped[0] in pinned:
                     break
                 block, usage = popped
@@ -74,7 +93,7 @@ class Room:
                     freed_bytes += booked.usage.stored_bytes
                 else:  # it is being read
                     pinned.add(block)
-                    self._policy.add(block, replace(booked.usage, used_s=time.time()))
+                    self._policy.add(block, replace(booked.usage, used_s=now_s))
             self.evicted_bytes += freed_bytes
         return freed_bytes
 
@@ -88,23 +107,52 @@ class Room:
         with self._lock:
             self._policy.add(booked_id, usage)
 
-    def begin_anew(self) -> None:
+    def touched(self, touches: Sequence[tuple[int, Touch]]) -> None:
+        """Blocks were used here, as the books have it."""
+        with self._lock:
+            for block, touch in touches:
+                self._policy.touch(block, touch.at_s, touch.uses, touch.use)
+
+    def worth(self, worth: Worth) -> None:
+        """What blocks save where requests run."""
+        with self._lock:
+            if worth != self._worth:
+                self._worth = worth
+                self._policy.weigh(worth)
+
+    def refresh(self, index: BlockIndex) -> None:
+        """Let the policy learn from what it saw, and keep what it learned."""
+        with self._lock:
+            self._policy.refresh(time.time())
+            fits = dict(self._policy.fits())
+        if fits != self._kept:
+            index.keep_fits(fits)
+            self._kept = fits
+
+    def begin_anew(self, index: BlockIndex) -> None:
         """The books are others now."""
         with self._lock:
-            self._policy = new_policy(self.policy_name)
+            self._policy = self._new_policy()
+            self._policy.learned(index.fits())
+            self._kept = dict(self._policy.fits())
             self._seen = 0
+
+    def _new_policy(self) -> EvictionPolicy:
+        policy = new_policy(self.policy_name, self._worth)
+        return TenantPolicy(policy, self._sharing) if self._sharing else policy
 
     def _learn(self, index: BlockIndex) -> None:
         while batch := index.stored(self._seen, LOAD_AT_ONCE):
             for booked in batch:
                 self._policy.add(booked.id, booked.usage)
+                self._on_learned(booked.usage.ident, booked.usage.use)
             self._seen = batch[-1].id
 
-    def _pop_forgotten(self, index: BlockIndex) -> tuple[int, Usage] | None:
+    def _pop_forgotten(self, index: BlockIndex, now_s: float) -> tuple[int, Usage] | None:
         # Blocks that others were still writing when later ones were learned of.
         self._seen = 0
         self._learn(index)
-        return self._policy.pop()
+        return self._policy.pop(now_s)
 
     def _evict(self, index: BlockIndex, booked: Booked) -> bool:
         """Remove a block's file and then its booking; False if it is being read."""

@@ -12,7 +12,8 @@ from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace
-from sglang_cake.store.eviction import RANKS
+from sglang_cake.store.eviction import POLICIES
+from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
@@ -34,6 +35,7 @@ class FileSource:
     capacity_bytes: int | None = None
     policy: str = DEFAULT_POLICY
     reads_count: bool = True  # as use, for eviction
+    sharing: Sharing = EVERYBODY
 
     def check(self) -> None:
         try:
@@ -69,6 +71,7 @@ class FileSource:
             min_free_bytes=self.min_free_bytes,
             capacity_bytes=self.capacity_bytes,
             policy=self.policy,
+            sharing=self.sharing,
         )
 
 
@@ -79,8 +82,12 @@ def parse(url: StoreUrl) -> FileSource:
         fsync=url.option("fsync", one_of("off", "data"), "off"),
         min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
         capacity_bytes=url.option("capacity", _parse_capacity, None),
-        policy=url.option("policy", one_of(*RANKS), url.policy),
+        policy=url.option("policy", one_of(*POLICIES), url.policy),
         reads_count=url.reads_count,
+        sharing=Sharing(
+            quota_bytes=url.option("tenant_quota", parse_size, None),
+            fair=url.option("fair", one_of("on", "off"), "off") == "on",
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.file.blockfile import read_framed
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
+from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import check_stop, run_stoppable
 
 
@@ -37,6 +38,10 @@ class FileStore:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await run_stoppable(self._readers, functools.partial(self._contains, list(keys)))
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `Attentive`; waits for nothing."""
+        self._folder.touched(self._frame.digest, keys, facts)
 
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
         """As in `Store`. Cancelled, it returns once its thread has let go of `out`."""

@@ -22,6 +22,7 @@ from sglang_cake.store.http.wire import (
     read_whole,
     refuse,
 )
+from sglang_cake.store.request import RequestFacts
 
 T = TypeVar("T")
 
@@ -71,6 +72,22 @@ class HttpStore:
                     continue
             found += await self._heads(some)
         return found
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `Attentive`, where the server is ours; of a longer prompt the first blocks."""
+        if self._plain:
+            return
+        body = b"".join(keys[: protocol.MAX_CONTAINS_KEYS])
+        path = protocol.touched_path(self._frame.digest)
+        headers = {protocol.FACTS_HEADER: facts.to_json()}
+
+        async def attempt() -> None:
+            async with self._wire.request("POST", path, data=body, headers=headers) as response:
+                if response.status != 204 and response.status not in NOT_OURS:
+                    await refuse(response)
+
+        async with self._asking:
+            await self._wire.call(self._wire.lookups, max(1, len(body)), attempt)
 
     async def _ask(self, keys: Sequence[BlockKey]) -> list[bool] | None:
         """Which keys are stored; None if the server is none of ours, which is then known."""

@@ -21,6 +21,7 @@ MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
 BLOCK_TYPE = "application/octet-stream"
+FACTS_HEADER = "Cake-Request"  # what a request tells of itself, JSON (store/request.py)
 USE_HEADER, NO_USE = "Cake-Use", "no"  # a GET that says so is no use of the block, for eviction
 
 HEALTH, STATS, METRICS, NAMESPACES = "/health", "/stats", "/metrics", "/namespaces"
@@ -41,6 +42,11 @@ def contains_path(digest: Digest, framed_bytes: int) -> str:
     return f"/{digest.hex()}/contains?bytes={framed_bytes}"
 
 
+def touched_path(digest: Digest) -> str:
+    """Where to say that a request has some blocks."""
+    return f"/{digest.hex()}/touched"
+
+
 def list_path(digest: Digest) -> str:
     return f"/{digest.hex()}/"
 
@@ -54,6 +60,7 @@ class Kind(enum.Enum):
     NAMESPACES = enum.auto()
     DESCRIPTION = enum.auto()
     CONTAINS = enum.auto()
+    TOUCHED = enum.auto()
     LIST = enum.auto()
     BLOCK = enum.auto()
 
@@ -76,6 +83,7 @@ _FIXED = {
 _IN_NAMESPACE = {
     "": Kind.LIST,
     "contains": Kind.CONTAINS,
+    "touched": Kind.TOUCHED,
     "namespace.json": Kind.DESCRIPTION,
 }
 _NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)

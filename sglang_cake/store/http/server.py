@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 from aiohttp import web
 
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
-from sglang_cake.keys import Digest
+from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.http import protocol
@@ -20,6 +20,7 @@ from sglang_cake.store.http.metrics import metrics_text
 from sglang_cake.store.http.protocol import Kind, Target
 from sglang_cake.store.http.server_blocks import BlockService
 from sglang_cake.store.http.tally import Row
+from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import run_stoppable
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ METHODS = {
     Kind.NAMESPACES: ("GET",),
     Kind.DESCRIPTION: ("GET", "PUT"),
     Kind.CONTAINS: ("POST",),
+    Kind.TOUCHED: ("POST",),
     Kind.LIST: ("GET",),
     Kind.BLOCK: ("GET", "HEAD", "PUT", "POST", "DELETE"),
 }
@@ -128,6 +130,8 @@ class StoreServer:
             return await self._block(request, target)
         if target.kind is Kind.CONTAINS:
             return await self._contains(request, target.digest)
+        if target.kind is Kind.TOUCHED:
+            return await self._touched(request, target.digest)
         if target.kind is Kind.LIST:
             return await self._list(request, target.digest)
         if target.kind is Kind.DESCRIPTION:
@@ -149,15 +153,20 @@ class StoreServer:
             raise Refused(400, "ask with ?bytes= and the bytes of a block")
         framed_bytes = int(sizes[0][:20])
         async with self._lookups:
-            body = await read_body(request, protocol.MAX_CONTAINS_KEYS * protocol.KEY_BYTES)
-            keys = protocol.split_keys(body)
-            if keys is None:
-                raise Refused(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
+            keys = await _read_keys(request)
             found = await run_stoppable(
                 self._blocks.readers,
                 lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
             )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
+
+    async def _touched(self, request: web.BaseRequest, digest: Digest) -> web.Response:
+        try:
+            facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
+        except (ValueError, RecursionError):
+            raise Refused(400, f"{protocol.FACTS_HEADER} does not say what a request is") from None
+        self._folder.touched(digest, await _read_keys(request), facts)
+        return web.Response(status=204)
 
     async def _list(self, request: web.BaseRequest, digest: Digest) -> web.StreamResponse:
         blocks = self._folder.list_blocks(digest)
@@ -240,6 +249,15 @@ class StoreServer:
             self._folder.claim(digest, fields)
             self._claimed.add(digest)
         return True
+
+
+async def _read_keys(request: web.BaseRequest) -> list[BlockKey]:
+    """Raises: Refused."""
+    body = await read_body(request, protocol.MAX_CONTAINS_KEYS * protocol.KEY_BYTES)
+    keys = protocol.split_keys(body)
+    if keys is None:
+        raise Refused(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
+    return keys
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -7,6 +7,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
+from sglang_cake.store.request import RequestFacts, tell
 
 
 class LateStore:
@@ -23,6 +24,9 @@ class LateStore:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await (await self._opened()).contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        await tell(await self._opened(), keys, facts)
 
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
         await (await self._opened()).get_into(key, out)

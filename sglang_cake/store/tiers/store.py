@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -20,6 +21,7 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats, TierStats
+from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.tiers.choice import soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
 from sglang_cake.store.tiers.memory import Known, SecondRead, Whereabouts
@@ -82,6 +84,18 @@ class TieredStore:
         for key, having in zip(keys, havings, strict=True):
             self._where.learn(key, asked=asked, having=having)
         return [having > 0 for having in havings]
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """Tell every tier that is well, and learn nothing of it: what a tier that listens to nobody
+        does here says nothing about its health."""
+        self._check_open()
+
+        async def told(tier: Tier) -> None:
+            with contextlib.suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(self._late_answer_s):
+                    await tell(tier.store, keys, facts)
+
+        await asyncio.gather(*(told(tier) for tier in self._tiers if tier.reading.is_well))
 
     async def get_into(self, key: BlockKey, out: memoryview) -> None:
         self._check_open()

@@ -1,0 +1,57 @@
+"""What a request is, and what the store may know of it."""
+
+import hashlib
+import secrets
+from array import array
+from typing import TYPE_CHECKING
+
+from sglang_cake.read.cost import Costs
+from sglang_cake.store.eviction import Worth
+from sglang_cake.store.request import MOST_WORKLOAD, RequestFacts
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+FIELD = "cake_workload"  # of a request's `custom_params`
+_PROCESS = secrets.token_hex(8)  # many servers may share a store
+
+
+def keyable(req: "Req") -> bool:
+    """Whether the request's token ids alone say what its KV is."""
+    return (
+        req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and req.session is None
+    )
+
+
+def facts_of(
+    req: "Req", ticket: str, tokens: "array[int]", costs: Costs, block_tokens: int
+) -> RequestFacts:
+    """What the store is told. Ids and salts are hashed: it learns who is the same, not who it is.
+
+    Args: ticket: names this load in this process.
+    """
+    given = req.sampling_params.custom_params
+    workload = given.get(FIELD) if isinstance(given, dict) else None
+    tenant = req.cache_salt or req.extra_key
+    return RequestFacts(
+        id=_digest(f"{_PROCESS}{ticket}").hex(),
+        tokens=len(tokens),
+        workload=workload[:MOST_WORKLOAD] if isinstance(workload, str) else "",
+        tenant=0 if not tenant else int.from_bytes(_digest(tenant)[:8]) >> 1,
+        worth=_worth(costs, block_tokens),
+    )
+
+
+def _worth(costs: Costs, block_tokens: int) -> Worth | None:
+    prefill = costs.prefill
+    try:
+        return Worth(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
+    except ValueError:  # nothing measured, or a fit that cannot be: the store keeps what it has
+        return None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:16]

@@ -1,0 +1,79 @@
+"""Writes down which blocks requests have, for `sglang-cake trace replay`; no tokens, no keys."""
+
+import hashlib
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from sglang_cake.errors import StoreUnavailable
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.store.request import RequestFacts, tell
+
+MOST_REQUESTS = 4096  # whose further words are known to be of the same request
+
+
+class TraceFile:
+    """One JSON line a request is appended: when, how long, how long a block is, what for, and its
+    blocks under names that are hashed with a salt. The salt is this process's own and is never
+    written: names mean nothing to who knows the prompts, and nothing across restarts.
+    """
+
+    def __init__(self, path: Path, block_tokens: int) -> None:
+        """Mode 0600. Raises: OSError."""
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(fd, "a", buffering=1, encoding="ascii")
+        self._salt, self._block_tokens = os.urandom(32), block_tokens
+        self._written: OrderedDict[str, None] = OrderedDict()
+
+    def write(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """A request's first word; what it says later is not news. Raises: OSError."""
+        if facts.id in self._written or not keys:
+            return
+        self._written[facts.id] = None
+        if len(self._written) > MOST_REQUESTS:
+            self._written.popitem(last=False)
+        line = {
+            "t_s": time.time(),
+            "block_tokens": self._block_tokens,
+            "input_length": facts.tokens,
+            "workload": facts.workload,
+            "hash_ids": [self._name(key) for key in keys],
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+    def _name(self, key: BlockKey) -> int:
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=self._salt).digest()) >> 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RecordingStore:
+    """Implements `Store`: another one, whose requests are written down."""
+
+    def __init__(self, inner: Store, trace: TraceFile) -> None:
+        """Args: trace: stays open when this store is closed."""
+        self._inner, self._trace = inner, trace
+        self.contains, self.get_into = inner.contains, inner.get_into
+        self.put, self.delete = inner.put, inner.delete
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `Attentive`."""
+        try:
+            self._trace.write(keys, facts)
+        except OSError as error:
+            raise StoreUnavailable(f"the trace cannot be written: {error}") from error
+        await tell(self._inner, keys, facts)
+
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        return self._inner.list_blocks()
+
+    async def stats(self) -> StoreStats:
+        return await self._inner.stats()
+
+    async def close(self) -> None:
+        await self._inner.close()

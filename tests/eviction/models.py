@@ -1,0 +1,200 @@
+"""Every policy again, as plainly as can be: lists, searched from end to end."""
+
+import itertools
+import math
+
+from sglang_cake.store.eviction import Usage
+
+
+class Model:
+    """What is common: blocks with their usage, and the order in which they were last heard of."""
+
+    def __init__(self):
+        self.usage, self.tick, self.ticks = {}, {}, itertools.count()
+
+    def add(self, block, usage):
+        self.usage[block] = usage
+        self.tick[block] = next(self.ticks)
+
+    def touch(self, block, at_s, uses=1, use=None):
+        if block in self.usage:
+            old = self.usage[block]
+            self.touched(
+                block,
+                Usage(
+                    old.stored_bytes,
+                    old.created_s,
+                    max(at_s, old.used_s),
+                    old.uses + uses,
+                    old.ident,
+                    use or old.use,
+                ),
+            )
+
+    def touched(self, block, usage):
+        self.add(block, usage)
+
+    def remove(self, block):
+        self.usage.pop(block, None)
+
+    def pop(self, now_s):
+        if not self.usage:
+            return None
+        block = self.choose(now_s)
+        return block, self.usage.pop(block)
+
+
+class Ranked(Model):
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def choose(self, now_s):
+        return min(self.usage, key=lambda b: (*self.rank(b, self.usage[b]), self.tick[b]))
+
+
+class Gdfs(Model):
+    def __init__(self, worth):
+        super().__init__()
+        self.worth, self.clock, self.priority = worth, 0.0, {}
+
+    def add(self, block, usage):
+        super().add(block, usage)
+        cost = self.worth.compute_s(usage.use.position)
+        self.priority[block] = self.clock + (usage.uses + 1) * cost / usage.stored_bytes
+
+    def choose(self, now_s):
+        block = min(
+            self.usage, key=lambda b: (self.priority[b], self.usage[b].used_s, self.tick[b])
+        )
+        self.clock = self.priority[block]
+        return block
+
+
+class S3Fifo(Model):
+    def __init__(self):
+        super().__init__()
+        self.small, self.main, self.ghosts, self.frequency = [], [], [], {}
+
+    def add(self, block, usage):
+        if block not in self.usage:
+            queue = self.small
+            if usage.ident in self.ghosts:
+                self.ghosts.remove(usage.ident)
+                queue = self.main
+            queue.append(block)
+            self.frequency[block] = 0
+        self.usage[block] = usage
+
+    def touched(self, block, usage):
+        self.frequency[block] += usage.uses - self.usage[block].uses
+        self.frequency[block] = min(3, self.frequency[block])
+        self.usage[block] = usage
+
+    def remove(self, block):
+        super().remove(block)
+        for queue in (self.small, self.main):
+            if block in queue:
+                queue.remove(block)
+
+    def choose(self, now_s):
+        while True:
+            if 10 * len(self.small) > len(self.usage) or not self.main:
+                block = self.small.pop(0)
+                if self.frequency[block] > 1:
+                    self.main.append(block)
+                    self.frequency[block] = 0
+                    continue
+                ident = self.usage[block].ident
+                self.ghosts = [g for g in self.ghosts if g != ident] + [ident]
+                self.ghosts = self.ghosts[-max(1, len(self.main)) :]
+                return block
+            block = self.main.pop(0)
+            if self.frequency[block] == 0:
+                return block
+            self.frequency[block] -= 1
+            self.main.append(block)
+
+
+class Arc(Model):
+    def __init__(self):
+        super().__init__()
+        self.t1, self.t2, self.b1, self.b2, self.p, self.c = [], [], [], [], 0.0, 0
+
+    def add(self, block, usage):
+        if block in self.usage:
+            self.touched(block, usage)
+            return
+        self.usage[block] = usage
+        self.c = max(self.c, len(self.usage))
+        if usage.ident in self.b1:
+            self.p = min(self.c, self.p + max(1, len(self.b2) / len(self.b1)))
+            self.b1.remove(usage.ident)
+            self.t2.append(block)
+        elif usage.ident in self.b2:
+            self.p = max(0, self.p - max(1, len(self.b1) / len(self.b2)))
+            self.b2.remove(usage.ident)
+            self.t2.append(block)
+        else:
+            self.t1.append(block)
+
+    def touched(self, block, usage):
+        self.usage[block] = usage
+        for queue in (self.t1, self.t2):
+            if block in queue:
+                queue.remove(block)
+        self.t2.append(block)
+
+    def remove(self, block):
+        super().remove(block)
+        for queue in (self.t1, self.t2):
+            if block in queue:
+                queue.remove(block)
+
+    def choose(self, now_s):
+        first = self.t1 and (len(self.t1) > self.p or not self.t2)
+        block = (self.t1 if first else self.t2).pop(0)
+        ident = self.usage[block].ident
+        ghosts = self.b1 if first else self.b2
+        if ident in ghosts:
+            ghosts.remove(ident)
+        ghosts.append(ident)
+        while self.b1 and len(self.t1) + len(self.b1) > self.c:
+            self.b1.pop(0)
+        while self.b2 and sum(map(len, (self.t1, self.t2, self.b1, self.b2))) > 2 * self.c:
+            self.b2.pop(0)
+        return block
+
+
+class ByReuse(Model):
+    """`workload` and `cake`: the oldest of every lane, and the one of the smallest value of these.
+
+    Args: lane, value: of a usage; value gets the logarithm of the probability of a use as well.
+    """
+
+    def __init__(self, fits, pooled, life_s, lane, value):
+        super().__init__()
+        self.fits, self.pooled, self.life_s = fits, pooled, life_s
+        self.lane, self.value = lane, value
+
+    def choose(self, now_s):
+        lanes = {}
+        for block, usage in self.usage.items():
+            lanes.setdefault(self.lane(usage), []).append(block)
+        firsts = [
+            min(lane, key=lambda b: (self.usage[b].used_s, self.tick[b])) for lane in lanes.values()
+        ]
+        return min(
+            firsts, key=lambda b: (*self.worth(b, now_s), self.usage[b].used_s, self.tick[b])
+        )
+
+    def worth(self, block, now_s):
+        usage = self.usage[block]
+        fit = self.fits[usage.use.workload, min(usage.use.turn, 4), min(usage.uses, 1)]
+        age_s = max(0.0, now_s - usage.used_s)
+        own, pooled = self.chance(fit, age_s), self.chance(self.pooled, age_s)
+        return self.value(usage, math.log(own * pooled) / 2)
+
+    def chance(self, fit, age_s):
+        faded = fit.share * math.exp(-fit.rate_per_s * age_s)
+        return faded * (1 - math.exp(-fit.rate_per_s * self.life_s)) / (1 - fit.share + faded)

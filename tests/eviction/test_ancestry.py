@@ -1,0 +1,27 @@
+"""Turns of a conversation, told from what requests begin with."""
+
+from sglang_cake.store.eviction.ancestry import Ancestry
+
+
+def turns(*prompts, most_blocks=1000):
+    ancestry, found = Ancestry(most_blocks), []
+    for prompt in prompts:
+        found.append(ancestry.turn(prompt))
+        ancestry.touched(prompt, found[-1])
+    return found
+
+
+def test_a_prompt_that_goes_on_is_the_next_turn():
+    assert turns([1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [9]) == [1, 2, 3, 1]
+
+
+def test_the_last_block_may_have_been_a_part_of_one():
+    assert turns([1, 2, 30], [1, 2, 31, 4], [1, 2, 31, 40]) == [1, 2, 3]
+
+
+def test_a_shared_system_prompt_is_no_conversation():
+    assert turns([1, 2, 3, 4, 5, 6], [1, 2, 13, 14], [1, 2, 23, 24, 25]) == [1, 1, 1]
+
+
+def test_what_it_remembers_is_bounded():
+    assert turns([1, 2], *([number] for number in range(10, 30)), [1, 2, 3], most_blocks=5)[-1] == 1

@@ -1,0 +1,223 @@
+"""Who goes first under each policy, against plain models of all of them."""
+
+import math
+
+import models
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.store.eviction import POLICIES, Usage, Use, Worth, new_policy
+from sglang_cake.store.eviction.cake import STEP, CakePolicy, CakePrefixPolicy
+from sglang_cake.store.eviction.reuse import Fit, ReuseModel
+from sglang_cake.store.eviction.workload import WorkloadPolicy
+
+WORTH = Worth(load_s=0.02)
+LIFE_S = 7.0
+FITS = {
+    ("chat", 1, 0): Fit(0.31, 1 / 17, 100),
+    ("chat", 1, 1): Fit(0.41, 1 / 23, 100),
+    ("chat", 2, 0): Fit(0.77, 1 / 5, 100),
+    ("chat", 2, 1): Fit(0.71, 1 / 7, 100),
+    ("file", 1, 0): Fit(0.53, 1 / 41, 100),
+    ("file", 1, 1): Fit(0.59, 1 / 101, 100),
+    ("file", 2, 0): Fit(0.999, 1 / 300, 100),
+    ("file", 2, 1): Fit(0.03, 1 / 3, 100),
+}
+POOLED = Fit(0.47, 1 / 13, 800)
+USES = st.builds(
+    lambda kind, position, more: Use(*kind[:2], position, position + 1 + more),
+    st.sampled_from(sorted(FITS)),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+# (step, ident, seconds since the last step, use); a block that comes back has a number of its own.
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "touch", "touch", "remove", "pop", "pop"]),
+        st.integers(0, 11),
+        st.sampled_from([0.0, 0.0, 1.0, 3.0]),
+        USES,
+    ),
+    max_size=150,
+)
+
+
+def fitted():
+    model = ReuseModel()
+    model.fits.update(FITS)
+    model.pooled = POOLED
+    return model
+
+
+def power(usage):
+    saved_s = WORTH.saved_s(usage.use.position, usage.use.reach)
+    return round(math.log(saved_s / usage.stored_bytes) / STEP)
+
+
+def prefix_power(usage):
+    """The worth of a whole prompt, block by block."""
+    reach = usage.use.reach
+    saved_s = sum(map(WORTH.compute_s, range(reach)))
+    meet = WORTH.meet(reach)
+    saved_s -= sum(map(WORTH.compute_s, range(int(meet))))
+    saved_s -= (meet % 1) * WORTH.compute_s(int(meet) - 0.5 + (meet % 1) / 2)
+    return round(math.log(saved_s / reach / usage.stored_bytes) / 2 / STEP)
+
+
+def by_kind(usage):
+    return usage.use.workload, usage.use.turn, min(1, usage.uses)
+
+
+PAIRS = {
+    "fifo": lambda: (
+        new_policy("fifo"),
+        models.Ranked(lambda block, usage: (usage.created_s, block)),
+    ),
+    "lru": lambda: (new_policy("lru"), models.Ranked(lambda block, usage: (usage.used_s,))),
+    "lfu": lambda: (
+        new_policy("lfu"),
+        models.Ranked(lambda block, usage: (usage.uses, usage.used_s)),
+    ),
+    "gdfs": lambda: (new_policy("gdfs", WORTH), models.Gdfs(WORTH)),
+    "s3fifo": lambda: (new_policy("s3fifo"), models.S3Fifo()),
+    "arc": lambda: (new_policy("arc"), models.Arc()),
+    "workload": lambda: (
+        WorkloadPolicy(fitted(), LIFE_S),
+        models.ByReuse(
+            FITS, POOLED, LIFE_S, by_kind, lambda usage, chance: (chance, -usage.use.position)
+        ),
+    ),
+    "cake-prefix": lambda: (
+        CakePrefixPolicy(WORTH, fitted(), LIFE_S),
+        models.ByReuse(
+            FITS,
+            POOLED,
+            LIFE_S,
+            lambda usage: (*by_kind(usage), prefix_power(usage)),
+            lambda usage, chance: (chance + prefix_power(usage) * STEP,),
+        ),
+    ),
+    "cake": lambda: (
+        CakePolicy(WORTH, fitted(), LIFE_S),
+        models.ByReuse(
+            FITS,
+            POOLED,
+            LIFE_S,
+            lambda usage: (*by_kind(usage), power(usage)),
+            lambda usage, chance: (chance + power(usage) * STEP,),
+        ),
+    ),
+}
+
+
+def test_every_policy_has_a_model():
+    assert PAIRS.keys() == POLICIES.keys()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@settings(deadline=None)
+@given(steps=STEPS)
+def test_it_does_as_its_model(name, steps):
+    policy, model = PAIRS[name]()
+    numbers, there, now_s = iter(range(10_000)), {}, 100.0
+    for step, ident, later_s, use in steps:
+        now_s += later_s
+        if step == "add" and ident not in there:
+            there[ident] = next(numbers)
+            usage = Usage(100 + ident, now_s, now_s, 0, ident, use)
+            policy.add(there[ident], usage)
+            model.add(there[ident], usage)
+        elif step == "touch":
+            for each in (policy, model):
+                each.touch(there.get(ident, -1), now_s, 1 + ident % 2, use)
+        elif step == "remove":
+            for each in (policy, model):
+                each.remove(there.get(ident, -1))
+            there.pop(ident, None)
+        elif step == "pop":
+            popped = policy.pop(now_s)
+            assert popped == model.pop(now_s)
+            if popped:
+                del there[popped[1].ident]
+        assert len(policy) == len(there)
+    for _ in range(len(there)):
+        assert policy.pop(now_s) == model.pop(now_s)
+    assert policy.pop(now_s) is None
+
+
+def left(name, touched):
+    policy = new_policy(name)
+    for now_s, block in enumerate("abc"):
+        policy.add(ord(block), Usage(1, now_s, now_s, 0, ord(block)))
+    for now_s, block in enumerate(touched, 10):
+        policy.touch(ord(block), now_s)
+    return "".join(chr(policy.pop(20.0)[0]) for _ in "abc")
+
+
+def test_what_the_plain_orders_mean():
+    assert left("fifo", "aab") == "abc"
+    assert left("lru", "aab") == "cab"
+    assert left("lfu", "aab") == "cba"
+
+
+@pytest.mark.parametrize("name", ["lru", "workload", "cake"])
+def test_a_touch_in_the_past_changes_no_time(name):
+    policy = new_policy(name)
+    policy.add(1, Usage(1, 5.0, 5.0, 0, 1))
+    policy.add(2, Usage(1, 6.0, 6.0, 0, 2))
+    policy.touch(2, 1.0)
+    assert policy.pop(7.0)[0] == 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_block_that_is_given_back_is_there_again(name):
+    policy = new_policy(name)
+    policy.add(1, Usage(1, 5.0, 5.0, 0, 1))
+    policy.add(*policy.pop(6.0))
+    assert len(policy) == 1
+    assert policy.pop(7.0)[0] == 1
+
+
+@pytest.mark.parametrize("name", ["lru", "gdfs", "workload", "cake"])
+def test_outdated_entries_do_not_pile_up(name):
+    policy = new_policy(name)
+    for now_s in range(20_000):
+        policy.add(now_s % 100, Usage(1, now_s, now_s, 0, now_s % 100))
+    heaps = policy._lanes._heaps.values() if hasattr(policy, "_lanes") else [policy._heap]
+    assert sum(len(heap._heap) for heap in heaps) <= len(heaps) * 64 + 2 * 100 + 1
+
+
+def test_frequent_blocks_pass_the_small_queue_of_s3fifo_and_others_do_not():
+    policy = new_policy("s3fifo")
+    for block in range(20):
+        policy.add(block, Usage(1, 0.0, 0.0, 0, block))
+    policy.touch(0, 1.0, 2)
+    assert [policy.pop(2.0)[0] for _ in range(3)] == [1, 2, 3]
+
+
+def test_arc_makes_its_first_list_as_long_as_what_came_back_asks_for():
+    policy = new_policy("arc")
+    for block in range(4):
+        policy.add(block, Usage(1, 0.0, 0.0, 0, block))
+    assert policy.pop(1.0)[0] == 0
+    policy.add(4, Usage(1, 2.0, 2.0, 0, 0))  # what was block 0
+    assert [policy.pop(3.0)[0] for _ in range(4)] == [1, 2, 4, 3]
+
+
+def test_workload_keeps_the_class_that_comes_back():
+    policy = WorkloadPolicy(fitted(), LIFE_S)
+    policy.add(1, Usage(1, 10.0, 10.0, 0, 1, Use("chat", 1)))
+    policy.add(2, Usage(1, 5.0, 5.0, 0, 2, Use("chat", 2)))  # older, and likelier
+    assert policy.pop(10.0)[0] == 1
+
+
+def test_cake_gives_up_heads_where_compute_is_ahead_of_the_link():
+    slow = Worth(load_s=1.0)
+    policy = CakePolicy(slow, fitted(), LIFE_S)
+    for position in range(100):
+        policy.add(position, Usage(1, 0.0, 0.0, 0, position, Use("chat", 1, position, 100)))
+    meet = slow.meet(100)
+    assert 50 < meet < 100
+    gone = {policy.pop(1.0)[0] for _ in range(int(meet) - 1)}
+    assert gone == set(range(int(meet) - 1))

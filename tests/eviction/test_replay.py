@@ -1,0 +1,195 @@
+"""Trace replay: its definitions, against a plain simulation, and the bounds beside it."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.read.cost import PrefillCost
+from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
+from sglang_cake.sim.replay import Replay
+from sglang_cake.sim.traces import Trace, TraceRequest, next_uses
+from sglang_cake.sim.ttft import SHAPES, SavedTime, Shape
+from sglang_cake.store.eviction import POLICIES, new_policy
+from sglang_cake.store.eviction.workload import WorkloadPolicy
+
+SIZE = 4  # tokens of a block
+
+
+@st.composite
+def traces(draw, most=25, longest=6):
+    """Prompts that begin like earlier ones, as `hash_ids` do: equal ids have equal prefixes."""
+    paths, requests, now_s = [()], [], 0.0
+    names = itertools.count()
+    for _ in range(draw(st.integers(1, most))):
+        base = draw(st.sampled_from(paths))
+        start = base[: draw(st.integers(0, len(base)))]
+        more = draw(st.integers(0 if start else 1, max(0, longest - len(start)) or 0))
+        path = (*start, *(next(names) for _ in range(more)))
+        if not path:
+            continue
+        paths.append(path)
+        now_s += draw(st.sampled_from([0.0, 1.0, 30.0]))
+        workload = draw(st.sampled_from(["", "chat"]))
+        requests.append(TraceRequest(now_s, SIZE * len(path), path, workload))
+    return Trace(SIZE, tuple(requests))
+
+
+def plain_lru(trace, capacity, leaf):
+    """The definitions of replay.py once more; returns (hits, islands, what was evicted)."""
+    order, hits, islands, gone = [], 0, 0, []  # order: least recent first
+    parent = {}
+    for request in trace.requests:
+        for first, second in itertools.pairwise(request.blocks):
+            parent[second] = first
+        there = [block in order for block in request.blocks]
+        hits += next((i for i, yes in enumerate(there) if not yes), len(there))
+        islands += sum(there)
+        missing = [b for b, yes in zip(request.blocks, there, strict=True) if not yes]
+        while len(order) + len(missing) > capacity:
+            for block in order:
+                if block in request.blocks:
+                    continue
+                if leaf and any(parent.get(other) == block for other in order):
+                    continue
+                break
+            else:
+                break
+            order.remove(block)
+            gone.append(block)
+        missing = missing[: capacity - len(order)]
+        for block in reversed(request.blocks):
+            if block in order:
+                order.remove(block)
+            elif block not in missing:
+                continue
+            order.append(block)
+    return hits, islands, gone
+
+
+class Watched:
+    """A policy whose victims are written down."""
+
+    def __init__(self, policy):
+        self._policy, self.popped = policy, []
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def pop(self, now_s):
+        popped = self._policy.pop(now_s)
+        self.popped.append(popped and popped[1].ident)
+        return popped
+
+
+@settings(deadline=None)
+@given(trace=traces(), capacity=st.integers(1, 12), leaf=st.booleans())
+def test_lru_hits_as_defined(trace, capacity, leaf):
+    outcome = Replay(trace, new_policy("lru"), capacity, leaf=leaf).run()
+    hits, islands, gone = plain_lru(trace, capacity, leaf)
+    assert (outcome.hits, outcome.islands, outcome.evictions) == (hits, islands, len(gone))
+    assert outcome.refs == trace.refs
+
+
+@settings(deadline=None)
+@given(trace=traces(most=60), capacity=st.integers(1, 15))
+def test_with_one_class_workload_is_lru_block_for_block(trace, capacity):
+    lru = Watched(new_policy("lru"))
+    one = Watched(WorkloadPolicy(kind_of=lambda usage: ("", 1, 0)))
+    by_lru, by_one = Replay(trace, lru, capacity).run(), Replay(trace, one, capacity).run()
+    assert one.popped == lru.popped
+    assert (by_one.hits, by_one.islands) == (by_lru.hits, by_lru.islands)
+
+
+@settings(deadline=None)
+@given(trace=traces(), capacity=st.integers(1, 12), leaf=st.booleans(), data=st.data())
+def test_no_policy_beats_the_offline_optimum_or_exceeds_its_capacity(trace, capacity, leaf, data):
+    name = data.draw(st.sampled_from(sorted(POLICIES)))
+    clocks = [SavedTime(shape, SIZE) for shape in SHAPES.values()]
+    replay = Replay(trace, new_policy(name), capacity, clocks=clocks, leaf=leaf)
+    for _ in replay.steps():
+        assert len(replay._resident) == len(replay._policy) <= capacity
+    longest = max(len(request.blocks) for request in trace.requests)
+    outcome = replay.outcome
+    assert outcome.hits <= outcome.islands
+    if longest <= capacity:  # a longer prompt is cut, and by whom is not Belady's to say
+        best = Replay(trace, BeladyPolicy(trace), capacity).run()
+        assert outcome.islands <= best.islands
+        assert best.hits == best.islands
+    for clock, saved_s in zip(clocks, outcome.saved_s, strict=True):
+        assert 0 <= saved_s <= seconds_bound(trace, capacity, clock) * (1 + 1e-9)
+
+
+def best_islands(trace, capacity, index=0, resident=frozenset()):
+    """By trying every choice."""
+    if index == len(trace.requests):
+        return 0
+    blocks = frozenset(trace.requests[index].blocks)
+    others, room = resident - blocks, capacity - len(blocks)
+    kept = [frozenset(some) for some in itertools.combinations(others, min(room, len(others)))]
+    later = max(best_islands(trace, capacity, index + 1, blocks | some) for some in kept)
+    return len(resident & blocks) + later
+
+
+@settings(deadline=None, max_examples=60)
+@given(trace=traces(most=6, longest=3), capacity=st.integers(3, 6))
+def test_the_offline_optimum_is_one(trace, capacity):
+    assert Replay(trace, BeladyPolicy(trace), capacity).run().islands == best_islands(
+        trace, capacity
+    )
+
+
+def test_a_prompt_longer_than_the_cache_keeps_its_head():
+    trace = Trace(SIZE, (TraceRequest(0.0, 20, (1, 2, 3, 4, 5)), TraceRequest(1.0, 8, (1, 2))))
+    outcome = Replay(trace, new_policy("lru"), 3).run()
+    assert (outcome.hits, outcome.written, outcome.evictions) == (2, 3, 0)
+
+
+def test_the_last_block_counts_as_the_tokens_it_has():
+    trace = Trace(SIZE, (TraceRequest(0.0, 5, (1, 2)), TraceRequest(1.0, 5, (1, 2))))
+    outcome = Replay(trace, new_policy("lru"), 3).run()
+    assert outcome.byte_hit_ratio == 5 / 10
+    assert outcome.late_hit_ratio == 1.0
+
+
+def test_next_uses():
+    trace = Trace(SIZE, tuple(TraceRequest(0.0, 8, blocks) for blocks in ((1, 2), (3,), (1, 3))))
+    assert list(next_uses(trace)) == [(2, 3), (2,), (3, 3)]
+
+
+LINK = st.sampled_from([1e-6, 0.5, 1.0, 3.0, 1e6])
+
+
+def clock(load_s, pair_s=0.01):
+    return SavedTime(Shape("test", PrefillCost(7.0, 0.2, pair_s), load_s / SIZE), SIZE)
+
+
+@given(stored=st.lists(st.booleans(), max_size=12), load_s=LINK)
+def test_saved_time_is_never_negative_nor_more_than_the_compute_of_what_is_stored(stored, load_s):
+    one = clock(load_s)
+    costs = one.block_s(len(stored), SIZE * len(stored))
+    saved_s = one.saved_s(stored, SIZE * len(stored))
+    there = sum(cost for cost, yes in zip(costs, stored, strict=True) if yes)
+    assert -1e-9 <= saved_s <= there + 1e-9
+    if load_s < 1e-5:
+        assert saved_s == pytest.approx(there, abs=1e-3)
+    if load_s > 1e5:
+        assert saved_s == 0
+
+
+@given(blocks=st.integers(1, 12), load_s=LINK)
+def test_a_whole_prompt_is_had_at_the_best_meeting_point(blocks, load_s):
+    one = clock(load_s)
+    costs = one.block_s(blocks, SIZE * blocks)
+    best_s = min(max(sum(costs[:m]), (blocks - m) * load_s) for m in range(blocks + 1))
+    took_s = sum(costs) - one.saved_s([True] * blocks, SIZE * blocks)
+    assert took_s == pytest.approx(best_s)
+
+
+def test_a_hole_at_the_end_costs_its_own_compute():
+    one = clock(1e-9)
+    costs = one.block_s(3, 3 * SIZE)
+    assert one.saved_s([True, True, False], 3 * SIZE) == pytest.approx(costs[0] + costs[1])
+    assert costs[0] < costs[1] < costs[2]
+    assert one.block_s(3, 2 * SIZE + 1)[2] < costs[0]  # one token of it

@@ -1,0 +1,153 @@
+"""The three kinds of trace files, and what is said about broken ones."""
+
+import json
+
+import pytest
+import zstandard
+
+from sglang_cake.cli import main
+from sglang_cake.errors import ConfigError
+from sglang_cake.sim.traces import TraceRequest, read_trace
+from sglang_cake.store.eviction import POLICIES
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},
+    {"timestamp": 3000, "input_length": 512, "output_length": 1, "hash_ids": [0]},
+]
+BAILIAN = [
+    {
+        "chat_id": 5,
+        "parent_chat_id": -1,
+        "timestamp": 0.25,
+        "input_length": 20,
+        "output_length": 3,
+        "type": "text",
+        "turn": 2,
+        "hash_ids": [7, 9],
+    }
+]
+OURS = [
+    {"t_s": 1.5, "block_tokens": 128, "input_length": 200, "hash_ids": [3, 4], "workload": "rag"}
+]
+
+
+def written(tmp_path, lines, name="trace.jsonl"):
+    data = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    path = tmp_path / name
+    raw = data.encode()
+    path.write_bytes(zstandard.compress(raw) if name.endswith(".zst") else raw)
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.zst"])
+def test_mooncake(tmp_path, name):
+    trace = read_trace(written(tmp_path, MOONCAKE, name))
+    assert trace.block_tokens == 512
+    assert trace.requests == (
+        TraceRequest(0.0, 1100, (0, 1, 2)),
+        TraceRequest(3.0, 512, (0,)),
+    )
+
+
+def test_bailian(tmp_path):
+    trace = read_trace(written(tmp_path, BAILIAN))
+    assert trace.block_tokens == 16
+    assert trace.requests == (TraceRequest(0.25, 20, (7, 9), "text", 2),)
+
+
+def test_our_own(tmp_path):
+    trace = read_trace(written(tmp_path, OURS))
+    assert trace.block_tokens == 128
+    assert trace.requests == (TraceRequest(1.5, 200, (3, 4), "rag"),)
+
+
+def test_times_never_run_backwards(tmp_path):
+    late, early = dict(MOONCAKE[0], timestamp=9000), MOONCAKE[1]
+    assert [r.at_s for r in read_trace(written(tmp_path, [late, early])).requests] == [9.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2"),
+        ("[]\n", "not a JSON object"),
+        ({"timestamp": 1, "hash_ids": [1]}, "'input_length' is missing"),
+        (dict(MOONCAKE[0], hash_ids=[1, 1, 2]), "same hash_id twice"),
+        (dict(MOONCAKE[0], hash_ids=[1, -2, 3]), "whole numbers"),
+        (dict(MOONCAKE[0], hash_ids=[1]), "are not 1100 tokens"),
+        (dict(MOONCAKE[0], hash_ids=None), "line 2"),
+        (dict(MOONCAKE[0], timestamp="1"), "line 2"),
+        (BAILIAN[0], "another size"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, words):
+    path = written(tmp_path, [MOONCAKE[0], line])
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert words in str(caught.value)
+    assert "line 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("none.jsonl", None), ("empty.jsonl", b""), ("t.jsonl.zst", b"nonsense"), ("t", b"\xff\n")],
+)
+def test_a_file_that_is_no_trace_is_one_line(tmp_path, capsys, name, data):
+    path = tmp_path / name
+    if data is not None:
+        path.write_bytes(data)
+    assert main(["trace", "replay", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert error.count("\n") == 1
+
+
+NAMED = {
+    "policy",
+    "capacity_blocks",
+    "refs",
+    "hits",
+    "hit_ratio",
+    "island_hit_ratio",
+    "seconds_saved",
+    "us_per_eviction",
+}
+
+
+def replayed(path, capsys, *options):
+    assert main(["trace", "replay", str(path), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_replay_in_json(tmp_path, capsys):
+    path = written(tmp_path, MOONCAKE * 3)
+    one = replayed(path, capsys, "--policy", "lru", "--capacity", "3")
+    assert one.keys() >= NAMED
+    assert (one["policy"], one["capacity_blocks"], one["refs"], one["hits"]) == ("lru", 3, 12, 9)
+    assert one["hit_ratio"] == one["optimum_hit_ratio"] == 9 / 12
+    assert 0 < one["seconds_saved"] <= one["seconds_saved_bound"]
+
+
+def test_replay_of_every_policy(tmp_path, capsys):
+    path = written(tmp_path, MOONCAKE * 3)
+    some = replayed(path, capsys, "--capacity", "2,3", "--shape", "70b")
+    assert [(each["policy"], each["capacity_blocks"]) for each in some] == [
+        (policy, capacity) for capacity in (2, 3) for policy in POLICIES
+    ]
+
+
+def test_replay_as_a_table(tmp_path, capsys):
+    path = written(tmp_path, MOONCAKE * 3)
+    assert main(["trace", "replay", str(path), "--policy", "lru,cake", "--leaf"]) == 0
+    shown = capsys.readouterr().out
+    assert "6 requests, 12 references to 3 blocks of 512 tokens" in shown
+    assert "cake" in shown
+
+
+@pytest.mark.parametrize(
+    "options", [("--policy", "best"), ("--capacity", "0"), ("--capacity", "1e3"), ("--policy", "")]
+)
+def test_bad_options_are_one_line(tmp_path, capsys, options):
+    path = written(tmp_path, MOONCAKE)
+    assert main(["trace", "replay", str(path), *options]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
