@@ -25,6 +25,7 @@ owner, and compared with equation 6 (what has to cross a link).
 import argparse
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,18 +105,29 @@ class Pair:
         Raises: RuntimeError if it never had.
         """
         helper, owner = self.members
-        for _ in range(TRIES):
-            # One that is to compute alone gets the machine alone.
-            with contextlib.ExitStack() as awake:
-                urls = [awake.enter_context(owner.thawed())]
-                if how != "alone":
-                    urls.append(awake.enter_context(helper.thawed()))
+        with contextlib.ExitStack() as awake:
+            urls = [awake.enter_context(owner.thawed())]
+            if how != "alone":  # one that is to compute alone gets the machine alone
+                urls.append(awake.enter_context(helper.thawed()))
+                _meet(urls[0])
+            for _ in range(TRIES):
                 for url in urls:
                     flush_cache(url)
                 reply = generate(urls[0], prompt, NEW_TOKENS, custom_params={PARAMETER: how})
-            if how == "alone" or "bounds" in reply.cake:
-                return reply
+                if how == "alone" or "bounds" in reply.cake:
+                    return reply
         raise RuntimeError(f"nobody helped with {how}; the servers' logs say why")
+
+
+def _meet(url: str) -> None:
+    """Two members that stood still know nothing of each other for a moment."""
+    for attempt in range(10 * TRIES):
+        prompt = servers.random_prompt(4 * PAGE_TOKENS, seed=attempt)
+        ends = [2 * PAGE_TOKENS, 4 * PAGE_TOKENS]
+        if "bounds" in generate(url, prompt, 1, custom_params={PARAMETER: ends}).cake:
+            return
+        time.sleep(0.1)
+    raise RuntimeError("the members do not find each other; their logs say why")
 
 
 @dataclass(slots=True)

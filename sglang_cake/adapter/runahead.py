@@ -46,7 +46,8 @@ logger = logging.getLogger("sglang_cake")
 ANSWER_S = 0.05
 HANDOVER_S = 0.02  # taken for granted until one was measured
 BYTES_PER_S = 1e9
-_NEWEST = 0.3
+_NEWEST = 0.3  # weight of the newest chain in what handing over is taken to cost
+_FADE = 0.02  # how much of that is forgotten with each prompt that is computed alone
 # A request may say how it is to be computed, in `sampling_params.custom_params`: "alone"; "closed"
 # or "table", whether or not that is predicted to pay; or where each worker's span ends, as a list
 # of tokens. That is how a search and a benchmark measure.
@@ -103,7 +104,7 @@ class Runahead:
         self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
-        self._handover_s, self._bytes_per_s = HANDOVER_S, BYTES_PER_S
+        self._handover_s = HANDOVER_S
         self._mine: Mine | None = None
         self._asked: set[str] = set()  # requests that had their chance
         self._ear, self._bell = socket.socketpair()
@@ -111,7 +112,9 @@ class Runahead:
             end.setblocking(False)
         self._poller: Any = None
         self.member = Member(rank, transport, rows, self._ring)
-        self._runner = SpanRunner(self.member, gate, page_tokens=page_tokens)
+        self._runner = SpanRunner(
+            self.member, gate, page_tokens=page_tokens, limit_tokens=limit_tokens
+        )
 
     # ---- once a step ----
 
@@ -216,7 +219,10 @@ class Runahead:
         if not helpers or (loading is not None and self._loads_only):
             return None
         costs = Costs(
-            self._pace.agreed.prefill, self._handover_s, self._bytes_per_s, self._token_bytes
+            self._pace.agreed.prefill,
+            self._handover_s,
+            self.member.bytes_per_s() or BYTES_PER_S,
+            self._token_bytes,
         )
         limits = Limits(self._page_tokens, self._limit_tokens, self._table.read())
         asked = _asked_for(req)
@@ -228,8 +234,12 @@ class Runahead:
             return forced_plan(asked, span, helpers, limits)
         pays = PAYS if asked is None else _WHATEVER
         if loading is not None:
-            return plan_beside_loader(loading, helpers, costs, limits, pays=pays)
-        return plan_chain(span, helpers, costs, limits, pays=pays)
+            plan = plan_beside_loader(loading, helpers, costs, limits, pays=pays)
+        else:
+            plan = plan_chain(span, helpers, costs, limits, pays=pays)
+        if plan is None:  # or one bad experience would be the last one
+            self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
+        return plan
 
     def _propose(self, req: "Req", plan: Plan) -> bool:
         namespace = self._namespace()
@@ -290,14 +300,11 @@ class Runahead:
     def _learn(self, mine: Mine, took_s: float) -> None:
         inflow = mine.owned.hop.inflow
         assert inflow is not None
-        slowest_s = max(self._pace.agreed.prefill.step_s(*s) for s in mine.owned.partition.spans)
-        asked_s = time.monotonic() - mine.began_s - took_s
-        lost_s = max(0.0, asked_s + took_s - slowest_s)
-        self._handover_s += _NEWEST * (lost_s - self._handover_s)
-        if inflow.waited_s > 0.5 * took_s:  # the link, or the helper, held us up
-            self._bytes_per_s += _NEWEST * (inflow.bytes / took_s - self._bytes_per_s)
-        else:
-            self._bytes_per_s = max(self._bytes_per_s, inflow.bytes / took_s)
+        if self._pace.measured:
+            prefill = self._pace.agreed.prefill
+            slowest_s = max(prefill.step_s(*span) for span in mine.owned.partition.spans)
+            lost_s = max(0.0, time.monotonic() - mine.began_s - slowest_s)
+            self._handover_s += _NEWEST * (lost_s - self._handover_s)
         logger.info(
             "cake runahead: request %s shared as %s: %.3f s, of which waited %.3f s",
             mine.rid,

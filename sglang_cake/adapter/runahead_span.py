@@ -64,15 +64,26 @@ def run_part(worker: Any, part: Any) -> None:
 
 
 class SpanRunner:
-    """Computes spans for others."""
+    """Computes spans for others.
 
-    def __init__(self, member: Member, gate: LayerGate, *, page_tokens: int) -> None:
-        self._member, self._gate, self._page_tokens = member, gate, page_tokens
+    Args:
+        limit_tokens: what one forward computes at most.
+    """
+
+    def __init__(
+        self, member: Member, gate: LayerGate, *, page_tokens: int, limit_tokens: int
+    ) -> None:
+        self._member, self._gate = member, gate
+        self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
 
     def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
         """Accept or refuse, compute, hand on. Nothing is left behind, whatever happens."""
         if scheduler.waiting_queue or scheduler.chunked_req is not None:
             self._member.refuse(owner, offer, "busy with its own prompts")
+            return
+        reason = self._too_large(scheduler, offer)
+        if reason is not None:
+            self._member.refuse(owner, offer, reason)
             return
         req = _request(offer)
         tree = scheduler.tree_cache
@@ -99,6 +110,15 @@ class SpanRunner:
             self._give_back(tree, req, keep=failure is None)
         if failure is not None:
             logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
+
+    def _too_large(self, scheduler: "Scheduler", offer: Offer) -> str | None:
+        if max(offer.tokens) >= scheduler.model_config.vocab_size:
+            return "tokens that this model does not have"
+        if len(offer.tokens) >= scheduler.req_to_token_pool.req_to_token.shape[1]:
+            return "a longer prompt than may be here"
+        if offer.partition.spans[offer.chain.index(self._member.rank)].tokens > self._limit_tokens:
+            return "a longer span than a step computes here"
+        return None
 
     def _unfit(self, scheduler: "Scheduler", offer: Offer, req: "Req") -> str | None:
         if req.prefix_len < offer.bounds[0]:
