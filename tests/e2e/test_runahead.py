@@ -19,7 +19,7 @@ PAGE = 16
 LONG = 1200
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "6000", "--page-size", str(PAGE)),
-    *("--chunked-prefill-size", "4096", "--enable-metrics"),
+    *("--chunked-prefill-size", "4096", "--enable-metrics", "--sleep-on-idle"),
 )
 
 
