@@ -35,7 +35,7 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *("attention", "file_store", "fleet", "http_store", "overhead", "paper_kvr"),
+    *("attention", "eviction", "file_store", "fleet", "http_store", "overhead", "paper_kvr"),
     *("real_grid", "runahead", "sealed", "serving", "ttft"),
 )
 
