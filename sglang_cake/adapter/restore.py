@@ -27,6 +27,7 @@ class Restore:
     tokens: "array[int]"
     chain: KeyChain
     meet: Meet
+    lossy: bool = False  # whether what the store gives may differ from what was computed
     facts: RequestFacts | None = None  # what the store is told
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()
@@ -89,11 +90,19 @@ class Restore:
         return time.monotonic() - self.arrived_s
 
     def story(self) -> dict[str, Any]:
-        """How the prompt was got; `meta_info["cake"]` of the response."""
+        """How the prompt was got; `meta_info["cake"]` of the response.
+
+        With a lossy codec, what was matched in memory, here or on another member of the group,
+        counts as lossy too: it may have been loaded for an earlier prompt, or computed after
+        something that was.
+        """
+        held_tokens = self.matched_tokens + int(self.shared.get("helped_tokens", 0))
+        lossy_tokens = self.loaded_tokens + held_tokens if self.lossy else 0
         return {
             "computed_tokens": self.computed_tokens,
             "loaded_tokens": self.loaded_tokens,
             "matched_tokens": self.matched_tokens,
             "meet_token": self.meet_token,
+            "lossy_tokens": lossy_tokens,
             **self.shared,
         }
