@@ -35,7 +35,16 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *("attention", "eviction", "file_store", "fleet", "http_store", "overhead", "paper_kvr"),
+    *(
+        "attention",
+        "codec",
+        "eviction",
+        "file_store",
+        "fleet",
+        "http_store",
+        "overhead",
+        "paper_kvr",
+    ),
     *("real_grid", "runahead", "sealed", "serving", "ttft"),
 )
 

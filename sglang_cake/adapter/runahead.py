@@ -384,4 +384,5 @@ def _computes(batch: Any, span: Span) -> bool:
 
 
 def _asked_for(req: "Req") -> object:
-    return (req.sampling_params.custom_params or {}).get(PARAMETER)
+    given = req.sampling_params.custom_params
+    return given.get(PARAMETER) if isinstance(given, dict) else None
