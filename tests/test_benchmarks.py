@@ -38,6 +38,7 @@ BENCHES = (
     *(
         "attention",
         "codec",
+        "codec_ttft",
         "eviction",
         "file_store",
         "fleet",
