@@ -112,6 +112,7 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
         },
         "evictions": out.evictions,
         "written_blocks": out.written,
+        "write_amplification": round(out.write_amplification, 4),
         "us_per_eviction": round(out.us_per_eviction, 2),
     }
     if cell.policy == "belady":

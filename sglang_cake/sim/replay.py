@@ -35,6 +35,7 @@ class Outcome:
     late_refs: int = 0  # of the second half of the requests
     late_hits: int = 0
     written: int = 0
+    distinct_written: int = 0  # of these, blocks that were never written before
     evictions: int = 0
     evicting_s: float = 0.0
     saved_s: list[float] = field(default_factory=list)  # of each shape
@@ -58,6 +59,11 @@ class Outcome:
     def byte_hit_ratio(self) -> float:
         """Leading hits, with a last block that is not full counting as much as is in it."""
         return self.hit_tokens / max(1, self.tokens)
+
+    @property
+    def write_amplification(self) -> float:
+        """How often a block that was written at all had to be written; 0 without writes."""
+        return self.written / self.distinct_written if self.written else 0.0
 
     @property
     def us_per_eviction(self) -> float:
@@ -93,6 +99,7 @@ class Replay:
         self._children: dict[int, int] = {}  # how many are resident
         self._ancestry = Ancestry()
         self._next_block = 0
+        self._written: set[int] = set()
         self.outcome = Outcome(saved_s=[0.0] * len(clocks))
 
     def run(self) -> Outcome:
@@ -147,6 +154,8 @@ class Replay:
                     self._parent[block] = parent = request.blocks[position - 1]
                     self._children[parent] = self._children.get(parent, 0) + 1
         self.outcome.written += len(admitted)
+        self._written |= admitted
+        self.outcome.distinct_written = len(self._written)
 
     def _insert(self, block: int, at_s: float, use: Use) -> None:
         number = self._next_block
