@@ -26,6 +26,8 @@ _HELP = {
     "read_bytes": "Bytes read from the store.",
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",
+    "encoded_blocks": "Blocks that were encoded and written, by codec.",
+    "encoded_bytes": "Bytes that encoded blocks came to.",
     "unstored_blocks": "Blocks that were not written, by reason.",
 }
 _EVICTION_HELP = {  # of EVICTION_COUNTS
@@ -34,7 +36,7 @@ _EVICTION_HELP = {  # of EVICTION_COUNTS
     "evicting_us": "Microseconds that the policy took to choose them.",
     "skipped_blocks": "Blocks that were not worth writing.",
 }
-_LABEL = {"fallback": "side"}
+_LABEL = {"fallback": "side", "encoded_blocks": "codec"}
 
 
 class Metrics:
