@@ -14,7 +14,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,17 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["trace"], row["policy"], row["capacity"], shapes[0] if len(shapes) == 1 else ""
 
 
+def asked_for(cells: Iterable[Cell], args: argparse.Namespace) -> list[Cell]:
+    """Those that `--policy`, `--shape` and `--capacity` leave."""
+    return [
+        cell
+        for cell in cells
+        if (not args.policy or cell.policy in args.policy)
+        and (not args.capacity or cell.capacity in args.capacity)
+        and (not args.shape or cell.shape in ("", *args.shape))
+    ]
+
+
 def run_cells(
     cells: list[Cell], args: argparse.Namespace, part: str, result: dict[str, Any]
 ) -> None:
@@ -59,12 +70,11 @@ def run_cells(
     rows = result.setdefault(part, [])
     done = {key_of(row) for row in rows}
     todo = [c for c in cells if (c.trace, c.policy, c.capacity, c.shape) not in done]
-    order = {cell: number for number, cell in enumerate(cells)}
     with ProcessPoolExecutor(args.jobs) as pool:
         tasks = {pool.submit(run_cell, c, args.traces, args.requests): c for c in todo}
         for task in tqdm(as_completed(tasks), total=len(tasks), desc=part, disable=None):
             rows.append(task.result())
-            rows.sort(key=lambda row: order.get(Cell(*key_of(row)), 10**6))
+            rows.sort(key=lambda row: (list(TRACES).index(row["trace"]), row["capacity"]))
             write(args.out, result)
 
 
@@ -120,6 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="folder of the traces")
     parser.add_argument("--trace", choices=TRACES, action="append", help="only this one")
+    parser.add_argument("--policy", action="append", help="only this one, or this variant")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="only costs of this one")
+    parser.add_argument("--capacity", type=int, action="append", help="only this one")
     parser.add_argument("--only", choices=("replay", "parts", "pace"), action="append")
     parser.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
     parser.add_argument("--requests", type=int, default=0, help="only the first N of a trace")
@@ -136,9 +149,9 @@ def main() -> None:
         result["pace"] = pace(args.blocks, args.evictions)
         write(args.out, result)
     if "replay" in only:
-        run_cells(list(replay_cells(traces, list(CAPACITIES))), args, "replay", result)
+        run_cells(asked_for(replay_cells(traces, list(CAPACITIES)), args), args, "replay", result)
     if "parts" in only:
-        run_cells(list(parts_cells(traces)), args, "parts", result)
+        run_cells(asked_for(parts_cells(traces), args), args, "parts", result)
     print(f"written: {shown(args.out)}")
 
 
