@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/eviction.md, from the result of bench_eviction.
+"""docs/eviction-tables.md and its pictures, from the result of bench_eviction.
 
 python -m benchmarks.eviction_report [--result FILE] [--pictures docs/img]
 """
@@ -110,12 +110,13 @@ def writes(results: Results) -> Iterable[str]:
     yield "\n| admission, trace, capacity | hit ratio | seconds | written | write amplification |"
     yield "|---|---|---|---|---|"
     for name in names:
+        short = "off" if name == "cake-prefix" else name.rpartition(" ")[2]
         for trace in ("conversation", "synthetic"):
             for capacity in (1000, 4000, 16000):
                 row = results.row(trace, name, capacity, "8b")
                 if row:
                     yield (
-                        f"| {'off' if name == 'cake-prefix' else name.rpartition(' ')[2]}, {trace}, {capacity:,} "
+                        f"| {short}, {trace}, {capacity:,} "
                         f"| {100 * row['hit_ratio']:.2f} | {row['seconds_saved']['8b']:,.0f} "
                         f"| {row['written_blocks']:,} | {row['write_amplification']:.2f} |"
                     )
@@ -184,18 +185,28 @@ def draw(results: Results, folder: Path) -> None:
         plt.close(figure)
 
 
+HEAD = """# Eviction: the tables
+
+Made by `python -m benchmarks.eviction_report` from `benchmarks/results/eviction.json`, measured at
+commit {commit}. [eviction.md](eviction.md) says what the words mean. A dash was not measured.
+Capacities are blocks of 512 tokens, 32 times as many of the 16-token blocks of A-like.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--result", type=Path, default=RESULTS / "eviction.json")
-    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "img")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     result = json.loads(args.result.read_text())
     replay = Results(result.get("replay", []))
     parts = Results([*result.get("parts", []), *plain(result.get("replay", []))])
-    paces = pace(result.get("pace", []))
-    for lines in (totals(replay), tables(replay), variants(parts), writes(parts), paces):
-        print("\n".join(lines))
-    draw(replay, args.pictures)
+    lines = [HEAD.format(commit=result["commit"]), "## In all", *totals(replay)]
+    lines += ["\n## Every policy and capacity", *tables(replay)]
+    lines += ["\n## Parts: hit ratio (seconds saved, 8b)", *variants(parts)]
+    lines += ["\n## Admission", *writes(parts), "\n## An eviction", *pace(result.get("pace", []))]
+    (args.docs / "eviction-tables.md").write_text("\n".join(lines) + "\n")
+    draw(replay, args.docs / "img")
 
 
 if __name__ == "__main__":
