@@ -152,6 +152,7 @@ def _request(tokens: int) -> Any:
         positional_embed_overrides=None,
         multimodal_inputs=None,
         session=None,
+        sampling_params=SimpleNamespace(custom_params=None),
         customized_info=None,
         _compute_max_prefix_len=lambda length: length - 1,
     )
