@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
+from sglang_cake.codec_names import AUTO, CHOICES, RAW, may_lose
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import parse_sources
@@ -37,8 +38,10 @@ class CakeConfig:
     """URL of the store; None is a file store in the user's cache folder."""
     mode: Literal["auto", "both", "compute", "load"] = "auto"
     """Who provides a stored prefix; auto decides by measured costs, the rest is for benchmarks."""
-    codec: Literal["raw"] = "raw"
-    """How KV is encoded in the store; raw keeps every bit."""
+    codec: str = RAW
+    """How KV is encoded in the store, one of `codec_names.CHOICES`; raw and zstd keep every bit."""
+    max_error: float = 0.0
+    """What auto may lose: relative error of K and of V in any layer; 0 keeps every bit."""
     block_tokens: int = 128
     """Tokens of a block, the unit of storing and loading; a multiple of SGLang's page size."""
     min_load_tokens: int = 256
@@ -58,6 +61,11 @@ class CakeConfig:
     """Bytes of host memory, per rank, for blocks on their way out; when full, blocks drop."""
     queue_depth: int = 4
     """Reads of the store in flight at once, per rank."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether KV from the store may differ from what was computed."""
+        return may_lose(self.codec, self.max_error)
 
 
 NAMES: Final = tuple(field.name for field in fields(CakeConfig))
@@ -82,9 +90,10 @@ def from_mapping(mapping: Mapping[str, object], *, spell: Spell = str) -> CakeCo
     Args:
         spell: how an error spells a setting's name.
 
-    Raises: ConfigError, one line, for an unknown name or a value that is not allowed.
+    Raises: ConfigError, one line, for an unknown name, a value that is not allowed, or two that do
+        not go together.
     """
-    return CakeConfig(**_read(mapping, spell))
+    return _whole(_read(mapping, spell), spell)
 
 
 def load_file(path: str) -> dict[str, Any]:
@@ -153,7 +162,7 @@ def resolve(
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
         merged.update(layer)
-    return CakeConfig(**merged)
+    return _whole(merged, spell)
 
 
 def to_environment(config: CakeConfig) -> dict[str, str]:
@@ -164,6 +173,16 @@ def to_environment(config: CakeConfig) -> dict[str, str]:
     return {
         as_variable(name): str(value) for name, value in asdict(config).items() if value is not None
     }
+
+
+def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:
+    config = CakeConfig(**settings)
+    if config.max_error and config.codec != AUTO:
+        raise ConfigError(
+            f"{spell('max_error')} has no effect with {spell('codec')} {config.codec}: "
+            f"it is for {AUTO}, which may choose"
+        )
+    return config
 
 
 def _read(mapping: Mapping[str, object], spell: Spell) -> dict[str, Any]:
@@ -211,6 +230,18 @@ def _integer(low: int, high: int) -> Callable[[str, object], int]:
     return read
 
 
+def _share(spelled: str, value: object) -> float:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if type(number) not in (int, float) or not 0 <= cast(float, number) < 1:  # NaN is neither
+        raise _bad(spelled, value, "a number from 0 to less than 1, for example 0.01")
+    return float(cast(float, number))
+
+
 def _size(spelled: str, value: object) -> int:
     number = value
     if isinstance(value, str):
@@ -246,7 +277,8 @@ def _path(spelled: str, value: object) -> str | None:
 _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "store": _store,
     "mode": _one_of("auto", "both", "compute", "load"),
-    "codec": _one_of("raw"),
+    "codec": _one_of(*CHOICES),
+    "max_error": _share,
     "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
     "min_load_tokens": _integer(0, 2**31 - 1),
     "priority": _one_of("adaptive", "fcfs"),

@@ -3,6 +3,8 @@
 import threading
 from collections import defaultdict
 
+from sglang_cake.codec_names import CODECS
+
 # Every counter with its label values, so that each is visible from the start, at zero.
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
@@ -16,6 +18,8 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "read_bytes": ("",),
     "stored_bytes": ("",),
     "stored_blocks": ("",),
+    "encoded_blocks": CODECS,
+    "encoded_bytes": ("",),
     "unstored_blocks": UNSTORED_REASONS,
 }
 

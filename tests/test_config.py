@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_cake.codec_names import CODECS
 from sglang_cake.config import (
     CONFIG_ENV,
     ENABLED_ENV,
@@ -29,7 +30,7 @@ CONFIGS = st.builds(
     CakeConfig,
     store=st.sampled_from([None, "file:///kv", "file:///a%2Cb?bandwidth=50MB/s&min_free=20GB"]),
     mode=st.sampled_from(["auto", "both", "compute", "load"]),
-    codec=st.just("raw"),
+    codec=st.sampled_from(CODECS),
     block_tokens=st.integers(1, 65_536),
     min_load_tokens=st.integers(0, 2**31 - 1),
     record_trace=st.none() | PATHS,
@@ -147,7 +148,7 @@ BAD: list[tuple[str, object, str]] = [
     ("mode", "laod", "'laod' is not possible, allowed: auto, both, compute, load (did you mean lo"),
     ("mode", "", "allowed: auto, both, compute, load"),
     ("mode", "LOAD", "did you mean load?"),
-    ("codec", "zip", "allowed: raw"),
+    ("codec", "zip", "allowed: raw, zstd"),
     ("block_tokens", "0", "allowed: a whole number from 1 to 65536"),
     ("block_tokens", "-1", "'-1'"),
     ("block_tokens", "1e3", "'1e3'"),

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-SHIPPED = (ROOT / "sglang_cake" / "testing" / "store_contract.py").read_text()
+SHIPPED = "\n".join(p.read_text() for p in (ROOT / "sglang_cake/testing").glob("*_contract.py"))
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.paper import costs, traces
+from benchmarks.paper import codecs, costs, traces
 from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, K, Setting
 from sglang_cake.read.meet import Meet
 from sglang_cake.read.plan import Progress, next_step
@@ -280,7 +280,7 @@ def comparisons() -> list[tuple[str, str, str]]:
             f"{100 * ratio:.0f} %",
         )
     )
-    return rows
+    return [*rows, *codecs.section54(eight["cells"])]
 
 
 def _range(pair: list[float]) -> str:
@@ -301,4 +301,5 @@ FIGURES = {
     "figure7": figure7,
     "anonymous5": anonymous5,
     "anonymous8": anonymous8,
+    "codecs": codecs.codecs,
 }

@@ -91,11 +91,28 @@ def anonymous5(result: dict[str, Any]) -> str:
     )
 
 
+def codecs(result: dict[str, Any]) -> str:
+    """Our codecs on the papers' machine."""
+    gbps = list(dict.fromkeys(cell["gbps"] for cell in result["cells"]))
+    rows: dict[str, list[str]] = {}
+    for cell in result["cells"]:
+        if cell["codec"] == "raw":
+            rows.setdefault("raw", ["1.00"]).append(f"{cell['cake_s']:.2f}")
+            continue
+        device, cpu = cell["device"], cell["cpu"]
+        text = f"{device['cake_s']:.2f} [{device['ideal_s']:.2f}], CPU {cpu['cake_s']:.2f}"
+        if "assumed" in cell:
+            text += f" ({cell['assumed']['ideal_s']:.2f})"
+        rows.setdefault(cell["codec"], [f"{cell['ratio']:.2f}"]).append(text)
+    head = ["codec", "ratio", *(f"{rate:g} Gbps" for rate in gbps)]
+    return _rows(head, [[codec, *cells] for codec, cells in rows.items()])
+
+
 def sections(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Marker in the document -> what belongs there."""
     found = {"overview": overview(), "averages": averages()}
     found |= {name: tables.markdown(name) for name in tables.TABLES if name in results}
-    makers = (figure3, figure5, figure6, figure7, anonymous5)
+    makers = (figure3, figure5, figure6, figure7, anonymous5, codecs)
     found |= {m.__name__: m(results[m.__name__]) for m in makers if m.__name__ in results}
     return found
 

@@ -15,7 +15,12 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
-from sglang_cake.adapter.identity import namespace_of, unrepeatable_weights, weights_digest
+from sglang_cake.adapter.identity import (
+    namespace_of,
+    rope_theta,
+    unrepeatable_weights,
+    weights_digest,
+)
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.metrics import Metrics, StoreMetrics
 from sglang_cake.adapter.pace import Pace
@@ -26,7 +31,7 @@ from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
 from sglang_cake.cache_folder import cache_folder
-from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.codec_names import namespace_value
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
@@ -36,7 +41,7 @@ from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.cost_file import CostFile
 from sglang_cake.read.loader import Loader
 from sglang_cake.store.base import Store, StoreStats
-from sglang_cake.store.open import open_store
+from sglang_cake.store.encoded import open_blocks
 from sglang_cake.store.recording import RecordingStore, TraceFile
 from sglang_cake.store.sources import sources_of
 from sglang_cake.write.pipeline import Writer
@@ -195,13 +200,18 @@ class Engine:
             self._kv.layout,
             weights=weights,
             weight_version=version or str(self._ctx.server_args.weight_version),
+            codec=namespace_value(self._config.codec, self._config.max_error),
         )
 
     def _open(self, namespace: Namespace) -> Store:
-        frame = BlockFrame(namespace, self._kv.layout)
-        store = open_store(
+        store = open_blocks(
             sources_of(self._setting, self._config.eviction_policy),
-            frame,
+            namespace,
+            self._kv.layout,
+            codec=self._config.codec,
+            max_error=self._config.max_error,
+            rope_theta=rope_theta(self._ctx.model_config.hf_text_config),
+            counters=self.counters,
             depth=self._config.queue_depth,
         )
         return store if self._trace is None else RecordingStore(store, self._trace)

@@ -75,8 +75,7 @@ class Coordinator:
         self._counters = counters
         self._teller = teller
         self._adapter_digest = adapter_digest
-        self._suspended = False
-        self.detached = False  # no store: requests that arrive are none of ours
+        self._suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
         # What the loader calls them. A request that comes back under its id is another load, whose
         # news must not be mixed up with what is still on its way for the first.
@@ -104,13 +103,14 @@ class Coordinator:
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(tokens))
-        block_tokens = self._config.block_tokens
+        block_tokens, lossy = self._config.block_tokens, self._config.lossy
         ticket = f"{req.rid}#{next(self._numbers)}"
         restore = Restore(
             rid=req.rid,
             ticket=ticket,
             tokens=tokens,
             chain=KeyChain(seed, block_tokens),
+            lossy=lossy,
             facts=facts_of(req, ticket, tokens, self.pace.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,

@@ -18,6 +18,7 @@ from sglang.version import __version__ as sglang_version
 from sglang_cake.adapter import endpoints, responses
 from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
 from sglang_cake.adapter.support import ModelFacts, unsupported
+from sglang_cake.codec_names import CHOICES, check_installed
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.eviction import POLICIES
@@ -30,7 +31,8 @@ _SETTINGS_FILE = "config"  # `--cake-config`: beside the settings, names a file 
 _HELP = {
     "store": "URL of the KV store, for example file:///nvme/kv. Default: in your cache folder.",
     "mode": "Who provides a stored prefix: auto, both, compute or load.",
-    "codec": "How KV is encoded in the store: raw.",
+    "codec": f"How KV is encoded in the store: {', '.join(CHOICES)}.",
+    "max_error": "What the codec auto may lose, as the relative error of K and V.",
     "block_tokens": "Tokens of a stored block, a multiple of the page size.",
     "min_load_tokens": "Load nothing when less than this many tokens could be loaded.",
     "priority": "Who is prefilled first: adaptive (prompts that are being loaded last) or fcfs.",
@@ -47,6 +49,7 @@ _METAVARS = {
     "trace_file": "FILE",
     "mode": "MODE",
     "codec": "CODEC",
+    "max_error": "SHARE",
     "eviction_policy": "POLICY",
     "priority": "ORDER",
 }
@@ -165,6 +168,7 @@ def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> A
         file = str(file)  # a Path, from Engine
     config = resolve(given, environment_of_user(), file=file, spell=spell)
     _refuse(unsupported(record, None, config.block_tokens))
+    check_installed(config.codec)
     _check_places(config)
     if not _wants_cake(record):  # a sealed record must not be written, not even with the same
         record.radix_cache_backend = BACKEND

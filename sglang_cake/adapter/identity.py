@@ -53,9 +53,14 @@ def weights_digest(path: str, revision: str | None = None) -> str:
 
 
 def namespace_of(
-    ctx: "TreeCacheBuildContext", layout: BlockLayout, *, weights: str, weight_version: str
+    ctx: "TreeCacheBuildContext",
+    layout: BlockLayout,
+    *,
+    weights: str,
+    weight_version: str,
+    codec: str,
 ) -> Namespace:
-    """The namespace of this rank's KV under the given weights."""
+    """The namespace of this rank's KV under the given weights, encoded as `codec` says."""
     args, model = ctx.server_args, ctx.model_config
     hf_config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
     facts: dict[str, object] = {
@@ -72,9 +77,19 @@ def namespace_of(
         "tp_size": ctx.tp_size,
         "pp_rank": ctx.params.pp_rank,
         "pp_size": ctx.params.pp_size,
-        "codec": "raw",
+        "codec": codec,
     }
     return Namespace(tuple((name, str(value)) for name, value in facts.items()))
+
+
+def rope_theta(config: Any) -> float | None:
+    """The base of the model's RoPE; None if it has none, or turns only a part of each head."""
+    found = getattr(config, "rope_parameters", None) or {}
+    theta = found.get("rope_theta", getattr(config, "rope_theta", None))
+    share = found.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if isinstance(theta, int | float) and theta > 1 and share in (None, 1):
+        return float(theta)
+    return None
 
 
 def unrepeatable_weights() -> str:

@@ -26,9 +26,11 @@ _HELP = {
     "read_bytes": "Bytes read from the store.",
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",
+    "encoded_blocks": "Blocks that were encoded and written, by codec.",
+    "encoded_bytes": "Bytes that encoded blocks came to.",
     "unstored_blocks": "Blocks that were not written, by reason.",
 }
-_LABEL = {"fallback": "side"}
+_LABEL = {"fallback": "side", "encoded_blocks": "codec"}
 
 
 class Metrics:

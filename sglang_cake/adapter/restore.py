@@ -27,6 +27,7 @@ class Restore:
     tokens: "array[int]"
     chain: KeyChain
     meet: Meet
+    lossy: bool = False  # whether what the store gives may differ from what was computed
     facts: RequestFacts | None = None  # what the store is told
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()
@@ -88,10 +89,16 @@ class Restore:
         return time.monotonic() - self.arrived_s
 
     def story(self) -> dict[str, int | None]:
-        """How the prompt was got; `meta_info["cake"]` of the response."""
+        """How the prompt was got; `meta_info["cake"]` of the response.
+
+        With a lossy codec, what was matched in memory counts as lossy too: it may have been loaded
+        for an earlier prompt, or computed after something that was.
+        """
+        lossy_tokens = self.loaded_tokens + self.matched_tokens if self.lossy else 0
         return {
             "computed_tokens": self.computed_tokens,
             "loaded_tokens": self.loaded_tokens,
             "matched_tokens": self.matched_tokens,
             "meet_token": self.meet_token,
+            "lossy_tokens": lossy_tokens,
         }

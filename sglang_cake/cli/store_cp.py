@@ -20,7 +20,7 @@ from sglang_cake.cli.store_access import (
     run_tool,
 )
 from sglang_cake.cli.store_tables import count_text, size_text, table
-from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store
@@ -101,15 +101,15 @@ async def _copy(
 
             async def copy(key: BlockKey, worker: int) -> None:
                 try:
-                    await origin.get_into(key, buffers[worker])
-                    fresh = await there.put(key, buffers[worker])
+                    size_bytes = await origin.get_into(key, buffers[worker])
+                    fresh = await there.put(key, buffers[worker][:size_bytes])
                 except BlockMissing:
                     result.missing += 1
                 except BlockCorrupt:
                     result.corrupt += 1
                 else:
                     result.copied += fresh
-                    result.copied_bytes += frame.framed_bytes if fresh else 0
+                    result.copied_bytes += HEADER_BYTES + size_bytes if fresh else 0
                     result.there_already += not fresh
                 bar.update(1)
 

@@ -126,14 +126,15 @@ def check_header(
     key: BlockKey,
     layout: BlockLayout,
     codec: str = RAW,
-    payload_bytes: int | None = None,
+    payload_bytes: range | None = None,
 ) -> Header:
     """Take a header apart; whatever it returns belongs to `key` in `namespace`.
 
-    Args: payload_bytes: None: as many as the layout has.
+    Args: payload_bytes: what is possible; None: as many as the layout has.
     Raises: BlockCorrupt, saying which check failed.
     """
-    expected_bytes = layout.block_bytes if payload_bytes is None else payload_bytes
+    size = layout.block_bytes
+    possible = range(size, size + 1) if payload_bytes is None else payload_bytes
     header = read_header(raw)
     if header.namespace != namespace:
         raise BlockCorrupt(f"belongs to namespace {header.namespace.hex()}")
@@ -143,8 +144,10 @@ def check_header(
         raise BlockCorrupt(f"has another layout, {header.layout}")
     if header.codec != codec:
         raise BlockCorrupt(f"has codec {header.codec!r}, this program reads {codec!r}")
-    if header.payload_bytes != expected_bytes:
-        raise BlockCorrupt(f"payload of {header.payload_bytes} bytes, a block has {expected_bytes}")
+    if header.payload_bytes not in possible:
+        least, most = possible.start, possible.stop - 1
+        allowed = f"{least}" if least == most else f"{least} to {most}"
+        raise BlockCorrupt(f"payload of {header.payload_bytes} bytes, a block has {allowed}")
     return header
 
 
@@ -156,6 +159,7 @@ class BlockFrame:
     layout: BlockLayout
     codec: str = RAW  # what was done to the block's bytes
     added_bytes: int = 0  # by which that makes every payload longer than the block
+    varies: bool = False  # whether payloads may also be shorter, each as it comes out
 
     @cached_property
     def digest(self) -> Digest:
@@ -164,13 +168,30 @@ class BlockFrame:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that `Store.put` takes and `Store.get_into` fills."""
+        """Bytes that `Store.put` takes and `Store.get_into` fills; at most, if that `varies`."""
         return self.layout.block_bytes + self.added_bytes
 
     @property
     def framed_bytes(self) -> int:
-        """Bytes of a block as it is stored: header and payload."""
+        """Bytes of a block as it is stored, header and payload; at most, if that `varies`."""
         return HEADER_BYTES + self.payload_bytes
+
+    @property
+    def known_bytes(self) -> int | None:
+        """Bytes of every block as it is stored; None if that `varies`."""
+        return None if self.varies else self.framed_bytes
+
+    def takes(self, payload_bytes: int) -> bool:
+        """Whether a payload may have so many bytes."""
+        return payload_bytes in self._possible
+
+    def fits(self, framed_bytes: int) -> bool:
+        """Whether a block as it is stored may have so many bytes."""
+        return self.takes(framed_bytes - HEADER_BYTES)
+
+    @property
+    def _possible(self) -> range:
+        return range(1 if self.varies else self.payload_bytes, self.payload_bytes + 1)
 
     def header(self, key: BlockKey, payload: memoryview) -> bytes:
         """The HEADER_BYTES to store in front of `payload` ("B")."""
@@ -191,7 +212,7 @@ class BlockFrame:
             key=key,
             layout=self.layout,
             codec=self.codec,
-            payload_bytes=self.payload_bytes,
+            payload_bytes=self._possible,
         )
 
 
@@ -250,9 +271,16 @@ class Incoming:
             rest = rest[taken:]
             self.advance(taken)
 
-    def finish(self) -> None:
-        """Raises: BlockCorrupt if bytes are missing or the payload is not what was stored."""
-        if self.done < self._frame.framed_bytes or self._header is None:
-            raise BlockCorrupt(f"ends after {self.done} of {self._frame.framed_bytes} bytes")
+    def finish(self) -> int:
+        """The bytes of the payload, with which `out` begins.
+
+        Raises: BlockCorrupt if bytes are missing, or too many, or not what was stored.
+        """
+        expected = self._frame.framed_bytes
+        if self._header is not None:
+            expected = HEADER_BYTES + self._header.payload_bytes
+        if self.done != expected or self._header is None:
+            raise BlockCorrupt(f"ends after {self.done} of {expected} bytes")
         if self._hashed.digest() != self._header.payload_checksum:
             raise BlockCorrupt("the payload's checksum does not match")
+        return self._header.payload_bytes

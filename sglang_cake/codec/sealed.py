@@ -5,6 +5,7 @@ A sealed payload is the nonce, the ciphertext (as long as the block) and the tag
 
 from dataclasses import replace
 
+from sglang_cake.codec import encoded
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
@@ -35,8 +36,8 @@ def sealed_namespace(namespace: Namespace, key_name: str) -> Namespace:
 
 
 def frame_of(namespace: Namespace, layout: BlockLayout) -> BlockFrame:
-    """How the blocks of a namespace that was found in a store are framed, sealed or not."""
-    frame = BlockFrame(namespace, layout)
+    """How the blocks of a namespace that was found in a store lie there."""
+    frame = encoded.frame_of(namespace, layout)
     return _sealed(frame) if FIELD in namespace.describe() else frame
 
 

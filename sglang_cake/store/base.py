@@ -53,15 +53,17 @@ class Store(Protocol):
         """
         ...
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
-        """Fill `out` (caller-owned, writable, exactly one payload long) with checked bytes.
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+        """Fill `out` (caller-owned, writable, of `frame.payload_bytes`) with checked bytes.
 
+        Returns how many: all of `out`, unless the frame `varies`; what is behind them is undefined.
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable; `out` is then undefined.
         """
         ...
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """Store one block; False if it was there already. `data` is not kept after the return.
+        It has `frame.payload_bytes`, or less if the frame `varies`.
 
         Raises: StoreFull; StoreUnavailable (read-only, gone); nothing is visible then.
         """

@@ -21,12 +21,13 @@ class MemoryStore:
         self._check_open()
         return [key in self._blocks for key in keys]
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         self._check_open()
         block = self._blocks.get(key)
         if block is None:
             raise BlockMissing(key.hex())
-        out.cast("B")[:] = block
+        out.cast("B")[: len(block)] = block
+        return len(block)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         self._check_open()

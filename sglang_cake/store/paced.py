@@ -13,7 +13,7 @@ from sglang_cake.store.request import RequestFacts, tell
 class PacedStore:
     """Implements `Store`: reads go one after another, first come first served.
 
-    A read has the link for at least `block_bytes / bytes_per_s` seconds. One that is cancelled
+    A read has the link for at least its bytes divided by `bytes_per_s`. One that is cancelled
     while it waits for the link costs the others nothing; one that is cancelled in the middle gives
     the link back at once, and so does one that ended without a block having crossed the link.
     Everything but reads goes straight through.
@@ -28,10 +28,13 @@ class PacedStore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Args: clock, sleep: seconds; tests pass their own, which go together."""
+        """Args:
+        block_bytes: how many crossed the link for a block that was corrupt, at most.
+        clock, sleep: seconds; tests pass their own, which go together.
+        """
         assert bytes_per_s > 0, bytes_per_s
         self._inner, self._clock, self._sleep = inner, clock, sleep
-        self._read_s = block_bytes / bytes_per_s
+        self._bytes_per_s, self._block_bytes = bytes_per_s, block_bytes
         self._link = asyncio.Lock()  # hands itself on in the order of asking
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -40,15 +43,16 @@ class PacedStore:
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(self._inner, keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         async with self._link:
-            until_s = self._clock() + self._read_s
+            begun_s = self._clock()
             try:
-                await self._inner.get_into(key, out)
+                size_bytes = await self._inner.get_into(key, out)
             except BlockCorrupt:  # found out only after the bytes had come over
-                await self._keep_link(until_s)
+                await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
                 raise
-            await self._keep_link(until_s)
+            await self._keep_link(begun_s + size_bytes / self._bytes_per_s)
+            return size_bytes
 
     async def _keep_link(self, until_s: float) -> None:
         left_s = until_s - self._clock()

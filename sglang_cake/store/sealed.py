@@ -72,7 +72,7 @@ class SealedStore:
     def __init__(self, inner: Store, sealer: Sealer, *, block_bytes: int, depth: int) -> None:
         """Args:
         inner: of blocks that are SEALED_BYTES longer; it is closed with this store.
-        block_bytes: of a block that is not sealed.
+        block_bytes: of a payload that is not sealed, at most.
         depth: reads, and writes, at once; more of them wait.
         """
         self._inner, self._sealer = inner, sealer
@@ -87,22 +87,29 @@ class SealedStore:
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(self._inner, keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`. A block that was forged is deleted: unlike one that was damaged, the inner
         store has no way to notice."""
         assert out.nbytes == self._block_bytes, out.nbytes
         async with self._buffer(self._reading) as sealed:
-            await self._inner.get_into(key, sealed)
+            size_bytes = await self._inner.get_into(key, sealed) - SEALED_BYTES
             try:
-                await self._in_thread(self._sealer.open, key, sealed, out.cast("B"))
+                if size_bytes < 0:
+                    raise BlockCorrupt(f"{key.hex()} is shorter than any sealed block")
+                view = out.cast("B")[:size_bytes]
+                await self._in_thread(
+                    self._sealer.open, key, sealed[: size_bytes + SEALED_BYTES], view
+                )
+                return size_bytes
             except BlockCorrupt:
                 with contextlib.suppress(StoreError):  # it stays, and fails again
                     await self._inner.delete(key)
                 raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        assert data.nbytes == self._block_bytes, data.nbytes
-        async with self._buffer(self._writing) as sealed:
+        assert data.nbytes <= self._block_bytes, data.nbytes
+        async with self._buffer(self._writing) as buffer:
+            sealed = buffer[: data.nbytes + SEALED_BYTES]
             await self._in_thread(self._sealer.seal, key, data.cast("B"), sealed)
             return await self._inner.put(key, sealed)
 

@@ -17,8 +17,8 @@ class PassingStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self.inner.contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
-        await self.inner.get_into(key, out)
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+        return await self.inner.get_into(key, out)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         return await self.inner.put(key, data)
@@ -45,7 +45,7 @@ class SlowStore(PassingStore):
         self._gates: dict[BlockKey, asyncio.Event] = {}
         self._changed = asyncio.Event()
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """A cancelled read leaves `waiting`."""
         self.waiting.append(key)
         self._changed.set()
@@ -53,7 +53,7 @@ class SlowStore(PassingStore):
             await self._gate(key).wait()
         finally:
             self.waiting.remove(key)
-        await self.inner.get_into(key, out)
+        return await self.inner.get_into(key, out)
 
     async def until_waiting(self, count: int) -> None:
         """Return once at least `count` reads wait."""
@@ -94,15 +94,16 @@ class FaultyStore(PassingStore):
         """
         self._flipped.add(key)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         view = out.cast("B")
         error = BlockMissing(key.hex()) if key in self._lost else self._errors.get(key)
         if error is not None:
             view[:] = b"\xa5" * len(view)  # `out` is undefined after an error: show it
             raise error
-        await self.inner.get_into(key, out)
+        size_bytes = await self.inner.get_into(key, out)
         if key in self._flipped:
-            view[len(view) // 2] ^= 1
+            view[size_bytes // 2] ^= 1
+        return size_bytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         if key in self._errors:
@@ -125,9 +126,9 @@ class RecordingStore(PassingStore):
         self.calls += [("contains", key) for key in keys]
         return await super().contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         self.calls.append(("get", key))
-        await super().get_into(key, out)
+        return await super().get_into(key, out)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         self.calls.append(("put", key))
@@ -150,9 +151,9 @@ class OutageStore(PassingStore):
         await self._outage()
         return await super().contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         await self._outage()
-        await super().get_into(key, out)
+        return await super().get_into(key, out)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         await self._outage()

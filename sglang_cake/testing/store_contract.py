@@ -24,6 +24,13 @@ LAYOUT = BlockLayout(
 )
 NAMESPACE = Namespace((("model", "contract"), ("dtype", "bfloat16"), ("layout", LAYOUT.describe())))
 FRAME = BlockFrame(NAMESPACE, LAYOUT)
+VARYING = BlockFrame(
+    Namespace((*NAMESPACE.fields, ("codec", "int8"))),
+    LAYOUT,
+    codec="int8",
+    added_bytes=1024,
+    varies=True,
+)  # as with a codec
 
 
 def key_of(name: object) -> BlockKey:
@@ -46,10 +53,12 @@ async def read(store: Store, key: BlockKey, layout: BlockLayout = LAYOUT) -> byt
 class StoreContract:
     """Subclass it, and define `open`."""
 
+    frame = FRAME  # of the store to be opened
+
     can_list = True  # False: the server cannot; `list_blocks` then raises StoreUnavailable
 
     def open(self, folder: Path) -> Store:
-        """An empty store of blocks of FRAME; `folder` is its own, if it wants one."""
+        """An empty store of blocks of `self.frame`; `folder` is its own, if it wants one."""
         raise NotImplementedError
 
     def run(self, folder: Path, test: Callable[[Store], Awaitable[None]]) -> None:
@@ -75,6 +84,25 @@ class StoreContract:
                 assert await store.put(key_of(name), block_of(name))
             for name in (2, 0, 1):
                 assert await read(store, key_of(name)) == block_of(name)
+
+        self.run(tmp_path, test)
+
+    def test_payloads_have_any_length_where_the_frame_varies(self, tmp_path: Path) -> None:
+        self.frame = VARYING
+        most = VARYING.payload_bytes
+        block = (bytes(block_of("a")) * 4)[:most]
+
+        async def test(store: Store) -> None:
+            sizes = (1, 700, LAYOUT.block_bytes, most)
+            for size in sizes:
+                assert await store.put(key_of(size), memoryview(block)[:size])
+                assert not await store.put(key_of(size), memoryview(block)[:size])
+            assert all(await store.contains([key_of(size) for size in sizes]))
+            for size in sizes:
+                out = bytearray(most + 64)
+                assert await store.get_into(key_of(size), memoryview(out)[:most]) == size
+                assert out[:size] == block[:size]
+                assert out[most:] == bytes(64)
 
         self.run(tmp_path, test)
 

@@ -1,4 +1,7 @@
-"""Two servers on two machines, as far as they can tell: what one has computed, the other loads."""
+"""Two servers on two machines, as far as they can tell: what one has computed, the other loads.
+
+Blocks are stored with the codec that keeps every bit, so that it is seen to.
+"""
 
 import os
 import random
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from live import BLOCK, VOCAB, Live, Start, StoreView, assert_same, until
+
+from sglang_cake.codec.frame import HEADER_BYTES, read_header
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +41,17 @@ def test_a_server_loads_what_another_has_computed(
     url, central = shared
     source = random.Random(11)
     ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
-    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle")
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
+        *("--cake-codec", "zstd"),
+    )
 
     with start(
         models["first"], (*flags, "--cake-mode", "both"), store=folder / "tier-a", urls=[url]
     ) as one:
         assert_same(one.ask(ids), plain.know(ids))
-        central.until_stored(ids)  # written down in the background
+        for file in central.until_stored(ids):  # written down in the background
+            assert read_header(file.read_bytes()[:HEADER_BYTES]).codec == "zstd"
 
     with start(
         models["first"], (*flags, "--cake-mode", "load"), store=folder / "tier-b", urls=[url]
@@ -50,6 +59,7 @@ def test_a_server_loads_what_another_has_computed(
         answer = two.ask(ids)
         assert_same(answer, plain.know(ids))
         assert answer.loaded == 12 * BLOCK
+        assert answer.meta["cake"]["lossy_tokens"] == 0
         assert two.store.blocks() == []  # read once: the near tier is not filled for that
         two.flush()
         assert two.ask(ids).loaded == 12 * BLOCK

@@ -63,7 +63,7 @@ class BrokenStore(PassingStore):
             raise ZeroDivisionError
         return await super().contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         raise ZeroDivisionError
 
 

@@ -37,7 +37,7 @@ class Source:
 
 class TestLateStore(StoreContract):
     def open(self, folder):
-        return LateStore(Source(), FRAME, depth=1)
+        return LateStore(Source(), self.frame, depth=1)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("not mounted"), ConfigError("of another")])

@@ -82,12 +82,15 @@ class Shared:
 
     def __init__(self, master, options=""):
         self.master, self.store, self.options = master, None, options
+        self.frame = FRAME
         self.cleaner = raw_client(master)
         self.runner = asyncio.Runner()
 
-    def run(self, test):
+    def run(self, test, frame=FRAME):
+        if self.store is not None and frame != self.frame:
+            self.close()
         if self.store is None:
-            self.store = self.master.open(FRAME, options=self.options)
+            self.store, self.frame = self.master.open(frame, options=self.options), frame
         self.cleaner.remove_all(True)
         self.runner.run(test(self.store))
 
@@ -121,7 +124,7 @@ class TestMooncakeStore(StoreContract):
         self.shared = shared
 
     def run(self, folder, test):
-        self.shared.run(test)
+        self.shared.run(test, self.frame)
 
     def test_a_closed_store_is_unavailable(self, tmp_path):
         try:

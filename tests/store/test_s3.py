@@ -84,22 +84,22 @@ class TestS3Store(StoreContract):
         self.server = server
 
     def open(self, folder):
-        return self.server.open(self.server.make_bucket() + self.below)
+        return self.server.open(self.server.make_bucket() + self.below, frame=self.frame)
 
 
 class TestS3StoreWholeBucketOneAtATime(TestS3Store):
     below = ""
 
     def open(self, folder):
-        return self.server.open(self.server.make_bucket(), depth=1)
+        return self.server.open(self.server.make_bucket(), frame=self.frame, depth=1)
 
 
 class TestSealedS3Store(TestS3Store):
     """With `key_file=`: encrypted before they leave this machine."""
 
     def open(self, folder):
-        bucket = self.server.make_bucket()
-        return self.server.open(bucket, options=f"&key_file={write_key_file(folder)}")
+        options = f"&key_file={write_key_file(folder)}"
+        return self.server.open(self.server.make_bucket(), frame=self.frame, options=options)
 
 
 def test_of_a_sealed_block_nothing_reaches_the_bucket(server, bucket, tmp_path):

@@ -64,12 +64,12 @@ def with_store(store, test):
     return asyncio.run(main())
 
 
-def sealed_memory(inner=None, secret=SECRET, depth=2):
+def sealed_memory(inner=None, secret=SECRET, depth=2, frame=FRAME):
     master = MasterKey(secret)
-    digest = sealed_frame(FRAME, master.name).digest
+    digest = sealed_frame(frame, master.name).digest
     sealer = Sealer(master.block_key(digest), digest)
     inner = MemoryStore() if inner is None else inner
-    return SealedStore(inner, sealer, block_bytes=LAYOUT.block_bytes, depth=depth)
+    return SealedStore(inner, sealer, block_bytes=frame.payload_bytes, depth=depth)
 
 
 class TestSealedFileStore(StoreContract):
@@ -77,7 +77,7 @@ class TestSealedFileStore(StoreContract):
 
     def open(self, folder):
         sources = parse_sources(url_of(folder, options=self.options))
-        store = open_store(sources, FRAME, depth=2)
+        store = open_store(sources, self.frame, depth=2)
         assert isinstance(store, SealedStore)
         return store
 
@@ -93,12 +93,12 @@ class TestSealedPacedFileStore(TestSealedFileStore):
 
 class TestSealedMemoryStore(StoreContract):
     def open(self, folder):
-        return sealed_memory()
+        return sealed_memory(frame=self.frame)
 
 
 class TestSealedMemoryStoreOneAtATime(StoreContract):
     def open(self, folder):
-        return sealed_memory(depth=1)
+        return sealed_memory(depth=1, frame=self.frame)
 
 
 async def put_a(store):

@@ -22,7 +22,7 @@ class TestFileStore(StoreContract):
 
     def open(self, folder):
         sources = parse_sources(f"file://{folder}/kv?min_free=0{self.options}")
-        return open_store(sources, FRAME, depth=self.depth)
+        return open_store(sources, self.frame, depth=self.depth)
 
 
 class TestFileStoreSynced(TestFileStore):

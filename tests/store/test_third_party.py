@@ -78,7 +78,7 @@ class TestShelves(StoreContract):
         install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
 
     def open(self, folder):
-        return open_store(parse_sources(f"shelf://{folder.name}?shelves=3"), FRAME, depth=2)
+        return open_store(parse_sources(f"shelf://{folder.name}?shelves=3"), self.frame, depth=2)
 
 
 def test_a_registered_scheme_is_a_store_like_any_other(install, tmp_path):

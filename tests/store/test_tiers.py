@@ -29,7 +29,7 @@ class TestTieredFileStores(StoreContract):
     urls = "file://{0}/fast?min_free=0,file://{0}/slow?min_free=0"
 
     def open(self, folder):
-        store = open_store(parse_sources(self.urls.format(folder)), FRAME, depth=2)
+        store = open_store(parse_sources(self.urls.format(folder)), self.frame, depth=2)
         assert isinstance(store, TieredStore)
         return store
 
@@ -42,12 +42,14 @@ class TestThreeTiersOneOfThemPaced(TestTieredFileStores):
 
 class TestTieredMemoryStores(StoreContract):
     def open(self, folder):
-        return TieredStore([MemoryStore(), MemoryStore()], block_bytes=BLOCK)
+        return TieredStore([MemoryStore(), MemoryStore()], block_bytes=self.frame.payload_bytes)
 
 
 class TestTiersWithoutRoomForCopies(StoreContract):
     def open(self, folder):
-        return TieredStore([MemoryStore(), MemoryStore()], block_bytes=BLOCK, copy_bytes=0)
+        return TieredStore(
+            [MemoryStore(), MemoryStore()], block_bytes=self.frame.payload_bytes, copy_bytes=0
+        )
 
 
 class TestTiersThatFail(StoreContract):
@@ -59,7 +61,7 @@ class TestTiersThatFail(StoreContract):
     test_a_deleted_block_is_missing_and_may_be_put_again = None
 
     def open(self, folder):
-        tiers = Tiers(3)
+        tiers = Tiers(3, block_bytes=self.frame.payload_bytes)
         tiers.outage[self.down].error = self.error
         tiers.outage[self.down].delete = tiers.memory[self.down].delete
         tiers.outage[self.down].list_blocks = tiers.memory[self.down].list_blocks
@@ -267,7 +269,7 @@ def test_never_two_writers_on_one_buffer():
             assert len(inside) == 1
             try:
                 await asyncio.sleep(0)
-                await super().get_into(key, out)
+                return await super().get_into(key, out)
             finally:
                 inside.remove(self)
 
@@ -314,7 +316,7 @@ def test_reads_keep_both_links_busy():
             self.free_s = max(self.free_s, self.clock.now_s) + self.block_s
             self.served += 1
             await self.clock.until(self.free_s)
-            await super().get_into(key, out)
+            return await super().get_into(key, out)
 
     async def test(tiers):
         clock, names = tiers.clock, range(80)

@@ -35,8 +35,8 @@ class Tiers:
         self.outage = [OutageStore(store) for store in self.memory]
         self.calls = [RecordingStore(store) for store in self.outage]
         self.clock = Clock()
-        options = {"late_answer_s": 30.0, "clock": self.clock} | options
-        self.store = TieredStore(self.calls, block_bytes=BLOCK, **options)
+        options = {"late_answer_s": 30.0, "clock": self.clock, "block_bytes": BLOCK} | options
+        self.store = TieredStore(self.calls, **options)
 
     async def put(self, *names):
         for name in names:

@@ -26,8 +26,8 @@ _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 def read_framed(
     fd: int, block: Incoming, framed_bytes: int, stop: threading.Event, checkers: Executor
-) -> None:
-    """Fill `block` from the start of the file and check it.
+) -> int:
+    """Fill `block` from the start of the file and check it; returns the bytes of the payload.
 
     What comes from the disk itself is hashed in `checkers` while more comes. When this returns or
     raises, nobody uses `block` any more.
@@ -51,7 +51,7 @@ def read_framed(
     finally:
         if checked is not None:
             wait((checked,))
-    block.finish()
+    return block.finish()
 
 
 def open_to_read(path: str, *, counts: bool) -> int:

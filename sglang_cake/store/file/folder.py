@@ -105,9 +105,14 @@ class BlockFolder:
             )
 
     def contains(
-        self, digest: Digest, keys: Sequence[BlockKey], framed_bytes: int, stop: threading.Event
+        self,
+        digest: Digest,
+        keys: Sequence[BlockKey],
+        framed_bytes: int | None,
+        stop: threading.Event,
     ) -> list[bool]:
-        """Which keys are booked; while there are no books, which have a file of the right size.
+        """Which keys are booked; while there are no books, which have a file of the right size
+        (None: of any).
 
         Raises: StoreUnavailable; Stopped.
         """

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from sglang_cake.codec.frame import BlockFrame, Incoming
+from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
@@ -43,13 +43,13 @@ class FileStore:
         """As in `Attentive`; waits for nothing."""
         self._folder.touched(self._frame.digest, keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`. Cancelled, it returns once its thread has let go of `out`."""
-        await run_stoppable(self._readers, functools.partial(self._get, key, out))
+        return await run_stoppable(self._readers, functools.partial(self._get, key, out))
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Cancelled, it returns once its thread has let go of `data`."""
-        assert data.nbytes == self._frame.payload_bytes, data.nbytes
+        assert self._frame.takes(data.nbytes), data.nbytes
         work = functools.partial(self._put, key, data.cast("B"))
         return await run_stoppable(self._writers, work)
 
@@ -79,19 +79,19 @@ class FileStore:
 
     def _contains(self, keys: list[BlockKey], stop: threading.Event) -> list[bool]:
         frame = self._frame
-        return self._folder.contains(frame.digest, keys, frame.framed_bytes, stop)
+        return self._folder.contains(frame.digest, keys, frame.known_bytes, stop)
 
-    def _get(self, key: BlockKey, out: memoryview, stop: threading.Event) -> None:
+    def _get(self, key: BlockKey, out: memoryview, stop: threading.Event) -> int:
         with self._folder.reading(self._frame.digest, key, counts=self._reads_count) as fd:
             size = os.fstat(fd).st_size
-            if size != self._frame.framed_bytes:
+            if not self._frame.fits(size):
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
             block = Incoming(self._frame, key, out)
-            read_framed(fd, block, self._frame.framed_bytes, stop, self._checkers)
+            return read_framed(fd, block, size, stop, self._checkers)
 
     def _put(self, key: BlockKey, data: memoryview, stop: threading.Event) -> bool:
         frame = self._frame
-        with self._folder.writing(frame.digest, key, frame.framed_bytes) as file:
+        with self._folder.writing(frame.digest, key, HEADER_BYTES + len(data)) as file:
             if file is None:
                 return False
             file.append([memoryview(frame.header(key, data)), data], stop)

@@ -13,13 +13,14 @@ from sglang_cake.store.file.pause import Pause
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
-def is_whole(path: str, framed_bytes: int) -> bool:
+def is_whole(path: str, framed_bytes: int | None) -> bool:
+    """Whether a file is there, and has so many bytes; None: any."""
     with foreign_errors():
         try:
             status = os.stat(path)
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == framed_bytes
+        return stat.S_ISREG(status.st_mode) and framed_bytes in (None, status.st_size)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class HttpStore:
 
     async def _ask(self, keys: Sequence[BlockKey]) -> list[bool] | None:
         """Which keys are stored; None if the server is none of ours, which is then known."""
-        path = protocol.contains_path(self._frame.digest, self._frame.framed_bytes)
+        path = protocol.contains_path(self._frame.digest, self._frame.known_bytes)
 
         async def attempt() -> list[bool] | None:
             async with self._wire.request("POST", path, data=b"".join(keys)) as response:
@@ -129,14 +129,17 @@ class HttpStore:
             if response.status != 200:
                 await refuse(response)
             # One cut short counts as absent, so that the next write heals it.
-            return response.content_length in (None, self._frame.framed_bytes)
+            return self._may_be(response.content_length)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    def _may_be(self, framed_bytes: int | None) -> bool:
+        return framed_bytes is None or self._frame.fits(framed_bytes)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`. Only this call's own task writes `out`, and it is done when this returns
         or raises, cancelled or not."""
         try:
             async with self._reading:
-                await self._wire.call(
+                return await self._wire.call(
                     self._wire.reads, self._frame.framed_bytes, lambda: self._get(key, out)
                 )
         except BlockCorrupt:
@@ -155,24 +158,24 @@ class HttpStore:
             async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
                 pass  # whatever it says: the block is computed now
 
-    async def _get(self, key: BlockKey, out: memoryview) -> None:
+    async def _get(self, key: BlockKey, out: memoryview) -> int:
         async with self._wire.hedged_get(protocol.block_path(self._frame.digest, key)) as response:
             if response.status in (404, 410):
                 raise BlockMissing(key.hex())
             if response.status != 200:
                 await refuse(response)
             length = response.content_length
-            if length not in (None, self._frame.framed_bytes):
+            if not self._may_be(length):
                 raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
             block = Incoming(self._frame, key, out)
             async for piece in response.content.iter_any():
                 self.counters.received_bytes += len(piece)
                 block.feed(piece)
-            block.finish()
+            return block.finish()
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Nothing reads `data` once this returns or raises, cancelled or not."""
-        assert data.nbytes == self._frame.payload_bytes, data.nbytes
+        assert self._frame.takes(data.nbytes), data.nbytes
         body = data.cast("B")
         async with self._writing:
             if self._plain is None:
@@ -183,7 +186,7 @@ class HttpStore:
                     await self._claim()
                 fresh = await self._wire.call(
                     self._wire.writes,
-                    self._frame.framed_bytes,
+                    len(header) + len(body),
                     lambda: self._put(key, header, body),
                 )
                 if fresh is not None:
@@ -207,7 +210,7 @@ class HttpStore:
             protocol.block_path(self._frame.digest, key),
             data=pieces(),
             headers={
-                "Content-Length": str(self._frame.framed_bytes),
+                "Content-Length": str(len(header) + len(body)),
                 "Content-Type": protocol.BLOCK_TYPE,
             },
             # Ours may say no before megabytes are on their way; others may not know how to.

@@ -37,9 +37,9 @@ def description_path(digest: Digest) -> str:
     return f"/{digest.hex()}/namespace.json"
 
 
-def contains_path(digest: Digest, framed_bytes: int) -> str:
-    """Where to ask which blocks of `framed_bytes` bytes are there."""
-    return f"/{digest.hex()}/contains?bytes={framed_bytes}"
+def contains_path(digest: Digest, framed_bytes: int | None) -> str:
+    """Where to ask which blocks of `framed_bytes` bytes are there; None: of any length."""
+    return f"/{digest.hex()}/contains?bytes={framed_bytes or 0}"
 
 
 def touched_path(digest: Digest) -> str:

@@ -151,7 +151,7 @@ class StoreServer:
         sizes = parse_qs(request.query_string).get("bytes", [])
         if len(sizes) != 1 or not sizes[0].isascii() or not sizes[0].isdigit():
             raise Refused(400, "ask with ?bytes= and the bytes of a block")
-        framed_bytes = int(sizes[0][:20])
+        framed_bytes = int(sizes[0][:20]) or None  # 0: each as it comes
         async with self._lookups:
             keys = await _read_keys(request)
             found = await run_stoppable(

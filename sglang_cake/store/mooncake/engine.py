@@ -115,12 +115,12 @@ class Engine:
             raise failure("reading a block", code)
         return code
 
-    def put_new(self, name: str, slot: Slot) -> bool:
-        """Store what is in `slot`. False: there was an object of that name, which stays.
+    def put_new(self, name: str, slot: Slot, size_bytes: int) -> bool:
+        """Store the start of `slot`. False: there was an object of that name, which stays.
 
         Not always noticed when two put it at once. Raises: StoreFull, StoreUnavailable.
         """
-        code = int(self._client.put_from(name, slot.address, len(slot.view)))
+        code = int(self._client.put_from(name, slot.address, size_bytes))
         if code == NO_ROOM:
             raise StoreFull("Mooncake has no memory for the block")
         if code not in (OK, EXISTS):

@@ -44,9 +44,11 @@ class MooncakeStore:
         names = [self._name(key) for key in keys]
         return await self._call(self._asks, lambda engine, hold: engine.exist(names))
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         try:
-            await self._call(self._reads, lambda engine, hold: self._get(engine, key, out, hold))
+            return await self._call(
+                self._reads, lambda engine, hold: self._get(engine, key, out, hold)
+            )
         except BlockCorrupt:
             # If that fails, the next reader finds it again.
             with contextlib.suppress(StoreError):
@@ -54,7 +56,7 @@ class MooncakeStore:
             raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        assert data.nbytes == self._frame.payload_bytes, data.nbytes
+        assert self._frame.takes(data.nbytes), data.nbytes
         view = data.cast("B")
         return await self._call(
             self._writes, lambda engine, hold: self._put(engine, key, view, hold)
@@ -116,17 +118,16 @@ class MooncakeStore:
 
     # What follows runs in the crews' threads.
 
-    def _get(self, engine: Engine, key: BlockKey, out: memoryview, hold: Hold) -> None:
-        framed_bytes = self._frame.framed_bytes
+    def _get(self, engine: Engine, key: BlockKey, out: memoryview, hold: Hold) -> int:
         with self._slots.one() as slot:
             count = engine.get_into(self._name(key), slot)
-            if count != framed_bytes:
-                raise BlockCorrupt(f"{count} bytes, a block has {framed_bytes}")
+            if not self._frame.fits(count):
+                raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
                 block = Incoming(self._frame, key, out)
-                for start in range(0, framed_bytes, PIECE_BYTES):
-                    block.feed(slot.view[start : start + PIECE_BYTES])
-                block.finish()
+                for start in range(0, count, PIECE_BYTES):
+                    block.feed(slot.view[start : min(start + PIECE_BYTES, count)])
+                return block.finish()
 
     def _put(self, engine: Engine, key: BlockKey, data: memoryview, hold: Hold) -> bool:
         # The engine takes a second put of a name for done.
@@ -135,8 +136,8 @@ class MooncakeStore:
         with self._slots.one() as slot:
             with hold:
                 slot.view[:HEADER_BYTES] = self._frame.header(key, data)
-                slot.view[HEADER_BYTES:] = data
-            return engine.put_new(self._name(key), slot)
+                slot.view[HEADER_BYTES : HEADER_BYTES + len(data)] = data
+            return engine.put_new(self._name(key), slot, HEADER_BYTES + len(data))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -51,9 +51,9 @@ class S3Store:
         self._check_open()
         return stored(len(keys), known)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         try:
-            await self._read(key, out)
+            return await self._read(key, out)
         except BlockCorrupt:
             # Where that is not allowed either, the next reader finds it again.
             with contextlib.suppress(StoreError):
@@ -61,7 +61,7 @@ class S3Store:
             raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        assert data.nbytes == self._frame.payload_bytes, data.nbytes
+        assert self._frame.takes(data.nbytes), data.nbytes
         view = data.cast("B")
         await self._describe()
         body = await run_stoppable(
@@ -109,20 +109,20 @@ class S3Store:
                 question.cancel()
             await asyncio.wait(asking)
 
-    async def _read(self, key: BlockKey, out: memoryview) -> None:
+    async def _read(self, key: BlockKey, out: memoryview) -> int:
         body = await self._bucket.open_object(self._name(key))
         try:
             if body.length_bytes is None:
                 # Then one that was cut off looks like one that is too short.
                 raise StoreUnavailable("S3: an answer without Content-Length")
-            if body.length_bytes != self._frame.framed_bytes:
+            if not self._frame.fits(body.length_bytes):
                 raise BlockCorrupt(
                     f"{body.length_bytes} bytes, a block has {self._frame.framed_bytes}"
                 )
             block = Incoming(self._frame, key, out)
             while data := await body.read(READ_BYTES):
                 block.feed(data)
-            block.finish()
+            return block.finish()
         finally:
             body.close()
 

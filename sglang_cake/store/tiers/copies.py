@@ -70,7 +70,7 @@ class CopyQueue:
         if not wanted:
             self._buffers.give(buffer)
             return True
-        task = asyncio.ensure_future(self._run(key, buffer))
+        task = asyncio.ensure_future(self._run(key, buffer, data.nbytes))
         self._jobs[key] = task
         task.add_done_callback(lambda task: self._done(key, buffer))
         return True
@@ -94,9 +94,9 @@ class CopyQueue:
             await asyncio.wait(left)
         return len(left)
 
-    async def _run(self, key: BlockKey, buffer: Buffer) -> None:
+    async def _run(self, key: BlockKey, buffer: Buffer, size_bytes: int) -> None:
         async with self._turn:
-            await self._write(key, buffer.view)
+            await self._write(key, buffer.view[:size_bytes])
 
     def _done(self, key: BlockKey, buffer: Buffer) -> None:
         # Here and not in `_run`, which a task that is cancelled at once never enters.
@@ -106,8 +106,8 @@ class CopyQueue:
 
 def _copy(target: memoryview, source: memoryview, stop: threading.Event) -> None:
     # NumPy lets go of the GIL while it copies; a plain assignment would stop every other thread.
-    into = np.frombuffer(target, np.uint8)
     of = np.frombuffer(source, np.uint8)
+    into = np.frombuffer(target, np.uint8)[: len(of)]
     for start in range(0, len(of), PIECE_BYTES):
         check_stop(stop)
         piece = slice(start, start + PIECE_BYTES)

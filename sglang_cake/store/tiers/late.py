@@ -28,8 +28,8 @@ class LateStore:
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(await self._opened(), keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
-        await (await self._opened()).get_into(key, out)
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+        return await (await self._opened()).get_into(key, out)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         return await (await self._opened()).put(key, data)

@@ -53,7 +53,7 @@ class TieredStore:
         drain_s: float = DRAIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: stores: fastest first; block_bytes: of one payload; clock: seconds."""
+        """Args: stores: fastest first; block_bytes: of one payload, at most; clock: seconds."""
         self._clock, self._late_answer_s, self._drain_s = clock, late_answer_s, drain_s
         self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
         blocks = max(MIN_COPY_BLOCKS, copy_bytes // block_bytes)
@@ -97,7 +97,7 @@ class TieredStore:
 
         await asyncio.gather(*(told(tier) for tier in self._tiers if tier.reading.is_well))
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         self._check_open()
         known, deletes = self._where.of(key), self._deletes
         left = [tier for tier in self._tiers if not tier.bit & known.lacking]
@@ -109,7 +109,7 @@ class TieredStore:
                 break
             left.remove(tier)
             try:
-                await tier.get_into(key, out)
+                size_bytes = await tier.get_into(key, out)
             except StoreError as error:
                 errors.append(error)
                 if isinstance(error, BlockMissing | BlockCorrupt):
@@ -117,8 +117,8 @@ class TieredStore:
                 continue
             self._where.learn(key, asked=tier.bit, having=tier.bit)
             if deletes == self._deletes:  # a deleted block must not come back from below
-                await self._move_up(key, out, tier)
-            return
+                await self._move_up(key, out[:size_bytes], tier)
+            return size_bytes
         raise _most_telling(errors)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:

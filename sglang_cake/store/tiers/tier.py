@@ -74,12 +74,12 @@ class Tier:
             raise self._broken(self.reading, f"{len(found)} answers to {len(keys)} keys")
         return found
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> None:
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`; any other failure is a StoreUnavailable."""
         started_s = self._clock()
         self.link.started(out.nbytes)
         try:
-            await self._watched(self.reading, self.store.get_into(key, out))
+            size_bytes = await self._watched(self.reading, self.store.get_into(key, out))
         except BlockMissing:
             self.counts.missing_blocks += 1
             raise
@@ -88,9 +88,10 @@ class Tier:
             raise
         finally:
             self.link.ended(out.nbytes)
-        self.link.landed(out.nbytes, started_s, self._clock())
+        self.link.landed(size_bytes, started_s, self._clock())
         self.counts.read_blocks += 1
-        self.counts.read_bytes += out.nbytes
+        self.counts.read_bytes += size_bytes
+        return size_bytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`; any other failure is a StoreUnavailable."""

@@ -2,11 +2,11 @@
 
 import asyncio
 import secrets
+from dataclasses import replace
 
 import pytest
 from http_servers import A, B, Nginx, OurServer, make_certificate, with_client, write_token
 
-from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import StoredNamespace
@@ -14,7 +14,7 @@ from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.open import open_store
 from sglang_cake.store.sealed import SealedStore
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, StoreContract, block_of, read
+from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, read
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,10 @@ def proxy(open_server, places):
     server.stop()
 
 
-def fresh_frame():
+def fresh_frame(frame=FRAME):
     """A namespace that no test has written in yet."""
-    fields = (*NAMESPACE.fields, ("test", secrets.token_hex(8)))
-    return BlockFrame(Namespace(fields), LAYOUT)
+    fields = (*frame.namespace.fields, ("test", secrets.token_hex(8)))
+    return replace(frame, namespace=Namespace(fields))
 
 
 class TestHttpStore(StoreContract):
@@ -72,14 +72,14 @@ class TestHttpStore(StoreContract):
         self.base = open_server.base
 
     def open(self, folder):
-        store = open_store(parse_sources(self.base), fresh_frame(), depth=4)
+        store = open_store(parse_sources(self.base), fresh_frame(self.frame), depth=4)
         assert isinstance(store, HttpStore)
         return store
 
 
 class TestHttpStoreOneAtATime(TestHttpStore):
     def open(self, folder):
-        return open_store(parse_sources(self.base), fresh_frame(), depth=1)
+        return open_store(parse_sources(self.base), fresh_frame(self.frame), depth=1)
 
 
 class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
@@ -97,7 +97,7 @@ class TestSealedHttpStore(TestHttpStore):
         self.base = f"{open_server.base}?key_file={path}"
 
     def open(self, folder):
-        store = open_store(parse_sources(self.base), fresh_frame(), depth=4)
+        store = open_store(parse_sources(self.base), fresh_frame(self.frame), depth=4)
         assert isinstance(store, SealedStore)
         return store
 

@@ -1,0 +1,267 @@
+"""What codecs save, cost and lose: sizes, GB/s beside a plain copy, and what a model makes of it.
+
+    python -m benchmarks codec [--small] [--out benchmarks/results/codec-cpu.json]
+
+Sizes and speeds are of blocks in the shapes of known models, filled with KV of the trained small
+model (`train_small_llama`, trained now if it is not there): heads of many prompts side by side.
+They include the 4 KiB header of a stored block. GB are 10^9 bytes of KV as it is on the device;
+the limit is a plain copy of the same bytes with as many threads in the same round. Codecs take
+turns. What is lost is judged by the small model itself (`codec_quality`).
+"""
+
+import argparse
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from benchmarks.codec_quality import BLOCK_TOKENS, LAYOUT, THETA, Judge, Words
+from benchmarks.codec_report import sections, update
+from benchmarks.facts import RESULTS, header, shown, write
+from benchmarks.stats import spread
+from benchmarks.train_small_llama import OUT, STEPS, small_llama
+from sglang_cake.codec.catalogue import chain_of, decode
+from sglang_cake.codec.chain import Chain, Raw
+from sglang_cake.codec.encoded import HEAD_BYTES
+from sglang_cake.codec.entropy import Entropy
+from sglang_cake.codec.frame import HEADER_BYTES
+from sglang_cake.codec.groups import Groups
+from sglang_cake.codec.nonuniform import NonUniform
+from sglang_cake.codec.planes import Planes
+from sglang_cake.codec.rope import Unrotate
+from sglang_cake.codec.zstd import Zstd
+from sglang_cake.codec_names import CODECS, RAW
+from sglang_cake.layout import BlockLayout
+
+COPY = "plain copy"
+LEAST_S = 0.05  # of one measurement: what is faster is done several times
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV, as one rank has it."""
+
+    name: str
+    layers: int
+    heads: int
+    head: int
+
+    @property
+    def layout(self) -> BlockLayout:
+        parts = (("k", (self.heads, self.head)), ("v", (self.heads, self.head)))
+        return BlockLayout(self.layers, parts, "bfloat16", BLOCK_TOKENS)
+
+
+SHAPES = (
+    Shape("Llama-3.1-8B", 32, 8, 128),
+    Shape("Llama-3.1-70B, 1 of 8 ranks", 80, 1, 128),
+    Shape("LongAlpaca-13B, 6 of 40 layers", 6, 40, 128),
+    Shape("small Llama", LAYOUT.layers, *LAYOUT.parts[0][1]),
+)
+
+
+def named(layout: BlockLayout) -> dict[str, Chain]:
+    """Every codec as a server with this KV would use it."""
+    return {codec: chain_of(codec, layout, THETA) for codec in CODECS if codec != RAW}
+
+
+def settings_of_zstd() -> dict[str, Chain]:
+    """Without the shuffle, and other levels: why the codec is set as it is."""
+    return {
+        "plain zstd 1": Chain(Raw(), squeezes=(Zstd(1),)),
+        "plain zstd 9": Chain(Raw(), squeezes=(Zstd(9),)),
+        "zstd 1 (the codec)": Chain(Planes(), squeezes=(Zstd(1),)),
+        "zstd -5": Chain(Planes(), squeezes=(Zstd(-5),)),
+        "zstd 3": Chain(Planes(), squeezes=(Zstd(3),)),
+        "zstd 9": Chain(Planes(), squeezes=(Zstd(9),)),
+        "zstd 1, long": Chain(Planes(), squeezes=(Zstd(1, long=True),)),
+    }
+
+
+def places_of_rope(layout: BlockLayout) -> dict[str, Chain]:
+    """Keys as they are stored, and turned back to before RoPE."""
+    head = layout.parts[0][1][-1]
+    found = {}
+    for name, pack in (
+        ("kvquant4", NonUniform(4)),
+        ("kvquant3", NonUniform(3)),
+        ("int8", Groups(8)),
+        ("int4", Groups(4)),
+        ("cachegen2", Entropy(0.25)),
+    ):
+        found[f"{name}, after RoPE"] = Chain(pack)
+        found[f"{name}, before RoPE"] = Chain(pack, arrays=(Unrotate(THETA, head),))
+    return found
+
+
+def filled(shape: Shape, blocks: Words, count: int) -> list[bytes]:
+    """Blocks of a shape, of the small model's planes `[blocks, layers, 2, tokens, channels]`.
+
+    A plane as wide as the shape's is planes of other prompts beside each other; none is used twice
+    in a block.
+    """
+    keys, values = (blocks[:, :, i].reshape(-1, *blocks.shape[3:]) for i in range(2))
+    wide = shape.heads * shape.head
+    each = -(-wide // keys.shape[2])
+    assert len(keys) >= shape.layers * each, (len(keys), shape)
+    made = []
+    for index in range(count):
+        turned = [np.roll(planes, -7 * index, axis=0) for planes in (keys, values)]
+        rows = []
+        for layer in range(shape.layers):
+            for planes in turned:
+                beside = planes[layer * each : (layer + 1) * each]
+                rows.append(beside.transpose(1, 0, 2).reshape(BLOCK_TOKENS, -1)[:, :wide])
+        made.append(np.ascontiguousarray(np.stack(rows)).tobytes())
+    return made
+
+
+class Arm:
+    """One codec on blocks of one shape, one for each thread."""
+
+    def __init__(self, layout: BlockLayout, chain: Chain | None, blocks: list[bytes]) -> None:
+        """Args: chain: None copies."""
+        self._layout, self._chain = layout, chain
+        self._blocks = [memoryview(block) for block in blocks]
+        size = layout.block_bytes
+        self._payloads = [memoryview(bytearray(size + HEAD_BYTES)) for _ in blocks]
+        self._outs = [memoryview(bytearray(size)) for _ in blocks]
+        self.sizes = [size] * len(blocks)
+
+    def encode(self, index: int) -> None:
+        if self._chain is None:
+            np.copyto(
+                np.frombuffer(self._payloads[index], np.uint8)[: self._layout.block_bytes],
+                np.frombuffer(self._blocks[index], np.uint8),
+            )
+        else:
+            self.sizes[index] = self._chain.encode(
+                self._layout, self._blocks[index], self._payloads[index]
+            )
+
+    def decode(self, index: int) -> None:
+        payload = self._payloads[index][: self.sizes[index]]
+        if self._chain is None:
+            np.copyto(np.frombuffer(self._outs[index], np.uint8), np.frombuffer(payload, np.uint8))
+        else:
+            decode(self._layout, payload, self._outs[index])
+
+    def kept(self) -> bool:
+        """Whether every bit came back."""
+        return all(out == block for out, block in zip(self._outs, self._blocks, strict=True))
+
+
+def timed(work: Callable[[int], None], threads: int, pool: ThreadPoolExecutor) -> float:
+    """Seconds a turn, in which every thread did its block once."""
+    turns, begun_s = 0, time.perf_counter()
+    while True:
+        if threads == 1:
+            work(0)
+        else:
+            list(pool.map(work, range(threads)))
+        turns += 1
+        took_s = time.perf_counter() - begun_s
+        if took_s >= LEAST_S:
+            return took_s / turns
+
+
+def speeds(
+    shape: Shape, chains: dict[str, Chain], blocks: Words, *, repeats: int, cores: int
+) -> list[dict[str, Any]]:
+    """One row for each codec, the plain copy among them."""
+    layout = shape.layout
+    made = filled(shape, blocks, cores)
+    arms = {COPY: Arm(layout, None, made)}
+    arms |= {name: Arm(layout, chain, made) for name, chain in chains.items()}
+    rates: dict[tuple[str, str], list[float]] = defaultdict(list)
+    with ThreadPoolExecutor(cores) as pool:
+        for turn in range(repeats + 1):
+            print(f"  {shape.name}: round {turn}/{repeats}", flush=True)
+            for name, arm in arms.items():
+                for threads in sorted({1, cores}):
+                    for what, work in (("encode", arm.encode), ("decode", arm.decode)):
+                        rate = threads * layout.block_bytes / timed(work, threads, pool) / 1e9
+                        key = f"{what}_gb_per_s_{'1_core' if threads == 1 else 'all_cores'}"
+                        rates[name, key] += [rate] if turn else []  # the first round warms up
+    return [_row(shape, name, arm, rates) for name, arm in arms.items()]
+
+
+def _row(
+    shape: Shape, name: str, arm: Arm, rates: dict[tuple[str, str], list[float]]
+) -> dict[str, Any]:
+    size = float(np.mean(arm.sizes)) + HEADER_BYTES
+    found = {key: spread(values) for (arm_name, key), values in rates.items() if arm_name == name}
+    to_copy = {
+        key.replace("gb_per_s", "to_copy"): spread(
+            [a / b for a, b in zip(values, rates[COPY, key], strict=True)]
+        )
+        for (arm_name, key), values in rates.items()
+        if arm_name == name
+    }
+    return {
+        "shape": shape.name,
+        "codec": name,
+        "bytes_per_token": round(size / BLOCK_TOKENS, 2),
+        "ratio": round(shape.layout.block_bytes / size, 4),
+        "keeps_every_bit": arm.kept(),
+        **found,
+        **to_copy,
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="one shape, few rounds, little text")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
+    parser.add_argument("--windows", type=int, default=48, help="of text, for what is lost")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
+    parser.add_argument("--model", type=Path, default=OUT, help="folder of the small model")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/codecs.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "codec-cpu.json")
+    args = parser.parse_args()
+    shapes = SHAPES[-1:] if args.small else SHAPES
+    repeats, windows = (2, 8) if args.small else (args.repeats, args.windows)
+    cores = len(os.sched_getaffinity(0))
+    folder = small_llama(args.model, args.steps)
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    prefix, after = 8 * BLOCK_TOKENS, 256
+    result = header(
+        "codec", repeats=repeats, windows=windows, prefix_tokens=prefix, after_tokens=after,
+        cores=cores, steps=args.steps,
+    )  # fmt: skip
+    judge = Judge(folder, tokenizer, windows=windows, prefix=prefix, after=after)
+    result["shapes"] = [asdict(shape) for shape in shapes]
+    result["quality"] = {}
+    chains = named(LAYOUT) | {
+        name: chain for name, chain in places_of_rope(LAYOUT).items() if chain
+    }
+    for name, chain in chains.items():
+        print(f"  what {name} loses", flush=True)
+        result["quality"][name] = judge.judge(chain)
+    blocks = judge.blocks()
+    result["speeds"] = []
+    for shape in shapes:
+        chains = named(shape.layout)
+        if shape is shapes[0]:
+            chains |= settings_of_zstd()
+        result["speeds"] += speeds(shape, chains, blocks, repeats=repeats, cores=cores)
+    result["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+    write(args.out, result)
+    texts = sections(result)
+    print(*texts.values(), f"written to {shown(args.out)}", sep="\n\n")
+    if args.docs:
+        update(texts)
+
+
+if __name__ == "__main__":
+    main()

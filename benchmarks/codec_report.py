@@ -1,0 +1,123 @@
+"""Results of `bench_codec` as Markdown, and their places in docs/codecs.md."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.facts import RESULTS, ROOT
+
+DOC = ROOT / "docs" / "codecs.md"
+COPY = "plain copy"
+
+
+def sizes(result: dict[str, Any]) -> str:
+    """Ratio by shape, and how fast on the first shape."""
+    shapes = [shape["name"] for shape in result["shapes"]]
+    rows: dict[str, list[str]] = {}
+    for row in result["speeds"]:
+        if row["codec"] != COPY and not _is_setting(row["codec"]):
+            cell = f"{row['ratio']:.2f} ({row['bytes_per_token'] / 1024:.4g} KiB)"
+            rows.setdefault(row["codec"], []).append(cell)
+    return _table(["codec", *shapes], [[codec, *cells] for codec, cells in rows.items()])
+
+
+def speed(result: dict[str, Any], shape: str) -> str:
+    """GB/s and the ratio to a plain copy, of one shape."""
+    cores = result["settings"]["cores"]
+    rows = []
+    for row in result["speeds"]:
+        if row["shape"] == shape and not _is_setting(row["codec"]):
+            cells = [
+                f"{row[f'{what}_gb_per_s_{where}']['median']:.3g} "
+                f"({row[f'{what}_to_copy_{where}']['median']:.2g})"
+                for what in ("encode", "decode")
+                for where in (("1_core", "all_cores") if cores > 1 else ("1_core",))
+            ]
+            rows.append([row["codec"], *cells])
+    where = ("1 core", f"{cores} cores") if cores > 1 else ("1 core",)
+    head = [f"{what}, {cores}" for what in ("encode", "decode") for cores in where]
+    return _table(["codec", *head], rows)
+
+
+def zstd(result: dict[str, Any]) -> str:
+    """What the shuffle, the level and long mode do."""
+    rows = [
+        [
+            row["codec"],
+            f"{row['ratio']:.3f}",
+            f"{row['encode_gb_per_s_1_core']['median']:.3f}",
+            f"{row['decode_gb_per_s_1_core']['median']:.3f}",
+        ]
+        for row in result["speeds"]
+        if _is_setting(row["codec"])
+    ]
+    return _table(["setting", "ratio", "encode GB/s, 1 core", "decode GB/s, 1 core"], rows)
+
+
+def quality(result: dict[str, Any]) -> str:
+    """What the small model makes of each codec."""
+    return _losses({n: r for n, r in result["quality"].items() if "RoPE" not in n})
+
+
+def rope(result: dict[str, Any]) -> str:
+    """Keys after RoPE and before."""
+    return _losses({n: r for n, r in result["quality"].items() if "RoPE" in n})
+
+
+def _losses(rows: dict[str, dict[str, Any]]) -> str:
+    head = [
+        *("codec", "ratio", "error of K", "error of V", "worst plane", "attention output"),
+        *("logit KL", "top-1 the same", "perplexity (95 %)"),
+    ]
+    found = []
+    for name, row in rows.items():
+        low, high = row["perplexity_change_interval"]
+        found.append(
+            [
+                name,
+                f"{row['ratio']:.2f}",
+                *(_percent(row[key]) for key in ("error_k", "error_v", "error_worst")),
+                _percent(row["attention_error"]),
+                f"{row['kl']:.2g}",
+                f"{100 * row['top1_same']:.2f} %",
+                f"{row['perplexity_change_percent']:+.3f} % ({low:+.3f} to {high:+.3f})",
+            ]
+        )
+    return _table(head, found)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %" if share else "0"
+
+
+def _is_setting(name: str) -> bool:
+    """Whether a row is of `settings_of_zstd`, not of a codec: those have a space in their name."""
+    return " " in name and name != COPY
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def sections(result: dict[str, Any]) -> dict[str, str]:
+    """Marker in the document -> what belongs there."""
+    found = {"sizes": sizes(result)}
+    found["speed"] = speed(result, result["shapes"][0]["name"])
+    found |= {"zstd": zstd(result), "quality": quality(result), "rope": rope(result)}
+    return found
+
+
+def update(texts: dict[str, str], path: Path = DOC) -> None:
+    """Put every text between its markers, `<!-- NAME -->` and `<!-- end -->`."""
+    document = path.read_text()
+    for name, text in texts.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        document = pattern.sub(lambda found, new=text: f"{found[1]}{new}\n{found[2]}", document)
+    path.write_text(document)
+
+
+if __name__ == "__main__":  # from the last result to the document
+    update(sections(json.loads((RESULTS / "codec-cpu.json").read_text())))

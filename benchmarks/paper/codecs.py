@@ -1,0 +1,98 @@
+"""Smaller KV: section 5.4 of the anonymous version, and our codecs on the papers' machine."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.facts import RESULTS
+from benchmarks.paper import costs
+from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, Setting
+from sglang_cake.read.cost import LoadCost
+from sglang_cake.sim.clairvoyant import clairvoyant
+from sglang_cake.sim.machine import Machine
+from sglang_cake.sim.race import run_race
+
+MEASURED = RESULTS / "codec-cpu.json"
+SHAPE = "LongAlpaca-13B, 6 of 40 layers"
+GBPS = (7.0, 32.0, 100.0)
+DECODERS = 8  # threads; theory assumes as many
+ASSUMED = {"zstd": 0.80, "int8": 0.516, "int4": 0.266, "kvquant3": 0.203}  # share of raw, theory
+
+
+def section54(cells: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """What section 5.4 states: (what, printed, ours). Args: cells: of `figures.anonymous8`."""
+    printed = PRINTED["headlines_anonymous"]
+    fourteen = {
+        (cell["util"], cell["gbps"], cell["kv"]): cell for cell in cells if cell["ktokens"] == 14
+    }
+    raw = {where: cell for where, cell in fourteen.items() if where[2] == "raw"}
+
+    def beside(kv: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [(cell, fourteen[util, gbps, kv]) for (util, gbps, _), cell in raw.items()]
+
+    faster = {
+        kv: max(one["load_s"] / other["load_s"] for one, other in beside(kv))
+        for kv in ("8 bit", "CacheGen")
+    }
+    saved = [100 * (1 - other["cake_s"] / one["cake_s"]) for one, other in beside("CacheGen")]
+    whole = [c for (util, _, kv), c in fourteen.items() if (util, kv) == (0.9, "CacheGen")]
+    most = max(100 * cell["less_than_load"] for cell in whole)
+    low, high = printed["cake_cachegen_vs_cake_raw_pct"]
+    return [
+        (
+            "14k: load-only with 8 bit, with CacheGen: faster than with raw, at most",
+            f"{printed['quant8_io_gain_x']}x, {printed['cachegen_io_gain_x']}x",
+            f"{faster['8 bit']:.2f}x, {faster['CacheGen']:.2f}x",
+        ),
+        (
+            "14k: Cake with CacheGen, less than Cake with raw",
+            f"{low}-{high} %",
+            f"{min(saved):.1f}-{max(saved):.1f} %",
+        ),
+        (
+            "14k, 90 % of the GPU: Cake with CacheGen, less than CacheGen loaded, at most",
+            f"{printed['cake_cachegen_90pct_vs_cachegen_only_pct']} %",
+            f"{most:.1f} %",
+        ),
+    ]
+
+
+def codecs() -> dict[str, Any]:
+    """Our codecs with their measured sizes and speeds: 13B, 16k tokens, a whole A100.
+
+    Decoding runs beside the link, block by block: a block takes the longer of the two. `device`
+    decodes at no cost, which is what a GPU would have to come near; `cpu` has DECODERS cores as
+    fast as the one that was measured.
+    """
+    measured = {
+        row["codec"]: row
+        for row in json.loads(MEASURED.read_text())["speeds"]
+        if row["shape"] == SHAPE
+    }
+    cells = []
+    for gbps in GBPS:
+        setting = Setting("A100", gbps=gbps)
+        cells.append({"gbps": gbps, "codec": "raw", **_times(costs.machine(setting), setting)})
+        for codec, row in measured.items():
+            if " " in codec:  # the plain copy
+                continue
+            smaller = replace(setting, bits=16 / row["ratio"])
+            machine = costs.machine(smaller)
+            core_gb_per_s = row["decode_gb_per_s_1_core"]["median"]
+            decode_s = BLOCK * setting.token_bytes / (core_gb_per_s * DECODERS * 1e9)
+            slower = LoadCost(machine.load.latency_s, max(machine.load.block_s, decode_s))
+            cell: dict[str, Any] = {"gbps": gbps, "codec": codec, "ratio": row["ratio"]}
+            cell["device"] = _times(machine, smaller)
+            cell["cpu"] = _times(replace(machine, load=slower), smaller)
+            if codec in ASSUMED:
+                cell["assumed"] = _times(
+                    costs.machine(replace(setting, bits=16 * ASSUMED[codec])), setting
+                )
+            cells.append(cell)
+    return {"title": "Our codecs on the papers' machine", "decoders": DECODERS, "cells": cells}
+
+
+def _times(machine: Machine, setting: Setting) -> dict[str, float]:
+    race = run_race(machine, setting.tokens, chunk_tokens=CHUNK)
+    ideal_s = clairvoyant(machine, setting.tokens, chunk_tokens=CHUNK).ttft_s
+    return {"cake_s": round(race.ttft_s, 4), "ideal_s": round(ideal_s, 4)}

@@ -1,0 +1,109 @@
+"""Every step and every named codec; from the text in front of a block to the steps that made it."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from sglang_cake.codec.blocks import KEYS, Block
+from sglang_cake.codec.chain import RAW_CHAIN, Chain, Raw, split
+from sglang_cake.codec.entropy import Entropy
+from sglang_cake.codec.groups import Groups
+from sglang_cake.codec.nonuniform import NonUniform
+from sglang_cake.codec.planes import Planes
+from sglang_cake.codec.rope import Unrotate
+from sglang_cake.codec.steps import ArrayStep, BytesStep, Malformed, PackStep
+from sglang_cake.codec.zstd import Zstd
+from sglang_cake.errors import ConfigError
+from sglang_cake.layout import BlockLayout
+
+MAX_STEPS: Final = 4
+_ARRAYS: Final[dict[str, type[ArrayStep]]] = {Unrotate.name: Unrotate}
+_PACKS: Final[dict[str, type[PackStep]]] = {
+    step.name: step for step in (Raw, Planes, Groups, NonUniform, Entropy)
+}
+_SQUEEZES: Final[dict[str, type[BytesStep]]] = {step.name: step for step in (Zstd,)}
+
+BEFORE_ROPE: Final = ("kvquant4", "kvquant3")  # these take keys before RoPE, where they can
+_CHAINS: Final = {
+    "raw": RAW_CHAIN,
+    "zstd": Chain(Planes(), squeezes=(Zstd(1),)),
+    "int8": Chain(Groups(8)),
+    "int4": Chain(Groups(4)),
+    "kvquant4": Chain(NonUniform(4)),
+    "kvquant3": Chain(NonUniform(3)),
+    "cachegen1": Chain(Entropy(0.1)),
+    "cachegen2": Chain(Entropy(0.25)),
+    "cachegen3": Chain(Entropy(0.5)),
+}
+
+
+def chain_of(codec: str, layout: BlockLayout, rope_theta: float | None = None) -> Chain:
+    """The steps of a named codec.
+
+    Args: rope_theta: of the model's keys, whole heads of which are turned; None: not known, or not.
+    Raises: ConfigError if it cannot take blocks of `layout`.
+    """
+    chain = _CHAINS[codec]
+    keys = dict(layout.parts).get(KEYS)
+    if codec in BEFORE_ROPE and rope_theta is not None and keys and keys[-1] % 2 == 0:
+        chain = replace(chain, arrays=(Unrotate(rope_theta, keys[-1]),))
+    try:
+        chain.max_bytes(layout)
+    except Malformed as error:
+        raise ConfigError(f"codec {codec!r} cannot take this KV cache: {error}") from None
+    return chain
+
+
+def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
+    """Fill `out`, of `layout.block_bytes`, with the block; returns what the payload was made by.
+
+    Raises: Malformed; `out` is undefined then.
+    """
+    text, body = split(np.frombuffer(payload, np.uint8))
+    chain = parse(text)
+    chain.decode(body, Block.over(layout, out))
+    return chain
+
+
+def decode_all(
+    layout: BlockLayout, pairs: Sequence[tuple[memoryview, memoryview]], threads: Executor
+) -> None:
+    """Decode many blocks, `(payload, out)` each, in `threads`; returns when all are done.
+
+    Raises: Malformed if one is; every `out` is undefined then.
+    """
+    running = [threads.submit(decode, layout, payload, out) for payload, out in pairs]
+    errors = [error for job in running if (error := job.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+@lru_cache(maxsize=256)
+def parse(text: bytes) -> Chain:
+    """The chain that `Chain.describe` gave the text for. Raises: Malformed for anything else."""
+    arrays: list[ArrayStep] = []
+    packs: list[PackStep] = []
+    squeezes: list[BytesStep] = []
+    try:
+        steps = json.loads(text)
+        if len(steps) > MAX_STEPS:
+            raise ValueError(f"{len(steps)} steps")
+        for name, params in steps:
+            if name in _ARRAYS:
+                arrays.append(_ARRAYS[name](**params))
+            elif name in _PACKS:
+                packs.append(_PACKS[name](**params))
+            else:
+                squeezes.append(_SQUEEZES[name](**params))
+        (pack,) = packs
+        chain = Chain(pack, tuple(arrays), tuple(squeezes))
+        if chain.describe().encode() != text:  # also if the order is another
+            raise ValueError("it is not spelled as it should be")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Malformed(f"no chain of steps: {error!r}") from None
+    return chain

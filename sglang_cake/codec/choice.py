@@ -1,0 +1,83 @@
+"""Which codec a block should be stored with: the one with which its prompt will start soonest.
+
+A block loads in `l = max(size / link, block / decoding)` seconds, since decoding goes on while the
+next block comes over the link (theory: Cake's two-sided prefill with compressed chunks). Compute
+and load share the blocks of a prompt, so a block takes `c * l / (c + l)` of it where computing one
+takes `c`. That grows with `l` whatever `c` is: the choice needs no `c`, the prediction does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_cake.codec_names import RAW
+
+WORTH = 0.02  # a share of the time: for less, a block is not stored less exactly
+
+
+@dataclass(frozen=True, slots=True)
+class CodecFacts:
+    """What was measured of a codec on blocks of this model, on this machine."""
+
+    codec: str
+    size_share: float  # of the block's bytes
+    decode_bytes_per_s: float  # of the block's own bytes, with all threads that decode
+    error: float  # `error.relative_error`
+
+
+RAW_FACTS = CodecFacts(RAW, 1.0, float("inf"), 0.0)
+
+
+class Choice(NamedTuple):
+    """A codec, what is predicted with it, and why it is the one."""
+
+    codec: str
+    block_s: float  # what a block adds to the time to first token; 0: not known
+    reason: str
+
+
+def choose(
+    facts: Sequence[CodecFacts],
+    *,
+    link_bytes_per_s: float | None,
+    block_bytes: int,
+    max_error: float,
+    compute_s: float | None = None,
+) -> Choice:
+    """The codec with the least predicted time to first token, within `max_error`.
+
+    Never one whose decoding is slower than the link: raw blocks would come sooner. Of two that
+    differ by less than WORTH, the one that loses less.
+
+    Args:
+        facts: of every codec in question; raw always is.
+        link_bytes_per_s: of the store; None: not known yet, which means raw.
+        compute_s: what computing a block takes; None: nothing is computed beside the load.
+    """
+    if link_bytes_per_s is None:
+        return Choice(RAW, 0.0, "the link's speed is not known yet")
+    refused: list[str] = []
+    best, best_s = RAW_FACTS, _block_s(RAW_FACTS, link_bytes_per_s, block_bytes, compute_s)
+    raw_s = best_s
+    for one in sorted(facts, key=lambda one: one.error):
+        if one.error > max_error:
+            refused.append(f"{one.codec} loses {one.error:.2g}")
+        elif one.decode_bytes_per_s < link_bytes_per_s:
+            refused.append(f"{one.codec} decodes {one.decode_bytes_per_s / 1e6:.0f} MB/s")
+        else:
+            block_s = _block_s(one, link_bytes_per_s, block_bytes, compute_s)
+            if block_s < best_s * (1 - WORTH):
+                best, best_s = one, block_s
+    reason = f"{best_s / raw_s:.2f} of the time of raw at {link_bytes_per_s / 1e6:.0f} MB/s"
+    if refused:
+        reason += f"; not {', '.join(refused)}"
+    return Choice(best.codec, best_s, reason)
+
+
+def _block_s(
+    one: CodecFacts, link_bytes_per_s: float, block_bytes: int, compute_s: float | None
+) -> float:
+    load_s = max(
+        one.size_share * block_bytes / link_bytes_per_s, block_bytes / one.decode_bytes_per_s
+    )
+    return load_s if compute_s is None else compute_s * load_s / (compute_s + load_s)

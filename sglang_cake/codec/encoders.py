@@ -1,0 +1,117 @@
+"""Who encodes the blocks of a store: one codec for all, or the best for each."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from sglang_cake.codec.catalogue import decode
+from sglang_cake.codec.chain import RAW_CHAIN, Chain, is_raw
+from sglang_cake.codec.choice import Choice, CodecFacts, choose
+from sglang_cake.codec.encoded import HEAD_BYTES
+from sglang_cake.codec.error import relative_error
+from sglang_cake.codec_names import LOSSLESS, RAW
+from sglang_cake.layout import BlockLayout
+
+logger = logging.getLogger(__name__)
+MEASURE_EVERY_BLOCKS = 512
+SAMPLE_BYTES = 2 << 20  # of the block that codecs are measured on: some milliseconds for most
+
+
+class Encoder(Protocol):
+    """Encodes blocks, one at a time."""
+
+    def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
+        """Fill the start of `out` as `Chain.encode`; returns its bytes and the codec's name, `raw`
+        if the block lies there as it is."""
+        ...
+
+
+class OneCodec:
+    """Implements `Encoder`: always the same codec."""
+
+    def __init__(self, layout: BlockLayout, codec: str, chain: Chain) -> None:
+        self._layout, self._codec, self._chain = layout, codec, chain
+
+    def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
+        size = self._chain.encode(self._layout, block, out)
+        return size, RAW if is_raw(out) else self._codec
+
+
+class BestCodec:
+    """Implements `Encoder`: `auto`.
+
+    Codecs are measured on the blocks themselves: size, time to decode and error, now and then. What
+    a lossy one makes of a block is decoded again before it is stored: when it lost more than is
+    allowed, here and now, the next that loses less takes its place. So the bound holds for every
+    block, whatever the sample said.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        chains: Mapping[str, Chain],
+        *,
+        max_error: float,
+        link_bytes_per_s: Callable[[], float | None],
+        decode_threads: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Args:
+        chains: by codec, what may be chosen beside raw.
+        link_bytes_per_s: how fast the store gives blocks; None: not known.
+        """
+        self._layout, self._chains, self._max_error = layout, chains, max_error
+        self._link, self._threads, self._clock = link_bytes_per_s, decode_threads, clock
+        self._facts: list[CodecFacts] = []
+        self._blocks = 0
+        self._chosen = ""
+        self._spare = bytearray()
+
+    def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
+        if self._blocks % MEASURE_EVERY_BLOCKS == 0:
+            self._facts = [self._measure(codec, block) for codec in self._chains]
+        self._blocks += 1
+        facts = self._facts
+        while True:
+            choice = choose(
+                facts,
+                link_bytes_per_s=self._link(),
+                block_bytes=self._layout.block_bytes,
+                max_error=self._max_error,
+            )
+            size = self._chains.get(choice.codec, RAW_CHAIN).encode(self._layout, block, out)
+            if choice.codec in LOSSLESS or self._keeps_bound(block, out[:size]):
+                self._tell(choice)
+                return size, RAW if is_raw(out) else choice.codec
+            facts = [one for one in facts if one.codec != choice.codec]
+
+    def _keeps_bound(self, block: memoryview, payload: memoryview) -> bool:
+        if len(self._spare) != len(block):
+            self._spare = bytearray(len(block))
+        if is_raw(payload):
+            return True
+        decode(self._layout, payload, memoryview(self._spare))
+        return relative_error(self._layout, block, memoryview(self._spare)) <= self._max_error
+
+    def _measure(self, codec: str, block: memoryview) -> CodecFacts:
+        layers = max(1, SAMPLE_BYTES * self._layout.layers // self._layout.block_bytes)
+        layout = replace(self._layout, layers=min(layers, self._layout.layers))
+        sample = block[: layout.block_bytes]
+        payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+        size = self._chains[codec].encode(layout, sample, payload)
+        restored = memoryview(bytearray(layout.block_bytes))
+        took_s = float("inf")
+        for _ in range(3):  # the first touches new memory
+            begun_s = self._clock()
+            decode(layout, payload[:size], restored)
+            took_s = min(took_s, self._clock() - begun_s)
+        error = 0.0 if is_raw(payload) else relative_error(layout, sample, restored)
+        rate = layout.block_bytes * self._threads / max(took_s, 1e-9)
+        return CodecFacts(codec, size / layout.block_bytes, rate, error)
+
+    def _tell(self, choice: Choice) -> None:
+        if choice.codec != self._chosen:
+            self._chosen = choice.codec
+            logger.info("codec auto: blocks are stored as %s: %s", choice.codec, choice.reason)

@@ -1,0 +1,223 @@
+"""Blocks that lie encoded in another store, and how a server's store is opened with a codec."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from sglang_cake.buffers import on_page
+from sglang_cake.codec.blocks import takes_lossy
+from sglang_cake.codec.encoded import encoded_frame
+from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.codec.steps import Malformed
+from sglang_cake.codec_names import AUTO, CODECS, LOSSLESS, RAW
+from sglang_cake.counters import Counters
+from sglang_cake.errors import BlockCorrupt, StoreError
+from sglang_cake.keys import BlockKey
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
+from sglang_cake.store.open import open_store
+from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.threads import check_stop, run_stoppable
+from sglang_cake.store.tiers.choice import TierLink
+
+MAX_THREADS = 4  # of decoding; encoding has one, so that no load waits behind a write
+
+# (block, out) -> bytes of the payload that `out` begins with then, codec. Called in a thread.
+Encode = Callable[[memoryview, memoryview], tuple[int, str]]
+
+
+class LinkSpeed:
+    """How fast a store gives blocks, as far as that is known."""
+
+    def __init__(self) -> None:
+        self.read, self.written = TierLink(), TierLink()
+        self._known: float | None = None
+
+    def bytes_per_s(self) -> float | None:
+        """Of reads; while there were none, of writes. What was known once stays known."""
+        now_s = time.monotonic()
+        fresh = self.read.s_per_byte(now_s)
+        if fresh is None and self._known is None:
+            fresh = self.written.s_per_byte(now_s)
+            return None if fresh is None else 1 / max(fresh, 1e-15)
+        if fresh is not None:
+            self._known = 1 / max(fresh, 1e-15)
+        return self._known
+
+
+def decode_threads(depth: int) -> int:
+    """How many blocks are decoded at once, of `depth` that may be read at once."""
+    return max(1, min(MAX_THREADS, depth, len(os.sched_getaffinity(0)) // 2))
+
+
+class EncodedStore:
+    """Implements `Store`. Every call has a buffer of one payload, at most `depth` for reads and
+    `depth` for writes. What is read is decoded by what stands in front of it."""
+
+    def __init__(
+        self,
+        inner: Store,
+        layout: BlockLayout,
+        encode: Encode,
+        *,
+        link: "LinkSpeed",
+        counters: Counters,
+        payload_bytes: int,
+        depth: int,
+    ) -> None:
+        """Args:
+        inner: of encoded blocks; it is closed with this store.
+        link: is told how fast `inner` is.
+        payload_bytes: of an encoded block, at most.
+        depth: reads, and writes, at once; more of them wait.
+        """
+        self._inner, self._layout, self._encode = inner, layout, encode
+        self._link, self._counters = link, counters
+        self._payload_bytes = payload_bytes
+        self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
+        self._idle: list[memoryview] = []
+        self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
+        self._encoders = ThreadPoolExecutor(1, "cake-encode")
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self._inner.contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        await tell(self._inner, keys, facts)
+
+    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+        """As in `Store`. A block that passed its checksum and cannot be decoded is deleted."""
+        async with self._buffer(self._reading) as payload:
+            begun_s = time.monotonic()
+            size_bytes = await self._inner.get_into(key, payload)
+            self._link.read.landed(size_bytes, begun_s, time.monotonic())
+            try:
+                work = functools.partial(self._decode, payload[:size_bytes], out)
+                await run_stoppable(self._decoders, work)
+            except Malformed as error:
+                with contextlib.suppress(StoreError):  # it stays, and fails again
+                    await self._inner.delete(key)
+                raise BlockCorrupt(f"{key.hex()}: {error}") from None
+            return self._layout.block_bytes
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        assert data.nbytes == self._layout.block_bytes, data.nbytes
+        async with self._buffer(self._writing) as payload:
+
+            def work(stop: threading.Event) -> tuple[int, str]:
+                check_stop(stop)
+                return self._encode(data.cast("B"), payload)
+
+            size_bytes, codec = await run_stoppable(self._encoders, work)
+            begun_s = time.monotonic()
+            fresh = await self._inner.put(key, payload[:size_bytes])
+            if fresh:
+                self._link.written.landed(size_bytes, begun_s, time.monotonic())
+                self._counters.add("encoded_blocks", label=codec)
+                self._counters.add("encoded_bytes", size_bytes)
+            return fresh
+
+    async def delete(self, key: BlockKey) -> None:
+        await self._inner.delete(key)
+
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        return self._inner.list_blocks()
+
+    async def stats(self) -> StoreStats:
+        return await self._inner.stats()
+
+    async def close(self) -> None:
+        """Calls that have not reached the inner store fail."""
+        for pool in (self._decoders, self._encoders):
+            pool.shutdown(wait=False, cancel_futures=True)
+        await self._inner.close()
+        for pool in (self._decoders, self._encoders):
+            await asyncio.to_thread(pool.shutdown)
+
+    @asynccontextmanager
+    async def _buffer(self, places: asyncio.Semaphore) -> AsyncIterator[memoryview]:
+        async with places:
+            buffer = self._idle.pop() if self._idle else on_page(self._payload_bytes)
+            try:
+                yield buffer
+            finally:
+                self._idle.append(buffer)
+
+    def _decode(self, payload: memoryview, out: memoryview, stop: threading.Event) -> None:
+        from sglang_cake.codec.catalogue import decode
+
+        check_stop(stop)
+        decode(self._layout, payload, out.cast("B"))
+
+
+def open_blocks(
+    sources: list[StoreSource],
+    namespace: Namespace,
+    layout: BlockLayout,
+    *,
+    codec: str,
+    depth: int,
+    max_error: float = 0.0,
+    rope_theta: float | None = None,
+    counters: Counters | None = None,
+) -> Store:
+    """Open a namespace whose blocks are encoded by `codec`; the caller closes it. Compiles what the
+    codec needs, which takes seconds the first time.
+
+    Args:
+        namespace: it names the codec.
+        max_error: of `auto`.
+        rope_theta: see `catalogue.chain_of`.
+    Raises: StoreUnavailable; ConfigError, also if the codec cannot take such blocks.
+    """
+    if codec == RAW:
+        return open_store(sources, BlockFrame(namespace, layout), depth=depth)
+    link = LinkSpeed()
+    encode = _encode(layout, codec, max_error, rope_theta, link, decode_threads(depth))
+    frame = encoded_frame(namespace, layout, codec)
+    return EncodedStore(
+        open_store(sources, frame, depth=depth),
+        layout,
+        encode,
+        link=link,
+        counters=counters or Counters(),
+        payload_bytes=frame.payload_bytes,
+        depth=depth,
+    )
+
+
+def _encode(
+    layout: BlockLayout,
+    codec: str,
+    max_error: float,
+    rope_theta: float | None,
+    link: LinkSpeed,
+    threads: int,
+) -> Encode:
+    """Raises: ConfigError."""
+    from sglang_cake.codec.catalogue import chain_of
+    from sglang_cake.codec.encoders import BestCodec, OneCodec
+
+    named: tuple[str, ...] = (codec,)
+    if codec == AUTO:
+        may_lose = max_error > 0 and takes_lossy(layout)
+        named = tuple(name for name in CODECS if name != RAW and (may_lose or name in LOSSLESS))
+    chains = {name: chain_of(name, layout, rope_theta) for name in named}
+    for chain in chains.values():
+        chain.warm_up(layout)
+    if codec != AUTO:
+        return OneCodec(layout, codec, chains[codec]).encode
+    return BestCodec(
+        layout,
+        chains,
+        max_error=max_error,
+        link_bytes_per_s=link.bytes_per_s,
+        decode_threads=threads,
+    ).encode

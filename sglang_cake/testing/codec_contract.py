@@ -1,0 +1,170 @@
+"""What every codec must do, as tests: subclass `CodecContract` and say which.
+
+A chain of one's own steps is tested the same way as the built-in ones.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sglang_cake.codec.blocks import Block
+from sglang_cake.codec.catalogue import decode, decode_all, parse
+from sglang_cake.codec.chain import Chain
+from sglang_cake.codec.encoded import HEAD_BYTES
+from sglang_cake.codec.error import relative_error
+from sglang_cake.codec.steps import Malformed
+from sglang_cake.layout import DTYPE_BYTES, BlockLayout
+
+MHA = (("k", (2, 16)), ("v", (2, 16)))
+UNLIKE = (("k", (3, 8)), ("v", (1, 20)))  # K and V of other sizes, none a multiple of a group
+MLA = (("kv", (36,)),)
+LAYOUTS = [
+    BlockLayout(layers, parts, dtype, tokens)
+    for layers, parts, tokens in (
+        (2, MHA, 64),
+        (1, UNLIKE, 19),
+        (3, MLA, 16),
+        (2, MHA, 1),  # one token
+        (1, (("k", (1, 1)), ("v", (1, 1))), 1),  # one number
+        (2, MHA, 200),  # more than a group of tokens
+    )
+    for dtype in ("bfloat16", "float16", "float32")
+]
+SMOOTH = LAYOUTS[0]
+TINY = {"bfloat16": 1e-39, "float16": 6e-8, "float32": 1e-40}  # subnormal
+LARGE = {"bfloat16": 3e38, "float16": 65504.0, "float32": 3.4e38}
+
+
+def as_bytes(numbers: npt.NDArray[np.float64], dtype: str) -> bytes:
+    """The numbers as a KV cache of `dtype` holds them (bfloat16 cut, not rounded)."""
+    if dtype == "float16":
+        return numbers.astype(np.float16).tobytes()
+    single = numbers.astype(np.float32)
+    if dtype == "float32":
+        return single.tobytes()
+    return (single.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def kv_like(layout: BlockLayout, seed: int = 0) -> bytes:
+    """Smooth neighbours, a few large channels in K: what keys and values look like."""
+    draw = np.random.default_rng(seed)
+    planes = []
+    for _ in range(layout.layers):
+        for name, shape in layout.parts:
+            channels = int(np.prod(shape))
+            walk = draw.normal(size=(layout.block_tokens, channels)).cumsum(axis=0) * 0.1
+            walk += draw.normal(size=channels) * (4.0 if name == "k" else 0.2)
+            if name == "k":
+                walk[:, :: max(1, channels // 3)] *= 20
+            planes.append(walk.reshape(-1))
+    return as_bytes(np.concatenate(planes), layout.dtype)
+
+
+def odd_blocks(layout: BlockLayout) -> Iterator[tuple[str, bytes]]:
+    """Blocks that no model should make and any may."""
+    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    draw = np.random.default_rng(1)
+    noise = draw.normal(size=count)
+    yield "zeros", bytes(layout.block_bytes)
+    yield "one value", as_bytes(np.full(count, -3.0), layout.dtype)
+    yield "negative zeros", as_bytes(np.full(count, -0.0), layout.dtype)
+    yield "subnormal", as_bytes(noise * TINY[layout.dtype], layout.dtype)
+    with np.errstate(over="ignore"):
+        yield "large", as_bytes(np.clip(noise, -1, 1) * LARGE[layout.dtype], layout.dtype)
+    spiked = noise.copy()
+    spiked[:: max(1, count // 7)] *= 1000
+    yield "outliers", as_bytes(spiked, layout.dtype)
+    for name, value in (("nan", np.nan), ("infinity", np.inf), ("-infinity", -np.inf)):
+        broken = noise.copy()
+        broken[count // 2] = value
+        yield name, as_bytes(broken, layout.dtype)
+    yield "any bits", draw.bytes(layout.block_bytes)
+
+
+class CodecContract:
+    """Subclass it and implement `chain`."""
+
+    max_error = 0.0  # of `kv_like` blocks, as `relative_error`; 0: every bit is kept
+    odd_error = 0.0  # of the odd blocks that are finite
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        """The codec under test."""
+        raise NotImplementedError
+
+    def round_trip(self, layout: BlockLayout, block: bytes) -> tuple[bytes, bytes]:
+        """Payload, and the block that comes out of it; memory behind both must stay as it is."""
+        payload = bytearray(b"\xa5" * (layout.block_bytes + HEAD_BYTES + 64))
+        view = memoryview(payload)[: layout.block_bytes + HEAD_BYTES]
+        size = self.chain(layout).encode(layout, memoryview(block), view)
+        assert 0 < size <= len(view)
+        assert payload[len(view) :] == b"\xa5" * 64
+        out = bytearray(b"\x5a" * (layout.block_bytes + 64))
+        chain = decode(layout, view[:size], memoryview(out)[: layout.block_bytes])
+        assert chain in (self.chain(layout), Chain())
+        assert out[layout.block_bytes :] == b"\x5a" * 64
+        return bytes(view[:size]), bytes(out[: layout.block_bytes])
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+    def test_a_block_comes_back(self, layout: BlockLayout) -> None:
+        block = kv_like(layout)
+        _, restored = self.round_trip(layout, block)
+        if self.max_error == 0:
+            assert restored == block
+        assert relative_error(layout, memoryview(block), memoryview(restored)) <= self.max_error
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+    def test_odd_blocks_come_back(self, layout: BlockLayout) -> None:
+        for name, block in odd_blocks(layout):
+            _, restored = self.round_trip(layout, block)
+            before = Block.over(layout, memoryview(block))
+            whole = all(np.isfinite(before.floats(part)).all() for part in before.parts)
+            if self.max_error == 0 or not whole:
+                assert restored == block, name
+            else:
+                error = relative_error(layout, memoryview(block), memoryview(restored))
+                assert error <= self.odd_error, (name, error)
+
+    def test_the_payload_alone_says_how_to_decode_it(self) -> None:
+        chain = self.chain(SMOOTH)
+        assert parse(chain.describe().encode()) == chain
+        payload, _ = self.round_trip(SMOOTH, kv_like(SMOOTH))
+        assert chain.describe().encode() in payload
+
+    def test_equal_blocks_give_equal_bytes_whatever_came_before(self) -> None:
+        block = kv_like(SMOOTH)
+        first = self.round_trip(SMOOTH, block)
+        self.round_trip(SMOOTH, kv_like(SMOOTH, seed=7))
+        assert self.round_trip(SMOOTH, block) == first
+
+    def test_threads_do_not_disturb_each_other(self) -> None:
+        blocks = [kv_like(SMOOTH, seed) for seed in range(8)]
+        alone = [self.round_trip(SMOOTH, block) for block in blocks]
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(lambda b: self.round_trip(SMOOTH, b), blocks)) == alone
+            outs = [bytearray(SMOOTH.block_bytes) for _ in blocks]
+            pairs = [
+                (memoryview(payload), memoryview(out))
+                for (payload, _), out in zip(alone, outs, strict=True)
+            ]
+            decode_all(SMOOTH, pairs, threads)
+        assert [bytes(out) for out in outs] == [restored for _, restored in alone]
+
+    def test_bytes_that_no_encoder_made_are_refused_or_decoded_but_never_crash(self) -> None:
+        draw = np.random.default_rng(3)
+        payload, _ = self.round_trip(SMOOTH, kv_like(SMOOTH))
+        out = memoryview(bytearray(SMOOTH.block_bytes))
+        for size in {0, 1, 63, 64, len(payload) // 2, len(payload) - 1}:
+            with pytest.raises(Malformed):
+                decode(SMOOTH, memoryview(payload[:size]), out)
+        for _ in range(300):
+            spoiled = bytearray(payload)
+            for at in draw.integers(len(payload), size=3):
+                spoiled[at] ^= 1 << int(draw.integers(8))
+            with np.errstate(all="ignore"):
+                try:
+                    decode(SMOOTH, memoryview(spoiled), out)
+                except Malformed:
+                    continue

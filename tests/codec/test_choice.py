@@ -1,0 +1,189 @@
+"""Which codec `auto` takes, and that it keeps its bound."""
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.codec.catalogue import chain_of, decode
+from sglang_cake.codec.choice import RAW_FACTS, CodecFacts, choose
+from sglang_cake.codec.encoded import HEAD_BYTES
+from sglang_cake.codec.encoders import MEASURE_EVERY_BLOCKS, BestCodec
+from sglang_cake.codec.error import relative_error
+from sglang_cake.codec_names import CODECS, LOSSLESS, namespace_value
+from sglang_cake.counters import Counters
+from sglang_cake.keys import BlockKey
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.encoded import open_blocks
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.testing.codec_contract import as_bytes, kv_like
+
+MB = 1e6
+ZSTD = CodecFacts("zstd", 0.7, 900 * MB, 0.0)
+INT8 = CodecFacts("int8", 0.52, 5000 * MB, 0.006)
+INT4 = CodecFacts("int4", 0.27, 5000 * MB, 0.1)
+CACHEGEN = CodecFacts("cachegen2", 0.25, 20 * MB, 0.09)
+ALL = (ZSTD, INT8, INT4, CACHEGEN)
+LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+
+facts = st.builds(
+    CodecFacts,
+    codec=st.sampled_from(CODECS),
+    size_share=st.floats(0.05, 1.2),
+    decode_bytes_per_s=st.floats(1e6, 1e11),
+    error=st.floats(0, 1),
+)
+
+
+def chosen(link: float | None, max_error: float) -> str:
+    return choose(ALL, link_bytes_per_s=link, block_bytes=10**7, max_error=max_error).codec
+
+
+@pytest.mark.parametrize(
+    ("link", "max_error", "codec"),
+    [
+        (None, 1.0, "raw"),
+        (100 * MB, 0.0, "zstd"),
+        (890 * MB, 0.0, "raw"),  # zstd could only just keep up: not worth it
+        (1000 * MB, 0.0, "raw"),  # zstd decodes more slowly than that
+        (100 * MB, 0.01, "int8"),
+        (100 * MB, 0.2, "int4"),
+        (4 * MB, 0.2, "cachegen2"),
+        (10 * MB, 0.2, "int4"),  # cachegen2 decodes faster than that, but not by enough
+        (6000 * MB, 1.0, "raw"),
+    ],
+)
+def test_the_codec_with_which_the_prompt_starts_soonest(
+    link: float | None, max_error: float, codec: str
+) -> None:
+    assert chosen(link, max_error) == codec
+
+
+@given(st.lists(facts, max_size=6), st.floats(1e5, 1e11), st.floats(0, 1), st.floats(1e-4, 10))
+def test_choices_hold_the_bound_and_never_decode_slower_than_the_link(
+    some: list[CodecFacts], link: float, max_error: float, compute_s: float
+) -> None:
+    """Against all alternatives, and against the choice for other costs of computing."""
+    size = 10**7
+    kind = {"link_bytes_per_s": link, "block_bytes": size, "max_error": max_error}
+    choice = choose(some, **kind, compute_s=compute_s)
+    allowed = [one for one in some if one.error <= max_error and one.decode_bytes_per_s >= link] + [
+        RAW_FACTS
+    ]
+
+    def block_s(one: CodecFacts) -> float:
+        load_s = max(one.size_share * size / link, size / one.decode_bytes_per_s)
+        return compute_s * load_s / (compute_s + load_s)
+
+    assert choice.codec in {one.codec for one in allowed}
+    assert choice.block_s in [pytest.approx(block_s(one)) for one in allowed]
+    least = min(map(block_s, allowed))
+    assert choice.block_s <= least / 0.98 ** len(some) * (1 + 1e-9)
+    if max_error == 0:
+        assert all(one.error == 0 for one in allowed if one.codec == choice.codec)
+
+
+def test_a_choice_says_why() -> None:
+    choice = choose(ALL, link_bytes_per_s=1000 * MB, block_bytes=10**7, max_error=0.01)
+    assert choice.codec == "int8"
+    assert "zstd decodes 900 MB/s" in choice.reason
+    assert "int4 loses 0.1" in choice.reason
+
+
+def encoder(max_error: float, link: float | None) -> BestCodec:
+    chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
+    ticks = iter(range(10**9))
+    return BestCodec(  # a clock by which decoding takes no time to speak of
+        LAYOUT,
+        chains,
+        max_error=max_error,
+        link_bytes_per_s=lambda: link,
+        decode_threads=1,
+        clock=lambda: next(ticks) * 1e-9,
+    )
+
+
+def encoded(best: BestCodec, block: bytes) -> tuple[str, bytes]:
+    payload, out = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES)), bytearray(len(block))
+    size, codec = best.encode(memoryview(block), payload)
+    decode(LAYOUT, payload[:size], memoryview(out))
+    return codec, bytes(out)
+
+
+@pytest.mark.parametrize(("max_error", "codec"), [(0.0, "zstd"), (0.02, "int8"), (0.3, "int4")])
+def test_auto_takes_what_the_bound_allows(max_error: float, codec: str) -> None:
+    block = kv_like(LAYOUT)
+    found, restored = encoded(encoder(max_error, 50 * MB), block)
+    assert found == codec
+    assert (restored == block) == (max_error == 0)
+    assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= max_error
+
+
+def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly() -> None:
+    draw = np.random.default_rng(0)
+    count = LAYOUT.block_bytes // 2
+    easy = as_bytes(draw.uniform(-1, 1, size=count), "bfloat16")
+    hard = as_bytes(draw.normal(size=count), "bfloat16")
+    best = encoder(0.005, 50 * MB)
+    assert encoded(best, easy)[0] == "int8"
+    codec, restored = encoded(best, hard)
+    assert codec in LOSSLESS
+    assert restored == hard
+
+
+def test_auto_keeps_the_bound_whatever_comes() -> None:
+    order = random.Random(1)
+    best = encoder(0.01, 50 * MB)
+    for seed in range(12):
+        draw = np.random.default_rng(seed)
+        numbers = draw.normal(size=LAYOUT.block_bytes // 2) * order.choice([1e-3, 1, 100])
+        if seed % 3 == 0:
+            numbers[:: order.randrange(50, 500)] *= 100
+        block = as_bytes(numbers, "bfloat16")
+        _, restored = encoded(best, block)
+        assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= 0.01
+    assert MEASURE_EVERY_BLOCKS > 12
+
+
+def test_auto_says_what_it_does_in_log_and_counters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = (("model", "m"), ("codec", namespace_value("auto", 0.02)))
+    counters = Counters()
+
+    async def go() -> list[bytes]:
+        store = open_blocks(
+            parse_sources(f"{tmp_path.as_uri()}?bandwidth=2MB/s"),
+            Namespace(fields),
+            LAYOUT,
+            codec="auto",
+            max_error=0.02,
+            depth=2,
+            counters=counters,
+        )
+        found = []
+        for turn in range(4):
+            key, block = BlockKey(bytes([turn]) * 32), kv_like(LAYOUT, turn)
+            await store.put(key, memoryview(block))
+            out = bytearray(LAYOUT.block_bytes)
+            await store.get_into(key, memoryview(out))
+            found.append(bytes(out) == block)
+        await store.close()
+        return found
+
+    with caplog.at_level(logging.INFO):
+        found = asyncio.run(go())
+    assert found[0]  # nothing is known of the link yet: raw
+    assert not found[-1]  # at 2 MB/s, anything smaller pays
+    counts = counters.snapshot()
+    assert counts["encoded_blocks", "raw"] == 1
+    assert sum(counts["encoded_blocks", codec] for codec in CODECS) == 4
+    assert 0 < counts["encoded_bytes", ""] < 4 * LAYOUT.block_bytes
+    assert any("blocks are stored as raw" in line for line in caplog.messages)
+    assert any("of the time of raw at" in line for line in caplog.messages)
