@@ -107,7 +107,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
         marks.append(time.perf_counter())
         stop = step.stop if step else min(req.prefix_len + chunk_tokens, prompt_tokens)
         if not (step and step.wait):
-            coordinator.claimed(req, stop, decodes=0)
+            coordinator.claimed(req, stop)
             req.prefix_len = stop
         marks.append(time.perf_counter())
         times = (b - a for a, b in itertools.pairwise(marks))
@@ -152,6 +152,7 @@ def _request(tokens: int) -> Any:
         positional_embed_overrides=None,
         multimodal_inputs=None,
         session=None,
+        sampling_params=SimpleNamespace(custom_params=None),
         customized_info=None,
         _compute_max_prefix_len=lambda length: length - 1,
     )

@@ -27,6 +27,7 @@ ENABLED_ENV: Final = "SGLANG_CAKE_ENABLED"  # not a setting: tells child process
 _MAX_BLOCK_TOKENS: Final = 65_536
 _MAX_QUEUE_DEPTH: Final = 1_024
 _MAX_BYTES: Final = 2**50  # 1 PiB
+_MAX_RANK: Final = 255
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"
 
 
@@ -61,6 +62,13 @@ class CakeConfig:
     """Bytes of host memory, per rank, for blocks on their way out; when full, blocks drop."""
     queue_depth: int = 4
     """Reads of the store in flight at once, per rank."""
+
+    runahead_rank: int | None = None
+    """This server's place among the members of a group that share long prompts; from 0."""
+    runahead_peers: str | None = None
+    """HOST:PORT of every member, this one too, by rank; or a file of them, one a line."""
+    runahead_secret: str | None = None
+    """File with what all members know and nobody else does, 16 bytes or more, mode 0600."""
 
     @property
     def lossy(self) -> bool:
@@ -230,6 +238,10 @@ def _integer(low: int, high: int) -> Callable[[str, object], int]:
     return read
 
 
+def _rank(spelled: str, value: object) -> int | None:
+    return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
+
+
 def _share(spelled: str, value: object) -> float:
     number = value
     if isinstance(value, str):
@@ -288,6 +300,9 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "staging_bytes": _size,
     "write_queue_bytes": _size,
     "queue_depth": _integer(1, _MAX_QUEUE_DEPTH),
+    "runahead_rank": _rank,
+    "runahead_peers": _path,
+    "runahead_secret": _path,
 }
 
 

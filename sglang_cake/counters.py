@@ -9,6 +9,7 @@ from sglang_cake.codec_names import CODECS
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
+RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
     "computed_tokens": ("",),
@@ -21,6 +22,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "encoded_blocks": CODECS,
     "encoded_bytes": ("",),
     "unstored_blocks": UNSTORED_REASONS,
+    "helped_tokens": ("",),
+    "runahead_hops": ("",),
+    "runahead_bytes": ("",),
+    "runahead_failures": RUNAHEAD_REASONS,
 }
 
 

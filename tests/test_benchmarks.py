@@ -4,11 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from sglang_cake.testing.server import Reply
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
@@ -21,6 +24,7 @@ from benchmarks import (  # noqa: E402
     bench_http_store,
     bench_overhead,
     bench_real_grid,
+    bench_runahead,
     bench_serving,
     bench_ttft,
     facts,
@@ -32,8 +36,8 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *("attention", "burst", "file_store", "fleet", "http_store", "overhead", "paper_kvr"),
-    *("real_grid", "sealed", "serving", "ttft"),
+    *("attention", "burst", "codec", "eviction", "file_store", "fleet", "http_store"),
+    *("overhead", "paper_kvr", "real_grid", "runahead", "sealed", "serving", "ttft"),
 )
 
 
@@ -407,3 +411,51 @@ def test_the_burst_is_compared_within_rounds() -> None:
     found = bench_burst.summary({"fcfs": [run(2.0), run(20.0)], "adaptive": [run(1.0), run(10.0)]})
     assert found["adaptive_to_fcfs"]["finish_s"]["ratio"] == pytest.approx(0.5)
     assert found["same_tokens"]
+
+
+# ---- several workers ----
+
+
+def _shared(ttft_s: float, bounds: list[int] | None = None, received: int = 0) -> Reply:
+    cake = {"bounds": bounds, "received_bytes": received, "waited_s": 0.1} if bounds else {}
+    return Reply([1, 2], {"cake": [cake]}, 0.0, ttft_s)
+
+
+def _runahead_cell(closed_s: float, received: int = 512 * 8) -> dict[str, Any]:
+    replies = {name: [_shared(1.0)] * 2 for name in ("one", "two")}
+    for name in bench_runahead.CHAINS:
+        replies[name] = [_shared(closed_s, [0, 512, 1024], received)] * 2
+    sent = {name: bench_runahead.traffic(replies[name][-1], 8) for name in bench_runahead.CHAINS}
+    return bench_runahead.cell(replies, base="one", prompt_tokens=1024, sent=sent)
+
+
+def test_runahead_goals_are_judged_on_what_was_measured() -> None:
+    good = _runahead_cell(0.6)
+    assert good["ratio"]["closed"]["median"] == 0.6
+    assert good["same_tokens"]
+    assert all(bench_runahead.summary([good]).values())
+    slow, more = _runahead_cell(0.7), _runahead_cell(0.6, received=512 * 8 + 1)
+    assert list(bench_runahead.summary([slow]).values()) == [False, True, True]
+    assert list(bench_runahead.summary([more]).values()) == [True, True, False]
+    text = bench_runahead.text([slow], [])
+    assert "MISSED" in text
+    assert "0.500" in text  # the limit
+
+
+def test_runahead_arms_take_turns_and_the_first_round_is_not_counted() -> None:
+    asked: list[str] = []
+
+    def arm(name: str) -> Callable[[], Reply]:
+        return lambda: (asked.append(name), _shared(float(len(asked))))[1]
+
+    found = bench_runahead.rounds({name: arm(name) for name in "abc"}, repeats=2)
+    assert "".join(asked) == "abcbcacab"
+    assert [reply.ttft_s for reply in found["a"]] == [6.0, 8.0]
+
+
+def test_runahead_arguments() -> None:
+    args = bench_runahead.parse_args([])
+    assert (args.lengths, args.repeats) == ([2048, 4096, 8192], 5)
+    assert args.out == facts.RESULTS / "runahead-cpu.json"
+    with pytest.raises(SystemExit):
+        bench_runahead.parse_args(["--lengths", "1000"])

@@ -38,6 +38,9 @@ CONFIGS = st.builds(
     staging_bytes=st.integers(1, 2**50),
     write_queue_bytes=st.integers(1, 2**50),
     queue_depth=st.integers(1, 1024),
+    runahead_rank=st.none() | st.integers(0, 255),
+    runahead_peers=st.none() | PATHS,
+    runahead_secret=st.none() | PATHS,
 )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+from sglang_cake.adapter import runahead_hooks
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.identity import (
@@ -36,6 +37,7 @@ from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
 from sglang_cake.io_thread import IoThread
+from sglang_cake.keys import Digest
 from sglang_cake.namespace import Namespace
 from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.cost_file import CostFile
@@ -48,6 +50,8 @@ from sglang_cake.write.pipeline import Writer
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_cake.adapter.runahead import Runahead
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
@@ -68,11 +72,14 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     assert isinstance(tree, CakeRadixCache)
     engine = Engine(ctx, tree, config)
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
+    tree.runahead = engine.runahead = runahead_hooks.start(ctx, engine, config)
     return tree
 
 
 class Engine:
     """The parts of cake in one scheduler process, and what changes them all: new weights."""
+
+    runahead: "Runahead | None" = None
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
@@ -80,7 +87,7 @@ class Engine:
         self._ctx, self._tree, self._config = ctx, tree, config
         self._path, self._revision = ctx.model_config.model_path, ctx.model_config.revision
         allocator = ctx.params.token_to_kv_pool_allocator
-        self._kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
+        self.kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
         namespace = self._namespace(weights_digest(self._path, self._revision), None)
         self._current = namespace
         self.counters = Counters()
@@ -93,12 +100,12 @@ class Engine:
         if config.record_trace is not None and ctx.tp_rank == 0:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self._store: Store | None = self._open(namespace)
-        block_bytes = self._kv.layout.block_bytes
+        block_bytes = self.kv.layout.block_bytes
         self.loader = Loader(
             self._store,
             BufferPool(
                 max(config.queue_depth + 1, config.staging_bytes // block_bytes),
-                self._kv.new_buffer,
+                self.kv.new_buffer,
             ),
             self._io,
             self.counters,
@@ -107,16 +114,16 @@ class Engine:
         )
         self.writer = Writer(
             self._store,
-            BufferPool(max(1, config.write_queue_bytes // block_bytes), self._kv.new_buffer),
+            BufferPool(max(1, config.write_queue_bytes // block_bytes), self.kv.new_buffer),
             self._io,
             self.counters,
         )
-        self.saving = Saving(self._kv, self.writer)
+        self.saving = Saving(self.kv, self.writer)
         self.pace = _pace(ctx, self.loader)
         self._recall()
         self.coordinator = Coordinator(
             self.loader,
-            Landing(self._kv, allocator, tree.evict_own, self.counters, self.loader.copied),
+            Landing(self.kv, allocator, tree.evict_own, self.counters, self.loader.copied),
             config=config,
             namespace=namespace.digest(),
             page_tokens=ctx.params.page_size,
@@ -133,6 +140,20 @@ class Engine:
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
+
+    @property
+    def namespace_digest(self) -> Digest:
+        """Whose KV this process computes now."""
+        return self._current.digest()
+
+    def namespace_hex(self) -> str | None:
+        """The same in hex; None while the tree holds KV of another one too."""
+        return None if self.coordinator.suspended else self.namespace_digest.hex()
+
+    @property
+    def device(self) -> str:
+        """What computes here, in a word."""
+        return _device(self._ctx)
 
     def weights_changed(self, *, path: str | None, version: str | None) -> None:
         """The server's weights are others now: from `path`, or pushed in (None).
@@ -182,6 +203,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop reading; finish the block writes under way. Called when the process ends."""
+        if self.runahead is not None:
+            self.runahead.close()
         self.loader.close()
         self._remember()
         if self._store is not None:
@@ -197,7 +220,7 @@ class Engine:
     def _namespace(self, weights: str, version: str | None) -> Namespace:
         return namespace_of(
             self._ctx,
-            self._kv.layout,
+            self.kv.layout,
             weights=weights,
             weight_version=version or str(self._ctx.server_args.weight_version),
             codec=namespace_value(self._config.codec, self._config.max_error),
@@ -207,7 +230,7 @@ class Engine:
         store = open_blocks(
             sources_of(self._setting, self._config.eviction_policy),
             namespace,
-            self._kv.layout,
+            self.kv.layout,
             codec=self._config.codec,
             max_error=self._config.max_error,
             rope_theta=rope_theta(self._ctx.model_config.hf_text_config),
@@ -240,7 +263,7 @@ class Engine:
                 cache_folder() / "costs",
                 namespace=self._current.digest(),
                 store=str(self._setting),
-                device=_device(self._ctx),
+                device=self.device,
             )
             costs = self._cost_file.read()
             if costs is not None:

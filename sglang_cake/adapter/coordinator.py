@@ -76,7 +76,7 @@ class Coordinator:
         self._counters = counters
         self._teller = teller
         self._adapter_digest = adapter_digest
-        self._suspended = self.detached = False  # detached: no store, so no request is ours
+        self.suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
         # What the loader calls them. A request that comes back under its id is another load, whose
         # news must not be mixed up with what is still on its way for the first.
@@ -95,7 +95,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self._suspended or self.detached or not keyable(req):
+        if self.suspended or self.detached or not keyable(req):
             return
         try:
             seed = seed_of(req, self._namespace, self._adapter_digest)
@@ -160,12 +160,12 @@ class Coordinator:
         """
         self.end_all()
         self._namespace = namespace
-        self._suspended = suspended
+        self.suspended = suspended
 
     def emptied(self) -> None:
         """The tree is being emptied."""
         self.end_all()
-        self._suspended = False
+        self.suspended = False
 
     def restore(self, rid: str) -> Restore | None:
         """The live record of a request, if it has one."""

@@ -17,10 +17,11 @@ from sglang.version import __version__ as sglang_version
 
 from sglang_cake.adapter import endpoints, responses
 from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
-from sglang_cake.adapter.support import ModelFacts, unsupported
+from sglang_cake.adapter.support import ModelFacts, unsupported, unsupported_group
 from sglang_cake.codec_names import CHOICES, check_installed
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
+from sglang_cake.runahead.setting import group_setting
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import sources_of
 
@@ -42,6 +43,9 @@ _HELP = {
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
     "eviction_policy": f"What a full file store evicts: {', '.join(POLICIES)}.",
     "queue_depth": "Reads of the store in flight at once.",
+    "runahead_rank": "KV-Runahead: this server's place in --cake-runahead-peers, from 0.",
+    "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
+    "runahead_secret": "KV-Runahead: file with the group's secret, mode 0600.",
 }
 _METAVARS = {
     "store": "URL",
@@ -52,6 +56,8 @@ _METAVARS = {
     "max_error": "SHARE",
     "eviction_policy": "POLICY",
     "priority": "ORDER",
+    "runahead_peers": "HOST:PORT,...",
+    "runahead_secret": "FILE",
 }
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 
@@ -197,7 +203,7 @@ def _reason_when_resolved(record: Any) -> str | None:
     facts = None
     if view.model_path.lower() not in ("none", "dummy"):  # as SGLang spells "no model"
         facts = ModelFacts.of(model_config_of(record))
-    return unsupported(view, facts, config.block_tokens)
+    return unsupported(view, facts, config.block_tokens) or unsupported_group(view, config)
 
 
 def _reason_despite_failure(record: Any) -> str | None:
@@ -216,6 +222,7 @@ def _keep(record: Any, name: str, value: object) -> None:
 def _check_places(config: CakeConfig) -> None:
     for source in sources_of(config.store, config.eviction_policy):
         source.check()
+    group_setting(config)
     for file in (config.trace_file, config.record_trace):
         if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
             raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")

@@ -29,6 +29,10 @@ _HELP = {
     "encoded_blocks": "Blocks that were encoded and written, by codec.",
     "encoded_bytes": "Bytes that encoded blocks came to.",
     "unstored_blocks": "Blocks that were not written, by reason.",
+    "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
+    "runahead_hops": "Spans of prompts that other members computed.",
+    "runahead_bytes": "Bytes of KV that came from other members.",
+    "runahead_failures": "Prompts that were offered to others and computed alone, by reason.",
 }
 _LABEL = {"fallback": "side", "encoded_blocks": "codec"}
 

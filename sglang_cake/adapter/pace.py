@@ -64,6 +64,10 @@ class Pace:
             self._began_s = time.monotonic()
         self._work += work_of(start, stop)
 
+    def helped(self) -> None:
+        """The step under way is computed with others: its time says nothing of ours."""
+        self._work = StepWork()
+
     def polled(self) -> None:
         """The step under way at the last poll took until now."""
         work, self._work = self._work, StepWork()

@@ -74,6 +74,11 @@ class DeviceKV:
         self.device = buffers[0].device
         self._rows = [_as_words(buffer) for buffer in buffers]
 
+    @property
+    def rows(self) -> Sequence[torch.Tensor]:
+        """The pool itself, in block order: for each layer its planes, each `[slots, words]`."""
+        return self._rows
+
     def new_buffer(self) -> HostBuffer:
         """A host buffer of one block."""
         size = self.layout.block_bytes

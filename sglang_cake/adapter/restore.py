@@ -3,7 +3,7 @@
 import time
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -57,6 +57,7 @@ class Restore:
     wasted_bytes: int = 0
     meet_token: int | None = None
     prefill_s: float | None = None
+    shared: dict[str, Any] = field(default_factory=dict)  # what other members computed, if they did
 
     @property
     def contending(self) -> bool:
@@ -88,17 +89,20 @@ class Restore:
         """Since arrival, by this clock."""
         return time.monotonic() - self.arrived_s
 
-    def story(self) -> dict[str, int | None]:
+    def story(self) -> dict[str, Any]:
         """How the prompt was got; `meta_info["cake"]` of the response.
 
-        With a lossy codec, what was matched in memory counts as lossy too: it may have been loaded
-        for an earlier prompt, or computed after something that was.
+        With a lossy codec, what was matched in memory, here or on another member of the group,
+        counts as lossy too: it may have been loaded for an earlier prompt, or computed after
+        something that was.
         """
-        lossy_tokens = self.loaded_tokens + self.matched_tokens if self.lossy else 0
+        held_tokens = self.matched_tokens + int(self.shared.get("helped_tokens", 0))
+        lossy_tokens = self.loaded_tokens + held_tokens if self.lossy else 0
         return {
             "computed_tokens": self.computed_tokens,
             "loaded_tokens": self.loaded_tokens,
             "matched_tokens": self.matched_tokens,
             "meet_token": self.meet_token,
             "lossy_tokens": lossy_tokens,
+            **self.shared,
         }

@@ -40,8 +40,8 @@ class CakePrefillAdder(PrefillAdder):
         super().__init__(*args, **kwargs)
         self._scheduler = scheduler
         # With mixed chunks, requests that decode share the step.
-        decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
-        self._cake()[1].pace.scheduling(decodes=decodes)
+        self._decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
+        self._cake()[1].pace.scheduling(decodes=self._decodes)
 
     def add_chunked_req(self, req: "Req") -> "Req | None":
         tree, cake = self._cake()
@@ -76,11 +76,16 @@ class CakePrefillAdder(PrefillAdder):
         if cake.hold(req):
             return AddReqResult.CONTINUE  # stays in the queue; the next request may go
         self._stop = None
-        if cake.restore(req.rid) is None:
-            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        restored = cake.restore(req.rid) is not None
         started_s = time.perf_counter()
-        with self._lock_node(req.last_node):
-            cake.settle(req, tree.attach_waiting)
+        if restored:
+            with self._lock_node(req.last_node):
+                cake.settle(req, tree.attach_waiting)
+        shared = self._share(req, has_chunked_req, truncation_align_size)
+        if shared is not None:
+            return shared
+        if not restored:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
         step = cake.plan(req, self.rem_chunk_tokens)
         cake.step_s += time.perf_counter() - started_s
         if step is not None:
@@ -90,6 +95,28 @@ class CakePrefillAdder(PrefillAdder):
                 return AddReqResult.CONTINUE
             self._stop = step.stop
         return super().add_one_req(req, has_chunked_req, truncation_align_size)
+
+    def _share(
+        self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult | None:
+        """Admit a step of which others compute a part; None: nobody helps with this request."""
+        tree, cake = self._cake()
+        if tree.runahead is None:
+            return None
+        alone = not (has_chunked_req or self.can_run_list or self._decodes)
+        verdict = tree.runahead.consider(req, alone=alone)
+        if verdict == "alone":
+            return None
+        if verdict == "wait":
+            cake.waiting = True
+            return AddReqResult.OTHER  # for the answers, at most; nobody goes first meanwhile
+        extent = tree.runahead.extent(req.rid)
+        assert extent is not None
+        self._stop = extent.stop
+        self.rem_chunk_tokens += tree.runahead.helped_tokens(req.rid)  # computed elsewhere
+        result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        self.rem_chunk_tokens = 0  # nobody joins this step
+        return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
         admission = super()._select_prefill_admission(req, **kwargs)
@@ -161,6 +188,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         started_s = time.perf_counter()
         coordinator.poll(running + [req.rid for req in scheduler.waiting_queue])
         coordinator.step_s += time.perf_counter() - started_s
+        if scheduler.tree_cache.runahead is not None:
+            scheduler.tree_cache.runahead.poll(scheduler)
 
 
 def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:

@@ -134,6 +134,25 @@ def unsupported(args: Any, model: ModelFacts | None, block_tokens: int) -> str |
     return _page_mismatch(args.page_size, block_tokens)
 
 
+def unsupported_group(args: Any, config: CakeConfig) -> str | None:
+    """Why this server cannot be a member of the group that the settings name, if they name one.
+
+    Args:
+        args: resolved.
+    """
+    if config.runahead_rank is None:
+        return None
+    if args.device != "cpu" or args.attention_backend != "torch_native":
+        return (
+            "KV-Runahead runs with --device cpu --attention-backend torch_native in this version: "
+            "remove --cake-runahead-rank"
+        )
+    for field in ("tp_size", "dp_size"):
+        if getattr(args, field) > 1:
+            return f"KV-Runahead needs one server a worker: set --{field.replace('_', '-')} 1"
+    return None
+
+
 def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
     """The last check, in a scheduler process, where nothing is a guess any more.
 
@@ -162,6 +181,7 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         view = resolving_view(ctx.server_args)
         reason = unsupported(view, ModelFacts.of(ctx.model_config), config.block_tokens)
         reason = reason or _page_mismatch(params.page_size, config.block_tokens)
+        reason = reason or unsupported_group(view, config)
     if reason is not None:
         raise ConfigError(reason)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_cake.adapter.build import Engine
     from sglang_cake.adapter.coordinator import Coordinator
+    from sglang_cake.adapter.runahead import Runahead
     from sglang_cake.adapter.saving import Saving
 
 
@@ -31,6 +32,7 @@ class CakeRadixCache(UnifiedRadixCache):
     coordinator: "Coordinator | None" = None
     saving: "Saving | None" = None
     engine: "Engine | None" = None
+    runahead: "Runahead | None" = None
     releasing: str | None = None  # gives its row back and goes on waiting (`turns.put_back`)
 
     # ---- what SGLang calls ----
@@ -51,11 +53,15 @@ class CakeRadixCache(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
         if self.coordinator is not None and req.rid != self.releasing:
             self.coordinator.end(req.rid)
+        if self.runahead is not None:
+            self.runahead.end(req.rid)
 
     def release_aborted_request(self, request: Any) -> None:
         super().release_aborted_request(request)
         if self.coordinator is not None:
             self.coordinator.end(request.rid)
+        if self.runahead is not None:
+            self.runahead.end(request.rid)
 
     def reset(self) -> None:
         if self.coordinator is not None:

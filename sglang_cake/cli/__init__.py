@@ -1,4 +1,4 @@
-"""The command line: `sglang-cake patch|demo|plan|simulate|store|trace`.
+"""The command line: `sglang-cake patch|demo|plan|runahead|simulate|store|trace`.
 
 Every sub-command is a module with `add_parser(subparsers)`, which sets `run`, a function from the
 parsed arguments to an exit status. These modules import heavy packages only inside `run`.
@@ -12,6 +12,7 @@ from sglang_cake import __version__
 from sglang_cake.cli.demo import add_parser as add_demo
 from sglang_cake.cli.patch import add_parser as add_patch
 from sglang_cake.cli.plan import add_parser as add_plan
+from sglang_cake.cli.runahead import add_parser as add_runahead
 from sglang_cake.cli.simulate import add_parser as add_simulate
 from sglang_cake.cli.store import add_parser as add_store
 from sglang_cake.cli.trace import add_parser as add_trace
@@ -25,7 +26,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sglang-cake {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (add_demo, add_patch, add_plan, add_simulate, add_store, add_trace):
+    adds = (add_demo, add_patch, add_plan, add_runahead, add_simulate, add_store, add_trace)
+    for add in adds:
         add(subparsers)
     return parser
 

@@ -134,8 +134,7 @@ def next_step(
         chunk_tokens: what the scheduler would compute at most in this step.
     """
     reach = min(view.front + chunk_tokens, view.prompt_tokens)
-    begin, _ = _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)
-    edge = min(reach, begin)
+    edge = min(reach, room(view))
     if BlockState.WANTED not in view.states:
         return Step(edge)
     if mode == "load":
@@ -150,6 +149,11 @@ def next_step(
         # the predicted load, grow until compute goes on.
         return Step(view.front, wait=True, keep=view.first)
     return _towards(meet, edge, view, costs)
+
+
+def room(view: View) -> int:
+    """Where a step that starts at the front ends at the latest: at the first landed block."""
+    return _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
 
 
 def worth_loading(view: View, stored: Sequence[bool], chunk_tokens: int, costs: Costs) -> bool:

@@ -17,8 +17,8 @@ slots any more: they may be given to others.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart
@@ -44,8 +44,12 @@ class Late(RunaheadError):
     reason = "late"
 
 
+# Rows of the pool, one a token. Only `Rows` looks inside; here they are cut by tokens.
+Slots = Any
+
+
 class Rows(Protocol):
-    """The KV pool, a layer at a time; slots are the pool's rows, one a token."""
+    """The KV pool, a layer at a time."""
 
     @property
     def layers(self) -> int:
@@ -57,11 +61,11 @@ class Rows(Protocol):
         """Bytes of one token in one layer, all planes."""
         ...
 
-    def read(self, layer: int, slots: Sequence[int], out: memoryview) -> None:
+    def read(self, layer: int, slots: Slots, out: memoryview) -> None:
         """Copy slots into `out`, plane after plane, each `[tokens, bytes]`. Any thread."""
         ...
 
-    def write(self, layer: int, slots: Sequence[int], payload: memoryview, skip: int) -> None:
+    def write(self, layer: int, slots: Slots, payload: memoryview, skip: int) -> None:
         """Copy `payload` without its first `skip` tokens into slots. Any thread."""
         ...
 
@@ -72,7 +76,7 @@ class Inflow:
     def __init__(self, rows: Rows, span: Span) -> None:
         self._rows, self._span = rows, span
         self._changed = threading.Condition()
-        self._slots: Sequence[int] | None = None
+        self._slots: Slots = None
         self._keep = span.start
         self._got: list[list[Span]] = [[] for _ in range(rows.layers)]
         self._missing = [span.tokens] * rows.layers
@@ -81,7 +85,7 @@ class Inflow:
         self.waited_s = 0.0  # by the forward, so far
         self.bytes = 0
 
-    def bind(self, slots: Sequence[int], keep: int) -> None:
+    def bind(self, slots: Slots, keep: int) -> None:
         """From now on parts are written: `slots` are those of tokens `[keep, span.stop)`.
 
         What is before `keep` is in the pool already.
@@ -171,7 +175,7 @@ class Outflow:
         self._rows, self._job, self._send, self._failed = rows, job, send, failed
         self._part_tokens = max(1, MAX_PART_BYTES // rows.token_bytes)
         self._changed = threading.Condition()
-        self._slots: Sequence[int] = ()
+        self._slots: Slots = None
         self._span = Span(0, 0)
         self._ready = -1  # layers up to this one are in the pool
         self._sent = -1
@@ -180,7 +184,7 @@ class Outflow:
         self.bytes = 0
         self.forwarded_bytes = 0
 
-    def bind(self, slots: Sequence[int], span: Span) -> None:
+    def bind(self, slots: Slots, span: Span) -> None:
         """What is sent of each layer: `slots` are those of `span`. Starts the sender."""
         self._slots, self._span = slots, span
         threading.Thread(target=self._run, name="cake-runahead-send", daemon=True).start()

@@ -45,6 +45,9 @@ class Loopback:
             if m is not self and m._handler and not m._closed.is_set()
         )
 
+    def bytes_per_s(self, rank: int) -> float | None:
+        return None
+
     def send(self, rank: int, message: Message) -> None:
         # Through bytes, as on a wire: nothing is shared, and everything is judged.
         try:

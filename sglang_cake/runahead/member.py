@@ -115,6 +115,11 @@ class Member:
             present = self._transport.reachable()
             return tuple(sorted(r for r in present if self._out.get(r, (0.0, 0.0))[0] <= now_s))
 
+    def bytes_per_s(self) -> float | None:
+        """What the slowest of the links to this member carries; None if nothing was measured."""
+        known = [self._transport.bytes_per_s(rank) for rank in self._transport.reachable()]
+        return min((rate for rate in known if rate is not None), default=None)
+
     def propose(
         self,
         chain: tuple[int, ...],
@@ -174,6 +179,8 @@ class Member:
                 self._tell(rank, Cancel(owned.hop.job, (reason or outcome)[:200]))
             if outcome == "failed":  # nobody can say which of them it was
                 self._leave_out(rank)
+            elif outcome == "cancelled" and rank not in owned.accepted:  # too busy to answer
+                self._pause(rank)
 
     # ---- the helper ----
 
@@ -262,7 +269,7 @@ class Member:
                 mine.accepted.add(rank)
             elif isinstance(message, Refuse):
                 mine.refused = f"member {rank} refuses: {message.reason}"
-                self._out[rank] = (time.monotonic() + BUSY_S, self._out.get(rank, (0, 0))[1])
+                self._pause(rank)
             else:
                 mine.hop.break_off(f"member {rank}: {message.reason}")
         self._wake()
@@ -316,6 +323,11 @@ class Member:
     def _end(self, job: str) -> None:
         self._over.append(job)
         self._lock.notify_all()
+
+    def _pause(self, rank: int) -> None:
+        """Do not ask again at once; what it failed at before still counts."""
+        until_s, last_s = self._out.get(rank, (0.0, 0.0))
+        self._out[rank] = (max(until_s, time.monotonic() + BUSY_S), last_s)
 
     def _leave_out(self, rank: int) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ One JSON file per machine and namespace: what was measured on one says nothing a
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from sglang_cake.spans import Span
 _VERSION = 1
 _MAX_FILE_BYTES = 2**20
 _MAX_WORKERS = 1024
+_LOOK_S = 0.5  # how often a table that is in use is looked for anew
 
 
 @dataclass(slots=True)
@@ -39,6 +41,35 @@ class PartitionTable:
         if not known or span.start != 0 or span.tokens < workers * page_tokens:
             return None
         return scaled(span, _interpolated(known, span.tokens), page_tokens=page_tokens)
+
+
+class WatchedTable:
+    """The table in a file that a search may replace at any time. One thread owns it.
+
+    Args:
+        path: None if there is nowhere to keep one.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._table = PartitionTable()
+        self._seen: tuple[int, int] | None = None
+        self._next_s = 0.0
+
+    def read(self) -> PartitionTable:
+        """The table as it was a moment ago; empty if there is none."""
+        now_s = time.monotonic()
+        if self.path is not None and now_s >= self._next_s:
+            self._next_s = now_s + _LOOK_S
+            try:
+                status = self.path.stat()
+            except OSError:
+                self._table, self._seen = PartitionTable(), None
+            else:
+                seen = (status.st_mtime_ns, status.st_ino)
+                if seen != self._seen:
+                    self._table, self._seen = load_table(self.path), seen
+        return self._table
 
 
 def _interpolated(known: Mapping[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ HANDSHAKE_TIMEOUT_S = 5.0
 RETRY_S = (0.1, 2.0)  # between dials: first, and at most
 MAX_QUEUE = 256  # messages that wait for one connection
 SOCKET_BUFFER_BYTES = 4 * 2**20
+
+_LARGE_BYTES = 2**16
+_NEWEST = 0.1  # weight of the newest part in what a link is taken to carry
 
 Address = tuple[str, int]
 
@@ -77,6 +81,7 @@ class TcpTransport:
         self._outgoing = {r: _Outgoing(self, r, peers[r]) for r in range(len(peers)) if r != rank}
         self._incoming: dict[int, socket.socket] = {}
         self._present: set[int] = set()
+        self._rates: dict[int, float] = {}  # bytes per second; each reader writes its own
         self._lock = threading.Lock()
         self._handler: Handler | None = None
         self._strangers = threading.BoundedSemaphore(2 * len(peers) + 2)  # handshakes at once
@@ -94,6 +99,9 @@ class TcpTransport:
     def reachable(self) -> frozenset[int]:
         with self._lock:
             return frozenset(self._present)
+
+    def bytes_per_s(self, rank: int) -> float | None:
+        return self._rates.get(rank)
 
     def send(self, rank: int, message: Message) -> None:
         self._check_presence(rank)
@@ -248,12 +256,16 @@ class TcpTransport:
     def _read(self, rank: int, connection: socket.socket) -> None:
         assert self._handler is not None
         connection.settimeout(SILENCE_S)
-        parts = memoryview(bytearray(PART_HEAD_BYTES + MAX_PART_BYTES))
+        # So that a payload starts on a word, as copies into the pool want it.
+        pad = -PART_HEAD_BYTES % 16
+        parts = memoryview(bytearray(pad + PART_HEAD_BYTES + MAX_PART_BYTES))[pad:]
         while not self.closed.is_set():
             frame = wire.Frame.parse(wire.received(connection, wire.HEAD.size))
             if frame.kind == wire.PART:
                 body = parts[: frame.length]
+                began_s = time.perf_counter()
                 wire.receive(connection, body)
+                self._measured(rank, len(body), time.perf_counter() - began_s)
                 frame.check(body)
                 part = decode_part(body[:PART_HEAD_BYTES])
                 self._handler.on_part(rank, part, body[PART_HEAD_BYTES:])
@@ -262,6 +274,14 @@ class TcpTransport:
                 frame.check(said)
                 if frame.kind != wire.PING:
                     self._handler.on_message(rank, decode(frame.kind, said))
+
+    def _measured(self, rank: int, size_bytes: int, took_s: float) -> None:
+        # Small parts say more about latency. What waited in a buffer came at memory's speed: then
+        # the link is not what anybody waits for.
+        if size_bytes >= _LARGE_BYTES:
+            rate = size_bytes / max(took_s, 1e-6)
+            before = self._rates.get(rank, rate)
+            self._rates[rank] = before + _NEWEST * (rate - before)
 
 
 class _Outgoing:

@@ -54,6 +54,10 @@ class Transport(Protocol):
         """Ranks that can be sent to, and were heard of a moment ago."""
         ...
 
+    def bytes_per_s(self, rank: int) -> float | None:
+        """What the link from a peer carried lately while it carried parts; None if unknown."""
+        ...
+
     def send(self, rank: int, message: Message) -> None:
         """Queue a message. Raises: PeerGone."""
         ...

@@ -183,6 +183,7 @@ def generate(
     input_ids: Sequence[int],
     max_new_tokens: int = 8,
     timeout_s: float = REQUEST_TIMEOUT_S,
+    custom_params: Mapping[str, object] | None = None,
 ) -> Reply:
     """Greedy streaming `/generate`. Raises: RuntimeError when the server answers with an error."""
     body = json.dumps(
@@ -193,6 +194,7 @@ def generate(
                 "temperature": 0,
                 "max_new_tokens": max_new_tokens,
                 "ignore_eos": True,
+                **({} if custom_params is None else {"custom_params": dict(custom_params)}),
             },
         }
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.adapter.support import ModelFacts, check_context, unsupported
+from sglang_cake.adapter.support import ModelFacts, check_context, unsupported, unsupported_group
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 
@@ -136,6 +136,25 @@ def test_scheduler_refuses_in_one_line(changes: dict[str, Any]) -> None:
     pytest.importorskip("sglang")
     with pytest.raises(ConfigError, match=r"^cake [^\n]+$"):
         check_context(_context(**changes), CakeConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"device": "cuda"}, "--device cpu"),
+        ({"attention_backend": "intel_amx"}, "--attention-backend torch_native"),
+        ({"tp_size": 2}, "set --tp-size 1"),
+        ({"dp_size": 2}, "set --dp-size 1"),
+    ],
+)
+def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], advice: str) -> None:
+    fields = {"device": "cpu", "attention_backend": "torch_native", "tp_size": 1, "dp_size": 1}
+    member = CakeConfig(runahead_rank=0)
+    assert unsupported_group(SimpleNamespace(**fields), member) is None
+    reason = unsupported_group(SimpleNamespace(**fields | changes), member)
+    assert reason is not None
+    assert advice in reason
+    assert unsupported_group(SimpleNamespace(**fields | changes), CakeConfig()) is None
 
 
 def test_the_rules_name_fields_that_sglang_has() -> None:

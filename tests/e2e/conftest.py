@@ -141,7 +141,8 @@ def start(folder: Path) -> Start:
         with server:
             live = Live(server, view, trace)
             yield live
-            live.check_log()
+            if not live.killed:
+                live.check_log()
 
     return start
 

@@ -192,6 +192,7 @@ class Live:
     known: dict[str, Answer] = field(default_factory=dict)
     # Whether compute may overtake any load, so that nothing is certain to come from the store.
     races: bool = True
+    killed: bool = False  # by a test, on purpose: what its log says after that is no alarm
 
     @property
     def url(self) -> str:

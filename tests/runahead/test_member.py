@@ -14,6 +14,7 @@ from members import GROUPS, until
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead import hop as hop_module
 from sglang_cake.runahead.hop import Broken, Inflow, Late
+from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.member import Member, Owned
 from sglang_cake.runahead.messages import LayerPart, Offer, new_job
 from sglang_cake.runahead.partition import Partition, even
@@ -278,3 +279,25 @@ def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
     middle.member.end_helping(helping, None)
     for worker in workers:
         worker.member.close()
+
+
+def test_who_does_not_answer_is_not_asked_again_at_once(group: Group) -> None:
+    group.stop.set()  # their schedulers are in a long step
+    owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    group.owner.end_owned(owned, "cancelled", "no answer")
+    assert group.owner.helpers() == ()
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "they are asked again later")
+
+
+def test_the_link_is_measured_by_what_it_carries(group: Group) -> None:
+    rows, transports = group.workers[-1].rows, group.transports
+    assert group.owner.bytes_per_s() is None
+    payload = memoryview(bytearray(2**20 // rows.token_bytes * rows.token_bytes))
+    part = LayerPart(new_job(), 0, 0, len(payload) // rows.token_bytes)
+    transports[0].send_part(SIZE - 1, part, payload)
+    if isinstance(transports[0], Loopback):
+        return  # has no link
+    until(lambda: group.owner.bytes_per_s() is not None, "a part came")
+    measured = group.owner.bytes_per_s()
+    assert measured is not None
+    assert 1e5 < measured < 1e13

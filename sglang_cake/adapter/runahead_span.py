@@ -1,0 +1,184 @@
+"""A forward over a part of a batch; and a helper's: a span of somebody else's prompt.
+
+A helper's forward is no request of SGLang's. It runs between two steps, in the scheduler's thread,
+on slots of its own, and gives all back before it returns: to the tree, if every layer is there.
+"""
+
+import copy
+import logging
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_cake.adapter.runahead_rows import LayerGate
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead.member import Helping, Member
+from sglang_cake.runahead.messages import Offer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger("sglang_cake")
+
+# How long the last layers may take to leave after the forward.
+DRAIN_TIMEOUT_S = 5.0
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """A batch of one request that computes tokens `[start, stop)` of what `batch` computes.
+
+    Slots, sampling and everything else are shared with it. What ends before the batch does gives
+    no logprobs.
+    """
+    (first,), (tokens,) = batch.prefix_lens, batch.extend_lens
+    assert first <= start < stop <= first + tokens
+    part = copy.copy(batch)
+    cut = slice(start - first, stop - first)
+    part.input_ids = batch.input_ids[cut]
+    part.out_cache_loc = batch.out_cache_loc[cut]
+    part.prefix_lens, part.extend_lens = [start], [stop - start]
+    part.extend_num_tokens = stop - start
+    if batch.extend_logprob_start_lens is not None:
+        part.extend_logprob_start_lens = [
+            max(0, batch.extend_logprob_start_lens[0] - (start - first))
+        ]
+    if stop < first + tokens:
+        part.seq_lens = torch.full_like(batch.seq_lens, stop)
+        part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, stop)
+        part.seq_lens_sum = stop
+        part.return_logprob = False
+        part.extend_input_logprob_token_ids = None
+    return part
+
+
+def run_part(worker: Any, part: Any) -> None:
+    """The forward alone: KV is written, nothing is sampled."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    forward = ForwardBatch.init_new(
+        part, worker.model_runner, return_hidden_states_before_norm=False
+    )
+    worker.model_runner.forward(forward)
+
+
+class SpanRunner:
+    """Computes spans for others.
+
+    Args:
+        limit_tokens: what one forward computes at most.
+    """
+
+    def __init__(
+        self, member: Member, gate: LayerGate, *, page_tokens: int, limit_tokens: int
+    ) -> None:
+        self._member, self._gate = member, gate
+        self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
+
+    def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
+        """Accept or refuse, compute, hand on. Nothing is left behind, whatever happens."""
+        if scheduler.waiting_queue or scheduler.chunked_req is not None:
+            self._member.refuse(owner, offer, "busy with its own prompts")
+            return
+        reason = self._too_large(scheduler, offer)
+        if reason is not None:
+            self._member.refuse(owner, offer, reason)
+            return
+        req = _request(offer)
+        tree = scheduler.tree_cache
+        req.init_next_round_input(tree)
+        req.lock = tree.lock(req.last_node)
+        reason = self._unfit(scheduler, offer, req)
+        if reason is not None:
+            tree.unlock(req.lock)
+            self._member.refuse(owner, offer, reason)
+            return
+        helping = None
+        failure: str | None = None
+        try:
+            helping = self._member.accept(owner, offer, matched=req.prefix_len)
+            self._compute(scheduler, helping, req)
+        except RunaheadError as error:
+            failure = str(error)
+        except Exception as error:
+            logger.exception("cake runahead: a span could not be computed")
+            failure = repr(error)
+        finally:
+            if helping is not None:  # from here on nobody touches the slots
+                self._member.end_helping(helping, failure)
+            self._give_back(tree, req, keep=failure is None)
+        if failure is not None:
+            logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
+
+    def _too_large(self, scheduler: "Scheduler", offer: Offer) -> str | None:
+        if max(offer.tokens) >= scheduler.model_config.vocab_size:
+            return "tokens that this model does not have"
+        if len(offer.tokens) >= scheduler.req_to_token_pool.req_to_token.shape[1]:
+            return "a longer prompt than may be here"
+        if offer.partition.spans[offer.chain.index(self._member.rank)].tokens > self._limit_tokens:
+            return "a longer span than a step computes here"
+        return None
+
+    def _unfit(self, scheduler: "Scheduler", offer: Offer, req: "Req") -> str | None:
+        if req.prefix_len < offer.bounds[0]:
+            return "it has less of this prompt than its owner"
+        need = len(offer.tokens) - req.prefix_len + self._page_tokens
+        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        if need > allocator.available_size() + tree.evictable_size():
+            return "not enough KV memory"
+        if scheduler.req_to_token_pool.available_size() < 1:
+            return "too many requests"
+        return None
+
+    def _compute(self, scheduler: "Scheduler", helping: Helping, req: "Req") -> None:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        req.extend_end = len(req.full_untruncated_fill_ids)
+        batch = ScheduleBatch.init_new(
+            [req],
+            scheduler.req_to_token_pool,
+            scheduler.token_to_kv_pool_allocator,
+            scheduler.tree_cache,
+            scheduler.model_config,
+            False,
+            scheduler.spec_algorithm,
+        )
+        batch.prepare_for_extend()
+        batch.input_ids, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
+        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
+        keep = req.prefix_len  # all before is in the tree, shared: nothing may write there
+        start = max(keep, helping.span.start)
+        hop = helping.hop
+        if hop.inflow is not None:
+            hop.inflow.bind(row[keep : helping.span.start], keep)
+        assert hop.outflow is not None
+        hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
+        with self._gate(hop):
+            run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
+        hop.outflow.drain(DRAIN_TIMEOUT_S, hop.check)
+
+    def _give_back(self, tree: Any, req: "Req", *, keep: bool) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        if req.kv.holds_kv:
+            release_kv_cache(req, tree, checkpoint=keep)
+        else:
+            tree.unlock(req.lock)
+            req.lock = None
+
+
+def _request(offer: Offer) -> "Req":
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=1, temperature=0)
+    sampling.normalize(None)
+    return Req(
+        f"cake-runahead-{offer.job}",
+        "",
+        array("q", offer.tokens),
+        sampling,
+        extra_key=offer.extra_key,
+        cache_salt=offer.cache_salt,
+    )

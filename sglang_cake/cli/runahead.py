@@ -1,0 +1,199 @@
+"""`sglang-cake runahead search`: the best partition of long prompts, measured on running servers.
+
+Asks one member of a group (`--cake-runahead-rank`) for prompts of these lengths, each with another
+partition, and keeps the best in the lookup table of that machine and namespace. The server takes it
+from there, without a restart, and interpolates between lengths (docs/runahead.md).
+
+    sglang-cake runahead search --url http://127.0.0.1:30000 --lengths 4k,8k,16k --workers 2
+
+What was measured is written down at once: a search that was stopped goes on where it was. The
+servers should have nothing else to do meanwhile. Run it on the machine of the server that it asks,
+with the same XDG_CACHE_HOME or HOME.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_cake.cache_folder import cache_folder
+from sglang_cake.cli.store_tables import table
+from sglang_cake.errors import ConfigError, RunaheadError
+from sglang_cake.runahead.partition import Partition, even
+from sglang_cake.runahead.search import Journal, Searched, grid_search
+from sglang_cake.runahead.table import load_table, save_table
+from sglang_cake.spans import Span
+
+PARAMETER = "cake_runahead"  # of a request's sampling parameters
+TRIES = 40  # a member that is busy for a moment refuses
+PAUSE_S = 0.25
+NEW_TOKENS = 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.json")
+_TOKEN_VALUES = 256  # every tokenizer has that many
+
+# `(prompt length, ends of the spans or "closed") -> (TTFT in seconds, what the server says of it)`.
+Ask = Callable[[int, object], tuple[float, dict[str, Any]]]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `runahead` to the command line."""
+    parser = subparsers.add_parser("runahead", help="several workers share a prompt: search")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    search = actions.add_parser(
+        "search",
+        help="measure partitions on running servers, and keep the best",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    search.add_argument("--url", default="http://127.0.0.1:30000", help="of one member")
+    search.add_argument("--lengths", default="4k,8k,16k", metavar="N[,N...]", help="in tokens")
+    search.add_argument("--workers", type=int, default=2, metavar="P", help="that share a prompt")
+    search.add_argument("--repeats", type=int, default=3, metavar="N", help="median of N runs")
+    search.add_argument("--points", type=int, default=3, metavar="N", help="of a bound in a level")
+    search.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search every length. Raises: ConfigError, RunaheadError; what was measured is kept."""
+    lengths = _lengths(args.lengths)
+    if args.workers < 2 or args.repeats < 1 or args.points < 3 or args.points % 2 == 0:
+        raise ConfigError("runahead search needs 2 workers or more, a repeat, and 3, 5, ... points")
+    page_tokens = _page_tokens(args.url)
+    if min(lengths) < 4 * args.workers * page_tokens:
+        raise ConfigError(f"--lengths: at least {4 * args.workers * page_tokens} tokens here")
+    found = []
+    for tokens in lengths:
+        found.append(
+            search_one(
+                lambda n, ends: _ask(args.url, n, ends),
+                tokens,
+                args.workers,
+                page_tokens=page_tokens,
+                repeats=args.repeats,
+                points=args.points,
+                say=lambda text: print(text, flush=True),
+            )
+        )
+    rows = [
+        [
+            f"{each.partition.bounds[-1]:,}",
+            " ".join(f"{share:.3f}" for share in each.partition.fractions),
+            f"{each.ttft_s:.3f}",
+            str(each.measured),
+        ]
+        for each in found
+    ]
+    print("\n" + table(["tokens", "shares", "TTFT s", "measured"], rows, right=(0, 2, 3)))
+    return 0
+
+
+def search_one(
+    ask: Ask,
+    tokens: int,
+    workers: int,
+    *,
+    page_tokens: int,
+    repeats: int,
+    points: int,
+    say: Callable[[str], None],
+) -> Searched:
+    """The best partition of prompts of `tokens` tokens, now in the server's table.
+
+    Raises: RunaheadError if the others do not help.
+    """
+    start = even(Span(0, tokens), workers, page_tokens=page_tokens)
+    _, first = helped(ask, tokens, start)
+    path = _table_of(first)
+    journal_path = path.with_name(f"{path.stem}.search-{tokens}-{workers}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    best_s, count = float("inf"), 0
+
+    def measure(partition: Partition) -> float:
+        return statistics.median(helped(ask, tokens, partition)[0] for _ in range(repeats))
+
+    def told(partition: Partition, ttft_s: float) -> None:
+        nonlocal best_s, count
+        best_s, count = min(best_s, ttft_s), count + 1
+        say(f"{tokens:,} tokens  {partition.bounds}  {ttft_s:.3f} s  best {best_s:.3f} s  #{count}")
+
+    closed = ask(tokens, "closed")[1].get("bounds")
+    if isinstance(closed, list) and len(closed) == workers + 1 and closed[-1] == tokens:
+        start = Partition(tuple(closed))
+    found = grid_search(
+        start,
+        Journal(journal_path, measure, told),
+        stride_tokens=max(page_tokens, tokens // (8 * workers)),
+        min_stride_tokens=max(page_tokens, tokens // 128),
+        page_tokens=page_tokens,
+        points=points,
+        told=lambda stride, best: say(
+            f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
+        ),
+    )
+    known = load_table(path)
+    known.put(tokens, found.partition)
+    save_table(path, known)
+    journal_path.unlink(missing_ok=True)
+    return found
+
+
+def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str, Any]]:
+    """A run in which the others did their part. Raises: RunaheadError if there is none."""
+    for _ in range(TRIES):
+        ttft_s, story = ask(tokens, list(partition.bounds[1:]))
+        if story.get("bounds") == list(partition.bounds):
+            return ttft_s, story
+        time.sleep(PAUSE_S)
+    raise RunaheadError(
+        f"nobody helps with {partition.bounds}: are all members up, idle, and with KV memory and "
+        "--chunked-prefill-size for their spans? Their logs say 'cake runahead: member N is here', "
+        "and why a request was computed alone"
+    )
+
+
+def _table_of(story: dict[str, Any]) -> Path:
+    name = story.get("table")
+    try:
+        folder = cache_folder()
+    except RuntimeError:
+        name = None
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise RunaheadError("no folder for the table: set XDG_CACHE_HOME or HOME, also for servers")
+    return folder / "runahead" / name
+
+
+def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
+    from sglang_cake.testing.server import generate
+
+    # New text every time: nothing of it is cached anywhere.
+    prompt = random.Random().choices(range(_TOKEN_VALUES), k=tokens)
+    try:
+        reply = generate(url, prompt, NEW_TOKENS, custom_params={PARAMETER: ends})
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunaheadError(f"{url} does not answer: {error}") from None
+    return reply.ttft_s, reply.cake
+
+
+def _page_tokens(url: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/get_server_info", timeout=30) as reply:
+            found = json.loads(reply.read())
+            return int(found["page_size"])
+    except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--url {url}: no SGLang server answers there ({error})") from None
+
+
+def _lengths(text: str) -> list[int]:
+    from sglang_cake.cli.machine_args import read_lengths
+
+    try:
+        return sorted(set(read_lengths(text)))
+    except ConfigError:
+        raise ConfigError(f"--lengths {text!r}: write for example 4096,16k") from None

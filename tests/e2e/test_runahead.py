@@ -1,0 +1,255 @@
+"""KV-Runahead in two real servers on one machine, one thread each."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from live import BLOCK, VOCAB, Answer, Asking, Live, Start, assert_same, until
+
+from sglang_cake.testing.server import free_port
+
+PAGE = 16
+LONG = 1200
+FLAGS = (
+    *("--dtype", "float32", "--max-total-tokens", "6000", "--page-size", str(PAGE)),
+    *("--chunked-prefill-size", "4096", "--enable-metrics", "--sleep-on-idle"),
+)
+
+
+class Pair:
+    """The owner loads nothing; the helper, when it owns a prompt itself, loads beside the chain."""
+
+    def __init__(self, owner: Live, helper: Live) -> None:
+        self.owner, self.helper = owner, helper
+
+    def until_together(self) -> None:
+        for live in (self.owner, self.helper):
+            until(lambda one=live: together(one), "both members are there")
+
+
+def together(live: Live) -> bool:
+    said = [line for line in live.server.logs().splitlines() if "cake runahead: member" in line]
+    return bool(said) and said[-1].endswith("is here")
+
+
+@pytest.fixture(scope="module")
+def pair(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Pair]:
+    secret = folder / "secret"
+    secret.write_text("of these two and of nobody else")
+    secret.chmod(0o600)
+    peers = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
+    with contextlib.ExitStack() as stack:
+        lives = [
+            stack.enter_context(
+                start(
+                    models["first"],
+                    (
+                        *FLAGS,
+                        *("--cake-runahead-rank", str(rank), "--cake-runahead-peers", peers),
+                        *("--cake-runahead-secret", str(secret)),
+                        *("--cake-mode", "both" if rank else "compute"),
+                    ),
+                    store=folder / f"runahead-{rank}",
+                    bandwidth="2MB/s",
+                    env={"OMP_NUM_THREADS": "1"},
+                )
+            )
+            for rank in range(2)
+        ]
+        both = Pair(*lives)
+        both.until_together()
+        yield both
+
+
+@pytest.fixture
+def ids(request: pytest.FixtureRequest) -> list[int]:
+    source = random.Random(request.node.nodeid)
+    return [source.randrange(VOCAB) for _ in range(LONG)]
+
+
+def shared(inner: Sequence[int], stop: int = LONG) -> dict[str, Any]:
+    """Extra of a request that asks for this partition, as a search does."""
+    return {"sampling": {"custom_params": {"cake_runahead": [*inner, stop]}}}
+
+
+def alone() -> dict[str, Any]:
+    return {"sampling": {"custom_params": {"cake_runahead": "alone"}}}
+
+
+def share(pair: Pair, ids: list[int], bounds: Sequence[int], tries: int = 20) -> Answer:
+    """Ask until the other one had time to help: a busy machine may be late with its answer."""
+    for _ in range(tries):
+        answer = pair.owner.again(ids, **shared(bounds))
+        if helped(answer):
+            return answer
+        pair.helper.flush()
+        time.sleep(0.3)
+    raise AssertionError("nobody ever helped")
+
+
+def helped(answer: Answer) -> int:
+    return int(answer.meta["cake"].get("helped_tokens", 0))
+
+
+@pytest.mark.parametrize("split", [PAGE, 640, 1184])
+def test_two_servers_give_the_tokens_of_one(
+    pair: Pair, plain: Live, ids: list[int], split: int
+) -> None:
+    before = pair.owner.metric("helped_tokens_total")
+    answer = share(pair, ids, [split])
+    assert_same(answer, plain.know(ids))
+    assert helped(answer) == split
+    assert pair.owner.metric("helped_tokens_total") - before == split
+    again = pair.owner.ask(ids)  # what came from the other one is in the tree like any KV
+    assert again.cached >= LONG - 2 * PAGE
+    assert_same(again, plain.know(ids))
+    on_helper = pair.helper.ask([*ids[:split], *ids[:8]], **alone())
+    assert on_helper.cached == split
+
+
+def test_corrupt_kv_would_be_seen(pair: Pair, plain: Live, ids: list[int]) -> None:
+    """The control of the test above: with another first half the answer is another one."""
+    other = [*reversed(ids[:640]), *ids[640:]]
+    assert pair.owner.ask(other).tokens != plain.know(ids).tokens
+
+
+def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: list[int]) -> None:
+    pair.owner.again(ids[:512], **alone())
+    pair.helper.ask(ids[:800], **alone())
+    before = pair.owner.metric("runahead_bytes_total")
+    for _ in range(20):
+        answer = pair.owner.ask(ids, **shared([640]))
+        if helped(answer):
+            break
+        pair.owner.again(ids[:512], **alone())
+    assert answer.cached == 512
+    assert helped(answer) == 128
+    assert_same(answer, plain.know(ids))
+    # 4 layers, K and V, 2 heads of 32 dimensions in float32
+    assert pair.owner.metric("runahead_bytes_total") - before == 128 * 4 * 2 * 2 * 32 * 4
+
+
+def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
+    pair.helper.flush()
+    pair.owner.again(ids[:512], **alone())
+    answer = pair.owner.ask(ids, **shared([640]))
+    assert helped(answer) == 0
+    assert_same(answer, plain.know(ids))
+
+
+def test_input_logprobs_of_the_front_are_computed_alone(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
+    extra = {"logprob_start_len": 100}
+    answer = pair.owner.again(ids, **shared([640]), **extra)
+    assert helped(answer) == 0
+    assert_same(answer, plain.ask(ids, **extra))
+    tail = {"logprob_start_len": LONG - 20}
+    assert_same(pair.owner.again(ids, **shared([640]), **tail), plain.ask(ids, **tail))
+
+
+def test_a_short_prompt_stays_local(pair: Pair, plain: Live, ids: list[int]) -> None:
+    before = pair.owner.metric("runahead_hops_total")
+    assert_same(pair.owner.again(ids[:80]), plain.know(ids[:80]))
+    assert pair.owner.metric("runahead_hops_total") == before
+
+
+def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[int]) -> None:
+    loads, helps = pair.helper, pair.owner  # who loads owns the prompt here
+    assert loads.store is not None
+    assert helps.store is not None
+    before = len(loads.store.blocks()), len(helps.store.blocks())
+    for _ in range(20):
+        helps.flush()
+        if helped(loads.again(ids, **shared([640]))):
+            break
+    loads.store.until_stored(ids)
+    after = len(loads.store.blocks()), len(helps.store.blocks())
+    assert (after[0] - before[0], after[1] - before[1]) == (LONG // BLOCK, 0)
+    for _ in range(20):
+        helps.flush()
+        answer = loads.again(ids, **shared([256], stop=512))
+        assert_same(answer, plain.know(ids))
+        if helped(answer):
+            break
+    assert helped(answer) == 256
+    assert answer.computed >= 512
+    assert answer.loaded > 0
+    assert answer.computed + answer.loaded == LONG
+    assert len(loads.store.blocks()) == after[0]
+
+
+def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) -> None:
+    for _ in range(3):
+        pair.owner.flush()
+        pair.helper.flush()
+        asked = [Asking(live, ids, **shared([640])) for live in (pair.owner, pair.helper)]
+        for each in asked:
+            assert_same(each.answer(), plain.know(ids))
+
+
+def test_an_aborted_request_leaves_nothing(pair: Pair, plain: Live, ids: list[int]) -> None:
+    for wait_s in (0.0, 0.02, 0.1):
+        pair.owner.flush()
+        with contextlib.suppress(Exception):
+            asking = Asking(pair.owner, ids, rid=f"aborted-{wait_s}", **shared([640]))
+            time.sleep(wait_s)
+            requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
+            asking.answer()
+    pair.owner.flush()  # which waits until nothing runs, and checks the books
+    pair.helper.flush()
+    assert_same(share(pair, ids, [640]), plain.know(ids))
+
+
+def scheduler_of(live: Live) -> int:
+    """The process of the server that computes."""
+    assert live.server._process is not None
+    group = live.server._process.pid
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if (
+                    os.getpgid(int(entry.name)) == group
+                    and "scheduler" in (entry / "cmdline").read_text()
+                ):
+                    return int(entry.name)
+    raise AssertionError("no scheduler")
+
+
+def test_a_helper_that_hangs_and_comes_back(pair: Pair, plain: Live, ids: list[int]) -> None:
+    share(pair, ids, [640])
+    pair.owner.flush()
+    pair.helper.flush()
+    pid = scheduler_of(pair.helper)
+    asking = Asking(pair.owner, ids, **shared([1184]))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert_same(asking.answer(), plain.know(ids))
+        assert_same(pair.owner.again(ids, **shared([1184])), plain.know(ids))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    pair.until_together()
+    assert_same(share(pair, ids, [640], tries=60), plain.know(ids))
+
+
+def test_zz_a_helper_that_dies_in_the_middle(pair: Pair, plain: Live, ids: list[int]) -> None:
+    """The last test of the pair: the helper is gone for good."""
+    pair.owner.flush()
+    pair.helper.flush()
+    pid = scheduler_of(pair.helper)
+    pair.helper.check_log()
+    pair.helper.killed = True
+    asking = Asking(pair.owner, ids, **shared([1184]))
+    time.sleep(0.1)  # before, in or after its span: the answer is the same
+    os.kill(pid, signal.SIGKILL)
+    assert_same(asking.answer(), plain.know(ids))
+    answer = pair.owner.again(ids, **shared([640]))
+    assert helped(answer) == 0
+    assert_same(answer, plain.know(ids))

@@ -1,0 +1,141 @@
+"""`sglang-cake runahead search`, and the table that a server takes from it while it runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_cake.cli import main
+from sglang_cake.cli import runahead as command
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead import table as table_module
+from sglang_cake.runahead.partition import Partition, even
+from sglang_cake.runahead.table import PartitionTable, WatchedTable, load_table, save_table
+from sglang_cake.spans import Span
+
+TOKENS, BEST = 4096, 2432
+NAME = "x86-64-00aa.json"
+
+
+class FakeServer:
+    """Takes longer the further the bound is from the best one."""
+
+    def __init__(self, table: object = NAME) -> None:
+        self.asked: list[list[int]] = []
+        self.dies_after = 10**9
+        self.busy = 0
+        self.table = table
+
+    def ask(self, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
+        if ends == "closed":
+            return 1.0, {"bounds": [0, 2400, tokens]}
+        assert isinstance(ends, list)
+        if self.busy:
+            self.busy -= 1
+            return 9.0, {}
+        if len(self.asked) >= self.dies_after:
+            raise RunaheadError("the server is gone")
+        self.asked.append(ends)
+        return 1 + abs(ends[0] - BEST) / 1e4, {"bounds": [0, *ends], "table": self.table}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(command, "PAUSE_S", 0.0)
+    return tmp_path / "sglang_cake" / "runahead"
+
+
+def search(server: FakeServer, said: list[str] | None = None) -> Partition:
+    return command.search_one(
+        server.ask,
+        TOKENS,
+        2,
+        page_tokens=16,
+        repeats=1,
+        points=3,
+        say=(said if said is not None else []).append,
+    ).partition
+
+
+def test_the_best_is_found_kept_and_told(folder: Path) -> None:
+    server, said = FakeServer(), []
+    server.busy = 3
+    found = search(server, said)
+    assert abs(found.bounds[1] - BEST) <= 16
+    assert load_table(folder / NAME).predict(Span(0, TOKENS), 2, page_tokens=16) == found
+    assert any("best" in line and "#1" in line for line in said)
+    assert [path.name for path in folder.iterdir()] == [NAME]  # the journal is gone
+    assert (folder / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_search_that_was_stopped_goes_on_where_it_was(folder: Path) -> None:
+    server = FakeServer()
+    server.dies_after = 4
+    with pytest.raises(RunaheadError, match="gone"):
+        search(server)
+    first, server.asked, server.dies_after = server.asked[1:], [], 10**9
+    search(server)
+    assert first
+    assert not [ends for ends in server.asked[1:] if ends in first]  # [0] is the first contact
+
+
+def test_other_lengths_and_workers_are_kept(folder: Path) -> None:
+    known = PartitionTable()
+    known.put(8192, even(Span(0, 8192), 2))
+    known.put(TOKENS, even(Span(0, TOKENS), 3))
+    save_table(folder / NAME, known)
+    found = search(FakeServer())
+    after = load_table(folder / NAME).entries
+    assert after[2][8192] == (0.5, 0.5)
+    assert after[2][TOKENS] == found.fractions
+    assert len(after[3][TOKENS]) == 3
+
+
+@pytest.mark.parametrize("name", [None, "../../x.json", "/etc/x.json", "a b.json", "x.txt", 7])
+def test_a_server_cannot_say_where_to_write(name: object) -> None:
+    with pytest.raises(RunaheadError, match="folder for the table"):
+        search(FakeServer(table=name))
+
+
+def test_nobody_helps_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    server.busy = 10**9
+    with pytest.raises(RunaheadError, match="nobody helps") as error:
+        search(server)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--lengths", "x"], "--lengths 'x'"),
+        (["--workers", "1"], "2 workers or more"),
+        (["--points", "4"], "3, 5, ... points"),
+        (["--url", "http://127.0.0.1:9"], "no SGLang server answers"),
+    ],
+)
+def test_mistakes_are_one_line(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runahead", "search", *flags]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_server_takes_a_new_table_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_module, "_LOOK_S", 0.0)
+    path = tmp_path / "table.json"
+    watched = WatchedTable(path)
+    assert not watched.read().entries
+    found = PartitionTable()
+    for tokens in (1024, 2048):
+        found.put(tokens, even(Span(0, tokens), 2))
+        save_table(path, found)
+        assert tokens in watched.read().entries[2]
+    path.unlink()
+    assert not watched.read().entries
+    assert not WatchedTable(None).read().entries
