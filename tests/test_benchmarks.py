@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_cake.testing.server import Reply
@@ -18,6 +19,9 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 
 from benchmarks import (  # noqa: E402
     __main__,
+    bench_burst,
+    bench_codec,
+    bench_codec_ttft,
     bench_file_store,
     bench_fleet,
     bench_http_store,
@@ -35,18 +39,8 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *(
-        "attention",
-        "codec",
-        "codec_ttft",
-        "eviction",
-        "file_store",
-        "fleet",
-        "http_store",
-        "overhead",
-        "paper_kvr",
-    ),
-    *("real_grid", "runahead", "sealed", "serving", "ttft"),
+    *("attention", "burst", "codec", "codec_ttft", "eviction", "file_store", "fleet", "http_store"),
+    *("overhead", "paper_kvr", "real_grid", "runahead", "sealed", "serving", "ttft"),
 )
 
 
@@ -396,6 +390,32 @@ def test_the_file_store_is_measured_beside_fio(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"], "left something"
 
 
+def test_claims_of_one_step_are_one_batch() -> None:
+    claims = [
+        (1.0, "long", 0, 512),
+        (2.0, "a", 0, 30),
+        (2.0003, "b", 0, 40),
+        (2.001, "long", 512, 700),
+    ]
+    events = [
+        {"t_s": at_s, "rid": rid, "event": "claim", "start": start, "stop": stop}
+        for at_s, rid, start, stop in claims
+    ]
+    found = bench_burst.steps([*events, {"event": "done", "t_s": 3.0}], "long", 4.0)
+    assert [(s["begin_s"], s["end_s"]) for s in found] == [(1.0, 2.0), (2.0, 4.0)]
+    assert [(s["stored_tokens"], s["plain_tokens"]) for s in found] == [(512, 0), (188, 70)]
+
+
+def test_the_burst_is_compared_within_rounds() -> None:
+    def run(finish_s: float) -> dict[str, object]:
+        times = dict.fromkeys(("stored_ttft_s", "short_ttft_mean_s", "short_ttft_max_s"), 1.0)
+        return {"finish_s": finish_s, "output_ids": {"a": [1]}, **times}
+
+    found = bench_burst.summary({"fcfs": [run(2.0), run(20.0)], "adaptive": [run(1.0), run(10.0)]})
+    assert found["adaptive_to_fcfs"]["finish_s"]["ratio"] == pytest.approx(0.5)
+    assert found["same_tokens"]
+
+
 # ---- several workers ----
 
 
@@ -442,3 +462,35 @@ def test_runahead_arguments() -> None:
     assert args.out == facts.RESULTS / "runahead-cpu.json"
     with pytest.raises(SystemExit):
         bench_runahead.parse_args(["--lengths", "1000"])
+
+
+def test_times_by_codec_are_set_beside_the_single_ways(tmp_path: Path) -> None:
+    args = SimpleNamespace(codecs=["raw", "int8"], repeats=2)
+    bench = bench_codec_ttft.Bench(args, tmp_path, [1] * 257, None)  # type: ignore[arg-type]
+    took_s = {"compute": 2.0, "raw auto": 1.0, "raw load": 2.0, "int8 auto": 0.6, "int8 load": 1.0}
+    bench.arms = {arm: arm for arm in took_s}  # type: ignore[assignment]
+    bench.stored_bytes, bench.balanced = {"raw": 200, "int8": 100}, 100.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_codec_ttft.Bench, "pace", lambda self, ratio: None)
+        patch.setattr(bench_codec_ttft.Bench, "cold", lambda self, server: took_s[server])
+        cell = bench.cell(0.5)
+    assert cell["int8"] == {
+        "link_limit_s": 2.0,
+        "faster_than_load": 1.667,
+        "faster_than_compute": 3.333,
+        "over_better_single": 0.6,
+        "of_raw": 0.6,
+    }
+    assert len(bench_codec_ttft.text([cell], args.codecs).splitlines()) == 3
+
+
+def test_blocks_of_another_shape_hold_no_plane_twice() -> None:
+    planes = np.arange(8 * 4 * 2, dtype=np.uint16).reshape(8, 4, 2, 1, 1)
+    planes = np.broadcast_to(planes, (8, 4, 2, 128, 192))
+    shape = bench_codec.Shape("wide", 3, 5, 64)
+    for block in bench_codec.filled(shape, planes, 2):
+        words = np.frombuffer(block, np.uint16).reshape(3, 2, 128, 320)
+        found = [words[layer, part, 0] for layer in range(3) for part in range(2)]
+        assert len(block) == shape.layout.block_bytes
+        assert len({(row[0], row[-1]) for row in found}) == 6
+        assert all(row[0] != row[-1] for row in found)
