@@ -9,6 +9,8 @@ from sglang_cake.codec.catalogue import chain_of, decode
 from sglang_cake.codec.chain import Chain
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.error import relative_error
+from sglang_cake.codec.frame import HEADER_BYTES
+from sglang_cake.codec_names import CODECS
 from sglang_cake.layout import DTYPE_BYTES, BlockLayout
 from sglang_cake.testing.codec_contract import CodecContract, as_bytes
 
@@ -234,3 +236,20 @@ def test_keys_turned_back_within_a_block_are_even_again() -> None:
     back = np.empty_like(block)
     step.decode(target, Block.over(layout, memoryview(back).cast("B")))
     assert np.abs(back - block).max() < 1e-5
+
+
+@pytest.mark.parametrize(("codec", "least"), [("int8", 1.9), ("int4", 3.7), ("kvquant3", 4.5)])
+@pytest.mark.parametrize(("layers", "heads"), [(32, 8), (40, 40), (80, 1)])
+def test_how_much_smaller_blocks_are_with_scales_and_headers(
+    codec: str, least: float, layers: int, heads: int
+) -> None:
+    """Llama-3.1-8B, LongAlpaca-13B, a rank of eight of Llama-3.1-70B; these sizes are fixed."""
+    layout = BlockLayout(layers, (("k", (heads, 128)), ("v", (heads, 128))), "bfloat16", 128)
+    chain = chain_of(codec, layout, rope_theta=500000.0)
+    stored_bytes = HEADER_BYTES + 192 + chain.max_bytes(layout)
+    assert layout.block_bytes / stored_bytes >= least
+
+
+def test_no_text_in_front_of_a_block_is_longer_than_that_of_the_longest_chain() -> None:
+    layout = BlockLayout(1, (("k", (1, 128)), ("v", (1, 128))), "bfloat16", 128)
+    assert all(len(chain_of(codec, layout, 500000.0).describe()) < 188 for codec in CODECS)
