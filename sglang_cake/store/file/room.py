@@ -18,7 +18,7 @@ from sglang_cake.store.file.paths import NamespaceFolder
 
 # What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
 SMALL_FILES_BYTES = 256 << 10
-LOAD_AT_ONCE = 10_000
+LOAD_AT_ONCE = 1_000
 # Room that is made ahead in the background, so that a put seldom has to wait for it.
 AHEAD_SHARE, AHEAD_MOST_BYTES = 0.02, 1 << 30
 
@@ -46,7 +46,7 @@ class Room:
         self._root, self.capacity_bytes, self.policy_name = root, capacity_bytes, policy
         self._sharing, self._admission, self._on_learned = sharing, admission, on_learned
         self._lock = threading.Lock()
-        self._worth = Worth()
+        self._worth = self._told_worth = Worth()
         self._policy = self._new_policy()
         self._kept = self._policy.fits()  # as the books have them
         self._seen = 0  # blocks with a larger id are not in the policy yet
@@ -107,6 +107,8 @@ class Room:
 
     def admits(self, stored_bytes: int, use: Use) -> bool:
         """Whether a block that is used for this is worth writing; counted if it is not."""
+        if not self._admission.least:
+            return True
         now_s = time.time()
         usage = Usage(stored_bytes, now_s, now_s, 0, 0, use)
         with self._lock:
@@ -116,8 +118,10 @@ class Room:
 
     def learn(self, index: BlockIndex) -> None:
         """Take up what the books know, so that `make` finds little left to learn."""
-        with self._lock:
-            self._learn(index)
+        more = True
+        while more:  # whoever writes gets in between
+            with self._lock:
+                more = self._learn_some(index)
 
     def stored(self, booked_id: int, usage: Usage) -> None:
         """A block was stored here."""
@@ -131,15 +135,15 @@ class Room:
                 self._policy.touch(block, touch.at_s, touch.uses, touch.use)
 
     def worth(self, worth: Worth) -> None:
-        """What blocks save where requests run."""
-        with self._lock:
-            if worth != self._worth:
-                self._worth = worth
-                self._policy.weigh(worth)
+        """What blocks save where requests run. Waits for nothing: `refresh` takes it up."""
+        self._told_worth = worth
 
     def refresh(self, index: BlockIndex) -> None:
         """Let the policy learn from what it saw, and keep what it learned."""
         with self._lock:
+            if self._worth != self._told_worth:
+                self._worth = self._told_worth
+                self._policy.weigh(self._worth)
             self._policy.refresh(time.time())
             fits = dict(self._policy.fits())
         if fits != self._kept:
@@ -159,11 +163,17 @@ class Room:
         return TenantPolicy(policy, self._sharing) if self._sharing else policy
 
     def _learn(self, index: BlockIndex) -> None:
-        while batch := index.stored(self._seen, LOAD_AT_ONCE):
-            for booked in batch:
-                self._policy.add(booked.id, booked.usage)
-                self._on_learned(booked.usage.ident, booked.usage.use)
+        while self._learn_some(index):
+            pass
+
+    def _learn_some(self, index: BlockIndex) -> bool:
+        batch = index.stored(self._seen, LOAD_AT_ONCE)
+        for booked in batch:
+            self._policy.add(booked.id, booked.usage)
+            self._on_learned(booked.usage.ident, booked.usage.use)
+        if batch:
             self._seen = batch[-1].id
+        return bool(batch)
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()
