@@ -179,7 +179,7 @@ def test_ttft_table_keeps_and_marks_what_lost() -> None:
 def _grid_cell(auto: float, again: float = 2.0) -> dict[str, Any]:
     runs_s = {"compute": [2.0, 2.1, 1.9], "load": [4.0], "auto": [auto], "again": [again]}
     labels = {"prompt_tokens": 1025, "chunk_tokens": 256, "bandwidth_ratio": 0.5}
-    labels |= {"link_limit_s": 3.9, "same_tokens": True}
+    labels |= {"link_limit_s": 3.9, "same_tokens": True, "read_bytes": 1000, "wasted_bytes": 5}
     return bench_real_grid.cell(runs_s, ideal_s=1.25, labels=labels)
 
 
@@ -189,6 +189,7 @@ def test_grid_judges_by_its_goals() -> None:
     assert all(found["goals"].values())
     assert found["over_ideal"]["max"] == pytest.approx(1.072)
     assert found["noise"] == pytest.approx(0.03)
+    assert found["wasted_share"] == pytest.approx(0.005)
     bad = bench_real_grid.summary([*good, _grid_cell(2.2)])
     assert list(bad["goals"].values()) == [True, False, False]
     assert bench_real_grid.text([*good, _grid_cell(2.2)]).count("MISSED") == 2
