@@ -107,7 +107,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
         marks.append(time.perf_counter())
         stop = step.stop if step else min(req.prefix_len + chunk_tokens, prompt_tokens)
         if not (step and step.wait):
-            coordinator.claimed(req, stop, decodes=0)
+            coordinator.claimed(req, stop)
             req.prefix_len = stop
         marks.append(time.perf_counter())
         times = (b - a for a, b in itertools.pairwise(marks))
