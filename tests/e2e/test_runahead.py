@@ -134,6 +134,7 @@ def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: li
     assert_same(answer, plain.know(ids))
     # 4 layers, K and V, 2 heads of 32 dimensions in float32
     assert pair.owner.metric("runahead_bytes_total") - before == 128 * 4 * 2 * 2 * 32 * 4
+    assert pair.helper.metric("runahead_sent_bytes_total") > 0
 
 
 def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
