@@ -47,7 +47,7 @@ class CakeConfig:
     """Tokens of a block, the unit of storing and loading; a multiple of SGLang's page size."""
     min_load_tokens: int = 256
     """Tokens that must be loadable before a load is worth its overhead."""
-    priority: Literal["adaptive", "fcfs"] = "adaptive"
+    priority: Literal["adaptive", "fair", "fcfs"] = "adaptive"
     """Who is prefilled first: adaptive lets others go before prompts that are being loaded."""
     eviction_policy: str = DEFAULT_POLICY
     """Which block of a full file store goes first, unless its URL says `policy=`."""
@@ -293,7 +293,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "max_error": _share,
     "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
     "min_load_tokens": _integer(0, 2**31 - 1),
-    "priority": _one_of("adaptive", "fcfs"),
+    "priority": _one_of("adaptive", "fair", "fcfs"),
     "eviction_policy": _one_of(*POLICIES),
     "record_trace": _path,
     "trace_file": _path,

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 
 from benchmarks import (  # noqa: E402
     __main__,
+    bench_burst,
     bench_file_store,
     bench_fleet,
     bench_http_store,
@@ -35,17 +36,8 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *(
-        "attention",
-        "codec",
-        "eviction",
-        "file_store",
-        "fleet",
-        "http_store",
-        "overhead",
-        "paper_kvr",
-    ),
-    *("real_grid", "runahead", "sealed", "serving", "ttft"),
+    *("attention", "burst", "codec", "eviction", "file_store", "fleet", "http_store"),
+    *("overhead", "paper_kvr", "real_grid", "runahead", "sealed", "serving", "ttft"),
 )
 
 
@@ -393,6 +385,32 @@ def test_the_file_store_is_measured_beside_fio(tmp_path: Path) -> None:
         assert all(rate > 0 for arm in cell["arms"].values() for rate in arm["runs_gb_per_s"])
     assert [row["block_mib"] for row in found["writes"]] == [1, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"], "left something"
+
+
+def test_claims_of_one_step_are_one_batch() -> None:
+    claims = [
+        (1.0, "long", 0, 512),
+        (2.0, "a", 0, 30),
+        (2.0003, "b", 0, 40),
+        (2.001, "long", 512, 700),
+    ]
+    events = [
+        {"t_s": at_s, "rid": rid, "event": "claim", "start": start, "stop": stop}
+        for at_s, rid, start, stop in claims
+    ]
+    found = bench_burst.steps([*events, {"event": "done", "t_s": 3.0}], "long", 4.0)
+    assert [(s["begin_s"], s["end_s"]) for s in found] == [(1.0, 2.0), (2.0, 4.0)]
+    assert [(s["stored_tokens"], s["plain_tokens"]) for s in found] == [(512, 0), (188, 70)]
+
+
+def test_the_burst_is_compared_within_rounds() -> None:
+    def run(finish_s: float) -> dict[str, object]:
+        times = dict.fromkeys(("stored_ttft_s", "short_ttft_mean_s", "short_ttft_max_s"), 1.0)
+        return {"finish_s": finish_s, "output_ids": {"a": [1]}, **times}
+
+    found = bench_burst.summary({"fcfs": [run(2.0), run(20.0)], "adaptive": [run(1.0), run(10.0)]})
+    assert found["adaptive_to_fcfs"]["finish_s"]["ratio"] == pytest.approx(0.5)
+    assert found["same_tokens"]
 
 
 # ---- several workers ----

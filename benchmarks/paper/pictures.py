@@ -12,9 +12,11 @@ Draw = Callable[[Any, dict[str, Any]], None]
 
 def save(name: str, result: dict[str, Any], folder: Path) -> Path | None:
     """Write the picture of an experiment, if it has one."""
-    draw = PICTURES.get(name)
-    if draw is None:
-        return None
+    return draw(name, result, folder / f"paper-{name}.svg") if name in PICTURES else None
+
+
+def draw(name: str, result: dict[str, Any], path: Path) -> Path:
+    """Write the picture of an experiment, or of one whose numbers look the same, to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,11 +24,10 @@ def save(name: str, result: dict[str, Any], folder: Path) -> Path | None:
 
     plt.rcParams["svg.hashsalt"] = "cake"  # the same numbers give the same file
     figure = plt.figure(figsize=(9.5, 4.2), layout="constrained")
-    draw(figure, result)
+    PICTURES[name](figure, result)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"paper-{name}.svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_cake.adapter.agree import Agreement, Facts
-from sglang_cake.adapter.facts import facts_of, keyable
+from sglang_cake.adapter.facts import facts_of, keyable, seed_of, tenant_of
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
@@ -22,8 +22,9 @@ from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
 from sglang_cake.errors import ConfigError
-from sglang_cake.keys import Digest, KeyChain, KeySeed
+from sglang_cake.keys import Digest, KeyChain
 from sglang_cake.read.events import Found, Landed, LoaderEvent
+from sglang_cake.read.fair import TenantTokens
 from sglang_cake.read.loader import Loader, Prompt
 from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.plan import Step, next_step
@@ -81,6 +82,7 @@ class Coordinator:
         # news must not be mixed up with what is still on its way for the first.
         self._tickets: dict[str, Restore] = {}
         self._numbers = itertools.count()
+        self._tenants = TenantTokens()
         self._served: Restore | None = None  # the link works for it before all others
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
@@ -96,7 +98,7 @@ class Coordinator:
         if self.suspended or self.detached or not keyable(req):
             return
         try:
-            seed = self._seed(req)
+            seed = seed_of(req, self._namespace, self._adapter_digest)
         except ConfigError as error:
             logger.warning("cake leaves request %s alone: %s", req.rid, error)
             return
@@ -121,6 +123,7 @@ class Coordinator:
             ),
         )
         self._restores[req.rid] = self._tickets[restore.ticket] = restore
+        self._tenants.arrives(restore.facts.tenant)
         self._loader.begin(
             Prompt(
                 rid=restore.ticket,
@@ -139,6 +142,7 @@ class Coordinator:
         restore = self._restores.pop(rid, None)
         if restore is not None:
             del self._tickets[restore.ticket]
+            self._tenants.leaves(restore.facts.tenant)
             self._stop_loading(restore, "ended")
             self._teller.ended(restore)
 
@@ -246,6 +250,7 @@ class Coordinator:
             restore.meet.attach(span)
             restore.meet_token = span.start if restore.meet_token is None else restore.meet_token
             restore.loaded_tokens += span.tokens
+            self._tenants.charge(restore.facts.tenant, span.tokens)
             self._counters.add("loaded_tokens", span.tokens)
             self._teller.tell(restore, "attach", start=span.start, stop=span.stop)
             attach(req, slots, span.stop)
@@ -279,7 +284,12 @@ class Coordinator:
     @property
     def adaptive(self) -> bool:
         """Whether prompts that are being loaded let others go first."""
-        return self._config.priority == "adaptive"
+        return self._config.priority != "fcfs"
+
+    @property
+    def fair(self) -> bool:
+        """Whether tenants take turns."""
+        return self._config.priority == "fair"
 
     def racing(self, rid: str) -> bool:
         """Whether some of this request's KV is still to come from the store."""
@@ -291,13 +301,15 @@ class Coordinator:
 
     def claimant(self, req: "Req") -> Claimant:
         """What `share.order` must know of a waiting request."""
+        turn = self._tenants.turn(tenant_of(req)) if self.fair else 0
         restore = self._restores.get(req.rid)
         if restore is None or not restore.known:
-            return Claimant(req.rid, None)
+            return Claimant(req.rid, None, turn=turn)
         if restore.meet.racing:
-            return Claimant(req.rid, restore.remaining_s, restore.waited_s)
+            return Claimant(req.rid, restore.remaining_s, restore.waited_s, turn=turn)
         rest = len(restore.tokens) - restore.meet.front
-        return Claimant(req.rid, None, nearly_done=restore.begun and rest <= self.pace.chunk_tokens)
+        nearly_done = restore.begun and rest <= self.pace.chunk_tokens
+        return Claimant(req.rid, None, nearly_done=nearly_done, turn=turn)
 
     def claimed(self, req: "Req", stop: int) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`."""
@@ -309,22 +321,13 @@ class Coordinator:
         self._advance(restore, req)
         self._fence(restore, restore.meet.claim(stop))
         restore.computed_tokens += tokens
+        self._tenants.charge(restore.facts.tenant, tokens)
         self._counters.add("computed_tokens", tokens)
         self._teller.tell(restore, "claim", start=req.prefix_len, stop=stop)
         if stop >= len(restore.tokens):
             self._prefilled(req, restore)
 
     # ---- inside ----
-
-    def _seed(self, req: "Req") -> KeySeed:
-        """Raises: ConfigError if the request's LoRA adapter cannot be identified."""
-        extra_key, adapter = req.extra_key, None
-        if req.lora_id is not None:
-            # SGLang appends an id made of the adapter's name and path, which says nothing about
-            # its weights: those take its place.
-            adapter = self._adapter_digest(req.lora_id)
-            extra_key = (extra_key or "").removesuffix(req.lora_id) or None
-        return KeySeed(self._namespace, extra_key, req.cache_salt or None, adapter)
 
     def _advance(self, restore: Restore, req: "Req") -> None:
         self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")

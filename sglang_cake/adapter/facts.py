@@ -3,8 +3,10 @@
 import hashlib
 import secrets
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang_cake.keys import Digest, KeySeed
 from sglang_cake.read.cost import Costs
 from sglang_cake.store.eviction import Worth
 from sglang_cake.store.request import MOST_WORKLOAD, RequestFacts
@@ -26,6 +28,23 @@ def keyable(req: "Req") -> bool:
     )
 
 
+def seed_of(req: "Req", namespace: Digest, adapter_digest: Callable[[str], str]) -> KeySeed:
+    """What its keys start from. Raises: ConfigError if its LoRA adapter cannot be identified."""
+    extra_key, adapter = req.extra_key, None
+    if req.lora_id is not None:
+        # SGLang appends an id made of the adapter's name and path, which says nothing about its
+        # weights: those take its place.
+        adapter = adapter_digest(req.lora_id)
+        extra_key = (extra_key or "").removesuffix(req.lora_id) or None
+    return KeySeed(namespace, extra_key, req.cache_salt or None, adapter)
+
+
+def tenant_of(req: "Req") -> int:
+    """Whose request it is, as a number that does not say who; 0: nobody's in particular."""
+    tenant = req.cache_salt or req.extra_key
+    return 0 if not tenant else int.from_bytes(_digest(tenant)[:8]) >> 1
+
+
 def facts_of(
     req: "Req", ticket: str, tokens: "array[int]", costs: Costs, block_tokens: int
 ) -> RequestFacts:
@@ -35,12 +54,11 @@ def facts_of(
     """
     given = req.sampling_params.custom_params
     workload = given.get(FIELD) if isinstance(given, dict) else None
-    tenant = req.cache_salt or req.extra_key
     return RequestFacts(
         id=_digest(f"{_PROCESS}{ticket}").hex(),
         tokens=len(tokens),
         workload=workload[:MOST_WORKLOAD] if isinstance(workload, str) else "",
-        tenant=0 if not tenant else int.from_bytes(_digest(tenant)[:8]) >> 1,
+        tenant=tenant_of(req),
         worth=_worth(costs, block_tokens),
     )
 

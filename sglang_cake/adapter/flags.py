@@ -36,7 +36,7 @@ _HELP = {
     "max_error": "What the codec auto may lose, as the relative error of K and V.",
     "block_tokens": "Tokens of a stored block, a multiple of the page size.",
     "min_load_tokens": "Load nothing when less than this many tokens could be loaded.",
-    "priority": "Who is prefilled first: adaptive (prompts that are being loaded last) or fcfs.",
+    "priority": "Who goes first: adaptive (what is being loaded last), fair (to tenants) or fcfs.",
     "record_trace": "File to append each request's hashed blocks to. Default: none.",
     "trace_file": "File to append one JSON line per event to. Default: no trace.",
     "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",

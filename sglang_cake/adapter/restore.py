@@ -26,9 +26,9 @@ class Restore:
     ticket: str  # what the loader calls it: unique, while a retracted request's id comes again
     tokens: "array[int]"
     chain: KeyChain
+    facts: RequestFacts  # what the store is told
     meet: Meet
     lossy: bool = False  # whether what the store gives may differ from what was computed
-    facts: RequestFacts | None = None  # what the store is told
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()
     # What this rank has, whether or not the other ranks have it too:

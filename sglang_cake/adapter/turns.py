@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def take_turns(queue: "list[Req]", cake: "Coordinator") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where requests have some, stay first."""
-    if not cake.adaptive or not any(cake.racing(req.rid) for req in queue):
+    if not cake.adaptive or not (cake.fair or any(cake.racing(req.rid) for req in queue)):
         return
     turns: list[Req] = []
     for _, group in groupby(queue, key=lambda req: req.priority):

@@ -14,6 +14,7 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.keys import Digest, KeyChain, KeySeed
 from sglang_cake.read.meet import Meet
 from sglang_cake.read.staging import StagedBlock
+from sglang_cake.store.request import RequestFacts
 
 SEED = KeySeed(Digest(b"n" * 32))
 
@@ -90,6 +91,7 @@ def restore_of(
         ticket=rid,
         tokens=tokens,
         chain=KeyChain(SEED, block),
+        facts=RequestFacts(rid, len(tokens)),
         meet=Meet(
             block_tokens=block,
             page_tokens=page,

@@ -26,6 +26,7 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.read.cost import LoadCost, PrefillCost
+from sglang_cake.read.fair import TURN_TOKENS
 from sglang_cake.read.loader import Loader
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
@@ -58,7 +59,14 @@ class FakeReq:
 
 
 class Desk:
-    def __init__(self, *, slots: int = 20 * BLOCK, staging: int = 6, mode: Any = "both") -> None:
+    def __init__(
+        self,
+        *,
+        slots: int = 20 * BLOCK,
+        staging: int = 6,
+        mode: Any = "both",
+        priority: Any = "adaptive",
+    ) -> None:
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
@@ -85,7 +93,9 @@ class Desk:
         self.cake = Coordinator(
             loader,
             Landing(self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied),
-            config=CakeConfig(mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK),
+            config=CakeConfig(
+                mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK, priority=priority
+            ),
             namespace=NAMESPACE,
             page_tokens=PAGE,
             pace=self.pace,
@@ -682,3 +692,21 @@ def check_story(req: FakeReq) -> None:
     [story] = (req.customized_info or {})["cake"]
     got = story["computed_tokens"] + story["loaded_tokens"] + story["matched_tokens"]
     assert got == len(req.origin_input_ids)
+
+
+def test_tenants_take_turns_when_asked() -> None:
+    desk = Desk(priority="fair")
+    try:
+        one, other = req_of(4.5, "one"), req_of(4.5, "other")
+        one.cache_salt, other.cache_salt = "a", "b"
+        for req in (one, other):
+            desk.arrive(req)
+        assert desk.cake.claimant(one).turn == desk.cake.claimant(other).turn
+        one.prefix_len = 0
+        desk.cake.claimed(one, TURN_TOKENS + 1)
+        assert desk.cake.claimant(one).turn > desk.cake.claimant(other).turn
+        for req in (one, other):
+            desk.leave(req)
+        desk.all_back()
+    finally:
+        desk.io.close()

@@ -1,5 +1,6 @@
 """Prompts that are being loaded let others go first, in a real server, and come out the same."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,21 +10,31 @@ from live import BLOCK, CHUNK, Asking, Live, Start
 Make = Callable[[int], list[int]]
 
 
-@pytest.fixture(scope="module", params=["overlap", "mixed"])
+KINDS = {
+    "overlap": ("--schedule-policy", "lpm"),
+    "mixed": (
+        *("--enable-mixed-chunk", "--disable-overlap-schedule", "--page-size", "16"),
+        "--enable-priority-scheduling",
+    ),
+    "ranks": ("--tp", "2"),  # who goes first must be the same on both
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def live(
     request: pytest.FixtureRequest, start: Start, models: dict[str, Path], folder: Path
 ) -> Iterator[Live]:
-    kinds = {
-        "overlap": (),
-        "mixed": ("--enable-mixed-chunk", "--disable-overlap-schedule", "--page-size", "16"),
-    }
+    ranks = request.param == "ranks"
+    if ranks and (os.cpu_count() or 1) < 2:
+        pytest.skip("two ranks need two cores")
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
-        *kinds[request.param],
+        *KINDS[request.param],
     )
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks else {}
     store = folder / f"store-turns-{request.param}"
     # So slow a link that compute does most of a prompt, chunk after chunk.
-    with start(models["first"], flags, store=store, bandwidth="0.3MB/s") as live:
+    with start(models["first"], flags, store=store, bandwidth="0.3MB/s", env=env) as live:
         yield live
 
 
@@ -64,3 +75,18 @@ def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make)
     live.flush()
     ids = prompt(2 * BLOCK)
     assert live.ask(ids).tokens == plain.know(ids).tokens
+
+
+@pytest.mark.parametrize("live", ["mixed"], indirect=True)
+def test_who_has_a_priority_gives_way_to_nobody_below(
+    live: Live, plain: Live, prompt: Make
+) -> None:
+    stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
+    live.keep(stored)
+    live.flush()
+    first = Asking(live, stored, rid="first", return_logprob=False, priority=5)
+    first.until("claim")
+    other = Asking(live, long, rid="below", priority=1)
+    assert first.answer().tokens == plain.know(stored).tokens
+    assert other.answer().tokens == plain.know(long).tokens
+    assert "yield" not in [event["event"] for event in live.events("first")]

@@ -29,6 +29,7 @@ from sglang_cake.counters import Counters
 from sglang_cake.keys import Digest, KeyChain, KeySeed
 from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.staging import StagedBlock
+from sglang_cake.store.request import RequestFacts
 
 BLOCK = 8
 
@@ -57,7 +58,8 @@ class Holding(Side):
         meet.found([True] * blocks)
         chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
         rid = f"r{len(self.restores)}"
-        restore = Restore(rid=rid, ticket=rid, tokens=tokens, chain=chain, meet=meet)
+        facts = RequestFacts(rid, count)
+        restore = Restore(rid=rid, ticket=rid, tokens=tokens, chain=chain, facts=facts, meet=meet)
         self.restores.append(restore)
         for block in range(blocks):
             buffer = self.pool.take()
