@@ -12,10 +12,12 @@ one before it stopped (same commit, same cells).
 import argparse
 import json
 import shutil
+import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from benchmarks.eviction_cells import BY_SHAPE, CAPACITIES, TRACES, VARIANTS, Ce
 from benchmarks.facts import RESULTS, header, shown, write
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.sim.ttft import SHAPES
-from sglang_cake.store.eviction import POLICIES
+from sglang_cake.store.eviction import POLICIES, Use
+from sglang_cake.store.eviction.admission import ALL
 from sglang_cake.store.eviction.tenants import EVERYBODY
+from sglang_cake.store.eviction.workload import ReusePolicy
 from sglang_cake.store.file.index import BlockIndex, Found
 from sglang_cake.store.file.room import Room
 
@@ -42,13 +46,25 @@ def replay_cells(traces: list[str], capacities: list[int]) -> Iterator[Cell]:
 
 def parts_cells(traces: list[str]) -> Iterator[Cell]:
     for trace in traces:
-        for capacity in (1000, 4000, 16000):
+        # A-like's reuse is exponential by construction: it has nothing to say on these.
+        for capacity in (1000, 4000, 16000) if trace != "A-like" else ():
             yield from (Cell(trace, name, capacity, "8b") for name in VARIANTS)
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     shapes = tuple(row["seconds_saved"])
     return row["trace"], row["policy"], row["capacity"], shapes[0] if len(shapes) == 1 else ""
+
+
+def asked_for(cells: Iterable[Cell], args: argparse.Namespace) -> list[Cell]:
+    """Those that `--policy`, `--shape` and `--capacity` leave."""
+    return [
+        cell
+        for cell in cells
+        if (not args.policy or cell.policy in args.policy)
+        and (not args.capacity or cell.capacity in args.capacity)
+        and (not args.shape or cell.shape in ("", *args.shape))
+    ]
 
 
 def run_cells(
@@ -58,20 +74,19 @@ def run_cells(
     rows = result.setdefault(part, [])
     done = {key_of(row) for row in rows}
     todo = [c for c in cells if (c.trace, c.policy, c.capacity, c.shape) not in done]
-    order = {cell: number for number, cell in enumerate(cells)}
     with ProcessPoolExecutor(args.jobs) as pool:
         tasks = {pool.submit(run_cell, c, args.traces, args.requests): c for c in todo}
         for task in tqdm(as_completed(tasks), total=len(tasks), desc=part, disable=None):
             rows.append(task.result())
-            rows.sort(key=lambda row: order.get(Cell(*key_of(row)), 10**6))
+            rows.sort(key=lambda row: (list(TRACES).index(row["trace"]), row["capacity"]))
             write(args.out, result)
 
 
-def pace(blocks: int, evictions: int) -> list[dict[str, Any]]:
+def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any]]:
     """Microseconds per eviction in a store's books: the policy alone, and all but the file.
 
-    Every policy in turn names and strikes out blocks of the same books, in which a block in eight
-    has been used since it was put, by requests of eight classes.
+    Every policy in turn names and strikes out blocks of the same books. A block in eight has been
+    read since it was put; they belong to 16 classes, and to prompts of 1 to 997 blocks.
     """
     digest, size, rows = Digest(bytes(32)), 1 << 20, []
     with tempfile.TemporaryDirectory() as name:
@@ -80,20 +95,27 @@ def pace(blocks: int, evictions: int) -> list[dict[str, Any]]:
         index = BlockIndex(made / "index.db")
         index.found(digest, (found(n, size) for n in range(blocks)))
         index.close()
-        for policy in POLICIES:
+        with closing(sqlite3.connect(made / "index.db")) as books, books:
+            books.execute(
+                "UPDATE blocks SET workload = 'w' || (id / 8 % 2), turn = 1 + id / 16 % 4, "
+                "uses = (id - 1) % 8 = 0, position = id % 50, reach = 1 + id * 7919 % 997"
+            )
+        for policy in policies:
             root = Path(name) / policy
             shutil.copytree(made, root)
             index = BlockIndex(root / "index.db")
-            room = Room(root, None, policy, sharing=EVERYBODY, on_learned=lambda ident, use: None)
+            room = Room(root, None, policy, sharing=EVERYBODY, admission=ALL, on_learned=forget)
             began_s = time.perf_counter()
             room.learn(index)
             learn_s = time.perf_counter() - began_s
+            order = room._policy
+            lanes = len(order._lanes) if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
             room.make(index, evictions * size)
             make_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
             for turn in range(evictions):
-                room._policy.pop(2e9 + turn)  # a new time each: nothing is used again
+                order.pop(2e9 + turn)  # a new time each: nothing is used again
             pop_s = time.perf_counter() - began_s
             index.close()
             shutil.rmtree(root)
@@ -101,12 +123,17 @@ def pace(blocks: int, evictions: int) -> list[dict[str, Any]]:
                 {
                     "policy": policy,
                     "blocks": blocks,
+                    "lanes": lanes,
                     "learn_s": round(learn_s, 2),
                     "us_per_eviction_policy": round(1e6 * pop_s / evictions, 2),
                     "us_per_eviction_store": round(1e6 * make_s / evictions, 2),
                 }
             )
     return rows
+
+
+def forget(ident: int, use: Use) -> None:
+    pass
 
 
 def found(number: int, size: int) -> Found:
@@ -119,6 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="folder of the traces")
     parser.add_argument("--trace", choices=TRACES, action="append", help="only this one")
+    parser.add_argument("--policy", action="append", help="only this one, or this variant")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="only costs of this one")
+    parser.add_argument("--capacity", type=int, action="append", help="only this one")
     parser.add_argument("--only", choices=("replay", "parts", "pace"), action="append")
     parser.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
     parser.add_argument("--requests", type=int, default=0, help="only the first N of a trace")
@@ -132,12 +162,12 @@ def main() -> None:
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
     result = {**result, **header("eviction", requests=args.requests)}
     if "pace" in only:
-        result["pace"] = pace(args.blocks, args.evictions)
+        result["pace"] = pace(args.policy or list(POLICIES), args.blocks, args.evictions)
         write(args.out, result)
     if "replay" in only:
-        run_cells(list(replay_cells(traces, list(CAPACITIES))), args, "replay", result)
+        run_cells(asked_for(replay_cells(traces, list(CAPACITIES)), args), args, "replay", result)
     if "parts" in only:
-        run_cells(list(parts_cells(traces)), args, "parts", result)
+        run_cells(asked_for(parts_cells(traces), args), args, "parts", result)
     print(f"written: {shown(args.out)}")
 
 

@@ -6,11 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lecar import LecarPolicy
 from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
 from sglang_cake.sim.replay import Replay
 from sglang_cake.sim.traces import Trace, head, read_trace
 from sglang_cake.sim.ttft import SHAPES, SavedTime
 from sglang_cake.store.eviction import Usage, Worth, new_policy
+from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.base import EvictionPolicy
 from sglang_cake.store.eviction.cake import CakePrefixPolicy
 from sglang_cake.store.eviction.reuse import Kind, ReuseModel
@@ -47,6 +49,7 @@ def workload(
     return WorkloadPolicy(ReuseModel(**model), life_s, classes, trust)
 
 
+ADMISSIONS = {f"cake-prefix, admission {n}": Admission(n) for n in (0.1, 0.3, 1.0)}
 VARIANTS: dict[str, Callable[[Worth], EvictionPolicy]] = {
     "one class (is LRU)": lambda worth: workload(lambda usage: ONE_CLASS),
     "distribution alone": lambda worth: workload(by_turn, life_s=1e5, trust=1.0),
@@ -62,6 +65,8 @@ VARIANTS: dict[str, Callable[[Worth], EvictionPolicy]] = {
     "classes by length": lambda worth: workload(by_length),
     "classes by reads alone": lambda worth: workload(lambda u: ("", 1, min(u.uses, 1))),
     "cake-prefix, LRU's reuse": lambda worth: CakePrefixPolicy(worth, trust=0.0),
+    "LeCaR": lambda worth: LecarPolicy(),
+    **dict.fromkeys(ADMISSIONS, CakePrefixPolicy),
 }
 
 
@@ -94,7 +99,9 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
         policy = VARIANTS[cell.policy](worth)
     else:
         policy = new_policy(cell.policy, worth)
-    out = Replay(trace, policy, capacity, clocks=clocks).run()
+    admission = ADMISSIONS.get(cell.policy, ALL)
+    replay = Replay(trace, policy, capacity, clocks=clocks, admission=admission, worth=worth)
+    out = replay.run()
     saved = dict(zip(SHAPES, out.saved_s, strict=True))
     row: dict[str, Any] = {
         "trace": cell.trace,
@@ -112,6 +119,7 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
         },
         "evictions": out.evictions,
         "written_blocks": out.written,
+        "write_amplification": round(out.write_amplification, 4),
         "us_per_eviction": round(out.us_per_eviction, 2),
     }
     if cell.policy == "belady":

@@ -64,3 +64,12 @@ def test_files_and_functions_stay_small(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= 60, f"{node.name} has {lines} lines"
+
+
+def test_eviction_is_pure() -> None:
+    """It decides: no clock, no disk, no lock, nothing of the store."""
+    for path in (ROOT / "store" / "eviction").glob("*.py"):
+        for module in _imports(path):
+            assert module.split(".")[0] not in {"os", "pathlib", "sqlite3", "threading", "time"}
+            if module.startswith("sglang_cake."):
+                assert module.startswith("sglang_cake.store.eviction."), f"{path.name}: {module}"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -34,6 +34,12 @@ _HELP = {
     "runahead_bytes": "Bytes of KV that came from other members.",
     "runahead_sent_bytes": "Bytes of KV that were sent to other members.",
     "runahead_failures": "Prompts that were offered to others and computed alone, by reason.",
+}
+_EVICTION_HELP = {  # of EVICTION_COUNTS
+    "evicted_bytes": "Bytes that made way for others, evicted by this process.",
+    "evicted_blocks": "Blocks that did.",
+    "evicting_us": "Microseconds that the policy took to choose them.",
+    "skipped_blocks": "Blocks that were not worth writing.",
 }
 _LABEL = {"fallback": "side", "encoded_blocks": "codec"}
 
@@ -159,25 +165,26 @@ class StoreMetrics:
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
-        self._evicted = Counter(
-            "sglang:cake_store_evicted_bytes_total",
-            "Bytes that made way for others, evicted by this process.",
-            [*names, "policy"],
-        )
-        for policy in POLICIES:
-            self._evicted.labels(**labels, policy=policy)
-        self._seen: tuple[Store | None, int] = (None, 0)
+        self._evicted = {
+            name: Counter(f"sglang:cake_store_{name}_total", text, [*names, "policy"])
+            for name, text in _EVICTION_HELP.items()
+        }
+        for counter in self._evicted.values():
+            for policy in POLICIES:
+                counter.labels(**labels, policy=policy)
+        self._seen: tuple[Store | None, dict[str, int]] = (None, {})
 
     def publish(self, store: Store, stats: StoreStats) -> None:
         """Args: store: who said so; another one counts from zero."""
         self._tiers.publish(store, stats.tiers)
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
-        before = self._seen[1] if self._seen[0] is store else 0
-        self._seen = (store, stats.evicted_bytes)
-        if stats.evicted_bytes > before:
-            counter = self._evicted.labels(**self._labels, policy=stats.policy)
-            counter.inc(stats.evicted_bytes - before)
+        before = self._seen[1] if self._seen[0] is store else {}
+        self._seen = (store, asdict(stats.evictions))
+        for name, counter in self._evicted.items():
+            more = self._seen[1][name] - before.get(name, 0)
+            if more > 0:
+                counter.labels(**self._labels, policy=stats.policy).inc(more)
 
 
 class TierMetrics:

@@ -22,8 +22,11 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     add("--min-free", help="what stays free on the disk (1GB)")
     add(
         "--policy",
-        help="what makes way: lru (default), fifo, lfu, gdfs, s3fifo, arc, workload or cake",
+        help="what makes way: cake-prefix (default), workload, lru, ... (docs/eviction.md)",
     )
+    add("--tenant-quota", help="what one tenant may take on the disk, as 100GB")
+    add("--fair", choices=("on", "off"), help="on: who has the most makes way first (off)")
+    add("--admit", help="least seconds saved per second of writing, as 0.3 (0: write everything)")
     add("--fsync", help="data: what was stored survives a power cut; off (default)")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine)")
     add("--port", type=int, default=8700, help="%(default)s; 0 is any that is free")
@@ -33,6 +36,10 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     add("--workers", type=int, help="processes that answer (as many as CPUs, at most 4)")
     add("--namespace-quota", type=_size, help="what one namespace may take on the disk, as 1TB")
     parser.set_defaults(run=run)
+
+
+# Of a file store's URL.
+OPTIONS = ("capacity", "min_free", "policy", "tenant_quota", "fair", "admit", "fsync")
 
 
 def _size(text: str) -> int:
@@ -48,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from sglang_cake.store.http.auth import load_tokens
     from sglang_cake.store.http.serving import DEFAULT_WORKERS, ServeSettings, serve
 
-    options = {name: getattr(args, name) for name in ("capacity", "min_free", "policy", "fsync")}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     root = args.root.absolute()
     settings = ServeSettings(
         source=parse_file(StoreUrl(f"file://{root}", "file", quote(str(root)), given)),

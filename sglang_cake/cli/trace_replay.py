@@ -88,6 +88,7 @@ class Result:
             "shape": self.shape,
             "seconds_saved": out.saved_s[0],
             "written_blocks": out.written,
+            "write_amplification": out.write_amplification,
             "evictions": out.evictions,
             "us_per_eviction": out.us_per_eviction,
             "optimum_hit_ratio": self.best.hit_ratio,

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 from sglang_cake.sim.traces import Trace, TraceRequest
 from sglang_cake.sim.ttft import SavedTime
+from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.ancestry import Ancestry
 from sglang_cake.store.eviction.base import EvictionPolicy, Usage, Use
+from sglang_cake.store.eviction.worth import Worth
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
 
@@ -35,6 +37,7 @@ class Outcome:
     late_refs: int = 0  # of the second half of the requests
     late_hits: int = 0
     written: int = 0
+    distinct_written: int = 0  # of these, blocks that were never written before
     evictions: int = 0
     evicting_s: float = 0.0
     saved_s: list[float] = field(default_factory=list)  # of each shape
@@ -60,6 +63,11 @@ class Outcome:
         return self.hit_tokens / max(1, self.tokens)
 
     @property
+    def write_amplification(self) -> float:
+        """How often a block that was written at all had to be written; 0 without writes."""
+        return self.written / self.distinct_written if self.written else 0.0
+
+    @property
     def us_per_eviction(self) -> float:
         """What the policy takes to name one block; 0 without evictions."""
         return 1e6 * self.evicting_s / self.evictions if self.evictions else 0.0
@@ -73,6 +81,7 @@ class Replay:
         leaf: only blocks without resident children may go.
         told_turns: use the turns that the trace tells, where it does, not those that the server
             finds out.
+        admission, worth: which blocks are written at all, and what they save.
     """
 
     def __init__(
@@ -84,15 +93,19 @@ class Replay:
         clocks: Sequence[SavedTime] = (),
         leaf: bool = False,
         told_turns: bool = False,
+        admission: Admission = ALL,
+        worth: Worth | None = None,
     ) -> None:
         self._trace, self._policy, self._capacity = trace, policy, capacity_blocks
         self._clocks, self._leaf, self._told_turns = clocks, leaf, told_turns
+        self._admission, self._worth = admission, worth or Worth()
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
         self._idents: dict[int, int] = {}  # and back
         self._parent: dict[int, int] = {}  # of resident blocks, both by the trace's id
         self._children: dict[int, int] = {}  # how many are resident
         self._ancestry = Ancestry()
         self._next_block = 0
+        self._written: set[int] = set()
         self.outcome = Outcome(saved_s=[0.0] * len(clocks))
 
     def run(self) -> Outcome:
@@ -127,15 +140,18 @@ class Replay:
 
     def _serve(self, request: TraceRequest) -> None:
         self._policy.refresh(request.at_s)
-        missing = [block for block in request.blocks if block not in self._resident]
-        self._evict(len(self._resident) + len(missing) - self._capacity, request)
-        room = self._capacity - len(self._resident)
-        admitted = set(missing[:room])  # all, but of a prompt that is longer than the cache
         turn = self._ancestry.turn(request.blocks)
         if self._told_turns and request.turn is not None:
             turn = request.turn
         self._ancestry.touched(request.blocks, turn)
         reach = len(request.blocks)
+        missing = [block for block in request.blocks if block not in self._resident]
+        first = self._usage(0, request.at_s, Use(request.workload, turn, 0, reach))
+        if not self._admission.admits(self._policy, first, self._worth):
+            missing = []  # its blocks are of one class and of one worth
+        self._evict(len(self._resident) + len(missing) - self._capacity, request)
+        room = self._capacity - len(self._resident)
+        admitted = set(missing[:room])  # all, but of a prompt that is longer than the cache
         for position in range(reach - 1, -1, -1):
             block = request.blocks[position]
             use = Use(request.workload, turn, position, reach)
@@ -147,13 +163,17 @@ class Replay:
                     self._parent[block] = parent = request.blocks[position - 1]
                     self._children[parent] = self._children.get(parent, 0) + 1
         self.outcome.written += len(admitted)
+        self._written |= admitted
+        self.outcome.distinct_written = len(self._written)
 
     def _insert(self, block: int, at_s: float, use: Use) -> None:
         number = self._next_block
         self._next_block += 1
         self._resident[block], self._idents[number] = number, block
-        size = self._trace.block_tokens * BYTES_PER_TOKEN
-        self._policy.add(number, Usage(size, at_s, at_s, 0, block, use))
+        self._policy.add(number, self._usage(block, at_s, use))
+
+    def _usage(self, block: int, at_s: float, use: Use) -> Usage:
+        return Usage(self._trace.block_tokens * BYTES_PER_TOKEN, at_s, at_s, 0, block, use)
 
     def _evict(self, blocks: int, request: TraceRequest) -> None:
         if blocks <= 0:

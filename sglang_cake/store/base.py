@@ -1,8 +1,8 @@
 """What a store is: blocks by key. Every implementation passes `testing.store_contract`."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Final, Protocol
 
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.keys import BlockKey, Digest
@@ -28,13 +28,26 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictionCounts:
+    """What making room took since this process opened the store."""
+
+    evicted_bytes: int = 0
+    evicted_blocks: int = 0
+    evicting_us: int = 0  # that the policy took to choose these blocks
+    skipped_blocks: int = 0  # that were not worth writing
+
+
+EVICTION_COUNTS: Final = tuple(field.name for field in fields(EvictionCounts))
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """How full a store is; over all namespaces that share its room."""
 
     blocks: int | None = None  # None: the store cannot tell
     used_bytes: int | None = None
     capacity_bytes: int | None = None  # None: no bound of its own
-    evicted_bytes: int = 0  # since this process opened it
+    evictions: EvictionCounts = EvictionCounts()
     policy: str = ""  # what decides who is evicted
     tiers: tuple[TierStats, ...] = ()  # fastest first, if it is made of several stores
 

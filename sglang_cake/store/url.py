@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from sglang_cake.errors import ConfigError
 
 Value = TypeVar("Value")
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "cake-prefix"
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}

@@ -6,6 +6,7 @@ import pytest
 
 from sglang_cake.adapter.metrics import StoreMetrics
 from sglang_cake.errors import StoreUnavailable
+from sglang_cake.store.base import EvictionCounts, StoreStats
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.tiers.store import TieredStore
 from sglang_cake.testing.faulty import PassingStore
@@ -68,3 +69,18 @@ def test_each_tier_is_told_of_from_the_start_and_over_a_swap(metrics):
     asyncio.run(use(plain))
     assert of("up", 3, use="read") == of("up", 1, use="put") == 0
     assert of("blocks_total", 1, event="read") == 1  # a counter never goes back
+
+
+def test_evictions_are_counted_and_timed_by_policy(metrics):
+    store_metrics, registry = metrics
+    stats = StoreStats(policy="workload", evictions=EvictionCounts(4096, 2, 17, 3))
+
+    def of(name, policy):
+        return sample(registry, f"store_{name}_total", policy=policy)
+
+    names = ("evicted_bytes", "evicted_blocks", "evicting_us", "skipped_blocks")
+    store = MemoryStore()
+    for _ in range(2):  # nothing is counted twice
+        store_metrics.publish(store, stats)
+    assert [of(name, "workload") for name in names] == [4096, 2, 17, 3]
+    assert [of(name, "lru") for name in names] == [0, 0, 0, 0]

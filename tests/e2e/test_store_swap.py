@@ -1,5 +1,6 @@
 """The store of a running server, exchanged under its feet: `/cake/store`."""
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 import requests
 from live import BLOCK, DEADLINE_S, VOCAB, Asking, Live, Start, StoreView, assert_same, until
 
+from sglang_cake.sim.traces import read_trace
+from sglang_cake.store.file.folder import BlockFolder
+
 KEY = {"Authorization": "Bearer for-admins"}
 
 
@@ -17,6 +21,7 @@ def served(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
         *("--enable-metrics", "--sleep-on-idle", "--admin-api-key", "for-admins"),
+        *("--cake-record-trace", str(folder / "recorded.jsonl")),
     )
     with start(models["first"], flags, store=folder / "swap-first") as live:
         yield live
@@ -118,3 +123,23 @@ def test_without_the_admin_key_nobody_gets_in(served: Live, both: Live) -> None:
     assert requests.get(served.url + "/cake/store", timeout=DEADLINE_S).status_code == 401
     # A server without such a key offers this to nobody.
     assert requests.get(both.url + "/cake/store", timeout=DEADLINE_S).status_code == 400
+
+
+def test_requests_are_recorded_and_the_store_knows_what_they_are_for(
+    served: Live, folder: Path
+) -> None:
+    ids = prompt(4, 5 * BLOCK + 3)
+    file, before = folder / "recorded.jsonl", store(served, "GET").json()["store"]
+    root = folder / "swap-told"
+    assert store(served, "PUT", store=f"file://{root}?min_free=0").status_code == 200
+    served.ask(ids, 1, sampling={"custom_params": {"cake_workload": "agent"}}, cache_salt="alice")
+    StoreView(root).until_stored(ids, cache_salt="alice")
+    assert read_trace(file).requests[-1].workload == "agent"
+    assert len(read_trace(file).requests[-1].blocks) == 5
+    assert "alice" not in file.read_text()
+    with contextlib.closing(BlockFolder(root)) as kept, kept._books.open() as index:
+        uses = [booked.usage.use for booked in index.stored(0, 100)]
+    assert sorted(use.position for use in uses) == list(range(5))
+    assert {(use.workload, use.turn, use.reach) for use in uses} == {("agent", 1, 5)}
+    assert len({use.tenant for use in uses} - {0}) == 1
+    assert store(served, "PUT", store=before).status_code == 200

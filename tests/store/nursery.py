@@ -1,12 +1,13 @@
 """Forks writers for test_crash.py, which kills them: `python nursery.py ROOT`.
 
-One line in, for each writer: `run` (puts and deletes until killed), `fill` (puts more than there is
-room for), `crash N` (kills itself before
+One line in, for each writer: `run` (puts and deletes until killed), `fill POLICY` (puts more
+than there is room for), `crash N` (kills itself before
 its N-th system call that changes the disk) or `race` (two writers of the same blocks). Lines out:
 the writer's pid, then `ended STATUS` once it is gone and its pid is free.
 """
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from sglang_cake.layout import BlockLayout
 from sglang_cake.store.file import blockfile
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
+from sglang_cake.store.request import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 
 LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
@@ -27,8 +29,8 @@ BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
 blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
 
 
-def opened(root, fsync="off", capacity_bytes=None):
-    folder = BlockFolder(root, sync=fsync == "data", capacity_bytes=capacity_bytes)
+def opened(root, fsync="off", **options):
+    folder = BlockFolder(root, sync=fsync == "data", **options)
     return FileStore(folder, FRAME, threads=2)
 
 
@@ -43,11 +45,13 @@ async def run(root):
         await asyncio.gather(*(store.delete(key_of(name)) for name in NAMES[::2]))
 
 
-async def fill(root):
-    """Writes more than there is room for, over and over."""
-    store = opened(root, capacity_bytes=16 << 20)
-    while True:
+async def fill(root, policy):
+    """Writes more than there is room for, over and over, for requests of three kinds."""
+    store = opened(root, capacity_bytes=16 << 20, policy=policy)
+    for number in itertools.count():
         for name in FILL:
+            facts = RequestFacts(f"{os.getpid()}-{number}-{name}", 256, f"w{name[1] % 3}")
+            await store.touched([key_of(name)], facts)
             await store.put(key_of(name), block_of(name, LAYOUT))
 
 
@@ -97,7 +101,7 @@ def main():
         elif command == "race":
             pids = [fork(race(root)), fork(race(root))]
         elif command == "fill":
-            pids = [fork(fill(root))]
+            pids = [fork(fill(root, rest[0]))]
         else:
             pids = [fork(run(root))]
         print(pids[0], flush=True)

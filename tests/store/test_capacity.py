@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sqlite3
@@ -15,6 +16,7 @@ from nursery import FRAME
 from test_crash import Nursery
 
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreFull
+from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.file.books import RECLAIM_EVERY_S, Books
 from sglang_cake.store.file.folder import MAX_SET_ASIDE, BlockFolder
 from sglang_cake.store.file.paths import NamespaceFolder
@@ -77,7 +79,7 @@ def test_old_blocks_make_way(folder, tmp_path):
     left = there(folder, range(150))
     assert left == list(range(150 - len(left), 150))
     assert stats.blocks == len(left) == len(list(files_below(tmp_path))) - 1
-    assert stats.evicted_bytes == (150 - len(left)) * STORED_BYTES
+    assert stats.evictions.evicted_bytes == (150 - len(left)) * STORED_BYTES
     assert du_bytes(tmp_path) <= stats.used_bytes <= stats.capacity_bytes == CAPACITY_BYTES
     assert len(left) * STORED_BYTES > CAPACITY_BYTES // 2  # and the room is used
 
@@ -118,7 +120,7 @@ def test_two_processes_share_the_capacity(tmp_path):
         assert put(two, ("two", name))
         assert du_bytes(tmp_path) <= CAPACITY_BYTES
     assert one.stats().blocks == two.stats().blocks
-    assert one.stats().evicted_bytes + two.stats().evicted_bytes > 0
+    assert one.stats().evictions.evicted_bytes + two.stats().evictions.evicted_bytes > 0
     youngest = [("one", 59), ("two", 59)]
     assert there(one, youngest) == there(two, youngest) == youngest
     # One evicts what the other wrote, in the order of both.
@@ -139,7 +141,9 @@ def test_a_block_that_another_process_has_read_is_not_the_oldest(tmp_path):
     one.close()
 
 
-def test_a_block_that_is_being_read_is_not_evicted(folder, tmp_path):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_that_is_being_read_is_not_evicted(tmp_path, policy):
+    folder = opened(tmp_path, policy=policy)
     for name in range(3):
         put(folder, name)
     other = opened(tmp_path)
@@ -147,7 +151,11 @@ def test_a_block_that_is_being_read_is_not_evicted(folder, tmp_path):
         assert folder.evict(10 * STORED_BYTES) == STORED_BYTES
         assert there(folder, range(3)) == [0, 1]
     assert folder.evict(10 * STORED_BYTES) == 2 * STORED_BYTES
+    evictions = folder.stats().evictions
+    assert (evictions.evicted_blocks, evictions.evicted_bytes) == (3, 3 * STORED_BYTES)
+    assert evictions.evicting_us > 0
     other.close()
+    folder.close()
 
 
 def test_when_nothing_can_make_way_the_store_is_full(tmp_path):
@@ -155,9 +163,10 @@ def test_when_nothing_can_make_way_the_store_is_full(tmp_path):
     with contextlib.ExitStack() as held:
 
         def put_and_hold():
-            for name in range(100):
+            for name in itertools.count():
                 put(folder, name)
-                held.enter_context(folder.reading(DIGEST, key_of(name)))
+                with contextlib.suppress(BlockMissing):  # made way, ahead, for the next one
+                    held.enter_context(folder.reading(DIGEST, key_of(name)))
 
         with pytest.raises(StoreFull, match="is taken"):
             put_and_hold()
@@ -326,11 +335,12 @@ def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
 
 
 def test_writers_that_evict_are_killed_at_random_moments(tmp_path):
-    """No lie, the capacity kept, and every file booked, after each of many kills."""
+    """No lie, the capacity kept, and every file booked, after each of many kills, whatever policy
+    decides."""
     writers = Nursery(tmp_path)
     try:
         for turn in range(150):
-            pids = [writers.start("fill")]
+            pids = [writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")]
             time.sleep(0.002 * (turn % 25))
             os.kill(pids[0], signal.SIGKILL)
             assert writers.ended() == signal.SIGKILL

@@ -68,6 +68,10 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def chance(self, usage: Usage) -> float:
+        """How likely a block like this one is ever used again; 1 for who does not know."""
+        ...
+
     def refresh(self, now_s: float) -> None:
         """Learn from what was seen. Called every second or so."""
         ...
@@ -109,6 +113,9 @@ class BasePolicy:
     def touched(self, block: int, usage: Usage) -> None:
         """A block that is there was read, and is known so now."""
         self.add(block, usage)
+
+    def chance(self, usage: Usage) -> float:
+        return 1.0
 
     def refresh(self, now_s: float) -> None:
         pass

@@ -25,6 +25,10 @@ class Lanes(Generic[Lane]):
         self._firsts: list[tuple[Value, Entry, Lane]] = []
         self._now_s: float | None = None  # when these values were
 
+    def __len__(self) -> int:
+        """How many lanes there are."""
+        return len(self._heaps)
+
     def put(self, block: int, lane: Lane, used_s: float) -> None:
         """Enter a block, or move it."""
         before = self._lane.get(block, lane)

@@ -68,6 +68,10 @@ class ReusePolicy(BasePolicy):
         block = self._lanes.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
 
+    def chance(self, usage: Usage) -> float:
+        share = self.model.fit(self.model.kind(self._kind_of(usage))).share
+        return self._trust * share + (1 - self._trust) * self.model.pooled.share
+
     def refresh(self, now_s: float) -> None:
         if self.model.refit(now_s):
             self._lanes.forget_values()

@@ -19,8 +19,9 @@ from sglang_cake.errors import (
     StoreUnavailable,
 )
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
+from sglang_cake.store.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage, Use, ident_of
+from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
 from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
 from sglang_cake.store.file.books import FOLDER_BYTES, Books
@@ -35,6 +36,7 @@ from sglang_cake.store.file.touches import Touches
 from sglang_cake.store.file.trouble import foreign_errors, is_whole
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import check_stop
+from sglang_cake.store.url import DEFAULT_POLICY
 
 MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
 LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
@@ -51,8 +53,9 @@ class BlockFolder:
         sync: bool = False,
         min_free_bytes: int = 0,
         capacity_bytes: int | None = None,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         sharing: Sharing = EVERYBODY,
+        admission: Admission = ALL,
     ) -> None:
         """Open (and make) the folder. Blocks on the disk for a moment.
 
@@ -63,6 +66,7 @@ class BlockFolder:
             capacity_bytes: on the disk, all files and folders below `root`; None: no bound.
             policy: who makes way, a key of `eviction.POLICIES`.
             sharing: what tenants owe each other.
+            admission: which blocks are written at all.
 
         Raises: StoreUnavailable.
         """
@@ -79,6 +83,7 @@ class BlockFolder:
             capacity_bytes,
             policy,
             sharing=sharing,
+            admission=admission,
             on_learned=self._touches.remember,
         )
         self._books = Books(root, self._room, self._allocated_bytes)
@@ -168,8 +173,8 @@ class BlockFolder:
     @contextlib.contextmanager
     def writing(self, digest: Digest, key: BlockKey, framed_bytes: int) -> Iterator[NewFile | None]:
         """A file for `framed_bytes` bytes, to be appended to and committed; without a commit it
-        leaves nothing. None if the block is there already, or being written. The namespace must
-        have been claimed. Other blocks may have to make room for it.
+        leaves nothing. None if the block is there already, being written, or not worth it. The
+        namespace must have been claimed. Other blocks may have to make room for it.
 
         Raises: StoreFull, StoreUnavailable.
         """
@@ -179,7 +184,9 @@ class BlockFolder:
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
         with foreign_errors(self._pause):
             use = self._touches.use_of(key)
-            block = self._book(digest, key, stored_bytes, use)
+            block = None
+            if self._room.admits(stored_bytes, use):
+                block = self._book(digest, key, stored_bytes, use)
             if block is None:
                 yield None
                 return
@@ -238,14 +245,13 @@ class BlockFolder:
             blocks=blocks,
             used_bytes=used_bytes + self._room.overhead_bytes(),
             capacity_bytes=self._room.capacity_bytes,
-            evicted_bytes=self.evicted_bytes,
             policy=self._room.policy_name,
+            evictions=self.evictions(),
         )
 
-    @property
-    def evicted_bytes(self) -> int:
-        """Of blocks that made way for others, since this folder was opened."""
-        return self._room.evicted_bytes
+    def evictions(self) -> EvictionCounts:
+        """What making room took since this folder was opened."""
+        return EvictionCounts(**self._room.counts)
 
     def evict(self, bytes_wanted: int) -> int:
         """Evict blocks of so many bytes, those first that would go first anyway; returns how many

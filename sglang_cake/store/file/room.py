@@ -6,11 +6,12 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from sglang_cake.store.base import EVICTION_COUNTS
 from sglang_cake.store.eviction import EvictionPolicy, Usage, Use, Worth, new_policy
+from sglang_cake.store.eviction.admission import Admission
 from sglang_cake.store.eviction.tenants import Sharing, TenantPolicy
 from sglang_cake.store.file.index import WAL_BYTES, BlockIndex, Booked, Touch
 from sglang_cake.store.file.paths import NamespaceFolder
@@ -34,20 +35,23 @@ class Room:
         policy: str,
         *,
         sharing: Sharing,
+        admission: Admission,
         on_learned: Callable[[int, Use], None],
     ) -> None:
         """Args:
         sharing: what tenants owe each other.
+        admission: which blocks are written at all.
         on_learned: is called with what the books know of each block, `ident` and last use.
         """
         self._root, self.capacity_bytes, self.policy_name = root, capacity_bytes, policy
-        self._sharing, self._on_learned = sharing, on_learned
+        self._sharing, self._admission, self._on_learned = sharing, admission, on_learned
         self._lock = threading.Lock()
         self._worth = Worth()
         self._policy = self._new_policy()
         self._kept = self._policy.fits()  # as the books have them
         self._seen = 0  # blocks with a larger id are not in the policy yet
-        self.evicted_bytes = 0
+        self._choosing_ns = 0
+        self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
     def overhead_bytes(self) -> int:
         """What the books and other small files take, or may come to take."""
@@ -76,26 +80,39 @@ class Room:
     def make(self, index: BlockIndex, bytes_wanted: int) -> int:
         """Evict blocks of `bytes_wanted` bytes in all, or as many as there are; returns their
         bytes. Raises: sqlite3.Error; OSError."""
-        freed_bytes, pinned, now_s = 0, set[int](), time.time()
+        freed_bytes, now_s, pinned = 0, time.time(), dict[int, Usage]()  # pinned: being read
         with self._lock:
             self._learn(index)
-            while freed_bytes < bytes_wanted:
-                popped = self._policy.pop(now_s) or self._pop_forgotten(index, now_s)
-                if popped is None or popped[0] in pinned:
-                    break
-                block, usage = popped
-                booked = index.find(block)
-                if booked is None:
-                    continue
-                if booked.usage.used_s > usage.used_s:  # another process has read it
-                    self._policy.add(block, booked.usage)
-                elif self._evict(index, booked):
-                    freed_bytes += booked.usage.stored_bytes
-                else:  # it is being read
-                    pinned.add(block)
-                    self._policy.add(block, replace(booked.usage, used_s=now_s))
-            self.evicted_bytes += freed_bytes
+            try:
+                while freed_bytes < bytes_wanted:
+                    popped = self._pop(now_s) or self._pop_forgotten(index, now_s, pinned)
+                    if popped is None:
+                        break
+                    block, usage = popped
+                    booked = index.find(block)
+                    if booked is None:
+                        continue
+                    if booked.usage.used_s > usage.used_s:  # another process has read it
+                        self._policy.add(block, booked.usage)
+                    elif self._evict(index, booked):
+                        freed_bytes += booked.usage.stored_bytes
+                        self.counts["evicted_bytes"] += booked.usage.stored_bytes
+                        self.counts["evicted_blocks"] += 1
+                    else:
+                        pinned[block] = booked.usage
+            finally:
+                for block, usage in pinned.items():
+                    self._policy.add(block, usage)
         return freed_bytes
+
+    def admits(self, stored_bytes: int, use: Use) -> bool:
+        """Whether a block that is used for this is worth writing; counted if it is not."""
+        now_s = time.time()
+        usage = Usage(stored_bytes, now_s, now_s, 0, 0, use)
+        with self._lock:
+            admitted = self._admission.admits(self._policy, usage, self._worth)
+            self.counts["skipped_blocks"] += not admitted
+        return admitted
 
     def learn(self, index: BlockIndex) -> None:
         """Take up what the books know, so that `make` finds little left to learn."""
@@ -148,11 +165,22 @@ class Room:
                 self._on_learned(booked.usage.ident, booked.usage.use)
             self._seen = batch[-1].id
 
-    def _pop_forgotten(self, index: BlockIndex, now_s: float) -> tuple[int, Usage] | None:
+    def _pop(self, now_s: float) -> tuple[int, Usage] | None:
+        began_ns = time.perf_counter_ns()
+        popped = self._policy.pop(now_s)
+        self._choosing_ns += time.perf_counter_ns() - began_ns
+        self.counts["evicting_us"] = self._choosing_ns // 1000
+        return popped
+
+    def _pop_forgotten(
+        self, index: BlockIndex, now_s: float, pinned: Collection[int]
+    ) -> tuple[int, Usage] | None:
         # Blocks that others were still writing when later ones were learned of.
         self._seen = 0
         self._learn(index)
-        return self._policy.pop(now_s)
+        for block in pinned:
+            self._policy.remove(block)
+        return self._pop(now_s)
 
     def _evict(self, index: BlockIndex, booked: Booked) -> bool:
         """Remove a block's file and then its booking; False if it is being read."""

@@ -13,6 +13,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.base import Store, StoredNamespace
 from sglang_cake.store.eviction import POLICIES
+from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
@@ -36,6 +37,7 @@ class FileSource:
     policy: str = DEFAULT_POLICY
     reads_count: bool = True  # as use, for eviction
     sharing: Sharing = EVERYBODY
+    admission: Admission = ALL
 
     def check(self) -> None:
         try:
@@ -72,6 +74,7 @@ class FileSource:
             capacity_bytes=self.capacity_bytes,
             policy=self.policy,
             sharing=self.sharing,
+            admission=self.admission,
         )
 
 
@@ -88,7 +91,18 @@ def parse(url: StoreUrl) -> FileSource:
             quota_bytes=url.option("tenant_quota", parse_size, None),
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
+        admission=url.option("admit", _parse_admission, ALL),
     )
+
+
+def _parse_admission(text: str) -> Admission:
+    try:
+        least = float(text)
+    except ValueError:
+        least = -1.0
+    if not 0 <= least <= 1e6:
+        raise ConfigError(f"{text!r} is not possible, write a number from 0 on, as 0.3")
+    return Admission(least)
 
 
 def _parse_capacity(text: str) -> int | None:

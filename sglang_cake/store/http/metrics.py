@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from sglang_cake.store.base import StoreStats
+from sglang_cake.store.base import EVICTION_COUNTS, StoreStats
 from sglang_cake.store.http.tally import Tally
 
 PREFIX = "sglang_cake_store"
@@ -23,7 +23,7 @@ def metrics_text(stats: StoreStats, tally: Tally, workers: int) -> str:
     say("requests_total", "counter", by_label)
     for name in (
         *("sent_bytes", "received_bytes", "refused_connections", "bad_requests"),
-        "evicted_bytes",
+        *EVICTION_COUNTS,
     ):
         say(f"{name}_total", "counter", {"": tally.total(name)})
     say("puts_in_progress", "gauge", {"": tally.total("puts")})

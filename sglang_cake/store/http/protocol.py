@@ -7,12 +7,18 @@ over such a folder serves the same blocks; `contains` and the list are ours alon
 import enum
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
+from sglang_cake.store.base import (
+    EVICTION_COUNTS,
+    BlockInfo,
+    EvictionCounts,
+    StoredNamespace,
+    StoreStats,
+)
 
 KEY_BYTES = 32
 MAX_CONTAINS_KEYS = 16384  # in one question
@@ -160,7 +166,7 @@ def write_stats(stats: StoreStats) -> dict[str, object]:
         "blocks": stats.blocks,
         "used_bytes": stats.used_bytes,
         "capacity_bytes": stats.capacity_bytes,
-        "evicted_bytes": stats.evicted_bytes,
+        **asdict(stats.evictions),
         "policy": stats.policy,
     }
 
@@ -178,7 +184,7 @@ def read_stats(body: bytes) -> StoreStats:
             blocks=number("blocks"),
             used_bytes=number("used_bytes"),
             capacity_bytes=number("capacity_bytes"),
-            evicted_bytes=number("evicted_bytes") or 0,
+            evictions=EvictionCounts(*(number(name) or 0 for name in EVICTION_COUNTS)),
             policy=str(found.get("policy", "")),
         )
     except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:

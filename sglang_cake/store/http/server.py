@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import logging
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from urllib.parse import parse_qs
 
 from aiohttp import web
 
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.base import BlockInfo, StoreStats
+from sglang_cake.store.base import EVICTION_COUNTS, BlockInfo, EvictionCounts, StoreStats
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.auth import Gate
@@ -52,7 +52,8 @@ class StoreServer:
     ) -> None:
         """Args: counts: this process's, of all that answer for the same server."""
         self._folder, self._gate, self.counts = folder, gate, counts
-        self._evicted_before = counts["evicted_bytes"]  # by who had this row earlier
+        # By who had this row earlier.
+        self._evicted_before = {name: counts[name] for name in EVICTION_COUNTS}
         self._blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._claimed: set[Digest] = set()
@@ -226,11 +227,14 @@ class StoreServer:
     async def _stats(self) -> StoreStats:
         stats = await run_stoppable(self._blocks.readers, lambda stop: self._folder.stats())
         self.count_evicted()
-        return replace(stats, evicted_bytes=self.counts.tally.total("evicted_bytes"))
+        total = self.counts.tally.total
+        evictions = EvictionCounts(*(total(name) for name in EVICTION_COUNTS))
+        return replace(stats, evictions=evictions)
 
     def count_evicted(self) -> None:
         """Take up what the folder did in the background. To be called every second or so."""
-        self.counts["evicted_bytes"] = self._evicted_before + self._folder.evicted_bytes
+        for name, count in asdict(self._folder.evictions()).items():
+            self.counts[name] = self._evicted_before[name] + count
 
     # What follows runs in threads.
 

@@ -3,6 +3,8 @@
 import mmap
 from collections.abc import Iterator
 
+from sglang_cake.store.base import EVICTION_COUNTS
+
 METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
 STATUSES = (
     *(200, 201, 204, 206, 400, 401, 404, 405, 408, 409, 411, 413, 416, 417),
@@ -14,7 +16,7 @@ COUNTS = (
     *GAUGES,
     "sent_bytes",
     "received_bytes",
-    "evicted_bytes",
+    *EVICTION_COUNTS,
     "refused_connections",
     "bad_requests",  # that were no HTTP
 )

@@ -14,13 +14,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any, TypeVar
 
 from sglang_cake.buffers import BufferPool
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import BlockInfo, Store, StoreStats, TierStats
+from sglang_cake.store.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.tiers.choice import soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
@@ -181,12 +181,13 @@ class TieredStore:
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
         capacity = [s.capacity_bytes for s in stats if s.capacity_bytes is not None]
+        counts = [astuple(s.evictions) for s in stats]
         bounded = len(capacity) == len(self._tiers)
         return StoreStats(
             used_bytes=sum(used) if used else None,
             capacity_bytes=sum(capacity) if bounded else None,
-            evicted_bytes=sum(s.evicted_bytes for s in stats),
             policy=next((s.policy for s in stats if s.policy), ""),
+            evictions=EvictionCounts(*map(sum, zip(*counts, strict=True))),
             tiers=tuple(
                 TierStats(
                     by_index.get(tier.index),
