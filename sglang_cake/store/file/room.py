@@ -18,7 +18,7 @@ from sglang_cake.store.file.paths import NamespaceFolder
 
 # What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
 SMALL_FILES_BYTES = 256 << 10
-LOAD_AT_ONCE = 10_000
+LOAD_AT_ONCE = 1_000
 # Room that is made ahead in the background, so that a put seldom has to wait for it.
 AHEAD_SHARE, AHEAD_MOST_BYTES = 0.02, 1 << 30
 
@@ -116,8 +116,10 @@ class Room:
 
     def learn(self, index: BlockIndex) -> None:
         """Take up what the books know, so that `make` finds little left to learn."""
-        with self._lock:
-            self._learn(index)
+        more = True
+        while more:  # whoever writes gets in between
+            with self._lock:
+                more = self._learn_some(index)
 
     def stored(self, booked_id: int, usage: Usage) -> None:
         """A block was stored here."""
@@ -159,11 +161,17 @@ class Room:
         return TenantPolicy(policy, self._sharing) if self._sharing else policy
 
     def _learn(self, index: BlockIndex) -> None:
-        while batch := index.stored(self._seen, LOAD_AT_ONCE):
-            for booked in batch:
-                self._policy.add(booked.id, booked.usage)
-                self._on_learned(booked.usage.ident, booked.usage.use)
+        while self._learn_some(index):
+            pass
+
+    def _learn_some(self, index: BlockIndex) -> bool:
+        batch = index.stored(self._seen, LOAD_AT_ONCE)
+        for booked in batch:
+            self._policy.add(booked.id, booked.usage)
+            self._on_learned(booked.usage.ident, booked.usage.use)
+        if batch:
             self._seen = batch[-1].id
+        return bool(batch)
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()
