@@ -14,6 +14,7 @@ from test_capacity import opened as opened_folder
 
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Use, Worth
+from sglang_cake.store.eviction.admission import Admission
 from sglang_cake.store.eviction.tenants import Sharing
 from sglang_cake.store.file.touches import MOST_REQUESTS, Touches
 from sglang_cake.store.memory import MemoryStore
@@ -67,6 +68,22 @@ def test_what_the_policy_learned_outlives_a_restart(tmp_path):
         folder._room.refresh(index)
     with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
         assert folder._room._policy.fits() == fits
+
+
+def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
+    options = {"policy": "cake", "admission": Admission(1.0)}
+    with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
+        with folder._books.open() as index:
+            folder.touched(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
+            folder._room.refresh(index)
+        assert not put(folder, 0)
+        assert put(folder, 1)  # of which nothing is known
+        assert folder.stats().evictions.skipped_blocks == 1
+        fast = RequestFacts("r2", 1000, worth=Worth(load_s=1e-6))
+        with folder._books.open() as index:
+            folder.touched(DIGEST, keys(2), fast)
+            folder._room.refresh(index)
+        assert put(folder, 2)
 
 
 def test_a_tenant_over_its_quota_makes_way(tmp_path):

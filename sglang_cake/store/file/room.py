@@ -46,7 +46,7 @@ class Room:
         self._root, self.capacity_bytes, self.policy_name = root, capacity_bytes, policy
         self._sharing, self._admission, self._on_learned = sharing, admission, on_learned
         self._lock = threading.Lock()
-        self._worth = Worth()
+        self._worth = self._told_worth = Worth()
         self._policy = self._new_policy()
         self._kept = self._policy.fits()  # as the books have them
         self._seen = 0  # blocks with a larger id are not in the policy yet
@@ -107,6 +107,8 @@ class Room:
 
     def admits(self, stored_bytes: int, use: Use) -> bool:
         """Whether a block that is used for this is worth writing; counted if it is not."""
+        if not self._admission.least:
+            return True
         now_s = time.time()
         usage = Usage(stored_bytes, now_s, now_s, 0, 0, use)
         with self._lock:
@@ -133,15 +135,15 @@ class Room:
                 self._policy.touch(block, touch.at_s, touch.uses, touch.use)
 
     def worth(self, worth: Worth) -> None:
-        """What blocks save where requests run."""
-        with self._lock:
-            if worth != self._worth:
-                self._worth = worth
-                self._policy.weigh(worth)
+        """What blocks save where requests run. Waits for nothing: `refresh` takes it up."""
+        self._told_worth = worth
 
     def refresh(self, index: BlockIndex) -> None:
         """Let the policy learn from what it saw, and keep what it learned."""
         with self._lock:
+            if self._worth != self._told_worth:
+                self._worth = self._told_worth
+                self._policy.weigh(self._worth)
             self._policy.refresh(time.time())
             fits = dict(self._policy.fits())
         if fits != self._kept:
