@@ -423,7 +423,7 @@ def _shared(ttft_s: float, bounds: list[int] | None = None, received: int = 0) -
 
 
 def _runahead_cell(closed_s: float, received: int = 512 * 8) -> dict[str, Any]:
-    replies = {name: [_shared(1.0)] * 2 for name in ("one", "two")}
+    replies = {name: [_shared(1.0)] * 2 for name in ("one", "two", "auto")}
     for name in bench_runahead.CHAINS:
         replies[name] = [_shared(closed_s, [0, 512, 1024], received)] * 2
     sent = {name: bench_runahead.traffic(replies[name][-1], 8) for name in bench_runahead.CHAINS}
@@ -436,8 +436,8 @@ def test_runahead_goals_are_judged_on_what_was_measured() -> None:
     assert good["same_tokens"]
     assert all(bench_runahead.summary([good]).values())
     slow, more = _runahead_cell(0.7), _runahead_cell(0.6, received=512 * 8 + 1)
-    assert list(bench_runahead.summary([slow]).values()) == [False, True, True]
-    assert list(bench_runahead.summary([more]).values()) == [True, True, False]
+    assert list(bench_runahead.summary([slow]).values()) == [False, True, True, True]
+    assert list(bench_runahead.summary([more]).values()) == [True, True, True, False]
     text = bench_runahead.text([slow], [])
     assert "MISSED" in text
     assert "0.500" in text  # the limit
@@ -456,7 +456,7 @@ def test_runahead_arms_take_turns_and_the_first_round_is_not_counted() -> None:
 
 def test_runahead_arguments() -> None:
     args = bench_runahead.parse_args([])
-    assert (args.lengths, args.repeats) == ([2048, 4096, 8192], 5)
+    assert (args.lengths, args.repeats) == ([512, 2048, 4096, 8192], 5)
     assert args.out == facts.RESULTS / "runahead-cpu.json"
     with pytest.raises(SystemExit):
         bench_runahead.parse_args(["--lengths", "1000"])
