@@ -17,6 +17,7 @@ are learned in it.
 import argparse
 import contextlib
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from benchmarks.servers import BLOCK_TOKENS, SMALL_MODEL, FrozenServer
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.demo_report import Arm, Arms, evaluate
 from sglang_cake.cli.store_tables import table
-from sglang_cake.testing.server import Reply
+from sglang_cake.testing.server import Reply, cake_metric
 
 FULL = {"lengths": [2048, 4096, 6144, 8192], "chunks": [128, 256], "repeats": 3, "name": "cpu"}
 SMALL = {"lengths": [1024], "chunks": [256], "repeats": 1, "name": "small"}
+METRICS = ("--enable-metrics",)  # on all arms alike
+METRICS_S = 1.2  # how old what a server says may be
 MEDIAN_GOAL, WORST_GOAL, SINGLE_GOAL = 1.08, 1.15, 1.05
 ORDERS = (
     ("compute", "load", "auto", "again"),
@@ -73,10 +76,14 @@ def measure(
     for server in arms.values():
         server.cold(prompt, NEW_TOKENS)
     runs: dict[str, list[Reply]] = {name: [] for name in ORDERS[0]}
+    read_before = traffic(arms["auto"])
     for repeat in range(bench.args.repeats):
         for name in ORDERS[repeat % len(ORDERS)]:
             server = arms["compute" if name == "again" else name]
             runs[name].append(server.cold(prompt, NEW_TOKENS))
+    read_bytes, wasted_bytes = (
+        now - then for now, then in zip(traffic(arms["auto"]), read_before, strict=True)
+    )
     trace = {mode: bench.work / f"trace-{mode}.jsonl" for mode in arms}
     found = evaluate(
         Arms(
@@ -96,8 +103,18 @@ def measure(
             "bandwidth_ratio": ratio,
             "link_limit_s": round(found["link_limit_s"], 4),
             "same_tokens": found["same_tokens"],
+            "read_bytes": read_bytes,
+            "wasted_bytes": wasted_bytes,
         },
     )
+
+
+def traffic(server: FrozenServer) -> tuple[int, int]:
+    """Bytes read from the store so far, and those of them that were of no use."""
+    with server.thawed() as url:
+        time.sleep(METRICS_S)
+        read, wasted = (cake_metric(url, f"{what}_bytes_total") for what in ("read", "wasted"))
+    return round(read), round(wasted)
 
 
 def cell(
@@ -120,10 +137,12 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Whether the goals are met, and how much identical arms differ."""
     over = [cell["over_ideal"] for cell in cells]
     noise = sorted(max(cell["identical"], 1 / cell["identical"]) - 1 for cell in cells)
+    read_bytes = sum(cell["read_bytes"] for cell in cells)
     return {
         "cells": len(cells),
         "over_ideal": stats.spread(over),
         "over_single": stats.spread([cell["over_single"] for cell in cells]),
+        "wasted_share": round(sum(c["wasted_bytes"] for c in cells) / max(1, read_bytes), 5),
         "noise": round(noise[min(len(noise) - 1, int(0.95 * len(noise)))], 4),
         "goals": {
             f"median T/T* <= {MEDIAN_GOAL}": statistics.median(over) <= MEDIAN_GOAL,
@@ -153,6 +172,7 @@ def text(cells: Sequence[dict[str, Any]]) -> str:
     found = summary(cells)
     lines = [table(heads, rows, right=range(len(heads))), ""]
     lines += [f"{goal}: {'met' if met else 'MISSED'}" for goal, met in found["goals"].items()]
+    lines.append(f"of the bytes that auto read, {found['wasted_share']:.2%} were of no use")
     lines.append(f"identical arms differ by up to {found['noise']:.1%} (95th percentile)")
     return "\n".join(lines)
 
@@ -161,14 +181,15 @@ def run(bench: Bench, result: dict[str, Any]) -> None:
     """All cells; the result file is written after each bandwidth."""
     for number, chunk in enumerate(sorted(bench.args.chunks, reverse=True)):
         with contextlib.ExitStack() as stack:
-            compute = bench.start(stack, "compute", chunk, 0)
+            compute = bench.start(stack, "compute", chunk, 0, METRICS)
             if not number:
                 bench.fill(compute, [])
             for ratio in bench.args.bandwidths:
                 with contextlib.ExitStack() as inner:
                     arms = {"compute": compute}
                     for mode in ("load", "auto"):
-                        arms[mode] = bench.start(inner, mode, chunk, ratio * bench.balanced)
+                        bandwidth = ratio * bench.balanced
+                        arms[mode] = bench.start(inner, mode, chunk, bandwidth, METRICS)
                     for length in bench.args.lengths:
                         found = measure(bench, arms, length, chunk, ratio)
                         bench.cells.append(found)

@@ -123,8 +123,15 @@ class Bench:
     def token_bytes(self) -> int:
         return kv_token_bytes(self.model, servers.DTYPE)
 
-    def start(self, stack: contextlib.ExitStack, mode: str, chunk: int, bandwidth: float) -> Any:
-        """A Cake server in `mode`, frozen; its trace is `trace_file(mode)`."""
+    def start(
+        self,
+        stack: contextlib.ExitStack,
+        mode: str,
+        chunk: int,
+        bandwidth: float,
+        more: Sequence[str] = (),
+    ) -> FrozenServer:
+        """A Cake server in `mode`, frozen; its trace is `trace_file(mode)`. `more`: flags."""
         self._trace_file(mode).unlink(missing_ok=True)
         url = (self.work / "store").as_uri()
         if bandwidth:
@@ -132,7 +139,7 @@ class Bench:
         return self._started(
             stack,
             mode,
-            [*servers.common_flags(chunk, len(self.prompt)), *servers.cake_flags(url, mode)],
+            [*servers.common_flags(chunk, len(self.prompt)), *servers.cake_flags(url, mode), *more],
             env={TRACE_ENV: str(self._trace_file(mode))},
         )
 

@@ -25,6 +25,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "helped_tokens": ("",),
     "runahead_hops": ("",),
     "runahead_bytes": ("",),
+    "runahead_sent_bytes": ("",),
     "runahead_failures": RUNAHEAD_REASONS,
 }
 

@@ -182,7 +182,7 @@ def test_ttft_table_keeps_and_marks_what_lost() -> None:
 def _grid_cell(auto: float, again: float = 2.0) -> dict[str, Any]:
     runs_s = {"compute": [2.0, 2.1, 1.9], "load": [4.0], "auto": [auto], "again": [again]}
     labels = {"prompt_tokens": 1025, "chunk_tokens": 256, "bandwidth_ratio": 0.5}
-    labels |= {"link_limit_s": 3.9, "same_tokens": True}
+    labels |= {"link_limit_s": 3.9, "same_tokens": True, "read_bytes": 1000, "wasted_bytes": 5}
     return bench_real_grid.cell(runs_s, ideal_s=1.25, labels=labels)
 
 
@@ -192,6 +192,7 @@ def test_grid_judges_by_its_goals() -> None:
     assert all(found["goals"].values())
     assert found["over_ideal"]["max"] == pytest.approx(1.072)
     assert found["noise"] == pytest.approx(0.03)
+    assert found["wasted_share"] == pytest.approx(0.005)
     bad = bench_real_grid.summary([*good, _grid_cell(2.2)])
     assert list(bad["goals"].values()) == [True, False, False]
     assert bench_real_grid.text([*good, _grid_cell(2.2)]).count("MISSED") == 2
@@ -425,7 +426,7 @@ def _shared(ttft_s: float, bounds: list[int] | None = None, received: int = 0) -
 
 
 def _runahead_cell(closed_s: float, received: int = 512 * 8) -> dict[str, Any]:
-    replies = {name: [_shared(1.0)] * 2 for name in ("one", "two")}
+    replies = {name: [_shared(1.0)] * 2 for name in ("one", "two", "auto")}
     for name in bench_runahead.CHAINS:
         replies[name] = [_shared(closed_s, [0, 512, 1024], received)] * 2
     sent = {name: bench_runahead.traffic(replies[name][-1], 8) for name in bench_runahead.CHAINS}
@@ -438,8 +439,8 @@ def test_runahead_goals_are_judged_on_what_was_measured() -> None:
     assert good["same_tokens"]
     assert all(bench_runahead.summary([good]).values())
     slow, more = _runahead_cell(0.7), _runahead_cell(0.6, received=512 * 8 + 1)
-    assert list(bench_runahead.summary([slow]).values()) == [False, True, True]
-    assert list(bench_runahead.summary([more]).values()) == [True, True, False]
+    assert list(bench_runahead.summary([slow]).values()) == [False, True, True, True]
+    assert list(bench_runahead.summary([more]).values()) == [True, True, True, False]
     text = bench_runahead.text([slow], [])
     assert "MISSED" in text
     assert "0.500" in text  # the limit
@@ -458,7 +459,7 @@ def test_runahead_arms_take_turns_and_the_first_round_is_not_counted() -> None:
 
 def test_runahead_arguments() -> None:
     args = bench_runahead.parse_args([])
-    assert (args.lengths, args.repeats) == ([2048, 4096, 8192], 5)
+    assert (args.lengths, args.repeats) == ([512, 2048, 4096, 8192], 5)
     assert args.out == facts.RESULTS / "runahead-cpu.json"
     with pytest.raises(SystemExit):
         bench_runahead.parse_args(["--lengths", "1000"])

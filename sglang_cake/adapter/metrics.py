@@ -32,6 +32,7 @@ _HELP = {
     "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
     "runahead_hops": "Spans of prompts that other members computed.",
     "runahead_bytes": "Bytes of KV that came from other members.",
+    "runahead_sent_bytes": "Bytes of KV that were sent to other members.",
     "runahead_failures": "Prompts that were offered to others and computed alone, by reason.",
 }
 _EVICTION_HELP = {  # of EVICTION_COUNTS

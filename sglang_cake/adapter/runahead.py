@@ -44,6 +44,8 @@ logger = logging.getLogger("sglang_cake")
 
 # How long a request waits for the others' answers. An idle member answers within its next step.
 ANSWER_S = 0.05
+# How long all may hold their slots for a step that SGLang has no memory or no turn for.
+BEGIN_S = 5.0
 HANDOVER_S = 0.02  # taken for granted until one was measured
 BYTES_PER_S = 1e9
 _NEWEST = 0.3  # weight of the newest chain in what handing over is taken to cost
@@ -63,7 +65,6 @@ class Mine:
 
     rid: str
     owned: Owned
-    plan: Plan
     began_s: float
 
     @property
@@ -113,7 +114,7 @@ class Runahead:
         self._poller: Any = None
         self.member = Member(rank, transport, rows, self._ring)
         self._runner = SpanRunner(
-            self.member, gate, page_tokens=page_tokens, limit_tokens=limit_tokens
+            self.member, gate, counters, page_tokens=page_tokens, limit_tokens=limit_tokens
         )
 
     # ---- once a step ----
@@ -121,6 +122,8 @@ class Runahead:
     def poll(self, scheduler: "Scheduler") -> None:
         """Help, if somebody asks. Call between two steps."""
         self._listen(scheduler)
+        if self._mine is not None and time.monotonic() - self._mine.began_s > BEGIN_S:
+            self._drop("the step did not begin")
         while (found := self.member.next_offer()) is not None:
             owner, offer = found
             if offer.namespace != self._namespace():
@@ -260,7 +263,7 @@ class Runahead:
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
             return False
-        self._mine = Mine(req.rid, owned, plan, time.monotonic())
+        self._mine = Mine(req.rid, owned, time.monotonic())
         return True
 
     def _answered(self, mine: Mine, req: "Req", stop: int, *, alone: bool) -> Verdict:

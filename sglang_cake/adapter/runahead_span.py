@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_cake.adapter.runahead_rows import LayerGate
+from sglang_cake.counters import Counters
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member
 from sglang_cake.runahead.messages import Offer
@@ -71,9 +72,15 @@ class SpanRunner:
     """
 
     def __init__(
-        self, member: Member, gate: LayerGate, *, page_tokens: int, limit_tokens: int
+        self,
+        member: Member,
+        gate: LayerGate,
+        counters: Counters,
+        *,
+        page_tokens: int,
+        limit_tokens: int,
     ) -> None:
-        self._member, self._gate = member, gate
+        self._member, self._gate, self._counters = member, gate, counters
         self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
 
     def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
@@ -107,6 +114,7 @@ class SpanRunner:
         finally:
             if helping is not None:  # from here on nobody touches the slots
                 self._member.end_helping(helping, failure)
+                self._count(helping)
             self._give_back(tree, req, keep=failure is None)
         if failure is not None:
             logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
@@ -157,6 +165,11 @@ class SpanRunner:
         with self._gate(hop):
             run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
         hop.outflow.drain(DRAIN_TIMEOUT_S, hop.check)
+
+    def _count(self, helping: Helping) -> None:
+        sent = helping.hop.outflow
+        assert sent is not None
+        self._counters.add("runahead_sent_bytes", sent.bytes + sent.forwarded_bytes)
 
     def _give_back(self, tree: Any, req: "Req", *, keep: bool) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache

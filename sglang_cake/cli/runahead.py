@@ -183,7 +183,7 @@ def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
 
 def _page_tokens(url: str) -> int:
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/get_server_info", timeout=30) as reply:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as reply:
             found = json.loads(reply.read())
             return int(found["page_size"])
     except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:

@@ -13,6 +13,8 @@ import pytest
 import requests
 from live import BLOCK, VOCAB, Answer, Asking, Live, Start, assert_same, until
 
+from sglang_cake.cli import main
+from sglang_cake.runahead.table import load_table
 from sglang_cake.testing.server import free_port
 
 PAGE = 16
@@ -58,7 +60,7 @@ def pair(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Pair]:
                     ),
                     store=folder / f"runahead-{rank}",
                     bandwidth="2MB/s",
-                    env={"OMP_NUM_THREADS": "1"},
+                    env={"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
                 )
             )
             for rank in range(2)
@@ -134,6 +136,7 @@ def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: li
     assert_same(answer, plain.know(ids))
     # 4 layers, K and V, 2 heads of 32 dimensions in float32
     assert pair.owner.metric("runahead_bytes_total") - before == 128 * 4 * 2 * 2 * 32 * 4
+    assert pair.helper.metric("runahead_sent_bytes_total") > 0
 
 
 def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
@@ -184,6 +187,23 @@ def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[in
     assert answer.loaded > 0
     assert answer.computed + answer.loaded == LONG
     assert len(loads.store.blocks()) == after[0]
+
+
+def test_a_search_is_used_at_once(
+    pair: Pair, ids: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    search = ["runahead", "search", "--url", pair.owner.url, "--lengths", "512", "--repeats", "1"]
+    assert main(search) == 0
+    (path,) = (folder / "cache" / "sglang_cake" / "runahead").iterdir()  # and no journal
+    first = round(load_table(path).entries[2][512][0] * 512)
+
+    def shared_as() -> object:
+        pair.helper.flush()
+        asked = {"sampling": {"custom_params": {"cake_runahead": "table"}}}
+        return pair.owner.again(ids[:512], **asked).meta["cake"].get("bounds")
+
+    until(lambda: shared_as() == [0, first, 512], "the owner has read the table")
 
 
 def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) -> None:

@@ -1,0 +1,61 @@
+"""What a helper refuses before it touches anything of its own."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_cake.adapter.runahead_span import SpanRunner
+from sglang_cake.counters import Counters
+from sglang_cake.runahead.messages import Offer, new_job
+
+RANK, OWNER = 0, 1
+
+
+class _Member:
+    """Keeps what was refused."""
+
+    rank = RANK
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def refuse(self, owner: int, offer: Offer, reason: str) -> None:
+        assert owner == OWNER
+        self.reasons.append(reason)
+
+
+def _scheduler(**changes: Any) -> Any:
+    fields = {
+        "waiting_queue": [],
+        "chunked_req": None,
+        "model_config": SimpleNamespace(vocab_size=1000),
+        "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros(4, 512)),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def _offer(tokens: int, token: int = 7) -> Offer:
+    bounds = (0, tokens, tokens + 64)
+    return Offer(new_job(), (RANK, OWNER), bounds, "00", None, None, array("i", [token] * tokens))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "offer", "says"),
+    [
+        (_scheduler(waiting_queue=["a request"]), _offer(64), "busy"),
+        (_scheduler(chunked_req="a request"), _offer(64), "busy"),
+        (_scheduler(), _offer(64, token=1000), "does not have"),
+        (_scheduler(), _offer(512), "longer prompt"),
+        (_scheduler(), _offer(320), "longer span"),
+    ],
+)
+def test_an_offer_that_cannot_be_served_is_refused(scheduler: Any, offer: Offer, says: str) -> None:
+    member: Any = _Member()
+    gate: Any = None
+    runner = SpanRunner(member, gate, Counters(), page_tokens=16, limit_tokens=256)
+    runner.serve(scheduler, OWNER, offer)
+    (reason,) = member.reasons
+    assert says in reason
