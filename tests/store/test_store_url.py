@@ -147,8 +147,8 @@ BAD_URLS = {
     "file:///a#b": "%23",
     "file:///a,b": "store URL 'b': write for example file:///absolute/path",
     "file:///a,": "store URL '': write for example file:///absolute/path",
-    "file:///a?speed=1": "'speed': unknown key, allowed: bandwidth, capacity, fair, fsync, "
-    "key_file, min_free, policy, tenant_quota",
+    "file:///a?speed=1": "'speed': unknown key, allowed: admit, bandwidth, capacity, fair, "
+    "fsync, key_file, min_free, policy, tenant_quota",
     "file:///a?capacity=1MB": "'capacity': '1MB' is too small, at least 16777216 bytes",
     "file:///a?policy=best": "'policy': 'best' is not possible, allowed: fifo, lru, lfu, gdfs, ",
     "file:///a?Fsync=off": "'Fsync': unknown key",
