@@ -115,6 +115,11 @@ class Metrics:
             self._child(name, value).inc(total - self._seen[name, value])
             self._seen[name, value] = total
 
+    def hurry(self) -> None:
+        """A request is over: counters go out with the next step, since there may be none for long
+        (`--sleep-on-idle`)."""
+        self._next_s = 0.0
+
     def met(self, fraction: float) -> None:
         """A prompt's prefill is over; `fraction` of it lies before the meet."""
         self._meet.observe(fraction)

@@ -58,6 +58,8 @@ class Storyteller:
 
     def ended(self, restore: Restore) -> None:
         """The request is over; says so in one line if anything of it was stored."""
+        if self._metrics is not None:
+            self._metrics.hurry()
         if not self._speaks or not any(restore.stored):
             return
         logger.info(

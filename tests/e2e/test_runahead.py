@@ -37,8 +37,10 @@ class Pair:
 
 
 def together(live: Live) -> bool:
-    said = [line for line in live.server.logs().splitlines() if "cake runahead: member" in line]
-    return bool(said) and said[-1].endswith("is here")
+    """Whether the last news of the link is good. That a member is left out for a while is none."""
+    lines = live.server.logs().splitlines()
+    news = [line for line in lines if "runahead: member" in line and " is left out" not in line]
+    return bool(news) and news[-1].endswith("is here")
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +106,10 @@ def helped(answer: Answer) -> int:
 def test_two_servers_give_the_tokens_of_one(
     pair: Pair, plain: Live, ids: list[int], split: int
 ) -> None:
-    before = pair.owner.metric("helped_tokens_total")
     answer = share(pair, ids, [split])
     assert_same(answer, plain.know(ids))
     assert helped(answer) == split
-    assert pair.owner.metric("helped_tokens_total") - before == split
+    until(lambda: pair.owner.metric("helped_tokens_total") >= split, "it was counted")
     again = pair.owner.ask(ids)  # what came from the other one is in the tree like any KV
     assert again.cached >= LONG - 2 * PAGE
     assert_same(again, plain.know(ids))
@@ -125,7 +126,6 @@ def test_corrupt_kv_would_be_seen(pair: Pair, plain: Live, ids: list[int]) -> No
 def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: list[int]) -> None:
     pair.owner.again(ids[:512], **alone())
     pair.helper.ask(ids[:800], **alone())
-    before = pair.owner.metric("runahead_bytes_total")
     for _ in range(20):
         answer = pair.owner.ask(ids, **shared([640]))
         if helped(answer):
@@ -135,8 +135,8 @@ def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: li
     assert helped(answer) == 128
     assert_same(answer, plain.know(ids))
     # 4 layers, K and V, 2 heads of 32 dimensions in float32
-    assert pair.owner.metric("runahead_bytes_total") - before == 128 * 4 * 2 * 2 * 32 * 4
-    assert pair.helper.metric("runahead_sent_bytes_total") > 0
+    assert answer.meta["cake"]["received_bytes"] == 128 * 4 * 2 * 2 * 32 * 4
+    until(lambda: pair.helper.metric("runahead_sent_bytes_total") > 0, "it was counted")
 
 
 def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
@@ -159,9 +159,9 @@ def test_input_logprobs_of_the_front_are_computed_alone(
 
 
 def test_a_short_prompt_stays_local(pair: Pair, plain: Live, ids: list[int]) -> None:
-    before = pair.owner.metric("runahead_hops_total")
-    assert_same(pair.owner.again(ids[:80]), plain.know(ids[:80]))
-    assert pair.owner.metric("runahead_hops_total") == before
+    answer = pair.owner.again(ids[:80])
+    assert_same(answer, plain.know(ids[:80]))
+    assert helped(answer) == 0
 
 
 def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[int]) -> None:
