@@ -328,6 +328,10 @@ class _Outgoing:
             self._owner.update_presence(self.rank, reason)
 
     def close(self) -> None:
+        with self._state:
+            # At once: whoever writes may notice only at the next ping, and until then the peer's
+            # next connection would count as one of a pair with this dead one.
+            self.up = False
         if self._connection is not None:
             _end(self._connection)
 
