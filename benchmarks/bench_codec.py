@@ -23,7 +23,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.codec_quality import BLOCK_TOKENS, LAYOUT, THETA, Judge, Words
-from benchmarks.codec_report import losses, speed_tables, update
+from benchmarks.codec_report import DOC, losses, speed_tables
+from benchmarks.documents import update
 from benchmarks.facts import RESULTS, header, shown, write
 from benchmarks.stats import spread
 from benchmarks.train_small_llama import OUT, STEPS, small_llama
@@ -288,7 +289,7 @@ def main() -> None:
         texts |= speed_tables(result)
     print(*texts.values(), f"results in {shown(args.out)}", sep="\n\n")
     if args.docs:
-        update(texts)
+        update(texts, DOC)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Results of `bench_codec` as Markdown, and their places in docs/codecs.md."""
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.documents import table
 from benchmarks.facts import ROOT
 
 DOC = ROOT / "docs" / "codecs.md"
@@ -19,7 +17,7 @@ def sizes(result: dict[str, Any]) -> str:
         if row["codec"] != COPY and not _is_setting(row["codec"]):
             cell = f"{row['ratio']:.2f} ({row['bytes_per_token'] / 1024:.4g} KiB)"
             rows.setdefault(row["codec"], []).append(cell)
-    return _table(["codec", *shapes], [[codec, *cells] for codec, cells in rows.items()])
+    return table(["codec", *shapes], [[codec, *cells] for codec, cells in rows.items()], right=True)
 
 
 def speed(result: dict[str, Any], shape: str) -> str:
@@ -37,7 +35,7 @@ def speed(result: dict[str, Any], shape: str) -> str:
             rows.append([row["codec"], *cells])
     where = ("1 core", f"{cores} cores") if cores > 1 else ("1 core",)
     head = [f"{what}, {cores}" for what in ("encode", "decode") for cores in where]
-    return _table(["codec", *head], rows)
+    return table(["codec", *head], rows, right=True)
 
 
 def zstd(result: dict[str, Any]) -> str:
@@ -52,7 +50,9 @@ def zstd(result: dict[str, Any]) -> str:
         for row in result["speeds"]
         if _is_setting(row["codec"])
     ]
-    return _table(["setting", "ratio", "encode GB/s, 1 core", "decode GB/s, 1 core"], rows)
+    return table(
+        ["setting", "ratio", "encode GB/s, 1 core", "decode GB/s, 1 core"], rows, right=True
+    )
 
 
 def quality(result: dict[str, Any]) -> str:
@@ -84,7 +84,7 @@ def _losses(rows: dict[str, dict[str, Any]]) -> str:
                 f"{row['perplexity_change_percent']:+.3f} % ({low:+.3f} to {high:+.3f})",
             ]
         )
-    return _table(head, found)
+    return table(head, found, right=True)
 
 
 def _percent(share: float) -> str:
@@ -94,11 +94,6 @@ def _percent(share: float) -> str:
 def _is_setting(name: str) -> bool:
     """Whether a row is of `settings_of_zstd`, not of a codec: those have a space in their name."""
     return " " in name and name != COPY
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def speed_tables(result: dict[str, Any]) -> dict[str, str]:
@@ -116,12 +111,3 @@ def losses(result: dict[str, Any]) -> dict[str, str]:
         f"{bare['perplexity_without_prefix']:.2f}: that is how much there is to lose."
     )
     return found
-
-
-def update(texts: dict[str, str], path: Path = DOC) -> None:
-    """Put every text between its markers, `<!-- NAME -->` and `<!-- end -->`."""
-    document = path.read_text()
-    for name, text in texts.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        document = pattern.sub(lambda found, new=text: f"{found[1]}{new}\n{found[2]}", document)
-    path.write_text(document)

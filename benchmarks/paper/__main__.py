@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.documents import update
 from benchmarks.paper import figures, pictures, report, tables
 
 NAMES = (*tables.TABLES, *figures.FIGURES)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = report.sections(results)
     if everything:
         pictures.save("tables", {"tables": {n: results[n] for n in tables.TABLES}}, IMAGES)
-        report.update(texts)
+        update(texts, report.DOC)
     for name in results:
         print(f"\n{results[name]['title']}\n\n{texts.get(name, '(see the JSON)')}")
     return 0

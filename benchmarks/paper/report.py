@@ -1,18 +1,13 @@
 """The experiments as Markdown, and their places in docs/evaluation.md."""
 
-import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.documents import table
 from benchmarks.paper import figures, tables
 from benchmarks.paper.costs import PRINTED
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
-
-
-def _rows(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def overview() -> str:
@@ -24,7 +19,7 @@ def overview() -> str:
     for k, s in tables.by_length().items():
         rows.append([f"Tables 3 and 5, {k}k tokens", *_numbers(s)])
     head = ["", "cells", "T/T* median", "p90", "max", "worst of the better single way"]
-    return _rows([*head, "cells below the print"], rows)
+    return table([*head, "cells below the print"], rows)
 
 
 def _numbers(s: dict[str, Any]) -> list[str]:
@@ -44,12 +39,12 @@ def averages() -> str:
             text += f" | {mean[0]:.2f}, {mean[1]:.2f}"
             del label
         rows.append([name.replace("table", "Table "), *text.split(" | ")])
-    return _rows(["", "paper's text", "mean of its cells", "mean of ours"], rows)
+    return table(["", "paper's text", "mean of its cells", "mean of ours"], rows)
 
 
 def figure3(result: dict[str, Any]) -> str:
     rows = [[name, f"{rate:.2f}"] for name, rate in result["gb_per_s"].items()]
-    return _rows(["", "GB/s of KV"], rows)
+    return table(["", "GB/s of KV"], rows)
 
 
 def figure5(result: dict[str, Any]) -> str:
@@ -60,7 +55,7 @@ def figure5(result: dict[str, Any]) -> str:
         texts = [f"{v:.3f}" for v in (*over, *single)]
         rows.append([name, str(s["traces"]), *texts, f"{s['wasted_share']:.2%}"])
     head = ["", "traces", "T/T* median", "p90", "max"]
-    return _rows([*head, "of the better single way", "at most", "loaded in vain"], rows)
+    return table([*head, "of the better single way", "at most", "loaded in vain"], rows)
 
 
 def figure6(result: dict[str, Any]) -> str:
@@ -75,7 +70,7 @@ def figure6(result: dict[str, Any]) -> str:
         f"fcfs takes {result['gain']:.2f} times as long as adaptive to finish (printed: 1.26); "
         f"over {result['seeds']} draws {result['gain_min']:.2f} to {result['gain_max']:.2f}."
     )
-    return _rows([*head, "at most"], rows) + "\n\n" + gain
+    return table([*head, "at most"], rows) + "\n\n" + gain
 
 
 def figure7(result: dict[str, Any]) -> str:
@@ -86,7 +81,7 @@ def figure7(result: dict[str, Any]) -> str:
 
 def anonymous5(result: dict[str, Any]) -> str:
     del result
-    return _rows(
+    return table(
         ["statement", "printed", "simulated"], [list(row) for row in figures.comparisons()]
     )
 
@@ -105,7 +100,7 @@ def codecs(result: dict[str, Any]) -> str:
             text += f" ({cell['assumed']['ideal_s']:.2f})"
         rows.setdefault(cell["codec"], [f"{cell['ratio']:.2f}"]).append(text)
     head = ["codec", "ratio", *(f"{rate:g} Gbps" for rate in gbps)]
-    return _rows(head, [[codec, *cells] for codec, cells in rows.items()])
+    return table(head, [[codec, *cells] for codec, cells in rows.items()])
 
 
 def sections(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -115,12 +110,3 @@ def sections(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     makers = (figure3, figure5, figure6, figure7, anonymous5, codecs)
     found |= {m.__name__: m(results[m.__name__]) for m in makers if m.__name__ in results}
     return found
-
-
-def update(texts: dict[str, str], path: Path = DOC) -> None:
-    """Put every text between its markers, `<!-- NAME -->` and `<!-- end -->`."""
-    document = path.read_text()
-    for name, text in texts.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        document = pattern.sub(lambda found, new=text: f"{found[1]}{new}\n{found[2]}", document)
-    path.write_text(document)

@@ -301,8 +301,11 @@ class Coordinator:
 
     def claimant(self, req: "Req") -> Claimant:
         """What `share.order` must know of a waiting request."""
-        turn = self._tenants.turn(tenant_of(req)) if self.fair else 0
         restore = self._restores.get(req.rid)
+        turn = 0
+        if self.fair:
+            tenant = tenant_of(req) if restore is None else restore.facts.tenant
+            turn = self._tenants.turn(tenant)
         if restore is None or not restore.known:
             return Claimant(req.rid, None, turn=turn)
         if restore.meet.racing:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from sglang_cake.codec.catalogue import decode
 from sglang_cake.codec.chain import RAW_CHAIN, Chain, is_raw
@@ -19,28 +18,21 @@ MEASURE_EVERY_BLOCKS = 512
 SAMPLE_BYTES = 2 << 20  # of the block that codecs are measured on: some milliseconds for most
 
 
-class Encoder(Protocol):
-    """Encodes blocks, one at a time."""
-
-    def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
-        """Fill the start of `out` as `Chain.encode`; returns its bytes and the codec's name, `raw`
-        if the block lies there as it is."""
-        ...
-
-
 class OneCodec:
-    """Implements `Encoder`: always the same codec."""
+    """Encodes blocks, one at a time, always with the same codec."""
 
     def __init__(self, layout: BlockLayout, codec: str, chain: Chain) -> None:
         self._layout, self._codec, self._chain = layout, codec, chain
 
     def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
+        """Fill the start of `out` as `Chain.encode`; returns its bytes and the codec's name, `raw`
+        if the block lies there as it is."""
         size = self._chain.encode(self._layout, block, out)
         return size, RAW if is_raw(out) else self._codec
 
 
 class BestCodec:
-    """Implements `Encoder`: `auto`.
+    """Encodes blocks, one at a time, each with the codec that suits it: `auto`.
 
     Codecs are measured on the blocks themselves: size, time to decode and error, now and then. What
     a lossy one makes of a block is decoded again before it is stored: when it lost more than is

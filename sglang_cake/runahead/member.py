@@ -54,7 +54,6 @@ class Owned:
     hop: Hop
     chain: tuple[int, ...]
     partition: Partition
-    asked_s: float = field(default_factory=time.monotonic)
     accepted: set[int] = field(default_factory=set)
     refused: str | None = None
 

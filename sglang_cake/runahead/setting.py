@@ -1,13 +1,12 @@
 """Who is in the group: three settings that only make sense together, checked before a start."""
 
-import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.messages import MAX_MEMBERS
+from sglang_cake.secret_file import read_secret_file
 
 MIN_SECRET_BYTES = 16
 _MAX_FILE_BYTES = 65_536
@@ -83,21 +82,9 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _secret(path: Path) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"secret file {path} is not a file")
-            if status.st_mode & 0o077:
-                raise ConfigError(f"secret file {path} is open to others: chmod 600 {path}")
-            secret = os.read(fd, _MAX_FILE_BYTES).strip()
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise ConfigError(
-            f"secret file {path} cannot be read: {error.strerror}; {_MAKE_ONE}"
-        ) from None
+    secret = read_secret_file(
+        path, name="secret file", most_bytes=_MAX_FILE_BYTES, hint=_MAKE_ONE
+    ).strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(f"secret file {path} holds less than 16 bytes; {_MAKE_ONE}")
     return secret

@@ -1,8 +1,6 @@
 """The file with the master key, and what is derived from it."""
 
-import os
 import re
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest
+from sglang_cake.secret_file import read_secret_file
 
 KEY_BYTES = 32
 _TEXT = re.compile(rb"[0-9a-fA-F]{64}\s*")
@@ -44,22 +43,8 @@ def read_key_file(path: Path) -> MasterKey:
 
     Raises: ConfigError, one line that says what to do and nothing of the file's content.
     """
-    try:
-        # O_NONBLOCK does nothing to a file, and keeps a pipe from hanging us.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"key file {path} is not a file")
-            if status.st_mode & 0o077:
-                raise ConfigError(f"key file {path} is open to others: chmod 600 {path}")
-            text = os.read(fd, _MAX_FILE_BYTES + 1)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise ConfigError(
-            f"key file {path} cannot be read: {error.strerror}; {_MAKE_ONE}"
-        ) from None
+    most_bytes = _MAX_FILE_BYTES + 1
+    text = read_secret_file(path, name="key file", most_bytes=most_bytes, hint=_MAKE_ONE)
     if len(text) > _MAX_FILE_BYTES or not _TEXT.fullmatch(text):
         raise ConfigError(f"key file {path} does not hold 64 hex digits; {_MAKE_ONE}")
     return MasterKey(bytes.fromhex(text.decode().strip()))

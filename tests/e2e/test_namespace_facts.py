@@ -26,6 +26,7 @@ def _digest(layout: BlockLayout = LAYOUT, **changed: Any) -> bytes:
         "quantization": None,
         "weights": "w",
         "weight_version": "default",
+        "codec": "raw",
         **changed,
     }
     config = SimpleNamespace(to_dict=lambda: facts["config"])
@@ -39,7 +40,11 @@ def _digest(layout: BlockLayout = LAYOUT, **changed: Any) -> bytes:
         tp_size=facts["tp_size"],
     )
     return namespace_of(
-        ctx, layout, weights=facts["weights"], weight_version=facts["weight_version"]
+        ctx,
+        layout,
+        weights=facts["weights"],
+        weight_version=facts["weight_version"],
+        codec=facts["codec"],
     ).digest()
 
 
@@ -54,6 +59,7 @@ def _digest(layout: BlockLayout = LAYOUT, **changed: Any) -> bytes:
         {"quantization": "fp8"},
         {"weights": "w2"},
         {"weight_version": "step-2"},
+        {"codec": "int8"},
         {"layout": replace(LAYOUT, dtype="bfloat16")},
         {"layout": replace(LAYOUT, block_tokens=128)},
         {"layout": replace(LAYOUT, layers=5)},

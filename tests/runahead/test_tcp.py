@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import struct
+import time
 from array import array
 from collections.abc import Iterator
 
@@ -187,6 +188,31 @@ def test_silence_is_absence_and_who_returns_is_there_again(
     finally:
         own.close()
         other.close()
+
+
+def test_a_cut_link_comes_back_once_and_stays() -> None:
+    """A dead connection that nobody has written to yet is none of the new pair."""
+    listeners, peers = addresses(2)
+    ears = [Ear(), Ear()]
+    members = [
+        TcpTransport(rank, peers, secret=SECRET, namespace=NAMESPACE, listener=listeners[rank])
+        for rank in range(2)
+    ]
+    try:
+        for member, ear in zip(members, ears, strict=True):
+            member.start(ear)
+        together = [frozenset({1}), frozenset({0})]
+        for cut in range(1, 4):
+            until(lambda: [m.reachable() for m in members] == together, "both are there")
+            tcp._end(members[0]._incoming[1])
+            until(lambda: all(len(e.gone) == cut for e in ears), "both have noticed")  # noqa: B023
+        until(lambda: [m.reachable() for m in members] == together, "both are there")
+        time.sleep(4 * tcp.PING_S)  # in which every dead connection would be found out
+        assert [len(ear.gone) for ear in ears] == [3, 3]
+        assert [m.reachable() for m in members] == together
+    finally:
+        for member in members:
+            member.close()
 
 
 def test_strangers_that_say_nothing_are_few(member: Member) -> None:
