@@ -64,3 +64,27 @@ def test_a_server_loads_what_another_has_computed(
         two.flush()
         assert two.ask(ids).loaded == 12 * BLOCK
         until(lambda: len(two.store.blocks()) == 12, "read twice: moved up")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
+def test_a_data_parallel_worker_loads_what_another_has_computed(
+    start: Start, models: dict[str, Path], folder: Path, plain: Live
+) -> None:
+    source = random.Random(12)
+    ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
+    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--dp", "2")
+    with start(
+        models["first"],
+        (*flags, "--cake-mode", "load"),
+        store=folder / "store-dp",
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as live:
+        live.keep(ids, routed_dp_rank=1)
+        here, there = (live.ask(ids, routed_dp_rank=rank) for rank in (0, 1))
+        assert [here.meta["dp_rank"], there.meta["dp_rank"]] == [0, 1]
+        assert here.loaded == 12 * BLOCK
+        assert there.loaded == 0 and there.cached >= 12 * BLOCK  # in its own tree
+        for answer in (here, there):
+            assert answer.tokens == plain.know(ids).tokens
+        live.flush()  # both workers' trees
+        assert live.ask(ids, routed_dp_rank=1).loaded == 12 * BLOCK
