@@ -17,6 +17,7 @@ from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 
 _NS = 1e9
 _LOAD_NUMBERS = 4  # of LoadCost: all but the depth, which is a setting
+_HEAD = 4 + _LOAD_NUMBERS  # what of a restore comes before its blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Facts:
     lost: tuple[int, ...]
     elapsed_s: float
     waited_s: float
+    cost: LoadCost  # of the loads ahead of it
 
 
 class Agreement:
@@ -74,22 +76,35 @@ def _own(restore: Restore) -> Facts:
         lost=tuple(sorted(b for b in restore.failed if b < blocks)),
         elapsed_s=restore.local_elapsed_s(),
         waited_s=restore.local_waited_s(),
+        cost=restore.load,
     )
 
 
 def _pack_costs(costs: Costs) -> list[int]:
-    """Numbers that are never negative are in the order of their bits."""
-    prefill, load = astuple(costs.prefill), astuple(costs.load)[:_LOAD_NUMBERS]
-    return list(struct.unpack("9q", struct.pack("9d", *prefill, *load)))
+    return _bits(*astuple(costs.prefill)) + _pack_load(costs.load)
 
 
 def _unpack_costs(numbers: Sequence[int], own: Costs) -> Costs:
-    values = struct.unpack("9d", struct.pack("9q", *numbers))
-    latency_s, block_s, copy_s, error = values[-_LOAD_NUMBERS:]
-    return Costs(
-        PrefillCost(*values[:-_LOAD_NUMBERS]),
-        LoadCost(latency_s, block_s, copy_s, error, own.load.depth),
-    )
+    prefill = PrefillCost(*_floats(numbers[:-_LOAD_NUMBERS]))
+    return Costs(prefill, _unpack_load(numbers[-_LOAD_NUMBERS:], own.load))
+
+
+def _pack_load(cost: LoadCost) -> list[int]:
+    return _bits(*astuple(cost)[:_LOAD_NUMBERS])
+
+
+def _unpack_load(numbers: Sequence[int], own: LoadCost) -> LoadCost:
+    latency_s, block_s, copy_s, error = _floats(numbers)
+    return LoadCost(latency_s, block_s, copy_s, error, own.depth)
+
+
+def _bits(*values: float) -> list[int]:
+    """Numbers that are never negative are in the order of their bits."""
+    return list(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)))
+
+
+def _floats(bits: Sequence[int]) -> tuple[float, ...]:
+    return struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
 
 
 def _full_blocks(restore: Restore) -> int:
@@ -97,14 +112,15 @@ def _full_blocks(restore: Restore) -> int:
 
 
 def _size(restore: Restore) -> int:
-    return 4 + 2 * restore.meet.blocks + (0 if restore.known else _full_blocks(restore))
+    return _HEAD + 2 * restore.meet.blocks + (0 if restore.known else _full_blocks(restore))
 
 
 def _pack(restore: Restore) -> list[int]:
-    """[elapsed, waited, answered, load, landed..., not lost..., stored... (until known)]."""
+    """[elapsed, waited, answered, load, its cost, landed..., not lost..., stored...]; what is
+    stored only until it is known."""
     stored, load = restore.answer or ((), False)
     clocks = [int(s * _NS) for s in (restore.local_elapsed_s(), restore.local_waited_s())]
-    numbers = [*clocks, restore.answer is not None, load]
+    numbers = [*clocks, restore.answer is not None, load, *_pack_load(restore.load)]
     numbers += [b in restore.arrived for b in range(restore.meet.blocks)]
     numbers += [b not in restore.failed for b in range(restore.meet.blocks)]
     if not restore.known:
@@ -115,8 +131,8 @@ def _pack(restore: Restore) -> list[int]:
 def _unpack(restore: Restore, numbers: list[int]) -> Facts:
     elapsed, waited, answered, load = numbers[:4]
     blocks = restore.meet.blocks
-    landed, kept = numbers[4 : 4 + blocks], numbers[4 + blocks : 4 + 2 * blocks]
-    stored = tuple(bool(n) for n in numbers[4 + 2 * blocks :])
+    landed, kept = numbers[_HEAD : _HEAD + blocks], numbers[_HEAD + blocks : _HEAD + 2 * blocks]
+    stored = tuple(bool(n) for n in numbers[_HEAD + 2 * blocks :])
     return Facts(
         stored=stored if answered and not restore.known else None,
         load=bool(load),
@@ -124,4 +140,5 @@ def _unpack(restore: Restore, numbers: list[int]) -> Facts:
         lost=tuple(b for b in range(blocks) if not kept[b]),
         elapsed_s=elapsed / _NS,
         waited_s=waited / _NS,
+        cost=_unpack_load(numbers[4:_HEAD], restore.load),
     )

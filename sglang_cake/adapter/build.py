@@ -265,13 +265,13 @@ class Engine:
                 store=str(self._setting),
                 device=self.device,
             )
-            costs = self._cost_file.read()
-            if costs is not None:
-                self.pace.recall(costs)
+            learned = self._cost_file.read()
+            if learned is not None:
+                self.pace.recall(*learned)
 
     def _remember(self) -> None:
         if self._cost_file is not None and self.pace.measured:
-            self._cost_file.write(self.pace.own)
+            self._cost_file.write(*self.pace.learned)
 
     def _close_later(self, store: Store) -> None:
         async def close() -> None:

@@ -105,14 +105,15 @@ class Coordinator:
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(tokens))
-        block_tokens, lossy = self._config.block_tokens, self._config.lossy
+        block_tokens = self._config.block_tokens
         ticket = f"{req.rid}#{next(self._numbers)}"
         restore = Restore(
             rid=req.rid,
             ticket=ticket,
             tokens=tokens,
             chain=KeyChain(seed, block_tokens),
-            lossy=lossy,
+            lossy=self._config.lossy,
+            load=self._loader.cost,
             facts=facts_of(req, ticket, tokens, self.pace.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,
@@ -192,7 +193,7 @@ class Coordinator:
         self._landing.release_copied()
         contending = [r for r in self._restores.values() if r.contending]
         if contending:
-            facts, self.pace.agreed = self._agreement.reach(contending, self.pace.own)
+            facts = self.pace.agree(contending, self._agreement)
             for restore, fact in zip(contending, facts, strict=True):
                 self._apply(restore, fact)
         live = (self._restores.get(rid) for rid in serving)
@@ -269,7 +270,7 @@ class Coordinator:
             meet.view(),
             mode=self._config.mode,
             chunk_tokens=chunk_tokens,
-            costs=self.pace.shared,
+            costs=self.pace.costs(restore),
             progress=restore.progress,
         )
         self.waiting |= step.wait
@@ -302,16 +303,13 @@ class Coordinator:
     def claimant(self, req: "Req") -> Claimant:
         """What `share.order` must know of a waiting request."""
         restore = self._restores.get(req.rid)
-        turn = 0
-        if self.fair:
-            tenant = tenant_of(req) if restore is None else restore.facts.tenant
-            turn = self._tenants.turn(tenant)
+        tenant = restore.facts.tenant if restore else tenant_of(req) if self.fair else 0
+        turn = self._tenants.turn(tenant) if self.fair else 0
         if restore is None or not restore.known:
             return Claimant(req.rid, None, turn=turn)
         if restore.meet.racing:
             return Claimant(req.rid, restore.remaining_s, restore.waited_s, turn=turn)
-        rest = len(restore.tokens) - restore.meet.front
-        nearly_done = restore.begun and rest <= self.pace.chunk_tokens
+        nearly_done = restore.nearly_done(self.pace.chunk_tokens)
         return Claimant(req.rid, None, nearly_done=nearly_done, turn=turn)
 
     def claimed(self, req: "Req", stop: int) -> None:
@@ -377,6 +375,7 @@ class Coordinator:
 
     def _apply(self, restore: Restore, facts: Facts) -> None:
         restore.elapsed_s, restore.waited_s = facts.elapsed_s, facts.waited_s
+        restore.load = facts.cost
         restore.begun |= bool(facts.landed)
         if facts.stored is not None:
             restore.known = True

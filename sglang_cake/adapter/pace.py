@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
+from sglang_cake.adapter.agree import Agreement, Facts
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.config import CakeConfig
-from sglang_cake.read.cost import Costs, PrefillCost, PrefillFit, StepWork, work_of
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost, PrefillFit, StepWork, work_of
 from sglang_cake.read.loader import Loader
 from sglang_cake.read.meet import View
 from sglang_cake.read.plan import look_ahead, worth_loading
@@ -43,16 +43,27 @@ class Pace:
         """Whether steps were measured here, and not only guessed or remembered."""
         return self._fit.measured
 
-    def recall(self, costs: Costs) -> None:
+    @property
+    def learned(self) -> tuple[PrefillCost, list[LoadCost]]:
+        """What `recall` takes."""
+        return self._fit.cost, self._loader.costs
+
+    def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost]) -> None:
         """Start from what an earlier process measured."""
-        self._fit.recall(costs.prefill)
-        self._loader.recall(costs.load)
+        self._fit.recall(prefill)
+        self._loader.recall(loads)
         self.agreed = self.own
 
-    @property
-    def shared(self) -> Costs:
-        """The agreed costs, of one more part of the step being scheduled."""
-        return replace(self.agreed, prefill=self.agreed.prefill.beside(self._work))
+    def agree(self, restores: Sequence[Restore], agreement: Agreement) -> list[Facts]:
+        """The ranks' common facts of `restores`, and from now on their common costs."""
+        for restore in restores:
+            restore.load = self._loader.cost_of(restore.ticket)
+        facts, self.agreed = agreement.reach(restores, self.own)
+        return facts
+
+    def costs(self, restore: Restore) -> Costs:
+        """The agreed costs of a request's next part in the step being scheduled."""
+        return Costs(self.agreed.prefill.beside(self._work), restore.load)
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
@@ -76,11 +87,12 @@ class Pace:
             return
         self._fit.observe(work, time.monotonic() - self._began_s)
 
-    def worth(self, view: View, config: CakeConfig) -> Callable[[Sequence[bool]], bool]:
+    def worth(self, view: View, config: CakeConfig) -> Callable[[Sequence[bool], LoadCost], bool]:
         """Whether to load, decided by the I/O thread once it knows which blocks are stored."""
-        costs, least = self.agreed, max(1, config.min_load_tokens // config.block_tokens)
+        prefill, least = self.agreed.prefill, max(1, config.min_load_tokens // config.block_tokens)
 
-        def worth(stored: Sequence[bool]) -> bool:
+        def worth(stored: Sequence[bool], load: LoadCost) -> bool:
+            costs = Costs(prefill, load)
             if config.mode == "compute" or sum(stored[view.first :]) < least:
                 return False
             return config.mode != "auto" or worth_loading(view, stored, self.chunk_tokens, costs)
@@ -92,6 +104,6 @@ class Pace:
         return look_ahead(
             restore.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=self.agreed,
+            costs=Costs(self.agreed.prefill, restore.load),
             progress=restore.progress,
         ).best_s

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from sglang_cake.keys import KeyChain
+from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.meet import Meet
 from sglang_cake.read.plan import Progress
 from sglang_cake.read.staging import StagedBlock
@@ -28,6 +29,7 @@ class Restore:
     chain: KeyChain
     facts: RequestFacts  # what the store is told
     meet: Meet
+    load: LoadCost  # agreed, but for the moment before: what the loads ahead of it cost
     lossy: bool = False  # whether what the store gives may differ from what was computed
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()
@@ -63,6 +65,10 @@ class Restore:
     def contending(self) -> bool:
         """Whether decisions about this request still depend on what the loader does."""
         return self.prefill_s is None and (not self.known or self.meet.racing)
+
+    def nearly_done(self, chunk_tokens: int) -> bool:
+        """Whether it has had something from the store, and the rest is one step."""
+        return self.begun and len(self.tokens) - self.meet.front <= chunk_tokens
 
     @property
     def side(self) -> Literal["compute", "load"] | None:

@@ -81,6 +81,7 @@ class Runahead:
         namespace: hex digest of what KV means now; None while the tree holds something else too.
         restore: cake's live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
+        least_tokens: fewer are not worth asking anybody.
         limit_tokens: what one forward computes at most, here and on every member.
     """
 
@@ -96,6 +97,7 @@ class Runahead:
         namespace: Callable[[], str | None],
         restore: Callable[[str], Restore | None],
         loads_only: bool,
+        least_tokens: int,
         page_tokens: int,
         limit_tokens: int,
         table: WatchedTable,
@@ -103,6 +105,7 @@ class Runahead:
         self._gate, self._pace, self._counters = gate, pace, counters
         self._namespace, self._restore, self._loads_only = namespace, restore, loads_only
         self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
+        self._least_tokens = least_tokens
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
         self._handover_s = HANDOVER_S
@@ -215,7 +218,7 @@ class Runahead:
         restore = self._restore(req.rid)
         if restore is None or not restore.meet.racing:
             return None
-        return Loading(restore.meet.view(), restore.progress, self._pace.agreed.load)
+        return Loading(restore.meet.view(), restore.progress, restore.load)
 
     def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
         helpers = self.member.helpers()
@@ -229,7 +232,7 @@ class Runahead:
         )
         limits = Limits(self._page_tokens, self._limit_tokens, self._table.read())
         asked = _asked_for(req)
-        if asked == "alone":
+        if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None
         if asked == "closed":
             limits = replace(limits, table=None)

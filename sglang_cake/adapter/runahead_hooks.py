@@ -56,6 +56,7 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
         namespace=engine.namespace_hex,
         restore=engine.coordinator.restore,
         loads_only=config.mode == "load",
+        least_tokens=config.min_load_tokens,
         page_tokens=ctx.params.page_size,
         limit_tokens=engine.pace.chunk_tokens,
         table=WatchedTable(_table_path(engine)),

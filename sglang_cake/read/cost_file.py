@@ -10,13 +10,14 @@ import math
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from sglang_cake.keys import Digest
-from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
+from sglang_cake.read.cost import LoadCost, PrefillCost
 
-VERSION = 1
+VERSION = 2
 MAX_FILES = 64  # the newest stay
 _MAX_BYTES = 4096
 _LONGEST_S = 1e4  # no cost is larger; no share is either
@@ -35,24 +36,29 @@ class CostFile:
         name = hashlib.sha256(bytes(namespace) + machine).hexdigest()[:32]
         self._folder, self._path = folder, folder / f"{name}.json"
 
-    def read(self) -> Costs | None:
+    def read(self) -> tuple[PrefillCost, list[LoadCost]] | None:
         """What was written last, if it can be read and makes sense."""
         try:
             with open(self._path, "rb") as file:
                 content = json.loads(file.read(_MAX_BYTES))
             if content["version"] != VERSION:
                 return None
-            prefill, load = _numbers(content["prefill"], 5), _numbers(content["load"], 4)
+            prefill = PrefillCost(*_numbers(content["prefill"], PrefillCost, 5))
+            loads = [_load(named) for named in content["loads"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        latency_s, block_s, copy_s, error = load
-        return Costs(PrefillCost(*prefill), LoadCost(latency_s, block_s, copy_s, error))
+        return prefill, loads
 
-    def write(self, costs: Costs) -> bool:
-        """Replace the file; False if that cannot be done (a read-only home, a full disk)."""
-        load = asdict(costs.load)
-        del load["depth"]
-        content = {"version": VERSION, "prefill": asdict(costs.prefill), "load": load}
+    def write(self, prefill: PrefillCost, loads: Sequence[LoadCost]) -> bool:
+        """Replace the file; False if that cannot be done (a read-only home, a full disk).
+
+        Args: loads: by source; their depth is a setting, and not kept.
+        """
+        content = {
+            "version": VERSION,
+            "prefill": asdict(prefill),
+            "loads": [asdict(load) for load in loads],
+        }
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self._folder)  # 0600
@@ -78,8 +84,13 @@ class CostFile:
                     file.unlink()
 
 
-def _numbers(named: dict[str, object], count: int) -> list[float]:
-    kind = PrefillCost if count == len(fields(PrefillCost)) else LoadCost
+def _load(named: dict[str, object]) -> LoadCost:
+    latency_s, block_s, copy_s, error = _numbers(named, LoadCost, 4)
+    return LoadCost(latency_s, block_s, copy_s, error)
+
+
+def _numbers(named: dict[str, object], kind: type, count: int) -> list[float]:
+    """The first `count` fields of a `kind`."""
     numbers = [named[field.name] for field in fields(kind)[:count]]
     found = [float(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool)]
     if len(found) < count or not all(math.isfinite(n) and 0 <= n < _LONGEST_S for n in found):

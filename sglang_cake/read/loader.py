@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,11 +20,13 @@ from sglang_cake.counters import FAILURE_REASONS, Counters
 from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
-from sglang_cake.read.cost import LoadCost, LoadFit
+from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
+from sglang_cake.read.load_fits import LoadFits
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.base import Store
 from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.several import sources_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ class Prompt:
     tokens: "array[int]"  # 'q'; the loader reads it only
     blocks: int  # how many leading blocks may be loaded at all
     first_block: int  # blocks before this one are in the tree already
-    worth: Callable[[Sequence[bool]], bool]  # whether to load at all, given which are stored
+    # Whether to load at all, given which blocks are stored and what loads of them cost.
+    worth: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None  # what the store is told
 
 
@@ -50,10 +53,24 @@ class _Lane:
 
     prompt: Prompt
     store: Store
+    cost: LoadCost  # what its loads cost on average, as measured last; written by the I/O thread
     keys: list[BlockKey] = field(default_factory=list)
     fence: int = 0  # written by the scheduler thread under the gate
     keep: int = 0  # no read of a block below this one is worth starting; scheduler thread
     todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
+    sources: list[int] = field(default_factory=list)  # of `keys`: where each is read from
+    ahead: Counter[int] = field(default_factory=Counter)  # blocks of `todo` by source
+
+    def next(self) -> int:
+        """Take the next block of `todo`."""
+        block = self.todo.pop()
+        self.ahead[self.sources[block]] -= 1
+        return block
+
+    def clear(self) -> None:
+        """Nothing more is to be read."""
+        self.todo.clear()
+        self.ahead.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +79,7 @@ class _Flight:
 
     key: BlockKey
     store: Store
+    source: int
     waiters: list[tuple[_Lane, int]]
     task: "asyncio.Task[None] | None" = None
 
@@ -100,28 +118,38 @@ class Loader:
         self._order: tuple[str, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._last_landing_s = 0.0
-        self._fit = LoadFit(prior)  # I/O thread only
+        self._fits = LoadFits(prior)  # I/O thread only
 
     # ---- scheduler thread ----
 
     def begin(self, prompt: Prompt) -> None:
         """Look the prompt up (answered by a Found) and, if it is worth it, load at once."""
-        lane = _Lane(prompt, self._store, fence=prompt.first_block)
+        lane = _Lane(prompt, self._store, self.cost, fence=prompt.first_block)
         self._by_rid[prompt.rid] = lane
         self._io.post(self._open, lane)
 
     @property
     def cost(self) -> LoadCost:
-        """What a load takes, as measured. Any thread."""
-        return self._fit.cost
+        """What loads from the source that was read last cost, as measured. Any thread."""
+        return self._fits.newest
 
-    def recall(self, cost: LoadCost) -> None:
-        """Start from what an earlier process measured."""
-        self._io.post(self._fit.recall, cost)
+    @property
+    def costs(self) -> list[LoadCost]:
+        """What loads cost, by source. Any thread."""
+        return self._fits.all
+
+    def cost_of(self, rid: str) -> LoadCost:
+        """What the loads that the prompt has ahead of it cost on average."""
+        lane = self._by_rid.get(rid)
+        return self.cost if lane is None else lane.cost
+
+    def recall(self, costs: Sequence[LoadCost]) -> None:
+        """Start from what an earlier process measured, by source."""
+        self._io.post(self._fits.recall, costs)
 
     def copied(self, took_s: float) -> None:
         """A block's copy to the device took that long."""
-        self._io.post(self._fit.copied, took_s)
+        self._io.post(self._fits.copied, took_s)
 
     def fence(self, rid: str, block: int) -> None:
         """Compute owns the blocks below `block`: no read of them starts after this returns."""
@@ -187,10 +215,13 @@ class Loader:
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
         todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
-        load = bool(todo) and prompt.worth(stored)
+        lane.sources = sources_of(lane.store, keys)
+        ahead = Counter(lane.sources[block] for block in todo)
+        lane.cost = self._fits.of(ahead)
+        load = bool(todo) and prompt.worth(stored, lane.cost)
         self._outbox.append(Found(prompt.rid, tuple(stored), load=load))
         if load and lane in self._lanes:
-            lane.todo = todo
+            lane.todo, lane.ahead = todo, ahead
             self._pump()
         if prompt.facts is not None:
             with contextlib.suppress(StoreError):  # what to keep is decided without
@@ -204,11 +235,11 @@ class Loader:
                 return
             with self._gate:
                 if lane.todo[-1] < lane.fence:
-                    lane.todo.clear()
+                    lane.clear()
                     continue
                 if not self._start(lane, lane.todo[-1]):
                     return  # no buffer: goes on when one comes back
-                lane.todo.pop()
+                lane.next()
 
     def _next_lane(self) -> _Lane | None:
         # Waiting prompts leave buffers to the one that is being served.
@@ -238,7 +269,7 @@ class Loader:
         buffer = self._staging.take()
         if buffer is None:
             return False
-        flight = _Flight(key, lane.store, [(lane, block)])
+        flight = _Flight(key, lane.store, lane.sources[block], [(lane, block)])
         self._flights[key] = flight
         flight.task = asyncio.ensure_future(self._fetch(flight, buffer))
         flight.task.add_done_callback(lambda task: self._done(flight, buffer, task))
@@ -282,7 +313,11 @@ class Loader:
         took_s = now_s - max(self._last_landing_s, started_s)
         self._last_landing_s = now_s
         # A read that found the link idle for a while pays its latency.
-        self._fit.landed(took_s, first=idle_s > 2 * self._fit.cost.block_s + IDLE_S)
+        idle = idle_s > 2 * self.cost.block_s + IDLE_S
+        self._fits.landed(flight.source, took_s, first=idle)
+        for lane in self._lanes:
+            if lane.todo:
+                lane.cost = self._fits.of(lane.ahead)
         self._counters.add("read_bytes", len(buffer.view))
         staged = StagedBlock(buffer, self._staging, lambda s: self._freed(flight.key, s))
         self._staged[flight.key] = staged
@@ -326,7 +361,7 @@ class Loader:
 
     def _close(self, lane: _Lane) -> None:
         self._lanes.remove(lane)
-        lane.todo.clear()
+        lane.clear()
         with self._gate:
             lane.fence = lane.prompt.blocks
         self._trim(lane)

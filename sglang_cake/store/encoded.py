@@ -24,6 +24,7 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
 from sglang_cake.store.open import open_store
 from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.several import sources_of
 from sglang_cake.store.threads import check_stop, run_stoppable
 from sglang_cake.store.tiers.choice import TierLink
 
@@ -91,6 +92,9 @@ class EncodedStore:
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(self._inner, keys, facts)
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return sources_of(self._inner, keys)
 
     async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`. A block that passed its checksum and cannot be decoded is deleted."""

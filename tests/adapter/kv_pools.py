@@ -12,6 +12,7 @@ from sglang_cake.adapter.pools import DeviceKV, HostBuffer
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.buffers import BufferPool
 from sglang_cake.keys import Digest, KeyChain, KeySeed
+from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.meet import Meet
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.request import RequestFacts
@@ -98,6 +99,7 @@ def restore_of(
             limit_tokens=len(tokens) if limit is None else limit,
             prompt_tokens=len(tokens),
         ),
+        load=LoadCost(0.0, 0.01, depth=4),
     )
 
 

@@ -164,6 +164,20 @@ def test_every_rank_learns_the_same_and_it_is_true(
         assert load == all(a is not None and a[1] for a in answers)
 
 
+def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_take() -> None:
+    ranks = [[restore(2), restore(3, extra=1)] for _ in range(2)]
+    for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
+        for made, slower in zip(rank, (1, 100), strict=True):
+            made.load = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
+    for facts, _ in reach(ranks, [ANY] * 2):
+        assert [fact.cost for fact in facts] == [
+            LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
+            LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
+        ]
+    alone, _ = Agreement(None).reach(ranks[0], ANY)
+    assert [fact.cost for fact in alone] == [made.load for made in ranks[0]]
+
+
 @given(
     blocks=st.integers(1, 12),
     arrived=st.sets(st.integers(0, 11)),

@@ -3,10 +3,12 @@
 from unittest.mock import Mock
 
 import pytest
+from kv_pools import restore_of
 
 from sglang_cake.adapter.pace import Pace
-from sglang_cake.read.cost import LoadCost, PrefillCost
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 
+LIVE = restore_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)
 
 
@@ -18,13 +20,13 @@ def pace() -> Pace:
 
 def test_what_a_step_already_does_is_part_of_its_price(pace: Pace) -> None:
     pace.scheduling(decodes=3)
-    assert pace.shared.prefill.fixed_s == pytest.approx(0.01 + 3 * 0.002)
+    assert pace.costs(LIVE).prefill.fixed_s == pytest.approx(0.01 + 3 * 0.002)
     pace.claimed(0, 100)
     pace.claimed(50, 60)
     others_s = 110 * 1e-3 + (5050 + 10 * 50 + 55) * 1e-6 + 3 * 0.002
-    assert pace.shared.prefill.fixed_s == pytest.approx(0.01 + others_s)
-    assert pace.shared.prefill.token_s == COST.token_s
-    assert pace.shared.load == pace.agreed.load
+    assert pace.costs(LIVE).prefill.fixed_s == pytest.approx(0.01 + others_s)
+    assert pace.costs(LIVE).prefill.token_s == COST.token_s
+    assert pace.costs(LIVE).load == LIVE.load  # that of its own blocks
     assert pace.agreed.prefill == COST  # of a step that has nothing else to do
 
 
@@ -32,7 +34,7 @@ def test_the_next_step_starts_from_nothing(pace: Pace) -> None:
     pace.scheduling(decodes=3)
     pace.claimed(0, 100)
     pace.polled()
-    assert pace.shared == pace.agreed
+    assert pace.costs(LIVE) == Costs(pace.agreed.prefill, LIVE.load)
     assert pace.measured
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from sglang_cake.keys import Digest
 from sglang_cake.read.cost import (
-    Costs,
     LoadCost,
     LoadFit,
     PrefillCost,
@@ -141,7 +141,8 @@ def test_a_silent_link_looks_ever_slower(
 
 # ---- the file ----
 
-COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9, 2e-3, 0.1), LoadCost(0.02, 0.003, 1e-5, 0.2, depth=4))
+PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 2e-3, 0.1)
+LOADS = [LoadCost(0.02, 0.003, 1e-5, 0.2, depth=4), LoadCost(0.2, 0.03, 1e-5, 0.1, depth=4)]
 
 
 def file_in(folder: Path, store: str = "file:///x", byte: int = 1) -> CostFile:
@@ -151,11 +152,10 @@ def file_in(folder: Path, store: str = "file:///x", byte: int = 1) -> CostFile:
 def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "costs"
     assert file_in(folder).read() is None
-    assert file_in(folder).write(COSTS)
+    assert file_in(folder).write(PREFILL, LOADS)
     found = file_in(folder).read()
     assert found is not None
-    assert found.prefill == COSTS.prefill
-    assert found.load == LoadCost(0.02, 0.003, 1e-5, 0.2)
+    assert found == (PREFILL, [replace(load, depth=1) for load in LOADS])
     assert file_in(folder, store="file:///y").read() is None
     assert file_in(folder, byte=2).read() is None
     (path,) = folder.iterdir()
@@ -165,35 +165,45 @@ def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'{"version": 2}', b'{"version": 1}', b"\xff\xfe", b"0" * 9999],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"version": 2}',
+        b'{"version": 1}',
+        b'{"version": 3}',
+        b"\xff\xfe",
+        b"0" * 9999,
+    ],
 )
 def test_a_damaged_file_is_no_file(tmp_path: Path, content: bytes) -> None:
-    assert file_in(tmp_path).write(COSTS)
+    assert file_in(tmp_path).write(PREFILL, LOADS)
     (path,) = tmp_path.iterdir()
     path.write_bytes(content)
     assert file_in(tmp_path).read() is None
 
 
 @pytest.mark.parametrize("number", [-1.0, "1", True, None, 1e9, math.nan, math.inf])
-@pytest.mark.parametrize("part", ["prefill", "load"])
+@pytest.mark.parametrize("part", ["prefill", "loads"])
 def test_numbers_that_make_no_sense_are_not_believed(
     tmp_path: Path, part: str, number: object
 ) -> None:
-    assert file_in(tmp_path).write(COSTS)
+    assert file_in(tmp_path).write(PREFILL, LOADS)
     (path,) = tmp_path.iterdir()
     content = json.loads(path.read_text())
     name = "token_s" if part == "prefill" else "block_s"
-    content[part][name] = number
+    (content[part] if part == "prefill" else content[part][1])[name] = number
     path.write_text(json.dumps(content))
     assert file_in(tmp_path).read() is None
 
 
 def test_there_are_never_more_than_so_many_files(tmp_path: Path) -> None:
     for byte in range(MAX_FILES + 8):
-        assert file_in(tmp_path, byte=byte).write(COSTS)
+        assert file_in(tmp_path, byte=byte).write(PREFILL, LOADS)
     assert len(list(tmp_path.iterdir())) == MAX_FILES
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "costs").write_text("a file")
-    assert not file_in(tmp_path / "costs").write(COSTS)
+    assert not file_in(tmp_path / "costs").write(PREFILL, LOADS)

@@ -107,7 +107,7 @@ class Desk:
             tokens=tokens,
             blocks=len(tokens) // BLOCK,
             first_block=first,
-            worth=lambda stored: load and sum(stored[first:]) >= least,
+            worth=lambda stored, cost: load and sum(stored[first:]) >= least,
         )
         self.loader.begin(prompt)
 
@@ -207,6 +207,38 @@ def test_the_last_block_comes_first_and_the_queue_has_its_depth(desk: Desk) -> N
     assert desk.wasted() == {}
     assert desk.counters.snapshot()["read_bytes", ""] == 5 * BYTES
     assert desk.loader.cost.block_s != 1.0
+
+
+class TwoPlaces(PassingStore):
+    """Every third block is in another place."""
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return [number % 3 // 2 for number in range(len(keys))]
+
+
+def test_a_prompt_is_asked_for_with_the_costs_of_where_it_lies(desk: Desk) -> None:
+    tokens = tokens_of(0, 6)
+    keys = desk.fill(tokens)
+    desk.loader = desk.new_loader(TwoPlaces(desk.store))
+    desk.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
+    asked: list[LoadCost] = []
+
+    def worth(stored: Sequence[bool], cost: LoadCost) -> bool:
+        asked.append(cost)
+        return True
+
+    desk.loader.begin(Prompt("a", KeyChain(SEED, BLOCK), tokens, 6, 0, worth))
+    desk.settle()
+    assert asked[0].block_s == pytest.approx((4 * 0.5 + 2 * 30.0) / 6)
+    assert desk.loader.cost_of("a") == asked[0]  # nothing has landed yet
+    assert desk.waiting() == [keys[5], keys[4]]
+    desk.open(keys[5])  # from the slow place, in no time
+    assert desk.loader.costs[0].block_s == 0.5
+    assert desk.loader.costs[1].block_s == 30.0  # one block says little
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", b) for b in range(6)]
+    desk.release()
+    assert desk.loader.cost_of("b") == desk.loader.cost  # of a prompt that is not there
 
 
 def test_only_what_is_stored_and_allowed_is_read(desk: Desk) -> None:

@@ -354,6 +354,20 @@ def test_reads_keep_both_links_busy():
     assert served[0] == pytest.approx(60, abs=6)
 
 
+def test_it_says_where_blocks_will_be_read_from():
+    async def test(tiers):
+        await tiers.fill(0, "a", "b")
+        await tiers.fill(1, "b", "c")
+        keys = [key_of(name) for name in "abcd"]
+        assert tiers.store.sources(keys) == [0] * 4, "nothing is known yet"
+        await tiers.store.contains(keys)
+        assert tiers.store.sources(keys) == [0, 0, 1, 0]
+        await put_out(tiers, 0)
+        assert tiers.store.sources(keys)[1] == 1, "the first tier is left out"
+
+    run(test, late_answer_s=0.01)
+
+
 def test_the_faster_tier_is_read_when_it_is_idle():
     async def test(tiers):
         for index in (0, 1):

@@ -55,6 +55,7 @@ class TieredStore:
     ) -> None:
         """Args: stores: fastest first; block_bytes: of one payload, at most; clock: seconds."""
         self._clock, self._late_answer_s, self._drain_s = clock, late_answer_s, drain_s
+        self._block_bytes = block_bytes
         self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
         blocks = max(MIN_COPY_BLOCKS, copy_bytes // block_bytes)
         self._tiers = [
@@ -96,6 +97,15 @@ class TieredStore:
                     await tell(tier.store, keys, facts)
 
         await asyncio.gather(*(told(tier) for tier in self._tiers if tier.reading.is_well))
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        """As `Several.sources`: the tiers, in their order."""
+        found: dict[Known, int] = {}
+        for known in {self._where.of(key) for key in keys}:
+            left = [tier for tier in self._tiers if not tier.bit & known.lacking]
+            tier = self._next_to_read(left, known, self._block_bytes)
+            found[known] = tier.index if tier else 0
+        return [found[self._where.of(key)] for key in keys]
 
     async def get_into(self, key: BlockKey, out: memoryview) -> int:
         self._check_open()
