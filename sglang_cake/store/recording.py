@@ -13,6 +13,7 @@ from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
 from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.several import sources_of
 
 logger = logging.getLogger(__name__)
 MOST_REQUESTS = 4096  # whose further words are known to be of the same request
@@ -78,6 +79,9 @@ class RecordingStore:
         except OSError as error:
             raise StoreUnavailable(f"the trace cannot be written: {error}") from error
         await tell(self._inner, keys, facts)
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return sources_of(self._inner, keys)
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
         return self._inner.list_blocks()

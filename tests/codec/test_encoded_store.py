@@ -24,6 +24,7 @@ from sglang_cake.store.base import Store
 from sglang_cake.store.encoded import EncodedStore, LinkSpeed, open_blocks
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.several import sources_of
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.codec_contract import kv_like
 
@@ -249,7 +250,7 @@ def test_a_cancelled_read_lets_go_of_its_memory(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_what_requests_tell_goes_on_to_the_store_below() -> None:
+def test_what_requests_tell_and_ask_goes_on_to_the_store_below() -> None:
     class Listening(MemoryStore):
         def __init__(self) -> None:
             super().__init__()
@@ -257,6 +258,9 @@ def test_what_requests_tell_goes_on_to_the_store_below() -> None:
 
         async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
             self.told.append((list(keys), facts))
+
+        def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+            return [3] * len(keys)
 
     inner, facts = Listening(), RequestFacts("r1", 300)
 
@@ -271,6 +275,7 @@ def test_what_requests_tell_goes_on_to_the_store_below() -> None:
             depth=1,
         )
         await tell(store, [KEY], facts)
+        assert sources_of(store, [KEY]) == [3]
         await store.close()
 
     asyncio.run(go())
