@@ -32,7 +32,7 @@ from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
 from sglang_cake.cache_folder import cache_folder
-from sglang_cake.codec_names import namespace_value
+from sglang_cake.codec_names import RAW, namespace_value
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
@@ -87,7 +87,7 @@ class Engine:
         self._ctx, self._tree, self._config = ctx, tree, config
         self._path, self._revision = ctx.model_config.model_path, ctx.model_config.revision
         allocator = ctx.params.token_to_kv_pool_allocator
-        self.kv = _device_kv(ctx, allocator.get_kvcache(), config.block_tokens)
+        self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
         namespace = self._namespace(weights_digest(self._path, self._revision), None)
         self._current = namespace
         self.counters = Counters()
@@ -105,7 +105,7 @@ class Engine:
             self._store,
             BufferPool(
                 max(config.queue_depth + 1, config.staging_bytes // block_bytes),
-                self.kv.new_buffer,
+                self.kv.new_load_buffer,
             ),
             self._io,
             self.counters,
@@ -236,6 +236,7 @@ class Engine:
             rope_theta=rope_theta(self._ctx.model_config.hf_text_config),
             counters=self.counters,
             depth=self._config.queue_depth,
+            on_device=self.kv.encoded,
         )
         return store if self._trace is None else RecordingStore(store, self._trace)
 
@@ -290,11 +291,16 @@ async def _stats(store: Store) -> StoreStats | None:
         return None
 
 
-def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, block_tokens: int) -> DeviceKV:
+def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> DeviceKV:
     stream = _forward_stream(ctx)
-    if stream is None:
-        return DeviceKV(pool, block_tokens=block_tokens)
-    return CudaKV(pool, block_tokens=block_tokens, forward_stream=stream)
+    if stream is None:  # the CPU decodes in threads of the store
+        return DeviceKV(pool, block_tokens=config.block_tokens)
+    return CudaKV(
+        pool,
+        block_tokens=config.block_tokens,
+        forward_stream=stream,
+        encoded=config.codec != RAW,
+    )
 
 
 def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:

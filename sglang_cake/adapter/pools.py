@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from sglang_cake.adapter.device_decode import decode_payload
 from sglang_cake.buffers import PAGE_BYTES, Buffer
+from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 
@@ -61,9 +63,10 @@ class DeviceKV:
 
     Args:
         pool: `MHATokenToKVPool` or `MLATokenToKVPool`. Raises: ConfigError for any other.
+        encoded: what is loaded are payloads, to be decoded on the device.
     """
 
-    def __init__(self, pool: Any, *, block_tokens: int) -> None:
+    def __init__(self, pool: Any, *, block_tokens: int, encoded: bool = False) -> None:
         buffers, parts, dtype = _planes(pool)
         self.layout = BlockLayout(
             layers=len(buffers) // len(parts),
@@ -71,7 +74,7 @@ class DeviceKV:
             dtype=str(dtype).removeprefix("torch."),
             block_tokens=block_tokens,
         )
-        self.device = buffers[0].device
+        self.device, self.encoded = buffers[0].device, encoded
         self._rows = [_as_words(buffer) for buffer in buffers]
 
     @property
@@ -80,16 +83,18 @@ class DeviceKV:
         return self._rows
 
     def new_buffer(self) -> HostBuffer:
-        """A host buffer of one block."""
-        size = self.layout.block_bytes
-        whole = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
-        start = -whole.data_ptr() % PAGE_BYTES
-        return HostBuffer(whole[start : start + size])
+        """A host buffer of one block, to save into."""
+        return HostBuffer(self._memory(self.layout.block_bytes))
+
+    def new_load_buffer(self) -> HostBuffer:
+        """A host buffer of what `load` takes."""
+        head_bytes = HEAD_BYTES if self.encoded else 0
+        return HostBuffer(self._memory(self.layout.block_bytes + head_bytes))
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         """Copy whole blocks into slots (int64 `[len(blocks) * block_tokens]`, on the device)."""
         started_s = time.perf_counter()
-        self._scatter([_tensor(block) for block in blocks], slots)
+        self._scatter([self._fetched(block) for block in blocks], slots)
         return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer]) -> Copy:
@@ -102,6 +107,17 @@ class DeviceKV:
 
     def order_after_copies(self) -> None:
         """What the scheduler launches from now on starts after the copies launched so far."""
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        whole = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE_BYTES
+        return whole[start : start + size_bytes]
+
+    def _fetched(self, buffer: Buffer) -> torch.Tensor:
+        """The block that a buffer holds (uint8 `[block_bytes]`), on the device."""
+        if self.encoded:
+            return decode_payload(self.layout, _tensor(buffer), self.device)
+        return _tensor(buffer).to(self.device, non_blocking=True)
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
@@ -136,20 +152,23 @@ class CudaKV(DeviceKV):
         forward_stream: the stream that forwards run on.
     """
 
-    def __init__(self, pool: Any, *, block_tokens: int, forward_stream: torch.cuda.Stream) -> None:
-        super().__init__(pool, block_tokens=block_tokens)
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        block_tokens: int,
+        forward_stream: torch.cuda.Stream,
+        encoded: bool = False,
+    ) -> None:
+        super().__init__(pool, block_tokens=block_tokens, encoded=encoded)
         self._forward = forward_stream
         self._side = torch.cuda.Stream(self.device)
-
-    def new_buffer(self) -> HostBuffer:
-        size = self.layout.block_bytes  # pinned memory always starts on a page
-        return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         with self._beside():
             begin = torch.cuda.Event(enable_timing=True)
             begin.record(self._side)
-            sources = [_tensor(b).to(self.device, non_blocking=True) for b in blocks]
+            sources = [self._fetched(block) for block in blocks]
             self._scatter(sources, slots)
             return self._launched(*sources, slots, begin=begin)
 
@@ -165,6 +184,10 @@ class CudaKV(DeviceKV):
 
     def order_after_copies(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        # Pinned memory always starts on a page.
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
         self._side.wait_stream(torch.cuda.current_stream(self.device))

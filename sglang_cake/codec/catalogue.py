@@ -70,6 +70,29 @@ def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
     return chain
 
 
+def left_to_device(chain: Chain) -> bool:
+    """Whether the adapter can decode it on a device (`adapter.device_decode`)."""
+    return not chain.arrays and not chain.squeezes and isinstance(chain.pack, Raw | Groups)
+
+
+def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
+    """Have `out` begin with a payload that a device can decode.
+
+    Args: payload: the start of `out`, as it was stored. It stays if its chain is `left_to_device`;
+        if not, it gives way to the block as it is.
+    Raises: Malformed; `out` is undefined then.
+    """
+    text, body = split(np.frombuffer(payload, np.uint8))
+    chain = parse(text)
+    if left_to_device(chain):
+        if len(body) != chain.pack.max_bytes(layout):
+            raise Malformed(f"{len(body)} bytes, {chain.pack.max_bytes(layout)} expected")
+        return
+    block = memoryview(bytearray(layout.block_bytes))
+    chain.decode(body, Block.over(layout, block))
+    RAW_CHAIN.encode(layout, block, out)
+
+
 def decode_all(
     layout: BlockLayout, pairs: Sequence[tuple[memoryview, memoryview]], threads: Executor
 ) -> None:

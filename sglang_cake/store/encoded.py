@@ -59,8 +59,9 @@ def decode_threads(depth: int) -> int:
 
 
 class EncodedStore:
-    """Implements `Store`. Every call has a buffer of one payload, at most `depth` for reads and
-    `depth` for writes. What is read is decoded by what stands in front of it."""
+    """Implements `Store`, but for what `on_device` says. Every call has a buffer of one payload, at
+    most `depth` for reads and `depth` for writes. What is read is decoded by what stands in front
+    of it."""
 
     def __init__(
         self,
@@ -72,16 +73,19 @@ class EncodedStore:
         counters: Counters,
         payload_bytes: int,
         depth: int,
+        on_device: bool = False,
     ) -> None:
         """Args:
         inner: of encoded blocks; it is closed with this store.
         link: is told how fast `inner` is.
         payload_bytes: of an encoded block, at most.
         depth: reads, and writes, at once; more of them wait.
+        on_device: `get_into` fills memory of `payload_bytes` with a payload that a device is to
+            decode (`catalogue.prepare`), and not with a block.
         """
         self._inner, self._layout, self._encode = inner, layout, encode
         self._link, self._counters = link, counters
-        self._payload_bytes = payload_bytes
+        self._payload_bytes, self._on_device = payload_bytes, on_device
         self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
         self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
@@ -98,7 +102,7 @@ class EncodedStore:
 
     async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`. A block that passed its checksum and cannot be decoded is deleted."""
-        async with self._buffer(self._reading) as payload:
+        async with self._buffer(self._reading, out if self._on_device else None) as payload:
             begun_s = time.monotonic()
             size_bytes = await self._inner.get_into(key, payload)
             self._link.read.landed(size_bytes, begun_s, time.monotonic())
@@ -109,7 +113,7 @@ class EncodedStore:
                 with contextlib.suppress(StoreError):  # it stays, and fails again
                     await self._inner.delete(key)
                 raise BlockCorrupt(f"{key.hex()}: {error}") from None
-            return self._layout.block_bytes
+            return out.nbytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert data.nbytes == self._layout.block_bytes, data.nbytes
@@ -146,8 +150,13 @@ class EncodedStore:
             await asyncio.to_thread(pool.shutdown)
 
     @asynccontextmanager
-    async def _buffer(self, places: asyncio.Semaphore) -> AsyncIterator[memoryview]:
+    async def _buffer(
+        self, places: asyncio.Semaphore, own: memoryview | None = None
+    ) -> AsyncIterator[memoryview]:
         async with places:
+            if own is not None:
+                yield own
+                return
             buffer = self._idle.pop() if self._idle else on_page(self._payload_bytes)
             try:
                 yield buffer
@@ -155,10 +164,11 @@ class EncodedStore:
                 self._idle.append(buffer)
 
     def _decode(self, payload: memoryview, out: memoryview, stop: threading.Event) -> None:
-        from sglang_cake.codec.catalogue import decode
+        from sglang_cake.codec.catalogue import decode, prepare
 
         check_stop(stop)
-        decode(self._layout, payload, out.cast("B"))
+        ready = prepare if self._on_device else decode
+        ready(self._layout, payload, out.cast("B"))
 
 
 def open_blocks(
@@ -171,6 +181,7 @@ def open_blocks(
     max_error: float = 0.0,
     rope_theta: float | None = None,
     counters: Counters | None = None,
+    on_device: bool = False,
 ) -> Store:
     """Open a namespace whose blocks are encoded by `codec`; the caller closes it. Compiles what the
     codec needs, which takes seconds the first time.
@@ -179,6 +190,7 @@ def open_blocks(
         namespace: it names the codec.
         max_error: of `auto`.
         rope_theta: see `catalogue.chain_of`.
+        on_device: see `EncodedStore`; of blocks that are not encoded it says nothing.
     Raises: StoreUnavailable; ConfigError, also if the codec cannot take such blocks.
     """
     if codec == RAW:
@@ -194,6 +206,7 @@ def open_blocks(
         counters=counters or Counters(),
         payload_bytes=frame.payload_bytes,
         depth=depth,
+        on_device=on_device,
     )
 
 

@@ -1,0 +1,127 @@
+"""Decoding with torch gives what the compiled loops give, bit for bit; here on the CPU."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_pools import as_bytes, buffers_of, mha, mla
+
+from sglang_cake.adapter.device_decode import decode_payload
+from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.codec.catalogue import chain_of, decode, left_to_device, prepare
+from sglang_cake.codec.chain import Chain
+from sglang_cake.codec.encoded import HEAD_BYTES
+from sglang_cake.codec.groups import Groups
+from sglang_cake.codec.steps import Malformed
+from sglang_cake.codec_names import CODECS, RAW
+from sglang_cake.keys import BlockKey
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+from sglang_cake.store.encoded import open_blocks
+from sglang_cake.store.sources import parse_sources
+from sglang_cake.testing.codec_contract import LAYOUTS, SMOOTH, kv_like, odd_blocks
+
+CPU = torch.device("cpu")
+
+
+def encoded(chain: Chain, layout: BlockLayout, block: bytes) -> tuple[bytearray, int]:
+    """Memory as the loader has it, and how much of it is payload."""
+    memory = bytearray(b"\xa5" * (layout.block_bytes + HEAD_BYTES))
+    return memory, chain.encode(layout, memoryview(block), memoryview(memory))
+
+
+def by_loops(layout: BlockLayout, payload: memoryview) -> bytes:
+    out = bytearray(layout.block_bytes)
+    decode(layout, payload, memoryview(out))
+    return bytes(out)
+
+
+def by_torch(layout: BlockLayout, memory: bytearray) -> bytes:
+    block = decode_payload(layout, torch.frombuffer(memory, dtype=torch.uint8), CPU)
+    assert block.dtype == torch.uint8
+    assert block.shape == (layout.block_bytes,)
+    return block.numpy().tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+def test_every_block_comes_out_as_the_loops_decode_it(layout: BlockLayout, bits: int) -> None:
+    for name, block in [("smooth", kv_like(layout)), *odd_blocks(layout)]:
+        memory, size = encoded(Chain(Groups(bits)), layout, block)
+        wanted = by_loops(layout, memoryview(memory)[:size])
+        assert by_torch(layout, memory) == wanted, name
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    bits=st.sampled_from([4, 8]),
+    group=st.integers(8, 300),
+    seed=st.integers(0, 1000),
+)
+def test_groups_of_any_size(layout: BlockLayout, bits: int, group: int, seed: int) -> None:
+    memory, size = encoded(Chain(Groups(bits, group)), layout, kv_like(layout, seed))
+    assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_the_device_cannot_decode_is_decoded_before(codec: str) -> None:
+    chain = chain_of(codec, SMOOTH)
+    memory, size = encoded(chain, SMOOTH, kv_like(SMOOTH))
+    wanted, before = by_loops(SMOOTH, memoryview(memory)[:size]), bytes(memory[:size])
+    prepare(SMOOTH, memoryview(memory)[:size], memoryview(memory))
+    assert (bytes(memory[:size]) == before) == left_to_device(chain)
+    assert by_torch(SMOOTH, memory) == wanted
+
+
+def test_a_payload_of_the_wrong_length_never_comes_to_the_device() -> None:
+    memory, size = encoded(chain_of("int8", SMOOTH), SMOOTH, kv_like(SMOOTH))
+    for wrong in (0, 63, size - 1, size + 1):
+        with pytest.raises(Malformed):
+            prepare(SMOOTH, memoryview(memory)[:wrong], memoryview(memory))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", [mha, mla])
+def test_from_the_store_into_the_pool(tmp_path: Path, codec: str, kind: object) -> None:
+    pool, block_tokens = kind(96, dtype=torch.bfloat16), 16  # type: ignore[operator]
+    kv = DeviceKV(pool, block_tokens=block_tokens, encoded=codec != RAW)
+    for buffer in buffers_of(pool):
+        buffer.copy_(torch.randn(buffer.shape))
+    slots = torch.randperm(96)[: 2 * block_tokens] + 1
+    namespace = Namespace((("layout", kv.layout.describe()), ("codec", codec)))
+    keys = [BlockKey(bytes([n]) * 32) for n in range(2)]
+
+    async def go(on_device: bool) -> list[torch.Tensor]:
+        store = open_blocks(
+            parse_sources(tmp_path.as_uri()),
+            *(namespace, kv.layout),
+            codec=codec,
+            depth=2,
+            on_device=on_device,
+        )
+        saved = [kv.new_buffer(), kv.new_buffer()]
+        kv.save(slots, saved).wait()
+        loaded = [kv.new_load_buffer() if on_device else kv.new_buffer() for _ in keys]
+        for key, source, target in zip(keys, saved, loaded, strict=True):
+            await store.put(key, source.view)
+            assert await store.get_into(key, target.view) == len(target.view)
+        await store.close()
+        return [buffer.tensor for buffer in loaded]
+
+    blocks = asyncio.run(go(on_device=False))
+    wanted = torch.cat([torch.cat([*kv_rows(kv, block)], 1) for block in blocks])
+    buffers = [kv.new_load_buffer() for _ in keys]
+    for buffer, tensor in zip(buffers, asyncio.run(go(on_device=True)), strict=True):
+        buffer.tensor.copy_(tensor)
+    assert kv.load(buffers, slots).done()
+    found = torch.cat([as_bytes(b)[slots].view(len(slots), -1) for b in buffers_of(pool)], 1)
+    assert torch.equal(found, wanted)
+
+
+def kv_rows(kv: DeviceKV, block: torch.Tensor) -> list[torch.Tensor]:
+    """The planes of a block, `[block_tokens, bytes]` each."""
+    sizes = [n * kv.layout.block_tokens for n in kv.layout.plane_token_bytes]
+    return [p.view(kv.layout.block_tokens, -1) for p in block.split(sizes)]
