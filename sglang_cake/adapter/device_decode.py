@@ -4,15 +4,11 @@ The same values as the compiled loops of `codec`, bit for bit: products and sums
 rounded, then to the nearest, ties to even. Which chains come here: `store.undecoded`.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from sglang_cake.codec.blocks import KEYS, Part, parts_of
+from sglang_cake.codec.groups import Groups
 from sglang_cake.layout import BlockLayout
-
-if TYPE_CHECKING:
-    from sglang_cake.codec.groups import Groups
 
 _HALF_MAX = 65504.0
 
@@ -34,13 +30,14 @@ def decode_payload(
     source = payload[start : start + size].to(device, non_blocking=True)
     if isinstance(pack, Raw):
         return source
+    assert isinstance(pack, Groups), pack
     block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
-    restore_groups(layout, pack, source, block)  # type: ignore[arg-type]
+    restore_groups(layout, pack, source, block)
     return block
 
 
 def restore_groups(
-    layout: BlockLayout, pack: "Groups", source: torch.Tensor, block: torch.Tensor
+    layout: BlockLayout, pack: Groups, source: torch.Tensor, block: torch.Tensor
 ) -> None:
     """Fill `block` (uint8 `[block_bytes]`) as `Groups.decode` does, on the device of both."""
     words = block.view(getattr(torch, layout.dtype))
