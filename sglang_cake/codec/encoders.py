@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from sglang_cake.codec.catalogue import decode
+from sglang_cake.codec.catalogue import decode, left_to_device
 from sglang_cake.codec.chain import RAW_CHAIN, Chain, is_raw
 from sglang_cake.codec.choice import Choice, CodecFacts, choose
 from sglang_cake.codec.encoded import HEAD_BYTES
@@ -48,14 +48,18 @@ class BestCodec:
         max_error: float,
         link_bytes_per_s: Callable[[], float | None],
         decode_threads: int,
+        on_device: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Args:
         chains: by codec, what may be chosen beside raw.
         link_bytes_per_s: how fast the store gives blocks; None: not known.
+        decode_threads: that decode what is loaded.
+        on_device: a device decodes what it can, in hardly any time.
         """
         self._layout, self._chains, self._max_error = layout, chains, max_error
         self._link, self._threads, self._clock = link_bytes_per_s, decode_threads, clock
+        self._on_device = on_device
         self._facts: list[CodecFacts] = []
         self._blocks = 0
         self._chosen = ""
@@ -101,6 +105,8 @@ class BestCodec:
             took_s = min(took_s, self._clock() - begun_s)
         error = 0.0 if is_raw(payload) else relative_error(layout, sample, restored)
         rate = layout.block_bytes * self._threads / max(took_s, 1e-9)
+        if self._on_device and left_to_device(self._chains[codec]):
+            rate = float("inf")
         return CodecFacts(codec, size / layout.block_bytes, rate, error)
 
     def _tell(self, choice: Choice) -> None:

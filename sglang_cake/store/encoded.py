@@ -196,7 +196,7 @@ def open_blocks(
     if codec == RAW:
         return open_store(sources, BlockFrame(namespace, layout), depth=depth)
     link = LinkSpeed()
-    encode = _encode(layout, codec, max_error, rope_theta, link, decode_threads(depth))
+    encode = _encode(layout, codec, max_error, rope_theta, link, decode_threads(depth), on_device)
     frame = encoded_frame(namespace, layout, codec)
     return EncodedStore(
         open_store(sources, frame, depth=depth),
@@ -217,6 +217,7 @@ def _encode(
     rope_theta: float | None,
     link: LinkSpeed,
     threads: int,
+    on_device: bool,
 ) -> Encode:
     """Raises: ConfigError."""
     from sglang_cake.codec.catalogue import chain_of
@@ -237,4 +238,5 @@ def _encode(
         max_error=max_error,
         link_bytes_per_s=link.bytes_per_s,
         decode_threads=threads,
+        on_device=on_device,
     ).encode

@@ -6,8 +6,45 @@ a no. Between two answers that are the same, the same is assumed: a block that i
 two that are there is noticed when it is read. Up to `at_most` keys, every one is asked.
 """
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
+
+from sglang_cake.keys import BlockKey
+
+
+async def probe(
+    keys: Sequence[BlockKey],
+    has: Callable[[BlockKey], Coroutine[Any, Any, bool]],
+    *,
+    at_once: int,
+    rounds: int,
+) -> list[bool]:
+    """Which of `keys` are stored, as far as `rounds` rounds of `at_once` questions show.
+
+    Failed or cancelled, it leaves no question behind. Raises: what `has` raises.
+    """
+    known: dict[int, bool] = {}
+    for _ in range(rounds):
+        asked = next_probes(len(keys), known, at_once)
+        if not asked:
+            break
+        answers = await _ask(has, [keys[position] for position in asked])
+        known.update(zip(asked, answers, strict=True))
+    return stored(len(keys), known)
+
+
+async def _ask(
+    has: Callable[[BlockKey], Coroutine[Any, Any, bool]], keys: Sequence[BlockKey]
+) -> list[bool]:
+    asking = [asyncio.ensure_future(has(key)) for key in keys]
+    try:
+        return await asyncio.gather(*asking)
+    finally:
+        for question in asking:  # one failed, or nobody wants to know any more
+            question.cancel()
+        await asyncio.wait(asking)
 
 
 def next_probes(count: int, known: Mapping[int, bool], at_most: int) -> list[int]:

@@ -1,9 +1,11 @@
 """A real SGLang server as a child process, and the few calls that tests and benchmarks need."""
 
 import contextlib
+import errno
 import http.client
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +24,7 @@ from urllib.parse import urlsplit
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 600.0
+_NO_CLIENTS = range(10_000, 32_768)  # ports that Linux gives to nobody who connects
 
 
 class ServerDied(RuntimeError):
@@ -47,10 +50,16 @@ def device_flags(gpu: bool) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on now, and that no client will be given by chance.
+
+    Raises: OSError if there seems to be none.
+    """
+    for _ in range(100):
+        port = secrets.choice(_NO_CLIENTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, "no free port found")
 
 
 class Server:

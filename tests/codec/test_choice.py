@@ -96,16 +96,20 @@ def test_a_choice_says_why() -> None:
     assert "int4 loses 0.1" in choice.reason
 
 
-def encoder(max_error: float, link: float | None) -> BestCodec:
+def encoder(
+    max_error: float, link: float | None, *, decode_s: float = 1e-9, on_device: bool = False
+) -> BestCodec:
+    """Decoding takes no time to speak of, or what is said."""
     chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
     ticks = iter(range(10**9))
-    return BestCodec(  # a clock by which decoding takes no time to speak of
+    return BestCodec(
         LAYOUT,
         chains,
         max_error=max_error,
         link_bytes_per_s=lambda: link,
         decode_threads=1,
-        clock=lambda: next(ticks) * 1e-9,
+        on_device=on_device,
+        clock=lambda: next(ticks) * decode_s,
     )
 
 
@@ -114,6 +118,14 @@ def encoded(best: BestCodec, block: bytes) -> tuple[str, bytes]:
     size, codec = best.encode(memoryview(block), payload)
     decode(LAYOUT, payload[:size], memoryview(out))
     return codec, bytes(out)
+
+
+def test_what_the_device_decodes_needs_no_fast_cpu() -> None:
+    block = kv_like(LAYOUT)
+    assert encoded(encoder(0.02, 50 * MB, decode_s=1.0), block)[0] == "raw"
+    assert encoded(encoder(0.02, 50 * MB, decode_s=1.0, on_device=True), block)[0] == "int8"
+    # zstd is for the CPU anyway
+    assert encoded(encoder(0.0, 50 * MB, decode_s=1.0, on_device=True), block)[0] == "raw"
 
 
 @pytest.mark.parametrize(("max_error", "codec"), [(0.0, "zstd"), (0.02, "int8"), (0.3, "int4")])

@@ -16,6 +16,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import StoreError
 from sglang_cake.layout import BlockLayout
 from sglang_cake.store.sources import parse_sources
+from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 START_S = 120  # two slow cores that have other work
@@ -25,13 +26,8 @@ FRAME = BlockFrame(NAMESPACE, LAYOUT)  # 256 KiB
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    ports = {free_port() for _ in range(count)}
+    return list(ports) if len(ports) == count else free_ports(count)
 
 
 class Master:

@@ -1,7 +1,6 @@
 """An S3 server in a process of its own, for the tests of the S3 store."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,15 +11,10 @@ from http.client import HTTPConnection
 import boto3
 
 from sglang_cake.store.sources import parse_sources
+from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME
 
 START_S = 120  # two slow cores that have other work
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Moto:

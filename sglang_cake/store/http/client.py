@@ -22,12 +22,14 @@ from sglang_cake.store.http.wire import (
     read_whole,
     refuse,
 )
+from sglang_cake.store.probing import probe
 from sglang_cake.store.request import RequestFacts
 
 T = TypeVar("T")
 
 REPORT_S = 5.0  # how long the server may take to look at a block
 HEADS_AT_ONCE = 16  # lookups in flight where there is no `contains`
+HEAD_ROUNDS = 3  # of a lookup there: enough for 4,000 blocks that are stored from the first on
 PIECE_BYTES = 1 << 18  # of a block on its way out
 NOT_OURS = frozenset((404, 405, 501))  # how a server that has no `contains` answers one
 
@@ -61,7 +63,8 @@ class HttpStore:
         self._plain, self._claimed = None, False
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """As in `Store`: one round trip, or a HEAD for each key where the server is not ours."""
+        """As in `Store`: one round trip, or HEAD_ROUNDS for few of the keys (`probing`) where the
+        server is not ours."""
         found: list[bool] = []
         for start in range(0, max(1, len(keys)), protocol.MAX_CONTAINS_KEYS):
             some = keys[start : start + protocol.MAX_CONTAINS_KEYS]
@@ -70,7 +73,7 @@ class HttpStore:
                 if answers is not None:
                     found += answers
                     continue
-            found += await self._heads(some)
+            found += await probe(some, self._has, at_once=HEADS_AT_ONCE, rounds=HEAD_ROUNDS)
         return found
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
@@ -107,19 +110,11 @@ class HttpStore:
         self._plain = answers is None
         return answers
 
-    async def _heads(self, keys: Sequence[BlockKey]) -> list[bool]:
-        async def ask(key: BlockKey) -> bool:
-            async with self._asking:
-                return await self._wire.call(
-                    self._wire.lookups, protocol.KEY_BYTES, lambda: self._head(key)
-                )
-
-        tasks = [asyncio.ensure_future(ask(key)) for key in keys]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+    async def _has(self, key: BlockKey) -> bool:
+        async with self._asking:
+            return await self._wire.call(
+                self._wire.lookups, protocol.KEY_BYTES, lambda: self._head(key)
+            )
 
     async def _head(self, key: BlockKey) -> bool:
         path = protocol.block_path(self._frame.digest, key)

@@ -11,7 +11,7 @@ from sglang_cake.codec.frame import BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
-from sglang_cake.store.probing import next_probes, stored
+from sglang_cake.store.probing import probe
 from sglang_cake.store.s3.bucket import S3Bucket, S3Place
 from sglang_cake.store.threads import run_stoppable
 
@@ -41,15 +41,9 @@ class S3Store:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """As in `Store`; at most MAX_ROUNDS round trips."""
-        known: dict[int, bool] = {}
-        for _ in range(MAX_ROUNDS):
-            asked = next_probes(len(keys), known, PROBES_AT_ONCE)
-            if not asked:
-                break
-            answers = await self._ask([keys[position] for position in asked])
-            known.update(zip(asked, answers, strict=True))
+        found = await probe(keys, self._has, at_once=PROBES_AT_ONCE, rounds=MAX_ROUNDS)
         self._check_open()
-        return stored(len(keys), known)
+        return found
 
     async def get_into(self, key: BlockKey, out: memoryview) -> int:
         try:
@@ -100,14 +94,8 @@ class S3Store:
         name = key.hex()
         return self._place.name(self._frame.digest.hex(), name[:2], name[2:4], name)
 
-    async def _ask(self, keys: list[BlockKey]) -> list[bool]:
-        asking = [asyncio.ensure_future(self._bucket.has(self._name(key))) for key in keys]
-        try:
-            return await asyncio.gather(*asking)
-        finally:
-            for question in asking:  # one failed, or nobody wants to know any more
-                question.cancel()
-            await asyncio.wait(asking)
+    async def _has(self, key: BlockKey) -> bool:
+        return await self._bucket.has(self._name(key))
 
     async def _read(self, key: BlockKey, out: memoryview) -> int:
         body = await self._bucket.open_object(self._name(key))

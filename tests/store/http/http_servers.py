@@ -23,6 +23,7 @@ from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.http.protocol import block_path, description_path
 from sglang_cake.store.http.timing import Patience
 from sglang_cake.store.http.wire import Endpoint
+from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 
 A, B = key_of("a"), key_of("b")
@@ -171,12 +172,6 @@ class Nginx:
     def stop(self):
         self.process.terminate()
         self.process.wait(WAIT_S)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def connects(port):

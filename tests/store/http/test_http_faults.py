@@ -6,11 +6,12 @@ import time
 
 import pytest
 from bad_server import bad_server
-from http_servers import FRAMED_BYTES, TOKEN, A, B, framed, free_port, opened
+from http_servers import FRAMED_BYTES, TOKEN, A, B, framed, opened
 
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.namespace import Namespace
+from sglang_cake.store.http.client import HEAD_ROUNDS, HEADS_AT_ONCE
 from sglang_cake.store.http.protocol import MAX_ANSWER_BYTES, block_path
 from sglang_cake.store.http.wire import MAX_RETRY_AFTER_S, TRIES
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
@@ -436,6 +437,27 @@ def test_a_namespace_that_means_something_else_there_is_unavailable():
 
     async def answer(asked):
         asked.answer(200, b"" if asked.method == "POST" else b'{"model": "other"}')
+
+    against(answer, test)
+
+
+@pytest.mark.parametrize("there", [0, 1, 16, 613, 999, 1000])
+def test_of_a_plain_server_few_of_many_blocks_are_asked_for(there):
+    keys = [key_of(number) for number in range(1000)]
+    paths = {block_path(FRAME.digest, key) for key in keys[:there]}
+
+    async def answer(asked):
+        if asked.method == "POST":
+            asked.answer(405)
+        elif asked.path in paths:
+            asked.answer(200, length=FRAMED_BYTES)
+        else:
+            asked.answer(404)
+
+    async def test(store, server):
+        assert await store.contains(keys) == [True] * there + [False] * (1000 - there)
+        heads = [asked for asked in server.asked if asked.method == "HEAD"]
+        assert len(heads) <= HEADS_AT_ONCE * HEAD_ROUNDS
 
     against(answer, test)
 
