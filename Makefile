@@ -8,7 +8,7 @@ setup:
 	@.ci/setup
 
 test: setup
-	.venv/bin/python -m pytest -v -n 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -v $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

@@ -14,6 +14,8 @@ CODECS: Final = (*LOSSLESS, *LOSSY)
 must fit the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes."""
+ON_DEVICE: Final = ("int8", "int4")
+"""What a GPU decodes itself."""
 
 
 def namespace_value(codec: str, max_error: float) -> str:
@@ -32,6 +34,11 @@ def codec_in(value: str) -> str:
 def may_lose(codec: str, max_error: float) -> bool:
     """Whether blocks of the codec may differ from what was computed."""
     return codec in LOSSY or (codec == AUTO and max_error > 0)
+
+
+def may_decode_on_device(codec: str, max_error: float) -> bool:
+    """Whether blocks of the codec may be such as a GPU decodes itself."""
+    return codec in ON_DEVICE or (codec == AUTO and max_error > 0)
 
 
 def check_installed(codec: str) -> None:

@@ -32,7 +32,7 @@ from sglang_cake.adapter.support import check_context
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
 from sglang_cake.cache_folder import cache_folder
-from sglang_cake.codec_names import RAW, namespace_value
+from sglang_cake.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
 from sglang_cake.errors import CakeError, StoreError
@@ -100,21 +100,22 @@ class Engine:
         if config.record_trace is not None and ctx.tp_rank == 0:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self._store: Store | None = self._open(namespace)
-        block_bytes = self.kv.layout.block_bytes
         self.loader = Loader(
             self._store,
             BufferPool(
-                max(config.queue_depth + 1, config.staging_bytes // block_bytes),
+                max(config.queue_depth + 1, config.staging_bytes // self.kv.load_buffer_bytes),
                 self.kv.new_load_buffer,
             ),
             self._io,
             self.counters,
             queue_depth=config.queue_depth,
-            prior=LoadCost(0.0, block_bytes / PRIOR_BYTES_PER_S, depth=config.queue_depth),
+            prior=_load_prior(self.kv, config),
         )
         self.writer = Writer(
             self._store,
-            BufferPool(max(1, config.write_queue_bytes // block_bytes), self.kv.new_buffer),
+            BufferPool(
+                max(1, config.write_queue_bytes // self.kv.buffer_bytes), self.kv.new_buffer
+            ),
             self._io,
             self.counters,
         )
@@ -299,13 +300,18 @@ def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> D
         pool,
         block_tokens=config.block_tokens,
         forward_stream=stream,
-        encoded=config.codec != RAW,
+        encoded=may_decode_on_device(config.codec, config.max_error),
     )
 
 
 def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
     stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
     return stream if isinstance(stream, torch.cuda.Stream) else None
+
+
+def _load_prior(kv: DeviceKV, config: CakeConfig) -> LoadCost:
+    block_s = kv.layout.block_bytes / PRIOR_BYTES_PER_S
+    return LoadCost(0.0, block_s, depth=config.queue_depth)
 
 
 def _pace(ctx: "TreeCacheBuildContext", loader: Loader) -> Pace:

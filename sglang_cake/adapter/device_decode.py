@@ -6,7 +6,7 @@ rounded, then to the nearest, ties to even. Which chains come here: `store.undec
 
 import torch
 
-from sglang_cake.codec.blocks import KEYS, Part, parts_of
+from sglang_cake.codec.blocks import KEYS, parts_of
 from sglang_cake.codec.groups import Groups
 from sglang_cake.layout import BlockLayout
 
@@ -49,11 +49,12 @@ def restore_groups(
         stats = source[at + 4 * layers : at + 4 * layers + 4 * count].view(torch.float16)
         codes_at = at + 4 * layers + 4 * count
         codes = source[codes_at : codes_at + section.codes_count].view(section.codes)
-        zeros, scales = (
-            _spread(half.view(section.stats).float() * powers, part, pack.group)
-            for half in stats.view(2, -1)
-        )
-        numbers = _codes(codes, pack.bits, part.tokens).float().mul_(scales).add_(zeros)
+        zeros, scales = (half.view(section.stats).float() * powers for half in stats.view(2, -1))
+        numbers = _codes(codes, pack.bits, part.tokens).float()
+        dim, length = (1, part.tokens) if part.name == KEYS else (2, part.channels)
+        for turn, first in enumerate(range(0, length, pack.group)):
+            some = numbers.narrow(dim, first, min(pack.group, length - first))
+            some.mul_(scales.narrow(dim, turn, 1)).add_(zeros.narrow(dim, turn, 1))
         if layout.dtype == "float16":
             numbers.clamp_(-_HALF_MAX, _HALF_MAX)
         shape = (layers, part.tokens, part.channels)
@@ -67,9 +68,3 @@ def _codes(codes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
         return codes
     both = torch.stack((codes & 15, codes >> 4), dim=2)
     return both.flatten(1, 2)[:, :tokens]
-
-
-def _spread(stats: torch.Tensor, part: Part, group: int) -> torch.Tensor:
-    """A group's number for each of its numbers: along the tokens for keys, else the channels."""
-    dim, size = (1, part.tokens) if part.name == KEYS else (2, part.channels)
-    return stats.repeat_interleave(group, dim=dim).narrow(dim, 0, size)

@@ -44,11 +44,11 @@ class Pace:
         return self._fit.measured
 
     @property
-    def learned(self) -> tuple[PrefillCost, list[LoadCost]]:
+    def learned(self) -> tuple[PrefillCost, list[LoadCost | None]]:
         """What `recall` takes."""
         return self._fit.cost, self._loader.costs
 
-    def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost]) -> None:
+    def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> None:
         """Start from what an earlier process measured."""
         self._fit.recall(prefill)
         self._loader.recall(loads)

@@ -86,10 +86,19 @@ class DeviceKV:
         """A host buffer of one block, to save into."""
         return HostBuffer(self._memory(self.layout.block_bytes))
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What `new_buffer` takes of the host's memory."""
+        return self._taken_bytes(self.layout.block_bytes)
+
     def new_load_buffer(self) -> HostBuffer:
         """A host buffer of what `load` takes."""
-        head_bytes = HEAD_BYTES if self.encoded else 0
-        return HostBuffer(self._memory(self.layout.block_bytes + head_bytes))
+        return HostBuffer(self._memory(self._load_bytes))
+
+    @property
+    def load_buffer_bytes(self) -> int:
+        """What `new_load_buffer` takes of the host's memory."""
+        return self._taken_bytes(self._load_bytes)
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         """Copy whole blocks into slots (int64 `[len(blocks) * block_tokens]`, on the device)."""
@@ -107,6 +116,13 @@ class DeviceKV:
 
     def order_after_copies(self) -> None:
         """What the scheduler launches from now on starts after the copies launched so far."""
+
+    @property
+    def _load_bytes(self) -> int:
+        return self.layout.block_bytes + (HEAD_BYTES if self.encoded else 0)
+
+    def _taken_bytes(self, size_bytes: int) -> int:
+        return size_bytes + PAGE_BYTES
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
         whole = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
@@ -184,6 +200,9 @@ class CudaKV(DeviceKV):
 
     def order_after_copies(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def _taken_bytes(self, size_bytes: int) -> int:
+        return int(1 << (size_bytes - 1).bit_length())  # as PyTorch rounds pinned memory
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
         # Pinned memory always starts on a page.

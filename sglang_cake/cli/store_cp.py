@@ -24,10 +24,11 @@ from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store
+from sglang_cake.store.probing import EXACT_KEYS
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.url import split_urls
 
-ASK_AT_ONCE = 256  # blocks that the target is asked for in one lookup
+ASK_AT_ONCE = EXACT_KEYS  # of more, a store may answer for some by their neighbours
 
 
 @dataclass(slots=True)

@@ -10,18 +10,19 @@ from typing import Final
 import numpy as np
 
 from sglang_cake.codec.blocks import KEYS, Block
-from sglang_cake.codec.chain import RAW_CHAIN, Chain, Raw, split
+from sglang_cake.codec.chain import RAW_CHAIN, Chain, Raw, begin, split
 from sglang_cake.codec.entropy import Entropy
 from sglang_cake.codec.groups import Groups
 from sglang_cake.codec.nonuniform import NonUniform
 from sglang_cake.codec.planes import Planes
 from sglang_cake.codec.rope import Unrotate
-from sglang_cake.codec.steps import ArrayStep, BytesStep, Malformed, PackStep
+from sglang_cake.codec.steps import ArrayStep, BytesStep, Malformed, PackStep, Scratch
 from sglang_cake.codec.zstd import Zstd
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 
 MAX_STEPS: Final = 4
+_scratch = Scratch()
 _ARRAYS: Final[dict[str, type[ArrayStep]]] = {Unrotate.name: Unrotate}
 _PACKS: Final[dict[str, type[PackStep]]] = {
     step.name: step for step in (Raw, Planes, Groups, NonUniform, Entropy)
@@ -88,9 +89,10 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
         if len(body) != chain.pack.max_bytes(layout):
             raise Malformed(f"{len(body)} bytes, {chain.pack.max_bytes(layout)} expected")
         return
-    block = memoryview(bytearray(layout.block_bytes))
-    chain.decode(body, Block.over(layout, block))
-    RAW_CHAIN.encode(layout, block, out)
+    kept = _scratch.bytes("payload", len(body))  # the block takes its place
+    np.copyto(kept, body)
+    start = begin(RAW_CHAIN.describe(), np.frombuffer(out, np.uint8))
+    chain.decode(kept, Block.over(layout, out[start : start + layout.block_bytes]))
 
 
 def decode_all(

@@ -156,12 +156,18 @@ def _block(layout: BlockLayout, use: str) -> Block:
     return Block.over(layout, _scratch.bytes(use, layout.block_bytes).data)
 
 
-def _join(text: str, body: Bytes, out: Bytes) -> int:
+def begin(text: str, out: Bytes) -> int:
+    """Write what stands before what the chain of that text makes; returns where that begins."""
     raw = text.encode()
     start = -(-(_LENGTH.size + len(raw)) // _ALIGN) * _ALIGN
     assert start <= HEAD_BYTES, text
     out[:start] = 0
     _LENGTH.pack_into(out.data, 0, len(raw))
     out[_LENGTH.size : _LENGTH.size + len(raw)] = np.frombuffer(raw, np.uint8)
+    return start
+
+
+def _join(text: str, body: Bytes, out: Bytes) -> int:
+    start = begin(text, out)
     np.copyto(out[start : start + len(body)], body)
     return start + len(body)

@@ -9,6 +9,7 @@ measured step moves them, the newest most, and a step that took far longer than 
 process, a page fault) only a little. Pure: no clock, no threads, no files.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,10 @@ _OUTLIER = 1.0
 _PRIOR_WEIGHT = 0.005
 _SHORTEST_S, _LONGEST_S = 1e-6, 1e4  # what took less or more was no step
 _TINY_S = 1e-9
+_GUESS_ERROR = 0.5  # of what was never measured
 _FIRST_ERROR = 0.25  # taken for granted after one observation
+# Shorter steps show what a step costs at least, and nothing of what a token costs.
+_TELLING_TOKENS = 32
 _NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _GROUP_BLOCKS = 4  # reads in flight together land together
 _NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block
@@ -46,7 +50,13 @@ class PrefillCost:
     token_s: float
     pair_s: float
     decode_s: float = 0.0  # per request that decodes in the same step
-    error: float = 0.5  # mean share by which predictions missed lately
+    error: float = _GUESS_ERROR  # mean share by which predictions missed lately
+
+    @property
+    def guessed(self) -> bool:
+        """Whether it was never measured what a token costs, or what was measured agrees so badly
+        that it might as well not have been."""
+        return self.error >= _GUESS_ERROR
 
     @classmethod
     def prior(cls, *, hidden: int, on_gpu: bool) -> "PrefillCost":
@@ -140,13 +150,17 @@ class PrefillFit:
 
     def observe(self, work: StepWork, took_s: float) -> None:
         """A step that did `work` took `took_s`."""
+        telling = work.tokens >= _TELLING_TOKENS
         if not _SHORTEST_S < took_s < _LONGEST_S or work.tokens <= 0:
             return
+        if not telling and not self._seen:
+            return  # its scale would be taken for that of tokens
         x = np.array((1.0, work.tokens, work.pairs, work.decodes)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
         error = self.cost.error
         if self._seen:
-            error += _NEWEST_ERROR * (min(abs(took_s - expected_s) / took_s, 1.0) - error)
+            if telling:
+                error += _NEWEST_ERROR * (min(abs(took_s - expected_s) / took_s, 1.0) - error)
             took_s = min(took_s, expected_s * (1 + _OUTLIER))
         else:
             self._scale, self._first_s = took_s / expected_s, took_s
@@ -174,7 +188,7 @@ class LoadCost:
     latency_s: float
     block_s: float
     copy_s: float = 0.0  # from host staging to the device, per block; only the last is waited for
-    error: float = 0.5  # mean share by which predictions missed lately
+    error: float = _GUESS_ERROR  # mean share by which predictions missed lately
     depth: int = 1  # reads in flight at once
 
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
@@ -208,8 +222,16 @@ class LoadFit:
     def __init__(self, prior: LoadCost) -> None:
         self.cost = prior
         self.measured = False
+        self._prior_s, self._least_s = prior.block_s, math.inf
         self._group_s = 0.0
         self._group = 0
+
+    @property
+    def best(self) -> LoadCost:
+        """At the best that was measured here; if nothing was, at the best of what was taken for
+        granted."""
+        best_s = self._least_s if math.isfinite(self._least_s) else self._prior_s
+        return replace(self.cost, block_s=min(self.cost.block_s, best_s))
 
     def recall(self, cost: LoadCost) -> None:
         """What an earlier process had learned takes the place of the prior."""
@@ -222,6 +244,7 @@ class LoadFit:
         if not self.measured:
             self.measured = True
             self.cost = replace(cost, latency_s=0.0, block_s=took_s, error=_FIRST_ERROR)
+            self._least_s = took_s
         elif first:
             latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)
             latency_s = cost.latency_s + _NEWEST_LATENCY * (latency_s - cost.latency_s)
@@ -248,6 +271,7 @@ class LoadFit:
             block_s=cost.block_s + _NEWEST_BLOCKS * (block_s - cost.block_s),
             error=cost.error + _NEWEST_ERROR * (miss - cost.error),
         )
+        self._least_s = min(self._least_s, self.cost.block_s)
 
 
 def _vector(cost: PrefillCost) -> Matrix:

@@ -36,7 +36,7 @@ class CostFile:
         name = hashlib.sha256(bytes(namespace) + machine).hexdigest()[:32]
         self._folder, self._path = folder, folder / f"{name}.json"
 
-    def read(self) -> tuple[PrefillCost, list[LoadCost]] | None:
+    def read(self) -> tuple[PrefillCost, list[LoadCost | None]] | None:
         """What was written last, if it can be read and makes sense."""
         try:
             with open(self._path, "rb") as file:
@@ -44,20 +44,20 @@ class CostFile:
             if content["version"] != VERSION:
                 return None
             prefill = PrefillCost(*_numbers(content["prefill"], PrefillCost, 5))
-            loads = [_load(named) for named in content["loads"]]
+            loads = [None if named is None else _load(named) for named in content["loads"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return prefill, loads
 
-    def write(self, prefill: PrefillCost, loads: Sequence[LoadCost]) -> bool:
+    def write(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> bool:
         """Replace the file; False if that cannot be done (a read-only home, a full disk).
 
-        Args: loads: by source; their depth is a setting, and not kept.
+        Args: loads: by source; their depth is a setting, and does not come back.
         """
         content = {
             "version": VERSION,
             "prefill": asdict(prefill),
-            "loads": [asdict(load) for load in loads],
+            "loads": [None if load is None else asdict(load) for load in loads],
         }
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

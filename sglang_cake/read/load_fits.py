@@ -1,16 +1,22 @@
 """What loads cost where a store is made of several: each of its sources has costs of its own."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from sglang_cake.read.cost import LoadCost, LoadFit
 
 MOST_SOURCES = 8  # further ones count as the last of these
+# What was measured longer ago is doubted: a source that was slow, so that nothing is loaded from
+# it, would never be known to be fast again.
+DOUBT_S = 60.0
 
 
 class LoadFits:
-    """A `LoadFit` for each source. A landing counts for the source that the block came from, for
-    the time since any block landed: so the times add up, also where sources are read together.
+    """A `LoadFit` for each source. Times are of any one steady clock.
+
+    A landing counts for the source that the block came from, for the time since any block landed:
+    so the times add up, also where sources are read together.
 
     Args:
         prior: of every source that nothing was read from yet.
@@ -19,6 +25,7 @@ class LoadFits:
     def __init__(self, prior: LoadCost) -> None:
         self._prior = prior
         self._fits = [LoadFit(prior)]
+        self._heard_s = [-math.inf]  # by source
         self._newest = self._fits[0]
 
     @property
@@ -27,18 +34,23 @@ class LoadFits:
         return self._newest.cost
 
     @property
-    def all(self) -> list[LoadCost]:
-        """By source."""
-        return [fit.cost for fit in self._fits]
+    def all(self) -> list[LoadCost | None]:
+        """By source; None where nothing is known."""
+        return [fit.cost if fit.measured else None for fit in self._fits]
 
-    def recall(self, costs: Sequence[LoadCost]) -> None:
-        """What an earlier process had learned, by source, takes the place of the prior."""
+    def is_new(self, source: int) -> bool:
+        """Whether nothing is known of the source."""
+        return not self._fits[self._known(source)].measured
+
+    def recall(self, costs: Sequence[LoadCost | None], now_s: float) -> None:
+        """What an earlier process had learned (`all`) takes the place of the prior."""
         for source, cost in enumerate(costs[:MOST_SOURCES]):
-            self._fit(source).recall(cost)
+            if cost is not None:
+                self._heard(source, now_s).recall(cost)
 
-    def landed(self, source: int, took_s: float, *, first: bool) -> None:
-        """As `LoadFit.landed`."""
-        self._newest = self._fit(source)
+    def landed(self, source: int, took_s: float, now_s: float, *, first: bool) -> None:
+        """As `LoadFit.landed`, now."""
+        self._newest = self._heard(source, now_s)
         self._newest.landed(took_s, first=first)
 
     def copied(self, took_s: float) -> None:
@@ -46,12 +58,13 @@ class LoadFits:
         for fit in self._fits:
             fit.copied(took_s)
 
-    def of(self, blocks: Mapping[int, int]) -> LoadCost:
-        """What an average block costs, of `{source: how many blocks}`; of none, the newest."""
+    def of(self, blocks: Mapping[int, int], now_s: float) -> LoadCost:
+        """What an average block costs, of `{source: how many blocks}`; of none, the newest. Of a
+        source that nothing was heard of for DOUBT_S, the best that it did."""
         total = sum(blocks.values())
         if not total:
             return self.newest
-        shares = [(self._fit(s).cost, count / total) for s, count in blocks.items() if count]
+        shares = [(self._cost(s, now_s), count / total) for s, count in blocks.items() if count]
         columns = zip(*(astuple(cost) for cost, _ in shares), strict=True)
         means = (
             sum(value * share for value, (_, share) in zip(column, shares, strict=True))
@@ -60,8 +73,20 @@ class LoadFits:
         latency_s, block_s, copy_s, error, _ = means
         return LoadCost(latency_s, block_s, copy_s, error, self._prior.depth)
 
-    def _fit(self, source: int) -> LoadFit:
+    def _cost(self, source: int, now_s: float) -> LoadCost:
+        source = self._known(source)
+        fit = self._fits[source]
+        return fit.best if now_s - self._heard_s[source] > DOUBT_S else fit.cost
+
+    def _heard(self, source: int, now_s: float) -> LoadFit:
+        source = self._known(source)
+        self._heard_s[source] = now_s
+        return self._fits[source]
+
+    def _known(self, source: int) -> int:
+        """Its place; one that is new gets one."""
         source = min(source, MOST_SOURCES - 1)
         while len(self._fits) <= source:
             self._fits.append(LoadFit(self._prior))
-        return self._fits[source]
+            self._heard_s.append(-math.inf)
+        return source

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,19 +59,14 @@ class _Lane:
     fence: int = 0  # written by the scheduler thread under the gate
     keep: int = 0  # no read of a block below this one is worth starting; scheduler thread
     todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
-    sources: list[int] = field(default_factory=list)  # of `keys`: where each is read from
-    ahead: Counter[int] = field(default_factory=Counter)  # blocks of `todo` by source
+    sources: list[int] = field(default_factory=list)  # of `keys`: where each will be read from
+    ahead: Counter[int] = field(default_factory=Counter)  # blocks still to come, by source
 
-    def next(self) -> int:
-        """Take the next block of `todo`."""
-        block = self.todo.pop()
-        self.ahead[self.sources[block]] -= 1
-        return block
-
-    def clear(self) -> None:
-        """Nothing more is to be read."""
-        self.todo.clear()
-        self.ahead.clear()
+    def look_ahead(self) -> None:
+        """Count `ahead` anew; the last ones count until they have landed."""
+        if len(self.ahead) > 1:  # of one source it makes no difference how many there are
+            first = bisect_left(self.todo, max(self.fence, self.keep))
+            self.ahead = Counter(self.sources[b] for b in self.todo[first:]) or self.ahead
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +75,6 @@ class _Flight:
 
     key: BlockKey
     store: Store
-    source: int
     waiters: list[tuple[_Lane, int]]
     task: "asyncio.Task[None] | None" = None
 
@@ -134,8 +129,8 @@ class Loader:
         return self._fits.newest
 
     @property
-    def costs(self) -> list[LoadCost]:
-        """What loads cost, by source. Any thread."""
+    def costs(self) -> list[LoadCost | None]:
+        """What loads cost, by source; None: nothing is known. Any thread."""
         return self._fits.all
 
     def cost_of(self, rid: str) -> LoadCost:
@@ -143,9 +138,9 @@ class Loader:
         lane = self._by_rid.get(rid)
         return self.cost if lane is None else lane.cost
 
-    def recall(self, costs: Sequence[LoadCost]) -> None:
+    def recall(self, costs: Sequence[LoadCost | None]) -> None:
         """Start from what an earlier process measured, by source."""
-        self._io.post(self._fits.recall, costs)
+        self._io.post(self._fits.recall, costs, time.monotonic())
 
     def copied(self, took_s: float) -> None:
         """A block's copy to the device took that long."""
@@ -209,19 +204,19 @@ class Loader:
         keys = lane.keys = prompt.chain.of(prompt.tokens)
         try:
             stored = await lane.store.contains(keys)
+            lane.sources = sources_of(lane.store, keys)
         except Exception as error:
             if not isinstance(error, StoreError):
                 logger.exception("a store broke its contract; the prompt will be computed")
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
         todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
-        lane.sources = sources_of(lane.store, keys)
-        ahead = Counter(lane.sources[block] for block in todo)
-        lane.cost = self._fits.of(ahead)
+        lane.ahead = Counter(lane.sources[block] for block in todo)
+        lane.cost = self._fits.of(lane.ahead, time.monotonic())
         load = bool(todo) and prompt.worth(stored, lane.cost)
         self._outbox.append(Found(prompt.rid, tuple(stored), load=load))
         if load and lane in self._lanes:
-            lane.todo, lane.ahead = todo, ahead
+            lane.todo = todo
             self._pump()
         if prompt.facts is not None:
             with contextlib.suppress(StoreError):  # what to keep is decided without
@@ -235,11 +230,11 @@ class Loader:
                 return
             with self._gate:
                 if lane.todo[-1] < lane.fence:
-                    lane.clear()
+                    lane.todo.clear()
                     continue
                 if not self._start(lane, lane.todo[-1]):
                     return  # no buffer: goes on when one comes back
-                lane.next()
+                lane.todo.pop()
 
     def _next_lane(self) -> _Lane | None:
         # Waiting prompts leave buffers to the one that is being served.
@@ -269,7 +264,7 @@ class Loader:
         buffer = self._staging.take()
         if buffer is None:
             return False
-        flight = _Flight(key, lane.store, lane.sources[block], [(lane, block)])
+        flight = _Flight(key, lane.store, [(lane, block)])
         self._flights[key] = flight
         flight.task = asyncio.ensure_future(self._fetch(flight, buffer))
         flight.task.add_done_callback(lambda task: self._done(flight, buffer, task))
@@ -284,6 +279,7 @@ class Loader:
             return
         started_s = time.monotonic()
         try:
+            (source,) = sources_of(flight.store, [flight.key])
             await flight.store.get_into(flight.key, buffer.view)
         except asyncio.CancelledError:
             # An upper bound: how much of the block had been read is not known here.
@@ -296,7 +292,7 @@ class Loader:
             logger.exception("a store broke its contract; the block will be computed")
             self._give_up(flight, buffer, reason="internal")
         else:
-            self._land(flight, buffer, started_s)
+            self._land(flight, buffer, started_s, source)
         finally:
             self._retire(flight)
 
@@ -307,17 +303,19 @@ class Loader:
         self._retire(flight)
         self._pump()
 
-    def _land(self, flight: _Flight, buffer: Buffer, started_s: float) -> None:
+    def _land(self, flight: _Flight, buffer: Buffer, started_s: float, source: int) -> None:
         now_s = time.monotonic()
         idle_s = started_s - self._last_landing_s
         took_s = now_s - max(self._last_landing_s, started_s)
         self._last_landing_s = now_s
+        if self._fits.is_new(source):  # what other reads landed meanwhile says nothing of it
+            took_s = max(took_s, (now_s - started_s) / self._depth)
         # A read that found the link idle for a while pays its latency.
-        idle = idle_s > 2 * self.cost.block_s + IDLE_S
-        self._fits.landed(flight.source, took_s, first=idle)
+        idle = idle_s > 2 * self._fits.of({source: 1}, now_s).block_s + IDLE_S
+        self._fits.landed(source, took_s, now_s, first=idle)
         for lane in self._lanes:
-            if lane.todo:
-                lane.cost = self._fits.of(lane.ahead)
+            lane.look_ahead()
+            lane.cost = self._fits.of(lane.ahead, now_s)
         self._counters.add("read_bytes", len(buffer.view))
         staged = StagedBlock(buffer, self._staging, lambda s: self._freed(flight.key, s))
         self._staged[flight.key] = staged
@@ -361,7 +359,7 @@ class Loader:
 
     def _close(self, lane: _Lane) -> None:
         self._lanes.remove(lane)
-        lane.clear()
+        lane.todo.clear()
         with self._gate:
             lane.fence = lane.prompt.blocks
         self._trim(lane)

@@ -145,6 +145,9 @@ def next_step(
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
+        if mode == "auto" and costs.prefill.guessed:
+            # Or a guess that is too high would stand for ever: nothing would be computed.
+            return Step(_one_block(edge, view), keep=view.first)
         # No wait for good: a loader that does not keep its promise makes `since_s`, and with it
         # the predicted load, grow until compute goes on.
         return Step(view.front, wait=True, keep=view.first)
@@ -173,7 +176,7 @@ def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
 def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
     """A step towards the meeting point."""
     size = view.block_tokens
-    smallest = min(edge, (view.front // size + 1) * size)
+    smallest = _one_block(edge, view)
     stop = min(edge, max(meet, smallest))
     error = min(_LEAST_SURE, max(costs.prefill.error, costs.load.error))
     keep = meet // size - int(error * (meet - stop) / size)
@@ -185,6 +188,11 @@ def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
         sure = view.front + int((meet - view.front) * (1 - error))
         stop = max(smallest, sure - sure % size)
     return Step(stop, keep=keep)
+
+
+def _one_block(edge: int, view: View) -> int:
+    """Where the least step that is of use ends."""
+    return min(edge, (view.front // view.block_tokens + 1) * view.block_tokens)
 
 
 def _next_held(view: View, held: bytes, at: int) -> tuple[int, int]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from sglang_cake.keys import BlockKey
 
+EXACT_KEYS = 16  # of so many, every one is asked, of every store
+
 
 async def probe(
     keys: Sequence[BlockKey],

@@ -17,5 +17,9 @@ class Several(Protocol):
 
 
 def sources_of(store: object, keys: Sequence[BlockKey]) -> list[int]:
-    """As `Several.sources`; of any other store, its only one."""
-    return store.sources(keys) if isinstance(store, Several) else [0] * len(keys)
+    """As `Several.sources`; of any other store, its only one. Raises: ValueError, and whatever else
+    a store does that breaks its contract."""
+    found = store.sources(keys) if isinstance(store, Several) else [0] * len(keys)
+    if len(found) != len(keys):
+        raise ValueError(f"{len(found)} answers to {len(keys)} keys")
+    return found

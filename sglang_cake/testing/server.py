@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 600.0
-_NO_CLIENTS = range(10_000, 32_768)  # ports that Linux gives to nobody who connects
+# Ports that Linux gives to nobody who connects, and that SGLang does not look for its own among.
+_NO_CLIENTS = range(10_000, 22_000)
 
 
 class ServerDied(RuntimeError):

@@ -67,6 +67,25 @@ def test_one_step_sets_the_scale_and_the_model_gives_the_shape() -> None:
     assert fit.cost.step_s(31 * 512, 32 * 512) == pytest.approx(0.0803 + 31 * 0.00156, rel=0.15)
 
 
+def test_steps_of_a_token_or_two_say_nothing_of_tokens() -> None:
+    """A server that loads all of every prompt computes only the last token of each."""
+    prior = PrefillCost.prior(hidden=768, on_gpu=False)
+    fit = PrefillFit(prior)
+    for _ in range(50):
+        fit.observe(work_of(4096, 4097), 0.02)
+    assert fit.cost == prior
+    assert fit.cost.guessed
+    fit.observe(work_of(0, 128), 0.04)
+    assert not fit.cost.guessed
+    assert fit.cost.step_s(0, 128) == pytest.approx(0.04, rel=0.1)
+    error = fit.cost.error
+    for _ in range(200):
+        fit.observe(work_of(4096, 4097), 0.02)
+    assert fit.cost.error == error
+    assert fit.cost.step_s(4096, 4097) == pytest.approx(0.02, rel=0.2)
+    assert fit.cost.step_s(0, 128) == pytest.approx(0.04, rel=0.5)
+
+
 def test_a_machine_that_changes_is_followed() -> None:
     fit = PrefillFit(PrefillCost.prior(hidden=768, on_gpu=False))
     for slower in [1.0] * 100 + [2.0] * 150:
@@ -142,7 +161,7 @@ def test_a_silent_link_looks_ever_slower(
 # ---- the file ----
 
 PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 2e-3, 0.1)
-LOADS = [LoadCost(0.02, 0.003, 1e-5, 0.2, depth=4), LoadCost(0.2, 0.03, 1e-5, 0.1, depth=4)]
+LOADS = [LoadCost(0.02, 0.003, 1e-5, 0.2, depth=4), LoadCost(0.2, 0.03, 1e-5, 0.1, depth=4), None]
 
 
 def file_in(folder: Path, store: str = "file:///x", byte: int = 1) -> CostFile:
@@ -155,7 +174,7 @@ def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
     assert file_in(folder).write(PREFILL, LOADS)
     found = file_in(folder).read()
     assert found is not None
-    assert found == (PREFILL, [replace(load, depth=1) for load in LOADS])
+    assert found == (PREFILL, [load and replace(load, depth=1) for load in LOADS])
     assert file_in(folder, store="file:///y").read() is None
     assert file_in(folder, byte=2).read() is None
     (path,) = folder.iterdir()
@@ -173,6 +192,7 @@ def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
         b'{"version": 2}',
         b'{"version": 1}',
         b'{"version": 3}',
+        b'{"loads": [{}]}',
         b"\xff\xfe",
         b"0" * 9999,
     ],

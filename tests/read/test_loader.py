@@ -210,16 +210,20 @@ def test_the_last_block_comes_first_and_the_queue_has_its_depth(desk: Desk) -> N
 
 
 class TwoPlaces(PassingStore):
-    """Every third block is in another place."""
+    """Every third block of a prompt is in another place."""
+
+    def __init__(self, inner: Store, keys: Sequence[BlockKey]) -> None:
+        super().__init__(inner)
+        self.places = {key: number % 3 // 2 for number, key in enumerate(keys)}
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        return [number % 3 // 2 for number in range(len(keys))]
+        return [self.places[key] for key in keys]
 
 
 def test_a_prompt_is_asked_for_with_the_costs_of_where_it_lies(desk: Desk) -> None:
     tokens = tokens_of(0, 6)
     keys = desk.fill(tokens)
-    desk.loader = desk.new_loader(TwoPlaces(desk.store))
+    desk.loader = desk.new_loader(TwoPlaces(desk.store, keys))
     desk.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
     asked: list[LoadCost] = []
 
@@ -233,12 +237,40 @@ def test_a_prompt_is_asked_for_with_the_costs_of_where_it_lies(desk: Desk) -> No
     assert desk.loader.cost_of("a") == asked[0]  # nothing has landed yet
     assert desk.waiting() == [keys[5], keys[4]]
     desk.open(keys[5])  # from the slow place, in no time
-    assert desk.loader.costs[0].block_s == 0.5
-    assert desk.loader.costs[1].block_s == 30.0  # one block says little
+    known = [cost.block_s for cost in desk.loader.costs if cost]
+    assert known == [0.5, 30.0]  # one block says little
     desk.open(*keys)
     assert sorted(desk.landed()) == [("a", b) for b in range(6)]
     desk.release()
     assert desk.loader.cost_of("b") == desk.loader.cost  # of a prompt that is not there
+
+
+class Broken(PassingStore):
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return []
+
+
+def test_a_store_that_does_not_know_where_blocks_are_is_not_read(desk: Desk) -> None:
+    desk.loader = desk.new_loader(Broken(desk.store))
+    desk.fill(tokens_of(0, 6))
+    desk.begin("a", tokens_of(0, 6))
+    assert desk.news() == [Found("a", (False,) * 6, load=False)]
+    assert desk.failures() == {"lookup": 1}
+
+
+def test_what_compute_has_passed_is_not_paid_for(desk: Desk) -> None:
+    tokens = tokens_of(0, 6)
+    keys = desk.fill(tokens)
+    store = TwoPlaces(desk.store, keys)
+    store.places = {key: int(number >= 3) for number, key in enumerate(keys)}
+    desk.loader = desk.new_loader(store)
+    desk.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[5], keys[4]]
+    assert desk.loader.cost_of("a").block_s == pytest.approx((3 * 0.5 + 3 * 30.0) / 6)
+    desk.loader.fence("a", 3)
+    desk.open(keys[5])
+    assert desk.loader.cost_of("a").block_s == pytest.approx(30.0)
 
 
 def test_only_what_is_stored_and_allowed_is_read(desk: Desk) -> None:

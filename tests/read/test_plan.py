@@ -235,6 +235,20 @@ def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
     assert decide(short, costs(1), mode="both").keep is not None
 
 
+def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() -> None:
+    """A guess that is too high would never be put right: nothing would be computed."""
+    blocks = [WANTED] * 10
+    guess, quick = PrefillCost(0.0, 1.0, 0.0), LoadCost(0.0, 0.1, error=0.0)
+    assert guess.guessed
+    assert decide(blocks, Costs(guess, quick)) == Step(100, keep=0)
+    assert decide(blocks, Costs(guess, quick), front=100) == Step(200, keep=1)
+    assert decide(blocks, Costs(guess, quick), chunk=30) == Step(30, keep=0)
+    known = replace(guess, error=0.25)
+    assert decide(blocks, Costs(known, quick)).wait
+    assert decide(blocks, Costs(guess, quick), mode="load").wait
+    assert decide(blocks, Costs(guess, quick), mode="both").wait
+
+
 def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
     def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
         view = view_of([ABSENT] * len(states), front=front)

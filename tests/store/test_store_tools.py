@@ -1,5 +1,6 @@
 """`sglang-cake store`, on real file stores."""
 
+import asyncio
 import json
 import os
 import pty
@@ -28,7 +29,11 @@ from storetools import (
 )
 
 import sglang_cake
+from sglang_cake.cli.store_cp import _lacking
 from sglang_cake.store.file.paths import NamespaceFolder, new_tmp_name
+from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.probing import EXACT_KEYS, probe
+from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 FRAMED = 2 * 4096  # what a block takes on the disk
@@ -309,6 +314,25 @@ def test_cp_of_more_blocks_than_one_lookup(tmp_path, capsys):
     answer = told(capsys, "cp", url_of(tmp_path / "kv"), url_of(tmp_path / "other"))
     assert (answer["copied"], answer["there_already"]) == (150, 150)
     assert len(held(tmp_path / "other", BOB)) == 300
+
+
+def test_cp_believes_no_store_that_answers_for_some_by_their_neighbours():
+    class Probing(PassingStore):
+        async def contains(self, keys):
+            async def has(key):
+                return (await self.inner.contains([key]))[0]
+
+            return await probe(keys, has, at_once=EXACT_KEYS, rounds=3)
+
+    async def main():
+        origin, target = MemoryStore(), MemoryStore()
+        for number in range(300):
+            for each in (origin, target)[: 1 + number % 2]:
+                await each.put(key_of(number), block_of(number))
+        lacking = _lacking(origin, Probing(target), lambda blocks: None)
+        return {key async for key in lacking}
+
+    assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}
 
 
 def test_cp_to_a_full_store_stops_and_says_so(root, tmp_path, capsys):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.store.tiers.choice import RATE_FRESH_S, TierLink, soonest
+from sglang_cake.store.tiers.choice import RATE_FRESH_S, TierLink, quickest, soonest
 from sglang_cake.store.tiers.health import (
     FAILURES_IN_A_ROW,
     FIRST_BACKOFF_S,
@@ -23,6 +23,17 @@ def out_at(now_s=0.0):
         health.failed(now_s, trial=health.begin(now_s))
     assert not health.is_well
     return health
+
+
+def test_the_quickest_is_so_whatever_is_under_way():
+    slow, quick, unknown = TierLink(), TierLink(), TierLink()
+    slow.landed(BLOCK, 0.0, 10.0)
+    quick.landed(BLOCK, 0.0, 1.0)
+    quick.started(100 * BLOCK)
+    assert quickest([slow, quick], 10.0) == 1
+    assert quickest([quick, unknown], 10.0) == 0
+    assert quickest([unknown, quick], 10.0) == 0, "the first is said to be the fastest"
+    assert quickest([slow, quick], 10.0 + 2 * RATE_FRESH_S) == 0, "nothing is known any more"
 
 
 def test_only_failures_in_a_row_put_a_tier_out():

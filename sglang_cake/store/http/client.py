@@ -22,13 +22,13 @@ from sglang_cake.store.http.wire import (
     read_whole,
     refuse,
 )
-from sglang_cake.store.probing import probe
+from sglang_cake.store.probing import EXACT_KEYS, probe
 from sglang_cake.store.request import RequestFacts
 
 T = TypeVar("T")
 
 REPORT_S = 5.0  # how long the server may take to look at a block
-HEADS_AT_ONCE = 16  # lookups in flight where there is no `contains`
+HEADS_AT_ONCE = EXACT_KEYS  # lookups in flight where there is no `contains`
 HEAD_ROUNDS = 3  # of a lookup there: enough for 4,000 blocks that are stored from the first on
 PIECE_BYTES = 1 << 18  # of a block on its way out
 NOT_OURS = frozenset((404, 405, 501))  # how a server that has no `contains` answers one

@@ -1,6 +1,5 @@
 """One namespace of blocks in an S3 bucket."""
 
-import asyncio
 import contextlib
 import json
 import re

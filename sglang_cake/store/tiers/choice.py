@@ -6,6 +6,7 @@ links busy and gives the sum of their bandwidths; tiers that share a bottleneck 
 measured, and then nothing is gained and nothing lost.
 """
 
+import math
 from collections.abc import Sequence
 
 RATE_FRESH_S = 60.0  # an older measurement says nothing: the tier may have been busy then
@@ -67,3 +68,13 @@ def soonest(links: Sequence[TierLink], size_bytes: int, now_s: float) -> int:
         return (link.bytes_under_way + size_bytes) * rate, rate
 
     return min(range(len(links)), key=arrival_s)
+
+
+def quickest(links: Sequence[TierLink], now_s: float) -> int:
+    """Index of the link that takes least for a byte, whatever is under way on it; the first, if its
+    speed is not known."""
+    first = links[0].s_per_byte(now_s)
+    if first is None:
+        return 0
+    rates = [link.s_per_byte(now_s) or math.inf for link in links]
+    return rates.index(min(rates))

@@ -22,7 +22,7 @@ from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
 from sglang_cake.store.request import RequestFacts, tell
-from sglang_cake.store.tiers.choice import soonest
+from sglang_cake.store.tiers.choice import quickest, soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
 from sglang_cake.store.tiers.memory import Known, SecondRead, Whereabouts
 from sglang_cake.store.tiers.tier import Tier
@@ -99,11 +99,13 @@ class TieredStore:
         await asyncio.gather(*(told(tier) for tier in self._tiers if tier.reading.is_well))
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        """As `Several.sources`: the tiers, in their order."""
+        """As `Several.sources`: the tiers, in their order. Of one block: the tier that a read takes
+        now; of more: where they are read from when no other reads are under way."""
+        queued = len(keys) == 1
         found: dict[Known, int] = {}
         for known in {self._where.of(key) for key in keys}:
             left = [tier for tier in self._tiers if not tier.bit & known.lacking]
-            tier = self._next_to_read(left, known, self._block_bytes)
+            tier = self._next_to_read(left, known, self._block_bytes, queued=queued)
             found[known] = tier.index if tier else 0
         return [found[self._where.of(key)] for key in keys]
 
@@ -230,10 +232,14 @@ class TieredStore:
                     logger.error("a tier could not be closed: %r", result)
             self._threads.shutdown(wait=False)
 
-    def _next_to_read(self, left: list[Tier], known: Known, size_bytes: int) -> Tier | None:
+    def _next_to_read(
+        self, left: list[Tier], known: Known, size_bytes: int, *, queued: bool = True
+    ) -> Tier | None:
         now_s = self._clock()
         well = [tier for tier in left if tier.reading.is_well]
         having = [tier for tier in well if tier.bit & known.having]
+        if having and not queued:
+            return having[quickest([tier.link for tier in having], now_s)]
         if having:
             return having[soonest([tier.link for tier in having], size_bytes, now_s)]
         due = [tier for tier in left if tier.reading.may_try(now_s)]
