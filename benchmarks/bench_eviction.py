@@ -6,7 +6,7 @@ FOLDER has the traces of docs/eviction.md. `replay`: every policy at every capac
 seconds of time to first token saved for two models, beside the offline optimum. `parts`: the
 policies with a part left out or a parameter changed. `pace`: microseconds per eviction in a file
 store's books with a million blocks. The result is written after every cell, and a run goes on where
-one before it stopped (same commit, same cells).
+one before it stopped: cells that are there are kept, whatever commit they are of.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """docs/eviction-tables.md and its pictures, from the result of bench_eviction.
 
-python -m benchmarks.eviction_report [--result FILE] [--pictures docs/img]
+python -m benchmarks.eviction_report [--result FILE] [--docs FOLDER]
 """
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,8 @@ def table(
 
 
 def number(value: float) -> str:
+    if math.isnan(value):  # what it is compared with was not measured
+        return "–"
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
@@ -187,9 +190,10 @@ def draw(results: Results, folder: Path) -> None:
 
 HEAD = """# Eviction: the tables
 
-Made by `python -m benchmarks.eviction_report` from `benchmarks/results/eviction.json`, measured at
-commit {commit}. [eviction.md](eviction.md) says what the words mean. A dash was not measured.
-Capacities are blocks of 512 tokens, 32 times as many of the 16-token blocks of A-like.
+Made by `python -m benchmarks.eviction_report` from `benchmarks/results/eviction.json`, begun at
+commit {commit}. Later runs added cells that were missing, and kept the others; LeCaR and admission
+are newer than that commit. [eviction.md](eviction.md) says what the words mean. A dash was not
+measured. Capacities are blocks of 512 tokens, 32 times as many of the 16-token blocks of A-like.
 """
 
 

@@ -95,6 +95,17 @@ def test_different_tokens_are_noticed(arms: Arms) -> None:
     assert "NOT THE SAME" in table(arms, result)
 
 
+def test_different_tokens_are_no_bug_where_kv_was_lossy(arms: Arms) -> None:
+    arms.both.replies[0].output_ids[-1] = 9
+    arms.load.replies[0].meta["cake"][0]["lossy_tokens"] = 511
+    result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
+    assert result["same_tokens"] is False
+    assert "not the same, as may be with a lossy codec" in table(arms, result)
+    arms.both.replies[0].output_ids[-1] = arms.load.replies[0].output_ids[-1]
+    result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
+    assert "the same in every run" in table(arms, result)
+
+
 def test_the_picture_is_drawn(arms: Arms, tmp_path: Path) -> None:
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     paths = draw(arms, result, tmp_path / "meet")

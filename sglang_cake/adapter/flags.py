@@ -17,7 +17,12 @@ from sglang.version import __version__ as sglang_version
 
 from sglang_cake.adapter import endpoints, responses
 from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
-from sglang_cake.adapter.support import ModelFacts, unsupported, unsupported_group
+from sglang_cake.adapter.support import (
+    ModelFacts,
+    unsupported,
+    unsupported_codec,
+    unsupported_group,
+)
 from sglang_cake.codec_names import CHOICES, check_installed
 from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
 from sglang_cake.errors import ConfigError
@@ -203,7 +208,8 @@ def _reason_when_resolved(record: Any) -> str | None:
     facts = None
     if view.model_path.lower() not in ("none", "dummy"):  # as SGLang spells "no model"
         facts = ModelFacts.of(model_config_of(record))
-    return unsupported(view, facts, config.block_tokens) or unsupported_group(view, config)
+    reason = unsupported(view, facts, config.block_tokens)
+    return reason or unsupported_group(view, config) or unsupported_codec(view, config)
 
 
 def _reason_despite_failure(record: Any) -> str | None:

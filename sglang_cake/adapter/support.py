@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_cake.codec_names import LOSSY
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 
@@ -153,6 +154,23 @@ def unsupported_group(args: Any, config: CakeConfig) -> str | None:
     return None
 
 
+def unsupported_codec(args: Any, config: CakeConfig) -> str | None:
+    """Why the codec cannot take the KV cache that these settings ask for; None if it can.
+
+    A quantized checkpoint may bring a KV cache in 8 bits without being asked: that shows in the
+    scheduler only, where the store is opened.
+
+    Args:
+        args: resolved; `auto` is the model's own dtype.
+    """
+    if config.codec not in LOSSY or not args.kv_cache_dtype.startswith("fp8"):
+        return None
+    return (
+        f"cake's codec {config.codec} has no bits to lose with --kv-cache-dtype "
+        f"{args.kv_cache_dtype}: set --cake-codec raw, zstd or auto"
+    )
+
+
 def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
     """The last check, in a scheduler process, where nothing is a guess any more.
 
@@ -181,7 +199,7 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         view = resolving_view(ctx.server_args)
         reason = unsupported(view, ModelFacts.of(ctx.model_config), config.block_tokens)
         reason = reason or _page_mismatch(params.page_size, config.block_tokens)
-        reason = reason or unsupported_group(view, config)
+        reason = reason or unsupported_group(view, config) or unsupported_codec(view, config)
     if reason is not None:
         raise ConfigError(reason)
 

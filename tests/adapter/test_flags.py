@@ -257,6 +257,20 @@ def test_model_kinds_are_refused_when_settings_are_resolved(
     assert results[-1]["backend"] == "cake"
 
 
+def test_a_lossy_codec_of_an_8_bit_cache_is_refused_when_settings_are_resolved(
+    probe: Probe, llama: str
+) -> None:
+    argv = ["--model-path", llama, *CPU, "--enable-cake", "--kv-cache-dtype", "fp8_e4m3"]
+    lossy, exact = probe(
+        {"argv": [*argv, "--cake-codec", "int4"], "resolve": True},
+        {"argv": [*argv, "--cake-codec", "zstd"], "resolve": True},
+    )
+    assert lossy["exit"] == 2
+    assert len(lossy["stderr"]) == 1
+    assert "set --cake-codec raw, zstd or auto" in lossy["stderr"][0]
+    assert "exit" not in exact
+
+
 def test_without_cake_nothing_changes(tmp_path: Path, llama: str) -> None:
     script = f"""
 import json, os

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.adapter.support import ModelFacts, check_context, unsupported, unsupported_group
+from sglang_cake.adapter.support import (
+    ModelFacts,
+    check_context,
+    unsupported,
+    unsupported_codec,
+    unsupported_group,
+)
+from sglang_cake.codec_names import CHOICES, LOSSY
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 
@@ -157,8 +164,23 @@ def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], a
     assert unsupported_group(SimpleNamespace(**fields | changes), CakeConfig()) is None
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_lossy_codec_is_refused_where_kv_has_8_bits_already(dtype: str) -> None:
+    for codec in CHOICES:
+        config = CakeConfig(codec=codec)
+        reason = unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), config)
+        assert (reason is not None) == (codec in LOSSY)
+        assert reason is None or (f"--kv-cache-dtype {dtype}" in reason and "\n" not in reason)
+        for wider in ("auto", "bfloat16"):
+            assert unsupported_codec(SimpleNamespace(kv_cache_dtype=wider), config) is None
+    bounded = CakeConfig(codec="auto", max_error=0.01)  # it takes zstd then
+    assert unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), bounded) is None
+
+
 def test_the_rules_name_fields_that_sglang_has() -> None:
     pytest.importorskip("sglang")
     from sglang.srt.server_args import ServerArgs
 
-    assert unsupported(ServerArgs(model_path="none"), None, 128) is None
+    args = ServerArgs(model_path="none")
+    assert unsupported(args, None, 128) is None
+    assert unsupported_codec(args, CakeConfig(codec="int4")) is None
