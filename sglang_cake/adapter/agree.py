@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from sglang_cake.adapter.restore import Restore
-from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
+from sglang_cake.read.cost import LoadCost, PrefillCost
 
 _NS = 1e9
 _LOAD_NUMBERS = 4  # of LoadCost: all but the depth, which is a setting
@@ -43,21 +43,23 @@ class Agreement:
     def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
         self._reduce_min = reduce_min
 
-    def reach(self, restores: Sequence[Restore], costs: Costs) -> tuple[list[Facts], Costs]:
-        """Facts per restore, and the costs to decide by.
+    def reach(
+        self, restores: Sequence[Restore], prefill: PrefillCost
+    ) -> tuple[list[Facts], PrefillCost]:
+        """Facts per restore, and the costs of steps to decide by.
 
         Every rank must call this at the same point of the same step with the same restores.
         """
         if self._reduce_min is None:
-            return [_own(restore) for restore in restores], costs
-        numbers = _pack_costs(costs)
+            return [_own(restore) for restore in restores], prefill
+        numbers = _bits(*astuple(prefill))
         shared = len(numbers)
         for restore in restores:
             numbers += _pack(restore)
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self._reduce_min(tensor)
         numbers = tensor.tolist()
-        agreed = _unpack_costs(numbers[:shared], costs)
+        agreed = PrefillCost(*_floats(numbers[:shared]))
         facts, position = [], shared
         for restore in restores:
             size = _size(restore)
@@ -78,15 +80,6 @@ def _own(restore: Restore) -> Facts:
         waited_s=restore.local_waited_s(),
         cost=restore.load,
     )
-
-
-def _pack_costs(costs: Costs) -> list[int]:
-    return _bits(*astuple(costs.prefill)) + _pack_load(costs.load)
-
-
-def _unpack_costs(numbers: Sequence[int], own: Costs) -> Costs:
-    prefill = PrefillCost(*_floats(numbers[:-_LOAD_NUMBERS]))
-    return Costs(prefill, _unpack_load(numbers[-_LOAD_NUMBERS:], own.load))
 
 
 def _pack_load(cost: LoadCost) -> list[int]:

@@ -31,7 +31,7 @@ class Pace:
         self._steady = False  # the step before the one under way was a prefill step as well
         self._began_s = 0.0
         self._work = StepWork()  # of the step being scheduled or under way
-        self.agreed = self.own
+        self.agreed = self._fit.cost
 
     @property
     def own(self) -> Costs:
@@ -52,18 +52,18 @@ class Pace:
         """Start from what an earlier process measured."""
         self._fit.recall(prefill)
         self._loader.recall(loads)
-        self.agreed = self.own
+        self.agreed = self._fit.cost
 
     def agree(self, restores: Sequence[Restore], agreement: Agreement) -> list[Facts]:
         """The ranks' common facts of `restores`, and from now on their common costs."""
         for restore in restores:
             restore.load = self._loader.cost_of(restore.ticket)
-        facts, self.agreed = agreement.reach(restores, self.own)
+        facts, self.agreed = agreement.reach(restores, self._fit.cost)
         return facts
 
     def costs(self, restore: Restore) -> Costs:
         """The agreed costs of a request's next part in the step being scheduled."""
-        return Costs(self.agreed.prefill.beside(self._work), restore.load)
+        return Costs(self.agreed.beside(self._work), restore.load)
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
@@ -89,7 +89,7 @@ class Pace:
 
     def worth(self, view: View, config: CakeConfig) -> Callable[[Sequence[bool], LoadCost], bool]:
         """Whether to load, decided by the I/O thread once it knows which blocks are stored."""
-        prefill, least = self.agreed.prefill, max(1, config.min_load_tokens // config.block_tokens)
+        prefill, least = self.agreed, max(1, config.min_load_tokens // config.block_tokens)
 
         def worth(stored: Sequence[bool], load: LoadCost) -> bool:
             costs = Costs(prefill, load)
@@ -104,6 +104,6 @@ class Pace:
         return look_ahead(
             restore.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed.prefill, restore.load),
+            costs=Costs(self.agreed, restore.load),
             progress=restore.progress,
         ).best_s

@@ -225,7 +225,7 @@ class Runahead:
         if not helpers or (loading is not None and self._loads_only):
             return None
         costs = Costs(
-            self._pace.agreed.prefill,
+            self._pace.agreed,
             self._handover_s,
             self.member.bytes_per_s() or BYTES_PER_S,
             self._token_bytes,
@@ -251,7 +251,7 @@ class Runahead:
         namespace = self._namespace()
         assert namespace is not None
         bounds = plan.partition.bounds
-        alone_s = self._pace.agreed.prefill.step_s(bounds[0], bounds[-2])
+        alone_s = self._pace.agreed.step_s(bounds[0], bounds[-2])
         try:
             owned = self.member.propose(
                 (*plan.helpers, self.member.rank),
@@ -307,7 +307,7 @@ class Runahead:
         inflow = mine.owned.hop.inflow
         assert inflow is not None
         if self._pace.measured:
-            prefill = self._pace.agreed.prefill
+            prefill = self._pace.agreed
             slowest_s = max(prefill.step_s(*span) for span in mine.owned.partition.spans)
             lost_s = max(0.0, time.monotonic() - mine.began_s - slowest_s)
             self._handover_s += _NEWEST * (lost_s - self._handover_s)

@@ -11,20 +11,15 @@ from kv_pools import restore_of
 
 from sglang_cake.adapter.agree import Agreement, Facts
 from sglang_cake.adapter.restore import Restore
-from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
+from sglang_cake.read.cost import LoadCost, PrefillCost
 
 BLOCK = 4
 
 
-def costs(*numbers: float, depth: int = 4) -> Costs:
-    """Nine of them."""
-    return Costs(PrefillCost(*numbers[:5]), LoadCost(*numbers[5:], depth=depth))  # type: ignore[misc]
+ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 
-ANY = costs(0.01, 1e-4, 1e-9, 0.0, 0.1, 0.02, 0.003, 1e-5, 0.2)
-
-
-def reach(ranks: list[list[Restore]], own: list[Costs]) -> list[tuple[list[Facts], Costs]]:
+def reach(ranks: list[list[Restore]], own: list[PrefillCost]) -> list[tuple[list[Facts], PrefillCost]]:
     """What each rank learns: once to hear what all of them say, once to tell them the minimum."""
     said: list[torch.Tensor] = []
     for restores, mine in zip(ranks, own, strict=True):
@@ -90,9 +85,9 @@ def test_an_answer_is_given_once() -> None:
 
 
 def test_costs_are_the_smallest_of_all() -> None:
-    one = costs(0.3, 2e-5, 5e-9, 0.0, 0.1, 0.02, 0.0, 1e-5, 1e-300)
-    two = costs(0.1, 3e-5, 4e-9, 1.0, 0.2, 0.01, 0.5, 0.0, 1e300)
-    least = costs(0.1, 2e-5, 4e-9, 0.0, 0.1, 0.01, 0.0, 0.0, 1e-300)
+    one = PrefillCost(0.3, 2e-5, 5e-9, 0.0, 1e-300)
+    two = PrefillCost(0.1, 3e-5, 4e-9, 1.0, 1e300)
+    least = PrefillCost(0.1, 2e-5, 4e-9, 0.0, 1e-300)
     assert [agreed for _, agreed in reach([[], []], [one, two])] == [least, least]
 
 
@@ -141,11 +136,11 @@ def views(draw: st.DrawFn) -> list[list[Restore]]:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=36, max_size=36))
+@given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
 def test_every_rank_learns_the_same_and_it_is_true(
     ranks: list[list[Restore]], numbers: list[float]
 ) -> None:
-    own = [costs(*numbers[9 * n : 9 * n + 9]) for n in range(len(ranks))]
+    own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
     results = reach(copy.copy(ranks), own)
     plain = [[(f.stored, f.load, f.landed, f.lost) for f in facts] for facts, _ in results]
     assert all(p == plain[0] for p in plain)

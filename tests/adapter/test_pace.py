@@ -27,14 +27,14 @@ def test_what_a_step_already_does_is_part_of_its_price(pace: Pace) -> None:
     assert pace.costs(LIVE).prefill.fixed_s == pytest.approx(0.01 + others_s)
     assert pace.costs(LIVE).prefill.token_s == COST.token_s
     assert pace.costs(LIVE).load == LIVE.load  # that of its own blocks
-    assert pace.agreed.prefill == COST  # of a step that has nothing else to do
+    assert pace.agreed == COST  # of a step that has nothing else to do
 
 
 def test_the_next_step_starts_from_nothing(pace: Pace) -> None:
     pace.scheduling(decodes=3)
     pace.claimed(0, 100)
     pace.polled()
-    assert pace.costs(LIVE) == Costs(pace.agreed.prefill, LIVE.load)
+    assert pace.costs(LIVE) == Costs(pace.agreed, LIVE.load)
     assert pace.measured
 
 
