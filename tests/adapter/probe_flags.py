@@ -1,6 +1,7 @@
 """Run as a script by test_flags: many cases in one process, since importing SGLang takes seconds.
 
-Reads a JSON list of cases from stdin and writes a JSON list of what became of them. A case is
+Reads JSON lists of cases from stdin, a line each, and answers each with a line, `answer ` and a
+JSON list of what became of them. A case is
 {"argv": [...]} for the command line, {"engine": {...}} for the keywords of `sglang.Engine`, or
 {"raw": {...}} for a ServerArgs built by hand; "env" is set for it, "resolve" goes on to where the
 launcher resolves its settings.
@@ -15,7 +16,6 @@ from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_cake.errors import ConfigError
@@ -23,8 +23,8 @@ from sglang_cake.errors import ConfigError
 
 def main() -> None:
     load_plugins()
-    results = [run(case) for case in json.load(sys.stdin)]
-    print(json.dumps({"results": results, "patched": sorted(HookRegistry._patched)}))
+    for line in sys.stdin:
+        print("answer", json.dumps([run(case) for case in json.loads(line)]), flush=True)
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("sglang")
 
 PROBE = Path(__file__).with_name("probe_flags.py")
+ANSWER = "answer "
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 CPU = ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -57,23 +58,35 @@ def llama(tmp_path: Path) -> str:
     return _model(tmp_path / "llama", LLAMA)
 
 
-@pytest.fixture
-def probe(tmp_path: Path) -> Probe:
-    def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
-        done = subprocess.run(
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
+    """Runs cases in one process, since importing SGLang takes seconds."""
+    folder = tmp_path_factory.mktemp("probe")
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(
             [sys.executable, str(PROBE)],
-            input=json.dumps(cases),
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
-            env=_environment(tmp_path / "home"),
-            timeout=180,
-            check=False,
+            env=_environment(folder / "home"),
         )
-        assert done.returncode == 0, done.stderr[-4000:]
-        results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["results"]
-        return results
 
-    return run
+    def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(cases) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith(ANSWER):  # SGLang prints, too
+                results: list[dict[str, Any]] = json.loads(line.removeprefix(ANSWER))
+                return results
+        raise AssertionError((folder / "stderr").read_text()[-4000:])
+
+    with process:
+        yield run
+        process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
