@@ -1,7 +1,8 @@
 """Decoding with torch, where KV is wanted: encoded bytes cross the bus, not whole blocks.
 
 The same values as the compiled loops of `codec`, bit for bit: products and sums in float32, each
-rounded, then to the nearest, ties to even. Which chains come here: `store.undecoded`.
+rounded, then to the nearest, ties to even. Which chains come here:
+`catalogue.left_to_device`.
 """
 
 import torch
