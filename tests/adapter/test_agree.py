@@ -19,7 +19,9 @@ BLOCK = 4
 ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 
-def reach(ranks: list[list[Restore]], own: list[PrefillCost]) -> list[tuple[list[Facts], PrefillCost]]:
+def reach(
+    ranks: list[list[Restore]], own: list[PrefillCost]
+) -> list[tuple[list[Facts], PrefillCost]]:
     """What each rank learns: once to hear what all of them say, once to tell them the minimum."""
     said: list[torch.Tensor] = []
     for restores, mine in zip(ranks, own, strict=True):
