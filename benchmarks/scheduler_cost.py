@@ -51,6 +51,9 @@ class _Loader:
         news, self.news = self.news, []
         return news
 
+    def cost_of(self, rid: str) -> LoadCost:
+        return self.cost
+
     def begin(self, prompt: Any) -> None: ...
     def fence(self, rid: str, block: int) -> None: ...
     def keep(self, rid: str, block: int) -> None: ...

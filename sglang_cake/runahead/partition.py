@@ -111,7 +111,8 @@ def with_loader(
     Args:
         span: what is to be had; all of it is stored.
         load_token_s: seconds per token of the loader, at least 0.
-        block_tokens: what the loader brings is whole blocks: x is rounded up to one.
+        block_tokens: what the loader brings is whole blocks: x is the better of the two next to
+            the ideal one.
     """
 
     def left_over(time_s: float) -> float:
@@ -122,10 +123,15 @@ def with_loader(
         step_s(span.start, span.stop),
     )
     meet = max(span.start + min(page_tokens, span.tokens), left_over(time_s))
-    meet = min(span.stop, -(-int(-(-meet // 1)) // block_tokens) * block_tokens)
-    front = balanced(Span(span.start, meet), workers, step_s, page_tokens=page_tokens)
-    slowest_s = max(step_s(*each) for each in front.spans)
-    return Shared(front, max(slowest_s, load_token_s * (span.stop - meet)))
+    above = -(-int(-(-meet // 1)) // block_tokens) * block_tokens
+
+    def until(x: int) -> Shared:
+        front = balanced(Span(span.start, x), workers, step_s, page_tokens=page_tokens)
+        slowest_s = max(step_s(*each) for each in front.spans)
+        return Shared(front, max(slowest_s, load_token_s * (span.stop - x)))
+
+    ends = (above - block_tokens, min(above, span.stop))
+    return min((until(x) for x in ends if x > span.start), key=lambda shared: shared.finish_s)
 
 
 def _least_time(is_enough: Callable[[float], bool], surely_s: float) -> float:

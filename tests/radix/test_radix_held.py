@@ -27,6 +27,7 @@ from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
 from sglang_cake.counters import Counters
 from sglang_cake.keys import Digest, KeyChain, KeySeed
+from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.request import RequestFacts
@@ -59,7 +60,8 @@ class Holding(Side):
         chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
         rid = f"r{len(self.restores)}"
         facts = RequestFacts(rid, count)
-        restore = Restore(rid=rid, ticket=rid, tokens=tokens, chain=chain, facts=facts, meet=meet)
+        load = LoadCost(0.0, 0.01)
+        restore = Restore(rid, rid, tokens, chain=chain, facts=facts, meet=meet, load=load)
         self.restores.append(restore)
         for block in range(blocks):
             buffer = self.pool.take()
