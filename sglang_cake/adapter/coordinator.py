@@ -303,8 +303,9 @@ class Coordinator:
     def claimant(self, req: "Req") -> Claimant:
         """What `share.order` must know of a waiting request."""
         restore = self._restores.get(req.rid)
-        tenant = restore.facts.tenant if restore else tenant_of(req) if self.fair else 0
-        turn = self._tenants.turn(tenant) if self.fair else 0
+        turn = 0
+        if self.fair:
+            turn = self._tenants.turn(restore.facts.tenant if restore else tenant_of(req))
         if restore is None or not restore.known:
             return Claimant(req.rid, None, turn=turn)
         if restore.meet.racing:

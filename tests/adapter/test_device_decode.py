@@ -16,7 +16,7 @@ from sglang_cake.codec.chain import Chain
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.groups import Groups
 from sglang_cake.codec.steps import Malformed
-from sglang_cake.codec_names import CODECS, RAW
+from sglang_cake.codec_names import CODECS, ON_DEVICE, RAW
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
@@ -75,6 +75,11 @@ def test_what_the_device_cannot_decode_is_decoded_before(codec: str) -> None:
     prepare(SMOOTH, memoryview(memory)[:size], memoryview(memory))
     assert (bytes(memory[:size]) == before) == left_to_device(chain)
     assert by_torch(SMOOTH, memory) == wanted
+
+
+def test_the_names_say_what_the_device_decodes() -> None:
+    found = [codec for codec in CODECS if left_to_device(chain_of(codec, SMOOTH))]
+    assert found == [RAW, *ON_DEVICE]
 
 
 def test_a_payload_of_the_wrong_length_never_comes_to_the_device() -> None:
