@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,34 +90,38 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "line"),
-    [
-        (LAUNCH, ["--enable-cake", "--cake-mode", "laod"], "--cake-mode: 'laod' is not possible"),
-        (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
-        (SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
-        (LAUNCH, ["--enable-cake", "--page-size", "48"], "no multiple of the page size 48"),
-    ],
-)
-def test_launchers_exit_with_2_and_one_line(
-    tmp_path: Path, llama: str, command: tuple[str, ...], flags: list[str], line: str
-) -> None:
-    done = _launch(tmp_path, command, ["--model-path", llama, *CPU, *flags])
-    ours = [each for each in done.stderr.splitlines() if each.startswith("sglang-cake: error: ")]
-    assert done.returncode == 2
-    assert len(ours) == 1
-    assert line in ours[0]
-    assert "usage:" not in done.stderr
-    assert "Traceback" not in done.stderr
+REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
+    (LAUNCH, ["--enable-cake", "--cake-mode", "laod"], "--cake-mode: 'laod' is not possible"),
+    (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
+    (SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
+    (LAUNCH, ["--enable-cake", "--page-size", "48"], "no multiple of the page size 48"),
+]
 
 
-def test_launcher_refuses_a_model_before_it_loads(tmp_path: Path) -> None:
+def test_launchers_exit_with_2_and_one_line(tmp_path: Path, llama: str) -> None:
     window = {**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-    model = _model(tmp_path / "window", window)
-    done = _launch(tmp_path, LAUNCH, ["--model-path", model, *CPU, "--enable-cake"])
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert "sglang-cake: error: cake does not support models with a KV pool" in done.stderr
-    assert "Load weight" not in done.stderr
+    cases = [(command, ["--model-path", llama, *flags], line) for command, flags, line in REFUSED]
+    # Before it loads: there are no weights.
+    model = ["--model-path", _model(tmp_path / "window", window), "--enable-cake"]
+    cases.append((LAUNCH, model, "cake does not support models with a KV pool"))
+    for done, line in _all_launched(tmp_path, cases):
+        ours = [each for each in done.stderr.splitlines() if each.startswith("sglang-cake: error:")]
+        assert done.returncode == 2, done.stderr[-3000:]
+        assert len(ours) == 1
+        assert line in ours[0]
+        assert "usage:" not in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Load weight" not in done.stderr
+
+
+def _all_launched(
+    tmp_path: Path, cases: Sequence[tuple[tuple[str, ...], list[str], str]]
+) -> Iterator[tuple[subprocess.CompletedProcess[str], str]]:
+    """Side by side: importing SGLang takes each of them seconds."""
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(_launch, tmp_path, c, [*CPU, *flags]) for c, flags, _ in cases]
+        for future, (_, _, line) in zip(done, cases, strict=True):
+            yield future.result(), line
 
 
 def test_help_shows_the_group(tmp_path: Path) -> None:

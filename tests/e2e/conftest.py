@@ -162,20 +162,33 @@ def plain(
         yield live
 
 
-@pytest.fixture(scope="session", params=["both", "load"])
-def both(
-    request: pytest.FixtureRequest, start: Start, models: dict[str, Path], folder: Path
-) -> Iterator[Live]:
-    """Page size 1, overlap scheduling. In mode `both`, who provides a block is a matter of speed;
-    in mode `load`, all that is stored is loaded."""
-    mode = str(request.param)
-    flags = (
+@pytest.fixture(scope="session")
+def racing(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    """Mode `both`: who provides a block is a matter of speed. Page size 1, overlap scheduling."""
+    with start(models["first"], _flags("both"), store=folder / "store-both") as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def loading(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    """Mode `load`: all that is stored is loaded."""
+    with start(models["first"], _flags("load"), store=folder / "store-load") as live:
+        live.races = False
+        yield live
+
+
+def _flags(mode: str) -> tuple[str, ...]:
+    return (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
         *("--enable-metrics", "--sleep-on-idle"),
     )
-    with start(models["first"], flags, store=folder / f"store-{mode}") as live:
-        live.races = mode == "both"
-        yield live
+
+
+@pytest.fixture(scope="session", params=["racing", "loading"], ids=["both", "load"])
+def both(request: pytest.FixtureRequest) -> Live:
+    """Each of the two in turn."""
+    live: Live = request.getfixturevalue(request.param)
+    return live
 
 
 @pytest.fixture

@@ -9,26 +9,17 @@ import functools
 import json
 import random
 import unittest
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
-from live import Live, Start
+from live import Live
 from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
-
-
-@pytest.fixture(scope="module")
-def served(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
-    """Mode both; of its own, because `unittest` cases cannot take a fixture with parameters."""
-    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both")
-    with start(models["first"], flags, store=folder / "store-kits") as live:
-        yield live
 
 
 class _Case(unittest.TestCase):
@@ -38,9 +29,9 @@ class _Case(unittest.TestCase):
     model: str
 
     @pytest.fixture(autouse=True)
-    def surroundings(self, served: Live, models: dict[str, Path]) -> None:
-        self.base_url, self.model = served.url, str(models["first"])
-        self.process = served.server._process
+    def surroundings(self, racing: Live, models: dict[str, Path]) -> None:
+        self.base_url, self.model = racing.url, str(models["first"])
+        self.process = racing.server._process
 
 
 class TestApiContract(BasicAPIContractMixin, _Case):
@@ -70,22 +61,22 @@ class TestRadixTree(UnifiedRadixTreeTestMixin, _Case):
     test_gsm8k = None  # needs a model that can calculate
 
 
-def test_a_random_radix_tree_of_requests(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_radix_tree_of_requests(racing: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     random.seed(1)
     small = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=12, chunk_len=48)
     monkeypatch.setattr(radix_cache_server_kit, "gen_radix_tree", small)
-    radix_cache_server_kit.run_radix_attention_test(served.url)
+    radix_cache_server_kit.run_radix_attention_test(racing.url)
 
 
 def test_cache_hits_over_several_turns(
-    served: Live, models: dict[str, Path], tmp_path: Path
+    racing: Live, models: dict[str, Path], tmp_path: Path
 ) -> None:
     words = " ".join(str(i) for i in range(800))
     turns = [{"from": "human", "value": words}, {"from": "gpt", "value": words}]
     dataset = tmp_path / "sharegpt.json"
     dataset.write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(8)]))
     run_multiturn_cache_hit_test(
-        served.url,
+        racing.url,
         str(models["first"]),
         num_clients=2,
         num_rounds=3,
@@ -95,14 +86,14 @@ def test_cache_hits_over_several_turns(
     )
 
 
-def test_a_prompt_is_got_back_after_a_flush(served: Live) -> None:
+def test_a_prompt_is_got_back_after_a_flush(racing: Live) -> None:
     """As `test_l3_prefetch_full_prefix_hit_after_flush` of the kit, which takes a whole load."""
     rng = random.Random(987)
     ids = [rng.randint(1, 30000) for _ in range(1024)]
-    served.keep(ids)
-    served.flush()
+    racing.keep(ids)
+    racing.flush()
     reply = requests.post(
-        served.url + "/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 4}}
+        racing.url + "/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 4}}
     )
     meta = reply.json()["meta_info"]
     assert meta["cached_tokens"] == meta["cake"]["loaded_tokens"]

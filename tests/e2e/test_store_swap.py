@@ -119,10 +119,10 @@ def test_a_store_that_cannot_be_used_is_refused_in_one_line(
     assert store(served, "GET").json() == before
 
 
-def test_without_the_admin_key_nobody_gets_in(served: Live, both: Live) -> None:
+def test_without_the_admin_key_nobody_gets_in(served: Live, loading: Live) -> None:
     assert requests.get(served.url + "/cake/store", timeout=DEADLINE_S).status_code == 401
     # A server without such a key offers this to nobody.
-    assert requests.get(both.url + "/cake/store", timeout=DEADLINE_S).status_code == 400
+    assert requests.get(loading.url + "/cake/store", timeout=DEADLINE_S).status_code == 400
 
 
 def test_requests_are_recorded_and_the_store_knows_what_they_are_for(
