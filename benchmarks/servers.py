@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ DTYPE = "float32"
 BLOCK_TOKENS = 128
 STOCK = {"SGLANG_PLUGINS": "none"}  # a name that no plugin has: SGLang loads none
 SETTLE_S = 0.1
+FREEZE_TRIES = 100
 
 
 class FrozenServer(Server):
@@ -59,7 +61,13 @@ class FrozenServer(Server):
             return generate(url, prompt, new_tokens)
 
     def _freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        """Stop it, but not while it holds the books of a store that others share."""
+        for _ in range(FREEZE_TRIES):
+            self._signal(signal.SIGSTOP)
+            if not any(map(_is_locked, WORK.glob("*/*/index.db"))):
+                break
+            self._signal(signal.SIGCONT)
+            time.sleep(SETTLE_S)
         self._frozen = True
 
     def _thaw(self) -> None:
@@ -71,6 +79,16 @@ class FrozenServer(Server):
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+def _is_locked(books: Path) -> bool:
+    try:
+        with contextlib.closing(sqlite3.connect(books, timeout=0)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.rollback()
+    except sqlite3.OperationalError:
+        return True
+    return False
 
 
 def model(small: bool, size: Mapping[str, int] | None = None) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.cli.demo_report import Arm, Arms, draw, evaluate, table
+from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
 from sglang_cake.testing.server import Reply
 from sglang_cake.testing.trace import read_trace
 
@@ -93,6 +93,19 @@ def test_different_tokens_are_noticed(arms: Arms) -> None:
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     assert result["same_tokens"] is False
     assert "NOT THE SAME" in table(arms, result)
+
+
+def test_the_cold_run_must_give_the_same_tokens_too(arms: Arms) -> None:
+    cold = Reply([1, 9], {"id": "cold"}, sent_s=100.0, first_token_s=111.0)
+    assert evaluate(arms, cold, bandwidth=1024.0, prompt_bytes=10240)["same_tokens"] is False
+    cold.output_ids[-1] = 2
+    assert evaluate(arms, cold, bandwidth=1024.0, prompt_bytes=10240)["same_tokens"] is True
+
+
+def test_a_store_that_lost_everything_is_said_in_one_line(arms: Arms, tmp_path: Path) -> None:
+    forgot = arms._replace(load=arm(tmp_path, "forgot", COMPUTE, 111.0, [1, 2]))
+    with pytest.raises(DemoFailed, match="nothing was loaded"):
+        evaluate(forgot, bandwidth=1024.0, prompt_bytes=10240)
 
 
 def test_different_tokens_are_no_bug_where_kv_was_lossy(arms: Arms) -> None:

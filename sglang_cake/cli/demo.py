@@ -1,26 +1,28 @@
 """`sglang-cake demo`: one prompt, three ways to get its KV, on a real server.
 
-The prompt is computed once, which fills a store; then it is computed again, loaded, and got from
-both ends at once, over a link on which loading takes as long as computing: the hardest case for
-either alone.
+A server computes the prompt, which fills a store. Then servers of their own compute it again, load
+it, and get it from both ends at once, over a link on which loading takes as long as computing: the
+hardest case for either alone.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.cli.demo_report import Arm, Arms, draw, evaluate, table
+from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
 from sglang_cake.codec_names import CHOICES, RAW, check_installed
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.models import build_llama, kv_token_bytes
 from sglang_cake.testing.server import (
+    Reply,
     Server,
     ServerDied,
     cake_metric,
@@ -37,10 +39,6 @@ MODEL_FORMAT = 1  # raise it when the way models are built changes: cached ones 
 # Large enough that the prompt takes seconds, small enough for two cores (92M parameters; 1.3B).
 CPU_MODEL = {"hidden": 768, "layers": 10, "heads": 12, "kv_heads": 4, "vocab": 4096}
 GPU_MODEL = {"hidden": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "vocab": 4096}
-
-
-class DemoFailed(RuntimeError):
-    """The demo cannot go on; the message says why."""
 
 
 class Progress:
@@ -114,7 +112,8 @@ def _interrupt(*_: object) -> None:
 
 def _run(args: argparse.Namespace, progress: Progress) -> int:
     setting = _prepare(args, progress)
-    compute, stored_share = _arm(setting, "compute", None, progress)
+    cold, stored_share = _fill(setting, progress)
+    compute = _arm(setting, "compute", None, progress)
     token_bytes = stored_share * kv_token_bytes(setting.model, setting.dtype)
     prompt_bytes = round(len(setting.prompt) * token_bytes)
     bandwidth = prompt_bytes / statistics.median(compute.ttft_s)
@@ -122,10 +121,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
         f"the prompt's KV is {prompt_bytes / 1e6:.1f} MB as it is stored; capping the link at "
         f"{bandwidth / 1e6:.2f} MB/s, so that loading takes as long as computing"
     )
-    load, _ = _arm(setting, "load", bandwidth, progress)
-    both, _ = _arm(setting, "both", bandwidth, progress)
+    load = _arm(setting, "load", bandwidth, progress)
+    both = _arm(setting, "both", bandwidth, progress)
     arms = Arms(compute, load, both)
-    result = evaluate(arms, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
+    result = evaluate(arms, cold, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
     result |= {"codec": setting.codec, "stored_share": round(stored_share, 4)}
     pictures = draw(arms, result, setting.out / "meet")
     print(table(arms, result), end="\n\n")
@@ -198,31 +197,22 @@ def _prompt(model: Path, tokens: int) -> list[int]:
     return (ids * (tokens // len(ids) + 1))[:tokens]
 
 
-def _arm(
-    setting: Setting, mode: str, bandwidth: float | None, progress: Progress
-) -> tuple[Arm, float]:
-    """Start a server in `mode` and run the prompt; without a bandwidth, fill the store first.
+def _fill(setting: Setting, progress: Progress) -> tuple[Reply, float]:
+    """Have a server compute the prompt and store it.
 
-    Returns: the arm; what codecs made of the blocks that were stored, as a share of their bytes.
+    Returns: its answer; what codecs made of the blocks that were stored, as a share of their bytes.
     """
-    arm = Arm(mode, setting.out / f"trace-{mode}.jsonl")
-    stored_share = 1.0
-    arm.trace_file.unlink(missing_ok=True)
-    server = Server(
-        setting.model,
-        _flags(setting, mode, bandwidth),
-        env={TRACE_ENV: str(arm.trace_file)},
-        log=setting.out / f"server-{mode}.log",
-        gpu=setting.gpu,
-    )
-    progress.say(f"{mode}: starting a server (log: {server.log})")
-    with server:
-        progress.say(f"{mode}: healthy after {server.start_s:.1f} s")
-        if bandwidth is None:
-            reply = generate(server.base_url, setting.prompt, setting.new_tokens)
-            progress.say(f"{mode}: cold run, first token after {reply.ttft_s:.2f} s")
-            _wait_for_store(server.base_url, setting, progress)
-            stored_share = _stored_share(server.base_url, setting)
+    with _served(setting, "cold", _flags(setting, "compute", None), progress) as server:
+        reply = generate(server.base_url, setting.prompt, setting.new_tokens)
+        progress.say(f"cold: first token after {reply.ttft_s:.2f} s")
+        _wait_for_store(server.base_url, setting, progress)
+        return reply, _stored_share(server.base_url, setting)
+
+
+def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progress) -> Arm:
+    """Start a server in `mode` and run the prompt, each time with an empty tree."""
+    arm = Arm(mode, _trace_file(setting, mode))
+    with _served(setting, mode, _flags(setting, mode, bandwidth), progress) as server:
         for number in range(setting.repeats):
             flush_cache(server.base_url)
             reply = generate(server.base_url, setting.prompt, setting.new_tokens)
@@ -231,7 +221,30 @@ def _arm(
                 f"{mode}: run {number + 1} of {setting.repeats}, "
                 f"first token after {reply.ttft_s:.2f} s"
             )
-    return arm, stored_share
+    return arm
+
+
+def _trace_file(setting: Setting, name: str) -> Path:
+    return setting.out / f"trace-{name}.jsonl"
+
+
+@contextlib.contextmanager
+def _served(
+    setting: Setting, name: str, flags: Sequence[str], progress: Progress
+) -> Iterator[Server]:
+    trace_file = _trace_file(setting, name)
+    trace_file.unlink(missing_ok=True)
+    server = Server(
+        setting.model,
+        flags,
+        env={TRACE_ENV: str(trace_file)},
+        log=setting.out / f"server-{name}.log",
+        gpu=setting.gpu,
+    )
+    progress.say(f"{name}: starting a server (log: {server.log})")
+    with server:
+        progress.say(f"{name}: healthy after {server.start_s:.1f} s")
+        yield server
 
 
 def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str]:

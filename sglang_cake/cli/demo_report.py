@@ -15,6 +15,10 @@ from sglang_cake.testing.trace import RequestTrace, read_trace
 QUIET_SPREAD = 1.15
 
 
+class DemoFailed(RuntimeError):
+    """The demo cannot go on; the message says why."""
+
+
 @dataclass(slots=True)
 class Arm:
     """Runs of the prompt in one mode of the server."""
@@ -54,10 +58,14 @@ def ideal_of(arms: Arms) -> Ideal:
 
     The last step is the one after the last loaded block; the fixed cost is the time from sending
     the request to its first step. Both, and `ideal_meet`, are also in every measured time.
+    Raises: DemoFailed if nothing was loaded.
     """
     computed, loaded = arms.compute.trace, arms.load.trace
     if not loaded.loads or not loaded.steps or not computed.steps:
-        raise ValueError("the traces lack steps or loads: nothing to compute the ideal from")
+        raise DemoFailed(
+            "nothing was loaded: the store lost what the first server had put into it, as a store "
+            "in the server's own memory does"
+        )
     curve = ComputeCurve.from_chunks(
         [(s.stop - s.start, s.end_s - s.begin_s) for s in computed.steps]
     )
@@ -72,11 +80,17 @@ def ideal_of(arms: Arms) -> Ideal:
     )
 
 
-def evaluate(arms: Arms, *, bandwidth: float, prompt_bytes: int) -> dict[str, Any]:
-    """All numbers of the demo; medians over the runs of each arm."""
+def evaluate(
+    arms: Arms, cold: Reply | None = None, *, bandwidth: float, prompt_bytes: int
+) -> dict[str, Any]:
+    """All numbers of the demo; medians over the runs of each arm.
+
+    Args: cold: an answer that all others must be equal to. Raises: DemoFailed.
+    """
     ttft_s = {arm.mode: statistics.median(arm.ttft_s) for arm in arms}
     ideal = ideal_of(arms)
     replies = [reply for arm in arms for reply in arm.replies]
+    replies += [] if cold is None else [cold]
     outputs = {tuple(reply.output_ids) for reply in replies}
     trace = arms.load.trace
     stored_bytes = prompt_bytes * trace.stored_tokens // trace.prompt_tokens

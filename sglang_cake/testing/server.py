@@ -86,6 +86,7 @@ class Server:
     ) -> None:
         self.log = log
         self.start_s = 0.0  # how long the last start took
+        self.ended = True  # whether, told to stop, it last did so by itself
         self._start_timeout_s = start_timeout_s
         port = free_port()
         self.base_url = f"http://127.0.0.1:{port}"
@@ -132,8 +133,11 @@ class Server:
         if process is None:
             return
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(STOP_TIMEOUT_S)
+            self.ended = True
+        except subprocess.TimeoutExpired:
+            self.ended = False
         # Whatever outlived its parent (a scheduler in a long step) is in the same group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

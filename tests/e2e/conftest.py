@@ -138,11 +138,12 @@ def start(folder: Path) -> Start:
             log=folder / f"server-{count}.log",
         )
         view = None if store is None else StoreView(store)
+        live = Live(server, view, trace)
         with server:
-            live = Live(server, view, trace)
             yield live
-            if not live.killed:
-                live.check_log()
+        if not live.killed:  # what it says while it ends counts, too
+            live.check_log()
+            assert server.ended
 
     return start
 

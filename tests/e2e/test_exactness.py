@@ -181,6 +181,22 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
         assert file.read_bytes() == before
 
 
+def test_one_prompt_is_computed_and_loaded_at_once(racing: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(40 * BLOCK + 5)
+    files = racing.keep(ids)
+    answer = racing.again(ids)
+    assert_same(answer, plain.know(ids))
+    assert answer.computed >= CHUNK
+    assert answer.loaded >= 2 * BLOCK
+    assert CHUNK <= answer.meta["cake"]["meet_token"] < len(ids)
+    for file in files:  # the control
+        falsify(file)
+    lie = racing.again(ids)
+    racing.store.forget(*files)
+    assert min(lie.computed, lie.loaded) > 0
+    assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+
+
 def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt: Make) -> None:
     """Negative control: valid files with the KV of other positions must change the answer."""
     if both.races:

@@ -1,10 +1,10 @@
-"""A pool that is too small for everything: page 16, mixed chunks, no overlap scheduling."""
+"""A pool that is too small for everything: page 16, mixed chunks, no overlap scheduling, auto."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, Asking, Live, Start, assert_same
+from live import BLOCK, TOLERANCE, Answer, Asking, Live, Start, assert_same, distance, falsify
 
 Make = Callable[[int], list[int]]
 POOL = 2048
@@ -17,11 +17,33 @@ HOPEFUL = {"ignore_eos": False}
 def small(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
     flags = (
         *("--dtype", "float32", "--max-total-tokens", str(POOL), "--page-size", "16"),
-        *("--enable-mixed-chunk", "--disable-overlap-schedule", "--cake-mode", "both"),
+        *("--enable-mixed-chunk", "--disable-overlap-schedule"),
         *("--enable-metrics", "--schedule-conservativeness", "0.05"),
     )
     with start(models["first"], flags, store=folder / "store-small") as live:
         yield live
+
+
+def test_auto_loads_what_is_stored_and_would_show_wrong_kv(
+    small: Live, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(24 * BLOCK + 9)
+    files = small.keep(ids)
+    assert_same(until_loaded(small, ids), plain.know(ids))
+    for file in files:  # the control
+        falsify(file)
+    lie = until_loaded(small, ids)
+    small.store.forget(*files)
+    assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+
+
+def until_loaded(live: Live, ids: list[int], tries: int = 20) -> Answer:
+    """Ask until `auto` found it worth while: at first it has to learn what things cost."""
+    for _ in range(tries):
+        answer = live.again(ids)
+        if answer.loaded:
+            return answer
+    raise AssertionError("nothing was ever loaded")
 
 
 def test_mixed_chunks_give_the_same_answers(small: Live, plain: Live, prompt: Make) -> None:
