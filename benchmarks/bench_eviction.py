@@ -6,7 +6,7 @@ FOLDER has the traces of docs/eviction.md. `replay`: every policy at every capac
 seconds of time to first token saved for two models, beside the offline optimum. `parts`: the
 policies with a part left out or a parameter changed. `pace`: microseconds per eviction in a file
 store's books with a million blocks. The result is written after every cell, and a run goes on where
-one before it stopped: cells that are there are kept, whatever commit they are of.
+one before it stopped: cells that are there are kept, with the commit that each was measured at.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def run_cells(
     with ProcessPoolExecutor(args.jobs) as pool:
         tasks = {pool.submit(run_cell, c, args.traces, args.requests): c for c in todo}
         for task in tqdm(as_completed(tasks), total=len(tasks), desc=part, disable=None):
-            rows.append(task.result())
+            rows.append({**task.result(), "commit": result["commit"]})
             rows.sort(key=lambda row: (list(TRACES).index(row["trace"]), row["capacity"]))
             write(args.out, result)
 

@@ -1,6 +1,7 @@
 """One replay of a trace each: what the processes of bench_eviction share."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from sglang_cake.sim.ttft import SHAPES, SavedTime
 from sglang_cake.store.eviction import Usage, Worth, new_policy
 from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.base import EvictionPolicy
-from sglang_cake.store.eviction.cake import CakePrefixPolicy
+from sglang_cake.store.eviction.cake import PREFIX_WEIGHT, CakePolicy, CakePrefixPolicy
 from sglang_cake.store.eviction.reuse import Kind, ReuseModel
 from sglang_cake.store.eviction.workload import WorkloadPolicy, kind_of
 
@@ -39,6 +40,15 @@ def by_length(usage: Usage) -> Kind:
     return usage.use.workload, usage.use.reach.bit_length(), min(usage.uses, 1)
 
 
+class WithoutOffset(WorkloadPolicy):
+    """`workload` that looks at the probability alone."""
+
+    def value(
+        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
+    ) -> tuple[float, ...]:
+        return (log_reuse,)
+
+
 def workload(
     classes: Callable[[Usage], Kind] = kind_of,
     *,
@@ -49,7 +59,46 @@ def workload(
     return WorkloadPolicy(ReuseModel(**model), life_s, classes, trust)
 
 
+class PrefixOf(CakePrefixPolicy):
+    """`cake-prefix` with another weight of the seconds: 0 counts hits alone, 1 seconds alone."""
+
+    def __init__(self, worth: Worth, weight: float) -> None:
+        super().__init__(worth)
+        self._weight = weight
+
+    def log_worth(self, usage: Usage) -> float:
+        return super().log_worth(usage) * self._weight / PREFIX_WEIGHT
+
+
+class CakeOf(CakePolicy):
+    """`cake` with another worth of a block."""
+
+    def __init__(self, worth: Worth, saved_s: Callable[[Worth, Usage], float]) -> None:
+        super().__init__(worth)
+        self._saved_s = saved_s
+
+    def log_worth(self, usage: Usage) -> float:
+        return math.log(max(1e-12, self._saved_s(self.worth, usage)) / max(1, usage.stored_bytes))
+
+
+def heads_worth(share: float) -> Callable[[Worth, Usage], float]:
+    """Blocks left of the meet keep this share of what computing them takes."""
+
+    def saved_s(worth: Worth, usage: Usage) -> float:
+        position, reach = usage.use.position, usage.use.reach
+        left = position + 1 <= worth.meet(reach)
+        return worth.compute_s(position) * (share if left else 1.0)
+
+    return saved_s
+
+
+def less_the_load(worth: Worth, usage: Usage) -> float:
+    """What computing the block takes, less what loading it does."""
+    return worth.compute_s(usage.use.position) - worth.load_s
+
+
 ADMISSIONS = {f"cake-prefix, admission {n}": Admission(n) for n in (0.1, 0.3, 1.0)}
+HEAD_FIRST = "workload, head first"  # without the offset: of a request the head is the oldest
 VARIANTS: dict[str, Callable[[Worth], EvictionPolicy]] = {
     "one class (is LRU)": lambda worth: workload(lambda usage: ONE_CLASS),
     "distribution alone": lambda worth: workload(by_turn, life_s=1e5, trust=1.0),
@@ -57,6 +106,7 @@ VARIANTS: dict[str, Callable[[Worth], EvictionPolicy]] = {
     "and a short life": lambda worth: workload(by_turn, trust=1.0),
     "and reads": lambda worth: workload(trust=1.0),
     "and half trust (workload)": lambda worth: workload(),
+    HEAD_FIRST: lambda worth: WithoutOffset(),
     **{f"life {life} s": lambda worth, n=life: workload(life_s=n) for life in (5, 100, 300, 1000)},
     **{f"trust {n}": lambda worth, n=n: workload(trust=n) for n in (0.0, 0.25, 0.75)},
     **{f"window {n} s": lambda worth, n=n: workload(window_s=float(n)) for n in (300, 900, 3600)},
@@ -65,7 +115,13 @@ VARIANTS: dict[str, Callable[[Worth], EvictionPolicy]] = {
     "classes by length": lambda worth: workload(by_length),
     "classes by reads alone": lambda worth: workload(lambda u: ("", 1, min(u.uses, 1))),
     "cake-prefix, LRU's reuse": lambda worth: CakePrefixPolicy(worth, trust=0.0),
-    "LeCaR": lambda worth: LecarPolicy(),
+    **{f"cake-prefix, weight {n}": lambda worth, n=n: PrefixOf(worth, n) for n in (0.0, 0.25, 1.0)},
+    **{f"cake, heads {n}": lambda worth, n=n: CakeOf(worth, heads_worth(n)) for n in (0.01, 0.5)},
+    "cake, less the load": lambda worth: CakeOf(worth, less_the_load),
+    "LeCaR": lambda worth: LecarPolicy([new_policy("lru"), new_policy("lfu")]),
+    "LeCaR, workload and cake-prefix": lambda worth: LecarPolicy(
+        [new_policy("workload"), new_policy("cake-prefix", worth)]
+    ),
     **dict.fromkeys(ADMISSIONS, CakePrefixPolicy),
 }
 
@@ -100,7 +156,15 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
     else:
         policy = new_policy(cell.policy, worth)
     admission = ADMISSIONS.get(cell.policy, ALL)
-    replay = Replay(trace, policy, capacity, clocks=clocks, admission=admission, worth=worth)
+    replay = Replay(
+        trace,
+        policy,
+        capacity,
+        clocks=clocks,
+        admission=admission,
+        worth=worth,
+        head_last=cell.policy != HEAD_FIRST,
+    )
     out = replay.run()
     saved = dict(zip(SHAPES, out.saved_s, strict=True))
     row: dict[str, Any] = {

@@ -190,10 +190,10 @@ def draw(results: Results, folder: Path) -> None:
 
 HEAD = """# Eviction: the tables
 
-Made by `python -m benchmarks.eviction_report` from `benchmarks/results/eviction.json`, begun at
-commit {commit}. Later runs added cells that were missing, and kept the others; LeCaR and admission
-are newer than that commit. [eviction.md](eviction.md) says what the words mean. A dash was not
-measured. Capacities are blocks of 512 tokens, 32 times as many of the 16-token blocks of A-like.
+Made by `python -m benchmarks.eviction_report` from `benchmarks/results/eviction.json`, measured at
+{commits}. [eviction.md](eviction.md) says what the words mean. A dash was
+not measured. Capacities are blocks of 512 tokens, 32 times as many of the
+16-token blocks of A-like.
 """
 
 
@@ -205,7 +205,9 @@ def main() -> None:
     result = json.loads(args.result.read_text())
     replay = Results(result.get("replay", []))
     parts = Results([*result.get("parts", []), *plain(result.get("replay", []))])
-    lines = [HEAD.format(commit=result["commit"]), "## In all", *totals(replay)]
+    measured = [*result.get("replay", []), *result.get("parts", [])]
+    commits = sorted({row["commit"] for row in measured})
+    lines = [HEAD.format(commits=" and ".join(commits)), "## In all", *totals(replay)]
     lines += ["\n## Every policy and capacity", *tables(replay)]
     lines += ["\n## Parts: hit ratio (seconds saved, 8b)", *variants(parts)]
     lines += ["\n## Admission", *writes(parts), "\n## An eviction", *pace(result.get("pace", []))]

@@ -4,20 +4,22 @@ that learns which of two experts is right. Measured, and not good enough to be i
 import math
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 
-from sglang_cake.store.eviction import Usage, new_policy
-from sglang_cake.store.eviction.base import BasePolicy
+from sglang_cake.store.eviction import Usage
+from sglang_cake.store.eviction.base import BasePolicy, EvictionPolicy
 
 LEARNING_RATE, DISCOUNT = 0.45, 0.005  # the paper's; the discount is taken to 1 / size
 
 
 class LecarPolicy(BasePolicy):
-    """Implements `EvictionPolicy`. The experts are LRU and LFU; each has a history of what was
-    evicted on its advice, as long as the cache, and its weight falls when that comes back."""
+    """Implements `EvictionPolicy`. There are two experts, LRU and LFU in the paper; each has a
+    history of what was evicted on its advice, as long as the cache, and its weight falls when that
+    comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: Sequence[EvictionPolicy]) -> None:
         super().__init__()
-        self._experts = [new_policy("lru"), new_policy("lfu")]
+        self._experts = list(experts)
         self._weights = [0.5, 0.5]
         self._histories: list[OrderedDict[int, int]] = [OrderedDict(), OrderedDict()]
         self._evictions = self._size = 0
@@ -33,6 +35,10 @@ class LecarPolicy(BasePolicy):
         self._size = max(self._size, len(self._usage))
         for expert in self._experts:
             expert.add(block, usage)
+
+    def refresh(self, now_s: float) -> None:
+        for expert in self._experts:
+            expert.refresh(now_s)
 
     def _regret(self, number: int, evictions: int) -> None:
         """What an expert gave up came back after so many evictions."""

@@ -82,6 +82,7 @@ class Replay:
         told_turns: use the turns that the trace tells, where it does, not those that the server
             finds out.
         admission, worth: which blocks are written at all, and what they save.
+        head_last: the head is the most recent of a request's blocks; otherwise its tail is.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class Replay:
         told_turns: bool = False,
         admission: Admission = ALL,
         worth: Worth | None = None,
+        head_last: bool = True,
     ) -> None:
         self._trace, self._policy, self._capacity = trace, policy, capacity_blocks
         self._clocks, self._leaf, self._told_turns = clocks, leaf, told_turns
         self._admission, self._worth = admission, worth or Worth()
+        self._head_last = head_last
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
         self._idents: dict[int, int] = {}  # and back
         self._parent: dict[int, int] = {}  # of resident blocks, both by the trace's id
@@ -152,7 +155,7 @@ class Replay:
         self._evict(len(self._resident) + len(missing) - self._capacity, request)
         room = self._capacity - len(self._resident)
         admitted = set(missing[:room])  # all, but of a prompt that is longer than the cache
-        for position in range(reach - 1, -1, -1):
+        for position in reversed(range(reach)) if self._head_last else range(reach):
             block = request.blocks[position]
             use = Use(request.workload, turn, position, reach)
             if block in self._resident:
