@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, TOLERANCE, Asking, Live, Start, assert_same, falsify
+from live import BLOCK, TOLERANCE, Answer, Asking, Live, Start, assert_same, falsify
 
 from sglang_cake.testing.models import build_llama
 
@@ -45,7 +45,7 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
         pytest.skip("two ranks need two cores")
     flags = (
         *("--dtype", "bfloat16", "--max-total-tokens", "8192", "--page-size", "64", "--tp", "2"),
-        *("--cake-mode", "load"),
+        *("--cake-mode", "load", "--sleep-on-idle"),
     )
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with start(models["first"], flags, store=folder / "store-tp", env=env) as live:
@@ -92,6 +92,7 @@ def latent(
 ) -> Iterator[Live]:
     """A tiny DeepSeek-V2, dense, whose KV is one latent row a layer."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
+    flags += ("--sleep-on-idle",)
     model = build_deepseek(folder / "latent" / "model", tokenizer_of=models["first"])
     store = folder / "store-mla"
     # One latent row is small: a narrow link, so that both sides take part.
@@ -164,8 +165,11 @@ def build_deepseek(path: Path, tokenizer_of: Path) -> Path:
 
 
 ENGINE = """
-import json, sys, time
+import json, random, sys, time
+from pathlib import Path
+
 import sglang as sgl
+from live import StoreView, falsify
 
 def main():
     model, store = sys.argv[1:3]
@@ -176,7 +180,7 @@ def main():
         enable_cake=True, cake_store=f"file://{store}?min_free=0&bandwidth=5MB/s",
         cake_block_tokens=64, cake_min_load_tokens=64, cake_mode="load",
     )
-    ids = [(i * i * 7 + i) % 250 for i in range(900)]
+    ids = random.Random(1).choices(range(250), k=900)
     ask = lambda: engine.generate(
         input_ids=ids, return_logprob=True,
         sampling_params={"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
@@ -188,6 +192,10 @@ def main():
         answers.append(ask())
         if answers[-1]["meta_info"]["cake"]["loaded_tokens"]:
             break
+    for file in StoreView(Path(store)).blocks():  # the control
+        falsify(file)
+    engine.flush_cache()
+    answers.append(ask())
     engine.shutdown()
     print("ANSWERS " + json.dumps(answers))
 
@@ -207,10 +215,17 @@ def test_an_engine_in_process_with_float16_kv(folder: Path, tmp_path: Path) -> N
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+        env={
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
+        },
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, done.stdout[-2000:] + done.stderr[-2000:]
-    answers = json.loads(lines[0].removeprefix("ANSWERS "))
-    assert answers[-1]["meta_info"]["cake"]["loaded_tokens"] > 0
-    assert answers[-1]["output_ids"][0] == answers[0]["output_ids"][0]
+    cold, *_, warm, lie = map(Answer.of, json.loads(lines[0].removeprefix("ANSWERS ")))
+    assert warm.loaded > 0
+    assert_same(warm, cold, HALF_TOLERANCE)
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, cold, HALF_TOLERANCE)
