@@ -106,18 +106,19 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
 def test_each_block_of_a_request_is_news_once(told):
     touches, longest = Touches(), {}
     for request, length in told:
-        news = touches.told(keys(*range(length)), RequestFacts(f"r{request}", 10))
+        news = touches.told(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
         before = longest.get(request, 0)
-        assert [use.position for _, use in news] == list(range(length - 1, before - 1, -1))
+        assert [one.use.position for one in news] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
 
 
 def test_what_is_remembered_of_requests_is_bounded():
     touches = Touches()
     for number in range(MOST_REQUESTS + 10):
-        touches.told([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1))
+        touches.told([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
     assert len(touches._requests) == MOST_REQUESTS
-    assert touches.use_of(key_of("never told of")) == UNKNOWN_USE
+    never = key_of("never told of")
+    assert touches.use_of(never, 7.0) == (never, UNKNOWN_USE, 7.0)
 
 
 @given(

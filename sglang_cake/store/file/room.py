@@ -105,12 +105,10 @@ class Room:
                     self._policy.add(block, usage)
         return freed_bytes
 
-    def admits(self, stored_bytes: int, use: Use) -> bool:
-        """Whether a block that is used for this is worth writing; counted if it is not."""
+    def admits(self, usage: Usage) -> bool:
+        """Whether a block that is used like this is worth writing; counted if it is not."""
         if not self._admission.least:
             return True
-        now_s = time.time()
-        usage = Usage(stored_bytes, now_s, now_s, 0, 0, use)
         with self._lock:
             admitted = self._admission.admits(self._policy, usage, self._worth)
             self.counts["skipped_blocks"] += not admitted
