@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import stat
+import time
 
 import pytest
 from filestore import A, B, opened
@@ -15,6 +16,7 @@ from test_capacity import opened as opened_folder
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Use, Worth
 from sglang_cake.store.eviction.admission import Admission
+from sglang_cake.store.eviction.reuse import POOLED
 from sglang_cake.store.eviction.tenants import Sharing
 from sglang_cake.store.file.touches import MOST_REQUESTS, Touches
 from sglang_cake.store.memory import MemoryStore
@@ -61,10 +63,10 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
 
 
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):
-    fits = {("chat", 1, 0): Fit(0.5, 0.1, 60)}
+    fits = {("chat", 1, 0): Fit(0.5, 0.1, 60), POOLED: Fit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
     with contextlib.closing(folder), folder._books.open() as index:
-        folder._room._policy.learned(fits)
+        folder._room._policy.learned(fits, time.time())
         folder._room.refresh(index)
     with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
         assert folder._room._policy.fits() == fits

@@ -88,8 +88,8 @@ class EvictionPolicy(Protocol):
         """What was learned, to be kept across restarts; empty where nothing is."""
         ...
 
-    def learned(self, fits: Fits) -> None:
-        """What `fits` gave before a restart."""
+    def learned(self, fits: Fits, now_s: float) -> None:
+        """What `fits` gave before a restart, which is now. Called before any block is added."""
         ...
 
 
@@ -129,7 +129,7 @@ class BasePolicy:
     def fits(self) -> Fits:
         return {}
 
-    def learned(self, fits: Fits) -> None:
+    def learned(self, fits: Fits, now_s: float) -> None:
         pass
 
 

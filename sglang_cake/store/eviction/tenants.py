@@ -83,8 +83,8 @@ class TenantPolicy(BasePolicy):
     def fits(self) -> Fits:
         return self._inner.fits()
 
-    def learned(self, fits: Fits) -> None:
-        self._inner.learned(fits)
+    def learned(self, fits: Fits, now_s: float) -> None:
+        self._inner.learned(fits, now_s)
 
     def weigh(self, worth: Worth) -> None:
         self._inner.weigh(worth)

@@ -77,10 +77,10 @@ class ReusePolicy(BasePolicy):
             self._lanes.forget_values()
 
     def fits(self) -> Fits:
-        return self.model.fits
+        return self.model.keep()
 
-    def learned(self, fits: Fits) -> None:
-        self.model.fits.update(fits)
+    def learned(self, fits: Fits, now_s: float) -> None:
+        self.model.kept(fits, now_s)
         self._lanes.forget_values()
 
     def _lane_value(

@@ -152,7 +152,7 @@ class Room:
         """The books are others now."""
         with self._lock:
             self._policy = self._new_policy()
-            self._policy.learned(index.fits())
+            self._policy.learned(index.fits(), time.time())
             self._kept = dict(self._policy.fits())
             self._seen = 0
 
