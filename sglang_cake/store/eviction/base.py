@@ -68,6 +68,12 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def skipped(self, usage: Usage) -> None:
+        """A block was used that is not there, and will not be: it was not worth writing. It is
+        followed like those that were evicted, or it would never be known that others like it
+        have become worth it."""
+        ...
+
     def chance(self, usage: Usage) -> float:
         """How likely a block like this one is ever used again; 1 for who does not know."""
         ...
@@ -113,6 +119,9 @@ class BasePolicy:
     def touched(self, block: int, usage: Usage) -> None:
         """A block that is there was read, and is known so now."""
         self.add(block, usage)
+
+    def skipped(self, usage: Usage) -> None:
+        pass
 
     def chance(self, usage: Usage) -> float:
         return 1.0

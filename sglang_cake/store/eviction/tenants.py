@@ -74,6 +74,9 @@ class TenantPolicy(BasePolicy):
             return 0
         return sum(max(0, taken - quota) for taken in self._bytes.values())
 
+    def skipped(self, usage: Usage) -> None:
+        self._inner.skipped(usage)
+
     def chance(self, usage: Usage) -> float:
         return self._inner.chance(usage)
 

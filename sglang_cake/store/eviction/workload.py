@@ -55,8 +55,7 @@ class ReusePolicy(BasePolicy):
         raise NotImplementedError
 
     def add(self, block: int, usage: Usage) -> None:
-        kind = self.model.kind(self._kind_of(usage))
-        self.model.used(usage.ident, kind, usage.used_s)
+        kind = self._follow(usage)
         self._usage[block] = usage
         self._lanes.put(block, self.lane(usage, kind), usage.used_s)
 
@@ -67,6 +66,9 @@ class ReusePolicy(BasePolicy):
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
         block = self._lanes.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
+
+    def skipped(self, usage: Usage) -> None:
+        self._follow(usage)
 
     def chance(self, usage: Usage) -> float:
         share = self.model.fit(self.model.kind(self._kind_of(usage))).share
@@ -82,6 +84,12 @@ class ReusePolicy(BasePolicy):
     def learned(self, fits: Fits, now_s: float) -> None:
         self.model.kept(fits, now_s)
         self._lanes.forget_values()
+
+    def _follow(self, usage: Usage) -> Kind:
+        """A block was used; returns its class."""
+        kind = self.model.kind(self._kind_of(usage))
+        self.model.used(usage.ident, kind, usage.used_s)
+        return kind
 
     def _lane_value(
         self, lane: tuple[Hashable, ...], block: int, now_s: float

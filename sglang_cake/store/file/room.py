@@ -111,7 +111,9 @@ class Room:
             return True
         with self._lock:
             admitted = self._admission.admits(self._policy, usage, self._worth)
-            self.counts["skipped_blocks"] += not admitted
+            if not admitted:
+                self.counts["skipped_blocks"] += 1
+                self._policy.skipped(usage)
         return admitted
 
     def learn(self, index: BlockIndex) -> None:
