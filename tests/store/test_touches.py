@@ -57,7 +57,7 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
         put(folder, 1)
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         with folder._books.open() as index:
-            folder._room.learn(index)
+            assert folder._room.learn(index, time.sleep)
         folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
         assert [usage.use.turn for usage in booked(folder, (0, 1))] == [2, 2]
 

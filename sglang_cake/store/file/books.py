@@ -155,8 +155,11 @@ class Books:
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self._reclaim(index)
-            self._room.learn(index)
+            knows_all = self._room.learn(index, self._closing.wait)
             self._room.refresh(index)
+            if not knows_all:
+                self._wake.set()  # to go on at once; until then no room is made ahead
+                return
             ahead_bytes = self._room.ahead_bytes(index)
             if ahead_bytes:
                 self._room.make(index, ahead_bytes)
