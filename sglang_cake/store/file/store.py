@@ -21,8 +21,8 @@ ASKERS = 2  # threads
 
 
 class FileStore:
-    """Implements `Store`. Reads and writes have a pool of `threads` each, and what only asks has its
-    own, so that none of them waits behind the others on a slow disk."""
+    """Implements `Store`. Reads and writes have a pool of `threads` each, and what only asks has
+    its own, so that none of them waits behind the others on a slow disk."""
 
     def __init__(
         self, folder: BlockFolder, frame: BlockFrame, *, threads: int, reads_count: bool = True
