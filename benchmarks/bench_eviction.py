@@ -106,7 +106,8 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             index = BlockIndex(root / "index.db")
             room = Room(root, None, policy, sharing=EVERYBODY, admission=ALL, on_learned=forget)
             began_s = time.perf_counter()
-            room.learn(index)
+            while not room.learn(index, rest=lambda seconds: False):
+                pass
             learn_s = time.perf_counter() - began_s
             order = room._policy
             lanes = len(order._lanes) if isinstance(order, ReusePolicy) else 1

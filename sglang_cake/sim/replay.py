@@ -13,7 +13,7 @@ next block of any prompt) are not resident may go; `block`: any may.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_cake.sim.traces import Trace, TraceRequest
 from sglang_cake.sim.ttft import SavedTime
@@ -151,7 +151,9 @@ class Replay:
         missing = [block for block in request.blocks if block not in self._resident]
         first = self._usage(0, request.at_s, Use(request.workload, turn, 0, reach))
         if not self._admission.admits(self._policy, first, self._worth):
-            missing = []  # its blocks are of one class and of one worth
+            for block in missing:  # its blocks are of one class and of one worth
+                self._policy.skipped(replace(first, ident=block))
+            missing = []
         self._evict(len(self._resident) + len(missing) - self._capacity, request)
         room = self._capacity - len(self._resident)
         admitted = set(missing[:room])  # all, but of a prompt that is longer than the cache

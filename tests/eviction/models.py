@@ -167,25 +167,19 @@ class Arc(Model):
 
 
 class ByReuse(Model):
-    """`workload` and `cake`: the oldest of every lane, and the one of the smallest value of these.
+    """`workload` and `cake`: of all blocks the one of the smallest value, of equal ones the least
+    recent.
 
-    Args: lane, value: of a usage; value gets the logarithm of the probability of a use as well.
+    Args: value: of a usage and the logarithm of the probability of a use.
     """
 
-    def __init__(self, fits, pooled, life_s, lane, value):
+    def __init__(self, fits, pooled, life_s, value):
         super().__init__()
-        self.fits, self.pooled, self.life_s = fits, pooled, life_s
-        self.lane, self.value = lane, value
+        self.fits, self.pooled, self.life_s, self.value = fits, pooled, life_s, value
 
     def choose(self, now_s):
-        lanes = {}
-        for block, usage in self.usage.items():
-            lanes.setdefault(self.lane(usage), []).append(block)
-        firsts = [
-            min(lane, key=lambda b: (self.usage[b].used_s, self.tick[b])) for lane in lanes.values()
-        ]
         return min(
-            firsts, key=lambda b: (*self.worth(b, now_s), self.usage[b].used_s, self.tick[b])
+            self.usage, key=lambda b: (*self.worth(b, now_s), self.usage[b].used_s, self.tick[b])
         )
 
     def worth(self, block, now_s):

@@ -11,7 +11,8 @@ from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
 from sglang_cake.sim.replay import Replay
 from sglang_cake.sim.traces import Trace, TraceRequest, next_uses
 from sglang_cake.sim.ttft import SHAPES, SavedTime, Shape
-from sglang_cake.store.eviction import POLICIES, new_policy
+from sglang_cake.store.eviction import POLICIES, Usage, Use, Worth, new_policy
+from sglang_cake.store.eviction.admission import Admission
 from sglang_cake.store.eviction.workload import WorkloadPolicy
 
 SIZE = 4  # tokens of a block
@@ -193,3 +194,29 @@ def test_a_hole_at_the_end_costs_its_own_compute():
     assert one.saved_s([True, True, False], 3 * SIZE) == pytest.approx(costs[0] + costs[1])
     assert costs[0] < costs[1] < costs[2]
     assert one.block_s(3, 2 * SIZE + 1)[2] < costs[0]  # one token of it
+
+
+def test_a_class_that_is_not_worth_writing_is_admitted_once_it_comes_back():
+    def request(at_s, blocks, workload):
+        return TraceRequest(float(at_s), SIZE * len(blocks), tuple(blocks), workload)
+
+    requests = []
+    for at_s in range(0, 4000, 4):  # "batch" comes once, for as long as a window; "chat" again
+        if at_s < 2000:
+            requests.append(request(at_s, (10 * at_s, 10 * at_s + 1), "batch"))
+        else:  # and now every 40 s
+            requests.append(request(at_s, (-2 - at_s % 40, -100 - at_s % 40), "batch"))
+        requests.append(request(at_s, (1_000_000 + at_s % 40, 2_000_000 + at_s % 40), "chat"))
+    policy = WorkloadPolicy()
+    admission = Admission(1.0)
+    replay = Replay(Trace(SIZE, tuple(requests)), policy, 10_000, admission=admission)
+    refused = [
+        not admission.admits(policy, Usage(1, 0.0, 0.0, 0, 0, Use("batch")), Worth())
+        for _ in replay.steps()
+    ]
+    half = len(refused) // 2
+    assert sum(refused[: half // 2]) > 0  # found out from what it saw
+    assert all(refused[half // 2 : half])
+    assert refused[half]
+    assert not refused[-1]  # found out, though none of it was stored
+    assert replay.outcome.hits > 0

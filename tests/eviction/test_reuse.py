@@ -12,7 +12,9 @@ from sglang_cake.store.eviction.reuse import (
     LEAST_SAMPLES,
     MOST_KINDS,
     OTHERS,
+    POOLED,
     UNKNOWN,
+    WINDOW_S,
     Fit,
     ReuseModel,
     fit_exponential,
@@ -128,13 +130,81 @@ def test_fits_outlive_a_restart(name):
         before.add(number, Usage(1, now_s, now_s, 0, number, Use("chat", 1 + number % 2)))
         before.touch(number - 50, now_s)
     before.refresh(now_s)
-    assert set(before.fits()) == {("chat", turn, read) for turn in (1, 2) for read in (0, 1)}
-    after.learned(before.fits())
+    kinds = {("chat", turn, read) for turn in (1, 2) for read in (0, 1)}
+    assert set(before.fits()) == {*kinds, POOLED}
+    after.learned(before.fits(), now_s)
     assert after.fits() == before.fits()
+    assert after.model.pooled == before.model.pooled
+    assert after.model.fits == before.model.fits
 
 
 def test_plain_policies_learn_nothing():
     policy = new_policy("lru")
     policy.refresh(1.0)
-    policy.learned({})
+    policy.learned({}, 1.0)
     assert not policy.fits()
+
+
+# ---- after a restart ----
+
+CHAT = ("chat", 1, 0)
+KEPT = {CHAT: Fit(0.6, 1 / 100, 900), POOLED: Fit(0.5, 1 / 200, 4000)}
+START_S = 50_000.0
+
+
+def restarted(kept, uses_from_s=START_S - 5000.0):
+    """As from books: 4,000 blocks that were used before the restart, and only their last use."""
+    model = ReuseModel()
+    model.kept(kept, START_S)
+    for ident in range(4000):
+        model.used(ident, CHAT, uses_from_s + ident)
+    return model
+
+
+def go_on(model, from_s, until_s):
+    """10 blocks a second, of which every second one comes back after 20 s."""
+    for at_s in range(int(from_s), int(until_s)):
+        for ident in range(10 * at_s, 10 * at_s + 10):
+            model.used(ident, CHAT, float(at_s))
+        for ident in range(10 * (at_s - 20), 10 * (at_s - 20) + 10, 2):
+            model.used(ident, CHAT, float(at_s))
+
+
+def test_a_restart_does_not_fit_anew_from_what_it_finds():
+    model = restarted(KEPT)
+    assert model.refit(START_S + 1.0)
+    assert model.keep() == KEPT
+    assert restarted({}).keep() == {}
+    assert not restarted({})._open
+
+
+def test_a_kept_fit_stands_until_uses_were_followed_for_long_enough():
+    model = restarted(KEPT)
+    go_on(model, START_S, START_S + 299)
+    model.refit(START_S + 299)  # three mean times of reuse are 300 s
+    assert model.keep() == KEPT
+    go_on(model, START_S + 299, START_S + 400)
+    model.refit(START_S + 400)
+    seen = model.fits[CHAT]
+    assert 1 / seen.rate_per_s == pytest.approx(20, rel=0.15)
+    assert seen.share > 0.3
+    assert model.pooled == KEPT[POOLED]  # of which the times are twice as long
+    go_on(model, START_S + 400, START_S + 700)
+    model.refit(START_S + 700)
+    assert 1 / model.pooled.rate_per_s == pytest.approx(20, rel=0.15)
+
+
+def test_no_kept_fit_stands_for_longer_than_the_window():
+    model = restarted({CHAT: Fit(0.6, 1e-6, 900), POOLED: Fit(0.5, 1e-6, 900)})
+    go_on(model, START_S + WINDOW_S - 200, START_S + WINDOW_S)
+    model.refit(START_S + WINDOW_S)
+    assert {fit.samples for fit in model.keep().values()}.isdisjoint({900})
+
+
+def test_what_is_kept_is_bounded():
+    model = ReuseModel()
+    many = {(f"user text {number}", 1, 0): Fit(0.5, 0.1, number) for number in range(500)}
+    model.kept(many | {POOLED: Fit(0.4, 0.1, 10**6)}, 0.0)
+    assert len(model.fits) == MOST_KINDS
+    assert min(fit.samples for fit in model.fits.values()) == 500 - MOST_KINDS
+    assert model.pooled.samples == 10**6

@@ -10,9 +10,9 @@ from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_
 A, B = key_of("a"), key_of("b")
 
 
-def opened(root, *, namespace=NAMESPACE, fsync="off", min_free_bytes=0):
+def opened(root, *, namespace=NAMESPACE, fsync="off", min_free_bytes=0, threads=1):
     folder = BlockFolder(root, sync=fsync == "data", min_free_bytes=min_free_bytes)
-    return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=1)
+    return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
 
 
 def with_store(root, test, **kwargs):

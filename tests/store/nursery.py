@@ -4,6 +4,9 @@ One line in, for each writer: `run` (puts and deletes until killed), `fill POLIC
 than there is room for), `crash N` (kills itself before
 its N-th system call that changes the disk) or `race` (two writers of the same blocks). Lines out:
 the writer's pid, then `ended STATUS` once it is gone and its pid is free.
+
+Beside ROOT lies a log of what `run` and `fill` have done: `begin KEY` before a put, `put KEY` once
+it has returned, `gone KEY` before a block is deleted or evicted.
 """
 
 import asyncio
@@ -17,6 +20,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.layout import BlockLayout
 from sglang_cake.store.file import blockfile
 from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.room import Room
 from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
@@ -27,6 +31,54 @@ NAMES = range(12)
 FILL = [("fill", number) for number in range(80)]
 BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
 blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
+LINE_BYTES = 128  # no line of a log lies in two pages, so none is cut when its writer is killed
+
+
+def log_of(root):
+    return root.with_name(root.name + ".log")
+
+
+def promised(root):
+    """The keys whose puts have returned and that nobody has begun to take away since."""
+    begun, stored = set(), set()
+    for line in log_of(root).read_text().splitlines() if log_of(root).exists() else []:
+        word, name = line.split()
+        key = bytes.fromhex(name)
+        if word == "begin":
+            begun.add(key)
+        elif word == "gone":
+            begun.discard(key)
+            stored.discard(key)
+        elif key in begun:
+            stored.add(key)
+    return stored
+
+
+class Log:
+    def __init__(self, root):
+        self._fd = os.open(log_of(root), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def say(self, word, key):
+        os.write(self._fd, f"{word} {key.hex()}".ljust(LINE_BYTES - 1).encode() + b"\n")
+
+    async def put(self, store, key, block):
+        self.say("begin", key)
+        if await store.put(key, block):
+            self.say("put", key)
+
+    async def delete(self, store, key):
+        self.say("gone", key)
+        await store.delete(key)
+
+    def evictions(self):
+        """Write down from now on what this process evicts."""
+        evict = Room._evict
+
+        def say_and_evict(room, index, booked):
+            self.say("gone", booked.key)
+            return evict(room, index, booked)
+
+        Room._evict = say_and_evict
 
 
 def opened(root, fsync="off", **options):
@@ -39,20 +91,22 @@ async def put_all(store):
 
 
 async def run(root):
-    store = opened(root)
+    store, log = opened(root), Log(root)
     while True:
-        await put_all(store)
-        await asyncio.gather(*(store.delete(key_of(name)) for name in NAMES[::2]))
+        await asyncio.gather(*(log.put(store, key_of(name), BLOCKS[name]) for name in NAMES))
+        await asyncio.gather(*(log.delete(store, key_of(name)) for name in NAMES[::2]))
 
 
 async def fill(root, policy):
     """Writes more than there is room for, over and over, for requests of three kinds."""
+    log = Log(root)
+    log.evictions()
     store = opened(root, capacity_bytes=16 << 20, policy=policy)
     for number in itertools.count():
         for name in FILL:
             facts = RequestFacts(f"{os.getpid()}-{number}-{name}", 256, f"w{name[1] % 3}")
             await store.touched([key_of(name)], facts)
-            await store.put(key_of(name), block_of(name, LAYOUT))
+            await log.put(store, key_of(name), block_of(name, LAYOUT))
 
 
 async def race(root):

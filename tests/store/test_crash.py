@@ -1,4 +1,5 @@
-"""Writers killed at any moment: every visible block is whole, and nothing else looks like one."""
+"""Writers killed at any moment: every block whose put has returned is there and whole, no other
+visible one is anything else, and nothing else looks like one."""
 
 import asyncio
 import os
@@ -40,6 +41,16 @@ class Nursery:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
+    def kill(self, pid, after_s, *, at_work):
+        """Args: at_work: the moment is counted from its first put, not from its start."""
+        log = nursery.log_of(self.root)
+        before = log.stat().st_size if log.exists() else 0
+        while at_work and (not log.exists() or log.stat().st_size == before):
+            time.sleep(0.001)
+        time.sleep(after_s)  # random moments are the point of these tests
+        os.kill(pid, signal.SIGKILL)
+        assert self.ended() == signal.SIGKILL
+
     def ended(self):
         word, status = self.process.stdout.readline().split()
         assert word == "ended"
@@ -58,7 +69,8 @@ def writers(tmp_path):
 
 
 def check(root):
-    """Every visible block reads back right; returns the names of those. Sweeps, as an open does."""
+    """Every visible block reads back right, and all that were promised are visible; returns the
+    names of those. Sweeps, as an open does."""
 
     async def main():
         store = nursery.opened(root)
@@ -78,6 +90,7 @@ def check(root):
             await store.close()
 
     names = asyncio.run(main())
+    assert nursery.promised(root) <= {key_of(name) for name in names}
     folder = root / NAMESPACE.digest().hex()
     files = {str(path.relative_to(folder)) for path in files_below(folder)}
     blocks = {key_of(name).hex() for name in names}
@@ -87,12 +100,13 @@ def check(root):
 
 def test_writers_killed_at_random_moments(writers, tmp_path):
     moments = random.Random(7)
-    for _ in range(KILLS):
+    kept = 0
+    for turn in range(KILLS):
         pid = writers.start("run")
-        time.sleep(moments.uniform(0, 0.03))  # random moments are the point of this test
-        os.kill(pid, signal.SIGKILL)
-        assert writers.ended() == signal.SIGKILL
-        check(tmp_path)
+        writers.kill(pid, moments.uniform(0, 0.03), at_work=turn % 2)
+        kept += len(check(tmp_path))
+        assert len(nursery.promised(tmp_path)) > 0 or turn < KILLS // 2
+    assert kept > KILLS  # finished blocks there were
 
 
 def test_a_writer_killed_before_each_of_its_system_calls(writers, tmp_path):

@@ -1,12 +1,17 @@
 """Disks that fail, fill up or vanish under a file store."""
 
+import asyncio
+import contextlib
 import errno
 import os
 import shutil
 import subprocess
+import threading
+import time
 
 import pytest
 from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
+from hostile import patched_wait
 
 from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
@@ -48,6 +53,48 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, re
         await put_a(store)
 
     with_store(tmp_path, test, fsync="data")
+
+
+def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_success(
+    tmp_path, monkeypatch
+):
+    now_s, tried = 1000.0, 0
+
+    def writev(*args):
+        nonlocal tried
+        tried += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def test(store):
+        nonlocal now_s
+        store._folder._pause = Pause(clock=lambda: now_s)
+        await put_a(store)
+
+        async def fails(rest_s):
+            nonlocal now_s
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "writev", writev)
+                with pytest.raises(StoreFull):
+                    await store.put(B, block_of("b"))
+                before = tried
+                for part in (0.0, 0.5, 0.49):
+                    now_s += part * rest_s
+                    with pytest.raises(StoreUnavailable, match="writing rests for"):
+                        await store.put(B, block_of("b"))
+                    assert await read_a(store) == block_of("a")
+                    assert await store.contains([A, B]) == [True, False]
+                assert tried == before  # the disk was left alone
+            now_s += 0.02 * rest_s
+
+        for rest_s in (1, 2, 4, 8, 16, 32, 60, 60):
+            await fails(rest_s)
+        assert await store.put(B, block_of("b"))
+        await store.delete(B)
+        for rest_s in (1, 2):
+            await fails(rest_s)
+
+    with_store(tmp_path, test)
+    assert tried == 10
 
 
 def test_a_read_only_file_system_is_unavailable(tmp_path, monkeypatch):
@@ -229,3 +276,113 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
         assert with_store(tmp_path, test) > 5
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def mounted(folder, *options):
+    """Whether `folder` is a tmpfs now."""
+    mount = ["mount", *options, str(folder)]
+    return shutil.which("mount") and not subprocess.run(mount, capture_output=True).returncode
+
+
+def test_a_disk_that_is_mounted_read_only_is_read_and_not_written(tmp_path):
+    if not mounted(tmp_path, "-t", "tmpfs", "-o", "size=32m", "tmpfs"):
+        pytest.skip("may not mount a tmpfs here")
+    names = range(3)
+    keys = [key_of(name) for name in names]
+
+    async def fill(store):
+        for name in names:
+            await store.put(key_of(name), block_of(name))
+
+    async def test(store):
+        before = files_below(tmp_path)
+        for _ in range(2):
+            assert await store.contains([*keys, A]) == [True, True, True, False]
+            for name in names:
+                assert await read(store, key_of(name)) == block_of(name)
+            with pytest.raises(StoreUnavailable):
+                await put_a(store)
+            with pytest.raises(StoreUnavailable, match="Read-only"):
+                await store.delete(keys[0])
+        assert files_below(tmp_path) == before
+        assert mounted(tmp_path, "-o", "remount,rw")  # somebody has mended it
+        until_s = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await put_a(store)
+                break
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.05)
+        assert await store.contains([*keys, A]) == [True] * 4
+
+    try:
+        with_store(tmp_path, fill)
+        assert mounted(tmp_path, "-o", "remount,ro")
+        with patched_wait():
+            with_store(tmp_path, test)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Holds every read and write of A's file in the disk until `go` is set."""
+    folder = f"/{A.hex()[:2]}/{A.hex()[2:4]}/"
+    held, go = threading.Event(), threading.Event()
+
+    def slowed(real):
+        def call(fd, *args):
+            if folder in os.readlink(f"/proc/self/fd/{fd}"):
+                held.set()
+                go.wait(60)
+            return real(fd, *args)
+
+        return call
+
+    for name in ("preadv", "writev"):
+        monkeypatch.setattr(os, name, slowed(getattr(os, name)))
+    yield held, go
+    go.set()
+
+
+def test_reads_that_a_slow_disk_holds_hold_up_nothing_else(tmp_path, slow):
+    held, go = slow
+
+    async def test(store):
+        go.set()
+        await put_a(store)
+        await store.put(B, block_of("b"))
+        go.clear()
+        held.clear()
+        reading = asyncio.create_task(read_a(store))
+        assert await asyncio.to_thread(held.wait, 60)
+        assert await read(store, B) == block_of("b")
+        more = [asyncio.create_task(read_a(store)) for _ in range(3)]  # every thread that reads
+        assert await store.contains([A, B, key_of("c")]) == [True, True, False]
+        assert await store.put(key_of("c"), block_of("c"))
+        assert (await store.stats()).blocks == 3
+        assert len([block async for block in store.list_blocks()]) == 3
+        assert not go.is_set()
+        go.set()
+        for task in (reading, *more):
+            assert await task == block_of("a")
+
+    with_store(tmp_path, test, threads=2)
+
+
+def test_a_write_that_a_slow_disk_holds_holds_up_nothing_else(tmp_path, slow):
+    held, go = slow
+
+    async def test(store):
+        await store.put(B, block_of("b"))
+        writing = asyncio.create_task(store.put(A, block_of("a")))
+        assert await asyncio.to_thread(held.wait, 60)
+        assert await store.contains([A, B]) == [False, True]
+        assert await read(store, B) == block_of("b")
+        assert await store.put(key_of("c"), block_of("c"))
+        assert not go.is_set()
+        go.set()
+        assert await writing
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test, threads=2)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import stat
+import time
 
 import pytest
 from filestore import A, B, opened
@@ -15,6 +16,7 @@ from test_capacity import opened as opened_folder
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Use, Worth
 from sglang_cake.store.eviction.admission import Admission
+from sglang_cake.store.eviction.reuse import POOLED
 from sglang_cake.store.eviction.tenants import Sharing
 from sglang_cake.store.file.touches import MOST_REQUESTS, Touches
 from sglang_cake.store.memory import MemoryStore
@@ -55,16 +57,16 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
         put(folder, 1)
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         with folder._books.open() as index:
-            folder._room.learn(index)
+            assert folder._room.learn(index, time.sleep)
         folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
         assert [usage.use.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
 
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):
-    fits = {("chat", 1, 0): Fit(0.5, 0.1, 60)}
+    fits = {("chat", 1, 0): Fit(0.5, 0.1, 60), POOLED: Fit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
     with contextlib.closing(folder), folder._books.open() as index:
-        folder._room._policy.learned(fits)
+        folder._room._policy.learned(fits, time.time())
         folder._room.refresh(index)
     with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
         assert folder._room._policy.fits() == fits
@@ -106,18 +108,19 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
 def test_each_block_of_a_request_is_news_once(told):
     touches, longest = Touches(), {}
     for request, length in told:
-        news = touches.told(keys(*range(length)), RequestFacts(f"r{request}", 10))
+        news = touches.told(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
         before = longest.get(request, 0)
-        assert [use.position for _, use in news] == list(range(length - 1, before - 1, -1))
+        assert [one.use.position for one in news] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
 
 
 def test_what_is_remembered_of_requests_is_bounded():
     touches = Touches()
     for number in range(MOST_REQUESTS + 10):
-        touches.told([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1))
+        touches.told([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
     assert len(touches._requests) == MOST_REQUESTS
-    assert touches.use_of(key_of("never told of")) == UNKNOWN_USE
+    never = key_of("never told of")
+    assert touches.use_of(never, 7.0) == (never, UNKNOWN_USE, 7.0)
 
 
 @given(

@@ -68,6 +68,12 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def skipped(self, usage: Usage) -> None:
+        """A block was used that is not there, and will not be: it was not worth writing. It is
+        followed like those that were evicted, or it would never be known that others like it
+        have become worth it."""
+        ...
+
     def chance(self, usage: Usage) -> float:
         """How likely a block like this one is ever used again; 1 for who does not know."""
         ...
@@ -88,8 +94,8 @@ class EvictionPolicy(Protocol):
         """What was learned, to be kept across restarts; empty where nothing is."""
         ...
 
-    def learned(self, fits: Fits) -> None:
-        """What `fits` gave before a restart."""
+    def learned(self, fits: Fits, now_s: float) -> None:
+        """What `fits` gave before a restart, which is now. Called before any block is added."""
         ...
 
 
@@ -114,6 +120,9 @@ class BasePolicy:
         """A block that is there was read, and is known so now."""
         self.add(block, usage)
 
+    def skipped(self, usage: Usage) -> None:
+        pass
+
     def chance(self, usage: Usage) -> float:
         return 1.0
 
@@ -129,7 +138,7 @@ class BasePolicy:
     def fits(self) -> Fits:
         return {}
 
-    def learned(self, fits: Fits) -> None:
+    def learned(self, fits: Fits, now_s: float) -> None:
         pass
 
 

@@ -20,10 +20,14 @@ Kind = tuple[str, int, int]
 MOST_TURNS: Final = 4  # later turns are like this one
 MOST_KINDS: Final = 64  # further ones are taken together
 OTHERS: Final[Kind] = ("", 0, 0)
+POOLED: Final[Kind] = ("", 0, 1)  # all classes together, among fits that are kept
 
 WINDOW_S: Final = 1800.0  # what is older says nothing any more
 REFIT_EVERY_S: Final = 60.0
 LEAST_SAMPLES: Final = 50  # a class with fewer is taken to be like all together
+# A fit from before a restart stays until uses were followed for so many mean times of reuse: by
+# then 95 % of those that come back have.
+_FOLLOWED_MEANS: Final = 3.0
 SHORTEST_GAP_S: Final = 1.0  # requests at the same moment: not what a store is for
 _FOLLOWED_ONE_IN: Final = 8  # blocks, chosen by `ident`: the same ones again when they come back
 _MOST_FOLLOWED: Final = 32_768
@@ -73,7 +77,8 @@ class ReuseModel:
         self._shortest_gap_s = shortest_gap_s
         self._open: OrderedDict[int, tuple[Kind, float]] = OrderedDict()  # ident -> last use
         self._gaps: dict[Kind, deque[tuple[float, float]]] = {}  # (when, how long)
-        self._refit_at_s = -math.inf
+        self._refit_at_s = self._since_s = -math.inf
+        self._kept: dict[Kind, Fit] = {}  # from before a restart, as long as they stand
         self.fits: dict[Kind, Fit] = {}
         self.pooled = UNKNOWN
         self.kinds: set[Kind] = set()  # no more than MOST_KINDS
@@ -90,9 +95,24 @@ class ReuseModel:
         """What is known of a class, or else of all."""
         return self.fits.get(kind, self.pooled)
 
+    def keep(self) -> Fits:
+        """What should outlive a restart; empty as long as nothing was learned."""
+        return self.fits if self.pooled == UNKNOWN else {**self.fits, POOLED: self.pooled}
+
+    def kept(self, fits: Fits, now_s: float) -> None:
+        """What was kept before a restart, at most MOST_KINDS of it.
+
+        Uses from before `now_s` are no samples from here on: the books have only blocks that were
+        neither evicted nor used again since.
+        """
+        self._since_s = now_s
+        self._kept = dict(sorted(fits.items(), key=lambda one: -one[1].samples)[: MOST_KINDS + 1])
+        self.pooled = self._kept.get(POOLED, self.pooled)
+        self.fits.update((kind, fit) for kind, fit in self._kept.items() if kind != POOLED)
+
     def used(self, ident: int, kind: Kind, at_s: float) -> None:
         """A request used a block, which is of class `kind` now."""
-        if (ident * 0x9E3779B97F4A7C15 >> 32) % _FOLLOWED_ONE_IN:
+        if at_s < self._since_s or (ident * 0x9E3779B97F4A7C15 >> 32) % _FOLLOWED_ONE_IN:
             return
         before = self._open.get(ident)
         if before is not None:
@@ -126,11 +146,24 @@ class ReuseModel:
                 recent.popleft()
             gaps = [gap_s for _, gap_s in recent]
             all_gaps += gaps
-            if len(gaps) + len(ages.get(kind, ())) >= self._least_samples:
+            if self._enough(kind, len(gaps) + len(ages.get(kind, ())), now_s):
                 self.fits[kind] = fit_exponential(gaps, ages.get(kind, ()))
         all_ages = [age_s for some in ages.values() for age_s in some]
-        if len(all_gaps) + len(all_ages) >= self._least_samples:
+        if self._enough(POOLED, len(all_gaps) + len(all_ages), now_s):
             self.pooled = fit_exponential(all_gaps, all_ages)
+        return True
+
+    def _enough(self, kind: Kind, samples: int, now_s: float) -> bool:
+        """Whether a class is fitted to what was seen. Soon after a restart hardly any block has
+        come back, and a fit would say that none ever does: the kept one stands."""
+        if samples < self._least_samples:
+            return False
+        kept = self._kept.get(kind)
+        if kept is not None:
+            followed_s = min(self._window_s, _FOLLOWED_MEANS / kept.rate_per_s)
+            if now_s - self._since_s < followed_s:
+                return False
+            del self._kept[kind]
         return True
 
 

@@ -74,6 +74,9 @@ class TenantPolicy(BasePolicy):
             return 0
         return sum(max(0, taken - quota) for taken in self._bytes.values())
 
+    def skipped(self, usage: Usage) -> None:
+        self._inner.skipped(usage)
+
     def chance(self, usage: Usage) -> float:
         return self._inner.chance(usage)
 
@@ -83,8 +86,8 @@ class TenantPolicy(BasePolicy):
     def fits(self) -> Fits:
         return self._inner.fits()
 
-    def learned(self, fits: Fits) -> None:
-        self._inner.learned(fits)
+    def learned(self, fits: Fits, now_s: float) -> None:
+        self._inner.learned(fits, now_s)
 
     def weigh(self, worth: Worth) -> None:
         self._inner.weigh(worth)

@@ -55,8 +55,7 @@ class ReusePolicy(BasePolicy):
         raise NotImplementedError
 
     def add(self, block: int, usage: Usage) -> None:
-        kind = self.model.kind(self._kind_of(usage))
-        self.model.used(usage.ident, kind, usage.used_s)
+        kind = self._follow(usage)
         self._usage[block] = usage
         self._lanes.put(block, self.lane(usage, kind), usage.used_s)
 
@@ -68,6 +67,9 @@ class ReusePolicy(BasePolicy):
         block = self._lanes.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
 
+    def skipped(self, usage: Usage) -> None:
+        self._follow(usage)
+
     def chance(self, usage: Usage) -> float:
         share = self.model.fit(self.model.kind(self._kind_of(usage))).share
         return self._trust * share + (1 - self._trust) * self.model.pooled.share
@@ -77,11 +79,17 @@ class ReusePolicy(BasePolicy):
             self._lanes.forget_values()
 
     def fits(self) -> Fits:
-        return self.model.fits
+        return self.model.keep()
 
-    def learned(self, fits: Fits) -> None:
-        self.model.fits.update(fits)
+    def learned(self, fits: Fits, now_s: float) -> None:
+        self.model.kept(fits, now_s)
         self._lanes.forget_values()
+
+    def _follow(self, usage: Usage) -> Kind:
+        """A block was used; returns its class."""
+        kind = self.model.kind(self._kind_of(usage))
+        self.model.used(usage.ident, kind, usage.used_s)
+        return kind
 
     def _lane_value(
         self, lane: tuple[Hashable, ...], block: int, now_s: float

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from sglang_cake.errors import StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.eviction import Use
 from sglang_cake.store.file.index import BlockIndex, Touch
 from sglang_cake.store.file.paths import NamespaceFolder, create_private
 from sglang_cake.store.file.room import Room, lock
@@ -26,6 +25,7 @@ from sglang_cake.store.file.sweep import (
     remove_tmp_of,
     shard_count,
 )
+from sglang_cake.store.file.touches import Told
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0
@@ -86,10 +86,9 @@ class Books:
         """A block was read; written down within TICK_S or so. Args: counts: it is one more use."""
         self._reads.append(Touch(digest, key, time.time(), int(counts)))
 
-    def was_touched(self, digest: Digest, uses: Sequence[tuple[BlockKey, Use]]) -> None:
+    def was_touched(self, digest: Digest, news: Sequence[Told]) -> None:
         """A request has these blocks, last one first; written down within TICK_S or so."""
-        now_s = time.time()
-        self._reads.extend(Touch(digest, key, now_s, 1, use) for key, use in uses)
+        self._reads.extend(Touch(digest, told.key, told.at_s, 1, told.use) for told in news)
 
     def wake(self) -> None:
         """Room was taken: there may have to be made some ahead."""
@@ -156,8 +155,11 @@ class Books:
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self._reclaim(index)
-            self._room.learn(index)
+            knows_all = self._room.learn(index, self._closing.wait)
             self._room.refresh(index)
+            if not knows_all:
+                self._wake.set()  # to go on at once; until then no room is made ahead
+                return
             ahead_bytes = self._room.ahead_bytes(index)
             if ahead_bytes:
                 self._room.make(index, ahead_bytes)

@@ -20,7 +20,7 @@ from sglang_cake.errors import (
 )
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
-from sglang_cake.store.eviction import Usage, Use, ident_of
+from sglang_cake.store.eviction import Usage, ident_of
 from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
 from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
@@ -133,7 +133,7 @@ class BlockFolder:
         """As `Attentive.touched`. Waits for nothing: it is written down in the background."""
         if facts.worth is not None:
             self._room.worth(facts.worth)
-        self._books.was_touched(digest, self._touches.told(keys, facts))
+        self._books.was_touched(digest, self._touches.told(keys, facts, time.time()))
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
         """Whether the block has a file; the books are not asked. Blocks on the disk for a moment,
@@ -162,7 +162,7 @@ class BlockFolder:
                 if not lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
-                if counts:
+                if counts and not self._touches.foretold(key, time.time()):
                     self._books.was_read(digest, key, counts=not self._touches.listening)
             except BlockCorrupt as error:
                 self._set_aside(digest, key, os.fstat(fd).st_ino)
@@ -178,15 +178,17 @@ class BlockFolder:
 
         Raises: StoreFull, StoreUnavailable.
         """
-        left_s = self._pause.left_s(time.monotonic())
+        left_s = self._pause.left_s()
         if left_s > 0:
             raise StoreUnavailable(f"writing rests for {left_s:.0f} s after {self._pause.reason}")
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
+        now_s = time.time()
+        told = self._touches.use_of(key, now_s)
+        usage = Usage(stored_bytes, now_s, told.at_s, 0, ident_of(key), told.use)
         with foreign_errors(self._pause):
-            use = self._touches.use_of(key)
             block = None
-            if self._room.admits(stored_bytes, use):
-                block = self._book(digest, key, stored_bytes, use)
+            if self._room.admits(usage):
+                block = self._book(digest, key, usage)
             if block is None:
                 yield None
                 return
@@ -195,8 +197,6 @@ class BlockFolder:
                 file = self._new_file(digest, key)
                 yield file
                 if file.committed:
-                    now_s = time.time()
-                    usage = Usage(stored_bytes, now_s, now_s, 0, ident_of(key), use)
                     self._settle(block, usage, file)
             finally:
                 if file is not None:
@@ -283,20 +283,20 @@ class BlockFolder:
 
     # ---- booking ----
 
-    def _book(self, digest: Digest, key: BlockKey, stored_bytes: int, use: Use) -> int | None:
+    def _book(self, digest: Digest, key: BlockKey, usage: Usage) -> int | None:
         """Book room for a block, evicting others if need be; None if it is there.
 
         Raises: StoreFull; StoreUnavailable; OSError.
         """
         path = NamespaceFolder(self._root, digest).block(key)
         with self._books.open() as index:
-            block = self._reserve(index, digest, key, stored_bytes, use)
+            block = self._reserve(index, digest, key, usage)
             if block is None and index.forget(digest, key, path):  # removed behind our back
-                block = self._reserve(index, digest, key, stored_bytes, use)
+                block = self._reserve(index, digest, key, usage)
             if block is None:
                 return None
             try:
-                self._take_space(index, stored_bytes)
+                self._take_space(index, usage.stored_bytes)
             except BaseException:
                 index.drop(block)
                 raise
@@ -304,10 +304,10 @@ class BlockFolder:
         return block
 
     def _reserve(
-        self, index: BlockIndex, digest: Digest, key: BlockKey, stored_bytes: int, use: Use
+        self, index: BlockIndex, digest: Digest, key: BlockKey, usage: Usage
     ) -> int | None:
         while True:
-            room = index.reserve(digest, key, stored_bytes, self._room.limit_bytes(), use)
+            room = index.reserve(digest, key, usage, self._room.limit_bytes())
             if not room.short_bytes:
                 return room.id
             self._books.flush(index)

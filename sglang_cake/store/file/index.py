@@ -8,7 +8,6 @@ begun, and its file is removed before its booking is.
 
 import sqlite3
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Fits, Usage, Use, ident_of
+from sglang_cake.store.eviction import Fit, Fits, Usage, Use, ident_of
 from sglang_cake.store.file.paths import create_private, this_process
 from sglang_cake.store.file.schema import (
     BUSY_S,
@@ -145,16 +144,9 @@ class BlockIndex:
             found.update(key for (key,) in rows)
         return [key in found for key in keys]
 
-    def reserve(
-        self,
-        digest: Digest,
-        key: BlockKey,
-        stored_bytes: int,
-        limit_bytes: int | None,
-        use: Use = UNKNOWN_USE,
-    ) -> Room:
+    def reserve(self, digest: Digest, key: BlockKey, usage: Usage, limit_bytes: int | None) -> Room:
         """Book a block that is about to be written, if it is not there and the room is."""
-        name, now_s = self.namespace(digest), time.time()
+        name, stored_bytes = self.namespace(digest), usage.stored_bytes
         with self._transaction() as books:
             if books.execute(
                 "SELECT 1 FROM blocks WHERE namespace = ? AND key = ?", (name, key)
@@ -168,8 +160,11 @@ class BlockIndex:
                 "INSERT INTO blocks "
                 "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
                 f"{', '.join(Use._fields)}) "
-                f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(use)})",
-                (name, key, stored_bytes, this_process(), now_s, now_s, *use),
+                f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.use)})",
+                (
+                    *(name, key, stored_bytes, this_process()),
+                    *(usage.created_s, usage.used_s, *usage.use),
+                ),
             )
             return Room(cursor.lastrowid)
 

@@ -1,25 +1,32 @@
-"""When a disk refuses to be written: not every block has to find that out again. Pure."""
+"""When a disk refuses to be written: not every block has to find that out again."""
+
+import time
+from collections.abc import Callable
 
 FIRST_S = 1.0
 MOST_S = 60.0
 
 
 class Pause:
-    """Doubles with every failure in a row, up to MOST_S; times are of any monotonic clock."""
+    """Doubles with every failure in a row, up to MOST_S.
 
-    def __init__(self) -> None:
+    Args: clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._until_s = float("-inf")
         self._next_s = FIRST_S
         self.reason = ""
 
-    def left_s(self, now_s: float) -> float:
+    def left_s(self) -> float:
         """How long nothing should be written yet; 0 when it may be tried."""
-        return max(0.0, self._until_s - now_s)
+        return max(0.0, self._until_s - self._clock())
 
-    def failed(self, now_s: float, reason: str) -> None:
+    def failed(self, reason: str) -> None:
         """A write failed; one that had begun before the pause does not make it longer."""
-        if self.left_s(now_s) == 0.0:
-            self._until_s = now_s + self._next_s
+        if self.left_s() == 0.0:
+            self._until_s = self._clock() + self._next_s
             self._next_s = min(MOST_S, 2 * self._next_s)
             self.reason = reason
 

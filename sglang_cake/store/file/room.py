@@ -18,15 +18,20 @@ from sglang_cake.store.file.paths import NamespaceFolder
 
 # What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
 SMALL_FILES_BYTES = 256 << 10
-LOAD_AT_ONCE = 1_000
+# Blocks that are learned of without a rest: some milliseconds, which a put may have to wait for,
+# and in which other threads of the process compete for the interpreter.
+LEARN_AT_ONCE = 100
+REST_S = 0.005
+LEARN_A_TURN = 10_000
 # Room that is made ahead in the background, so that a put seldom has to wait for it.
 AHEAD_SHARE, AHEAD_MOST_BYTES = 0.02, 1 << 30
 
 
 class Room:
-    """Evicts by a policy. The policy lives in memory and learns of other processes' blocks from
-    the books when room is needed; what they have read in the meantime it learns block by block,
-    before it evicts one. Thread-safe."""
+    """Evicts by a policy. The policy lives in memory and learns from the books what is there: after
+    a start in the background, and of other processes' blocks also when room is needed. What they
+    have read in the meantime it learns block by block, before it evicts one. As long as it does not
+    know all blocks, those go that are worth least among the ones it knows. Thread-safe."""
 
     def __init__(
         self,
@@ -81,8 +86,8 @@ class Room:
         """Evict blocks of `bytes_wanted` bytes in all, or as many as there are; returns their
         bytes. Raises: sqlite3.Error; OSError."""
         freed_bytes, now_s, pinned = 0, time.time(), dict[int, Usage]()  # pinned: being read
+        self._learn_some(index)
         with self._lock:
-            self._learn(index)
             try:
                 while freed_bytes < bytes_wanted:
                     popped = self._pop(now_s) or self._pop_forgotten(index, now_s, pinned)
@@ -105,23 +110,30 @@ class Room:
                     self._policy.add(block, usage)
         return freed_bytes
 
-    def admits(self, stored_bytes: int, use: Use) -> bool:
-        """Whether a block that is used for this is worth writing; counted if it is not."""
+    def admits(self, usage: Usage) -> bool:
+        """Whether a block that is used like this is worth writing; counted if it is not."""
         if not self._admission.least:
             return True
-        now_s = time.time()
-        usage = Usage(stored_bytes, now_s, now_s, 0, 0, use)
         with self._lock:
             admitted = self._admission.admits(self._policy, usage, self._worth)
-            self.counts["skipped_blocks"] += not admitted
+            if not admitted:
+                self.counts["skipped_blocks"] += 1
+                self._policy.skipped(usage)
         return admitted
 
-    def learn(self, index: BlockIndex) -> None:
-        """Take up what the books know, so that `make` finds little left to learn."""
-        more = True
-        while more:  # whoever writes gets in between
-            with self._lock:
-                more = self._learn_some(index)
+    def learn(self, index: BlockIndex, rest: Callable[[float], object]) -> bool:
+        """Take up what the books know, up to LEARN_A_TURN blocks; returns whether that was all.
+
+        Args: rest: waits for so many seconds, in which others get at the policy and at the
+            interpreter; what it returns says whether to stop.
+        Raises: sqlite3.Error.
+        """
+        for _ in range(LEARN_A_TURN // LEARN_AT_ONCE):
+            if not self._learn_some(index):
+                return True
+            if rest(REST_S):
+                break
+        return False
 
     def stored(self, booked_id: int, usage: Usage) -> None:
         """A block was stored here."""
@@ -154,7 +166,7 @@ class Room:
         """The books are others now."""
         with self._lock:
             self._policy = self._new_policy()
-            self._policy.learned(index.fits())
+            self._policy.learned(index.fits(), time.time())
             self._kept = dict(self._policy.fits())
             self._seen = 0
 
@@ -162,18 +174,22 @@ class Room:
         policy = new_policy(self.policy_name, self._worth)
         return TenantPolicy(policy, self._sharing) if self._sharing else policy
 
-    def _learn(self, index: BlockIndex) -> None:
-        while self._learn_some(index):
-            pass
-
     def _learn_some(self, index: BlockIndex) -> bool:
-        batch = index.stored(self._seen, LOAD_AT_ONCE)
+        """One portion; returns whether there may be more. The lock is not held while the books are
+        asked."""
+        with self._lock:
+            policy, seen = self._policy, self._seen
+        batch = index.stored(seen, LEARN_AT_ONCE)
+        with self._lock:
+            if (policy, seen) == (self._policy, self._seen):  # nobody else was quicker
+                self._take_up(batch)
+        return len(batch) == LEARN_AT_ONCE
+
+    def _take_up(self, batch: Sequence[Booked]) -> None:
         for booked in batch:
             self._policy.add(booked.id, booked.usage)
             self._on_learned(booked.usage.ident, booked.usage.use)
-        if batch:
-            self._seen = batch[-1].id
-        return bool(batch)
+            self._seen = booked.id
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()
@@ -185,12 +201,17 @@ class Room:
     def _pop_forgotten(
         self, index: BlockIndex, now_s: float, pinned: Collection[int]
     ) -> tuple[int, Usage] | None:
-        # Blocks that others were still writing when later ones were learned of.
-        self._seen = 0
-        self._learn(index)
-        for block in pinned:
-            self._policy.remove(block)
-        return self._pop(now_s)
+        # Further ones, and then those that others were still writing when later ones were learned.
+        for anew in (False, True):
+            self._seen = 0 if anew else self._seen
+            while batch := index.stored(self._seen, LEARN_AT_ONCE):
+                self._take_up(batch)
+                for block in pinned:
+                    self._policy.remove(block)
+                popped = self._pop(now_s)
+                if popped is not None:
+                    return popped
+        return None
 
     def _evict(self, index: BlockIndex, booked: Booked) -> bool:
         """Remove a block's file and then its booking; False if it is being read."""

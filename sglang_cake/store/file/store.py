@@ -17,10 +17,12 @@ from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import check_stop, run_stoppable
 
+ASKERS = 2  # threads
+
 
 class FileStore:
-    """Implements `Store`. Reads and writes have a pool of `threads` each, so that neither waits
-    behind the other."""
+    """Implements `Store`. Reads and writes have a pool of `threads` each, and what only asks has
+    its own, so that none of them waits behind the others on a slow disk."""
 
     def __init__(
         self, folder: BlockFolder, frame: BlockFrame, *, threads: int, reads_count: bool = True
@@ -34,10 +36,11 @@ class FileStore:
         folder.claim(frame.digest, frame.namespace.describe())
         self._readers = ThreadPoolExecutor(threads, "cake-file-read")
         self._writers = ThreadPoolExecutor(threads, "cake-file-write")
+        self._askers = ThreadPoolExecutor(ASKERS, "cake-file-ask")
         self._checkers = ThreadPoolExecutor(threads, "cake-file-check")  # for the readers
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await run_stoppable(self._readers, functools.partial(self._contains, list(keys)))
+        return await run_stoppable(self._askers, functools.partial(self._contains, list(keys)))
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `Attentive`; waits for nothing."""
@@ -59,19 +62,19 @@ class FileStore:
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         blocks = self._folder.list_blocks(self._frame.digest)
         while batch := await run_stoppable(
-            self._readers, lambda stop: list(islice(blocks, LIST_AT_ONCE))
+            self._askers, lambda stop: list(islice(blocks, LIST_AT_ONCE))
         ):
             for block in batch:
                 yield block
 
     async def stats(self) -> StoreStats:
-        return await run_stoppable(self._readers, lambda stop: self._folder.stats())
+        return await run_stoppable(self._askers, lambda stop: self._folder.stats())
 
     async def close(self) -> None:
         """Calls still queued fail; those that run end as they would have."""
-        for pool in (self._readers, self._writers):
+        for pool in (self._readers, self._writers, self._askers):
             pool.shutdown(wait=False, cancel_futures=True)
-        for last in (self._readers, self._writers, self._checkers):
+        for last in (self._readers, self._writers, self._askers, self._checkers):
             await asyncio.to_thread(last.shutdown)
         await asyncio.to_thread(self._folder.close)
 

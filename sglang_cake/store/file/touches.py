@@ -1,8 +1,9 @@
-"""What requests have told: whose turn of which conversation touches which blocks."""
+"""What requests have told: whose turn of which conversation touches which blocks, and when."""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.eviction import UNKNOWN_USE, Use, ident_of
@@ -10,46 +11,81 @@ from sglang_cake.store.eviction.ancestry import Ancestry
 from sglang_cake.store.request import RequestFacts
 
 MOST_REQUESTS = 4096
-MOST_EXPECTED = 65_536  # blocks that were asked for and may be put soon
+MOST_EXPECTED = 65_536  # blocks that were asked for and may be put or read soon
+# Between two blocks of one request. Seconds since 1970 are told apart down to 2.4e-7.
+ORDER_S = 1e-6
+READ_SOON_S = 60.0  # who told of a block reads it within this time: that is no further use
+
+
+class Told(NamedTuple):
+    """A block that a request has."""
+
+    key: BlockKey
+    use: Use
+    at_s: float  # when it was used, seconds since 1970
+
+
+class _Request(NamedTuple):
+    turn: int
+    known: int  # how many keys it has told
+    at_s: float  # of its head
 
 
 class Touches:
-    """Thread-safe; everything in it is bounded and may be forgotten."""
+    """Thread-safe; everything in it is bounded and may be forgotten.
+
+    The blocks of a request are used in turn, the last one first and the head last, ORDER_S apart,
+    and after those of all earlier requests. So their times alone say who is the less recent,
+    whenever and in whatever order the blocks are stored, and after a restart.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ancestry = Ancestry()
-        self._requests: OrderedDict[str, tuple[int, int]] = OrderedDict()  # id -> turn, keys told
-        self._expected: OrderedDict[BlockKey, Use] = OrderedDict()
-        self.listening = False  # a request has told something: reads say nothing new any more
+        self._requests: OrderedDict[str, _Request] = OrderedDict()  # by id
+        self._expected: OrderedDict[BlockKey, Told] = OrderedDict()
+        self._last_s = float("-inf")  # of the last request's head
+        self.listening = False  # a request has told something: reads are no uses any more
 
-    def told(self, keys: Sequence[BlockKey], facts: RequestFacts) -> list[tuple[BlockKey, Use]]:
+    def told(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Told]:
         """What the blocks that are news are used for, last block first."""
         with self._lock:
             self.listening = True
             idents = [ident_of(key) for key in keys]
-            turn, known = self._requests.get(facts.id, (0, 0))
-            turn = turn or self._ancestry.turn(idents)
-            self._ancestry.touched(idents, turn)
-            self._requests[facts.id] = turn, max(known, len(keys))
+            known = self._requests.get(facts.id)
+            if known is None:
+                self._last_s = max(now_s, self._last_s + len(keys) * ORDER_S)
+                known = _Request(self._ancestry.turn(idents), 0, self._last_s)
+            self._ancestry.touched(idents, known.turn)
+            self._requests[facts.id] = known._replace(known=max(known.known, len(keys)))
             self._requests.move_to_end(facts.id)
             if len(self._requests) > MOST_REQUESTS:
                 self._requests.popitem(last=False)
             news = [
-                (keys[at], Use(facts.workload, turn, at, len(keys), facts.tenant))
-                for at in range(len(keys) - 1, known - 1, -1)
+                Told(
+                    keys[at],
+                    Use(facts.workload, known.turn, at, len(keys), facts.tenant),
+                    known.at_s - at * ORDER_S,
+                )
+                for at in range(len(keys) - 1, known.known - 1, -1)
             ]
-            for key, use in news:
-                self._expected[key] = use
-                self._expected.move_to_end(key)
+            for told in news:
+                self._expected[told.key] = told
+                self._expected.move_to_end(told.key)
             while len(self._expected) > MOST_EXPECTED:
                 self._expected.popitem(last=False)
             return news
 
-    def use_of(self, key: BlockKey) -> Use:
-        """What a block that is being put was asked for."""
+    def use_of(self, key: BlockKey, now_s: float) -> Told:
+        """What a block that is being put was asked for, and when; now, if nobody told."""
         with self._lock:
-            return self._expected.pop(key, UNKNOWN_USE)
+            return self._expected.pop(key, Told(key, UNKNOWN_USE, now_s))
+
+    def foretold(self, key: BlockKey, now_s: float) -> bool:
+        """Whether a read now is that of a request which has told of the block."""
+        with self._lock:
+            told = self._expected.get(key)
+            return told is not None and now_s - told.at_s < READ_SOON_S
 
     def remember(self, ident: int, use: Use) -> None:
         """What was told before a restart."""

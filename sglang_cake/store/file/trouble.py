@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import stat
-import time
 from collections.abc import Iterator
 
 from sglang_cake.errors import StoreFull, StoreUnavailable
@@ -30,7 +29,7 @@ def foreign_errors(pause: Pause | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         if pause is not None and error.errno in _DISK_TROUBLE:
-            pause.failed(time.monotonic(), str(error))
+            pause.failed(str(error))
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(str(error)) from error
         raise StoreUnavailable(str(error)) from error
