@@ -1,15 +1,19 @@
 """The plugin is installed, and nobody asked for cake: SGLang is as it was."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import requests
-from live import Live
+from live import CHUNK, Answer, Live, assert_same, request
 
 Make = Callable[[int], list[int]]
+NO_PLUGIN = {"SGLANG_PLUGINS": "none", "SGLANG_USE_CPU_ENGINE": "1"}  # no plugin has that name
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +37,53 @@ def test_a_server_with_cake_says_so(both: Live) -> None:
     """Control of the test above."""
     assert "sglang:cake_" in requests.get(both.url + "/metrics", timeout=60).text
     assert "cake is on" in both.server.logs()
+
+
+SGLANG_ALONE = f"""
+import json, sys
+import sglang as sgl
+
+def main():
+    engine = sgl.Engine(
+        model_path=sys.argv[1], device="cpu", attention_backend="torch_native", dtype="float32",
+        cuda_graph_backend_decode="disabled", mem_fraction_static=0.2, max_total_tokens=4096,
+        chunked_prefill_size={CHUNK}, log_level="warning",
+    )
+    answers = [engine.generate(**asked) for asked in json.loads(sys.argv[2])]
+    engine.shutdown()
+    assert "sglang_cake" not in sys.modules
+    print("ANSWERS " + json.dumps(answers))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_answers_are_those_of_sglang_without_the_plugin(
+    plain: Live, models: dict[str, Path], tmp_path: Path, prompt: Make
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SGLANG_ALONE)
+    document = prompt(2 * CHUNK + 9)
+    prompts = [prompt(30), document, document + prompt(40)]
+    done = subprocess.run(
+        [
+            *(sys.executable, str(program), str(models["first"])),
+            json.dumps([request(ids) for ids in prompts]),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **NO_PLUGIN},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    alone = map(Answer.of, json.loads(lines[0].removeprefix("ANSWERS ")))
+    for ids, reference in zip(prompts, alone, strict=True):
+        answer = plain.ask(ids)
+        assert_same(answer, reference)
+        assert answer.cached == reference.cached
 
 
 def test_loaded_plugins_leave_scheduler_and_registry_alone() -> None:
@@ -59,6 +110,6 @@ print("as it was")
         text=True,
         timeout=240,
         check=False,
-        env={**__import__("os").environ, "SGLANG_USE_CPU_ENGINE": "1"},
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
     )
     assert "as it was" in done.stdout, done.stderr[-2000:]
