@@ -14,7 +14,7 @@ CODECS: Final = (*LOSSLESS, *LOSSY)
 must fit the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes."""
-ON_DEVICE: Final = ("int8", "int4")
+ON_DEVICE: Final = ("int8", "int4", "kvquant4", "kvquant3")
 """What a GPU decodes itself."""
 SAMPLE_ERROR: Final = "sample_error"
 BLOCK_ERROR: Final = "block_error"

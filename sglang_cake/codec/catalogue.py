@@ -73,7 +73,8 @@ def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
 
 def left_to_device(chain: Chain) -> bool:
     """Whether the adapter can decode it on a device (`adapter.device_decode`)."""
-    return not chain.arrays and not chain.squeezes and isinstance(chain.pack, Raw | Groups)
+    turned_only = all(isinstance(step, Unrotate) for step in chain.arrays)
+    return turned_only and not chain.squeezes and isinstance(chain.pack, Raw | Groups | NonUniform)
 
 
 def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
@@ -86,8 +87,10 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
     text, body = split(np.frombuffer(payload, np.uint8))
     chain = parse(text)
     if left_to_device(chain):
-        if len(body) != chain.pack.max_bytes(layout):
-            raise Malformed(f"{len(body)} bytes, {chain.pack.max_bytes(layout)} expected")
+        if len(body) != chain.max_bytes(layout):
+            raise Malformed(f"{len(body)} bytes, {chain.max_bytes(layout)} expected")
+        if isinstance(chain.pack, NonUniform):
+            chain.pack.check(layout, body)  # a device that is sent astray takes the server with it
         return
     kept = _scratch.bytes("payload", len(body))  # the block takes its place
     np.copyto(kept, body)
