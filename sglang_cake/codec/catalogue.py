@@ -1,8 +1,6 @@
 """Every step and every named codec; from the text in front of a block to the steps that made it."""
 
 import json
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -96,19 +94,6 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
     np.copyto(kept, body)
     start = begin(RAW_CHAIN.describe(), np.frombuffer(out, np.uint8))
     chain.decode(kept, Block.over(layout, out[start : start + layout.block_bytes]))
-
-
-def decode_all(
-    layout: BlockLayout, pairs: Sequence[tuple[memoryview, memoryview]], threads: Executor
-) -> None:
-    """Decode many blocks, `(payload, out)` each, in `threads`; returns when all are done.
-
-    Raises: Malformed if one is; every `out` is undefined then.
-    """
-    running = [threads.submit(decode, layout, payload, out) for payload, out in pairs]
-    errors = [error for job in running if (error := job.exception()) is not None]
-    if errors:
-        raise errors[0]
 
 
 @lru_cache(maxsize=256)
