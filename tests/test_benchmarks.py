@@ -30,6 +30,8 @@ from benchmarks import (  # noqa: E402
     bench_runahead,
     bench_serving,
     bench_ttft,
+    codec_report,
+    codec_structure,
     facts,
     file_arms,
     overhead_report,
@@ -535,6 +537,34 @@ def test_raw_comes_first_of_the_codecs_that_are_timed() -> None:
     assert bench_codec_ttft.parse_args(["--small"]).tokens == 1024
     with pytest.raises(SystemExit):
         bench_codec_ttft.parse_args(["--codecs", "int8"])
+
+
+def test_what_codecs_live_on_is_seen_where_it_is_and_not_where_it_is_not() -> None:
+    draw = np.random.default_rng(0)
+    noise = draw.normal(size=(8, 2, 2, 128, 16))
+    smooth = noise.copy()
+    for token in range(1, 128):  # each goes with the one before by nine tenths
+        smooth[..., token, :] = 0.9 * smooth[..., token - 1, :] + 0.436 * noise[..., token, :]
+    smooth[:, 1, 0, :, 3] *= 10  # a channel of K of the second layer
+    smooth[:, :, 1] += 5  # that all are above zero makes no two alike
+    noise[:, :, 1] += 5
+
+    def found(numbers: np.ndarray) -> list[dict[str, float]]:
+        words = (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return codec_structure.structure(words)
+
+    for row in found(smooth):
+        assert row["k_neighbours"] == pytest.approx(0.9, abs=0.03)
+        assert row["v_neighbours"] == pytest.approx(0.9, abs=0.03)
+    for row in found(noise):
+        assert row["k_neighbours"] == pytest.approx(0, abs=0.05)
+        assert row["v_neighbours"] == pytest.approx(0, abs=0.05)
+        assert row["k_largest_to_median"] < 1.2
+    first, second = (row["k_largest_to_median"] for row in found(smooth))
+    assert first < 1.5
+    assert second == pytest.approx(10, rel=0.25)
+    both = {"structure": {"trained": found(smooth), "random weights": found(noise)}}
+    assert len(codec_report.structure(both)["structure"].splitlines()) == 4
 
 
 def test_blocks_of_another_shape_hold_no_plane_twice() -> None:
