@@ -22,7 +22,7 @@ class CodecFacts:
 
     codec: str
     size_share: float  # of the block's bytes
-    decode_bytes_per_s: float  # of the block's own bytes, by all threads that decode, at once
+    decode_bytes_per_s: float  # of the block's own bytes, by all threads at once; 0: not known
     error: float  # `error.relative_error`
 
 

@@ -107,17 +107,28 @@ class BestCodec:
         payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
         size = self._chains[codec].encode(layout, sample, payload)
         outs = [memoryview(bytearray(layout.block_bytes)) for _ in range(self._threads)]
+        decode(layout, payload[:size], outs[0])
+        error = 0.0 if is_raw(payload) else relative_error(layout, sample, outs[0])
+        share, rate = size / layout.block_bytes, float("inf")
+        if error > self._max_error:  # it is out, however fast it is
+            return CodecFacts(codec, share, 0.0, error)
+        if not (self._on_device and left_to_device(self._chains[codec])):
+            rate = (
+                len(outs) * layout.block_bytes / self._decode_s(layout, payload[:size], outs, pool)
+            )
+        return CodecFacts(codec, share, rate, error)
+
+    def _decode_s(
+        self, layout: BlockLayout, payload: memoryview, outs: list[memoryview], pool: Executor
+    ) -> float:
+        """Seconds to decode a payload into each of `outs`, all at once, as loads have it: some
+        decoders keep the GIL, and all share the memory's bandwidth."""
         took_s = float("inf")
         for _ in range(DECODE_TURNS):
             begun_s = self._clock()
-            # All at once, as loads have it: some decoders keep the GIL, and memory is shared.
-            list(pool.map(lambda out: decode(layout, payload[:size], out), outs))
+            list(pool.map(lambda out: decode(layout, payload, out), outs))
             took_s = min(took_s, self._clock() - begun_s)
-        error = 0.0 if is_raw(payload) else relative_error(layout, sample, outs[0])
-        rate = len(outs) * layout.block_bytes / max(took_s, 1e-9)
-        if self._on_device and left_to_device(self._chains[codec]):
-            rate = float("inf")
-        return CodecFacts(codec, size / layout.block_bytes, rate, error)
+        return max(took_s, 1e-9)
 
     def _tell(self, choice: Choice) -> None:
         for codec, why in choice.refused.items():
