@@ -101,6 +101,7 @@ def test_a_choice_says_why() -> None:
 
 @given(st.lists(facts, max_size=6, unique_by=lambda one: one.codec), st.floats(1e5, 1e11))
 def test_every_codec_that_was_not_taken_has_a_reason(some: list[CodecFacts], link: float) -> None:
+    some = [one for one in some if one.codec != "raw"]  # always in question, measured by nobody
     lost = {one.codec: 0.5 for one in some[:1]}
     kind = {"link_bytes_per_s": link, "block_bytes": 10**7, "max_error": 0.4}
     choice = choose(some, **kind, lost=lost)
