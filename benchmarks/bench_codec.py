@@ -1,12 +1,13 @@
 """What codecs save, cost and lose: sizes, GB/s beside a plain copy, and what a model makes of it.
 
-    python -m benchmarks codec [--small] [--only speed|quality] [--docs]
+    python -m benchmarks codec [--small] [--only speed|quality|structure] [--docs]
 
 Sizes and speeds are of blocks in the shapes of known models, filled with KV of the trained small
 model (`train_small_llama`, trained now if it is not there): heads of many prompts side by side.
 They include the 4 KiB header of a stored block. GB are 10^9 bytes of KV as it is on the device;
 the limit is a plain copy of the same bytes with as many threads in the same round. Codecs take
-turns. What is lost is judged by the small model itself (`codec_quality`).
+turns. What is lost is judged by the small model itself (`codec_quality`); what its KV
+has of a model's is shown beside that of random weights (`codec_structure`).
 """
 
 import argparse
@@ -23,7 +24,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.codec_quality import BLOCK_TOKENS, LAYOUT, THETA, Judge, Words
-from benchmarks.codec_report import DOC, losses, speed_tables
+from benchmarks.codec_report import DOC, losses, speed_tables, structure
+from benchmarks.codec_structure import structures
 from benchmarks.documents import update
 from benchmarks.facts import RESULTS, header, shown, write
 from benchmarks.stats import spread
@@ -42,6 +44,7 @@ from sglang_cake.codec_names import CODECS, RAW
 from sglang_cake.layout import BlockLayout
 
 COPY = "plain copy"
+PARTS = ("structure", "quality", "speed")
 # As far back as the small model looks: with a longer prefix it reads on no better, but worse.
 PREFIX_BLOCKS, AFTER_TOKENS = 2, 128
 BLOCKS_FOR_SPEED = 96  # of the small model: enough to fill the widest shape once
@@ -249,7 +252,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="one shape, few rounds, little text")
-    parser.add_argument("--only", choices=("speed", "quality"), help="the other result stays")
+    parser.add_argument("--only", choices=PARTS, help="the other results stay")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
     parser.add_argument("--windows", type=int, default=48, help="of text, for what is lost")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
@@ -273,13 +276,19 @@ def main() -> None:
     windows = args.windows if args.only != "speed" else BLOCKS_FOR_SPEED * BLOCK_TOKENS // prefix
     judge = Judge(folder, tokenizer, windows=windows, prefix=prefix, after=after)
     texts: dict[str, str] = {}
-    if args.only != "speed":
+    parts = PARTS if args.only is None else (args.only,)
+    if "structure" in parts:
+        result = header("codec-structure", steps=args.steps, windows=windows, prefix_tokens=prefix)
+        result["structure"] = structures(judge)
+        write(args.out / f"codec-structure-{args.name}.json", result)
+        texts |= structure(result)
+    if "quality" in parts:
         result = header("codec-quality", steps=args.steps, windows=windows, prefix_tokens=prefix,
                         after_tokens=after)  # fmt: skip
         result |= {"bare": judge.bare(), "quality": judged(judge)}
         write(args.out / f"codec-quality-{args.name}.json", result)
         texts |= losses(result)
-    if args.only != "quality":
+    if "speed" in parts:
         shapes = SHAPES[-1:] if args.small else SHAPES
         result = header("codec-speed", repeats=args.repeats, cores=cores)
         result["shapes"] = [asdict(shape) for shape in shapes]

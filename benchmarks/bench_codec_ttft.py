@@ -3,18 +3,20 @@
     python -m benchmarks codec_ttft [--small] [--codecs raw,int8,kvquant3] [--out FILE]
 
 The small trained Llama (`train_small_llama`) reads text that it was not trained on, in bfloat16.
-Every codec has two servers, one that loads only and one in mode auto; one more computes. They read
-files of this machine behind a link of stated bandwidth, which is changed under their feet
-(`/cake/store`). Bandwidths are ratios to the one at which loading raw KV takes as long as computing
-it. Every run starts cold; arms take turns, and servers that are not measured are stopped. Each
-server's first run of a bandwidth is not counted: costs are learned in it. `link` is the physical
-limit: what the stored bytes need to cross the link.
+Every codec has two servers, one that loads only and one in mode auto, and is measured beside one
+that computes and the one that has raw KV in mode auto; then its two end, and the next codec's
+start: there are never more than four, of about 3 GB each. They read files of this machine behind a
+link of stated bandwidth, which is changed under their feet (`/cake/store`). Bandwidths are ratios
+to the one at which loading raw KV takes as long as computing it. Every run starts cold; the arms of
+a codec take turns, and servers that are not measured are stopped. Each server's first run of a
+bandwidth is not counted: costs are learned in it. `link` is the physical limit: what the stored
+bytes need to cross the link.
 """
 
 import argparse
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ from sglang_cake.testing.server import generate
 DTYPE = "bfloat16"
 NEW_TOKENS = 4
 RATIOS = ("faster_than_load", "faster_than_compute", "over_better_single", "of_raw")
-COMPUTE = "compute"
+COMPUTE, BASE = "compute", f"{RAW} auto"  # arms that every codec is set beside
+DEFAULT_CODECS = "raw,int8,kvquant3,cachegen2"
 FULL = {"tokens": 3584, "bandwidths": [0.25, 1.0, 4.0], "repeats": 5, "name": "cpu"}
 SMALL = {"tokens": 1024, "bandwidths": [1.0], "repeats": 1, "name": "small"}
 WAIT_S = 60.0
@@ -46,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="few tokens, one bandwidth and run")
-    parser.add_argument("--codecs", default="raw,int8,kvquant3", help="raw must be among them")
+    parser.add_argument("--codecs", default=DEFAULT_CODECS, help=f"default {DEFAULT_CODECS}")
     parser.add_argument("--tokens", type=int, help="of the prompt, default 3584")
     parser.add_argument("--bandwidths", type=stats.numbers, help="ratios, default 0.25,1,4")
     parser.add_argument("--repeats", type=int, metavar="N", help="counted runs (default 5)")
@@ -60,6 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.out = args.out or facts.RESULTS / f"codec-ttft-{args.name}.json"
     if RAW not in args.codecs or not set(args.codecs) <= set(CODECS):
         parser.error(f"codecs are some of {', '.join(CODECS)}; raw must be among them")
+    args.codecs.sort(key=lambda codec: codec != RAW)
     if args.tokens % BLOCK_TOKENS or args.tokens >= CONFIG["max_position_embeddings"]:
         parser.error(f"needs a multiple of {BLOCK_TOKENS} tokens, less than the model can read")
     return args
@@ -67,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(slots=True)
 class Bench:
-    """One run: its servers by arm, `compute`, or codec and mode."""
+    """One run: the servers that there are now, by arm: `compute`, or codec and mode."""
 
     args: argparse.Namespace
     work: Path
@@ -77,23 +81,46 @@ class Bench:
     stored_bytes: dict[str, int] = field(default_factory=dict)  # of the prompt, by codec
     balanced: float = 0.0  # bytes per second
 
-    def start(self, stack: contextlib.ExitStack, arm: str, codec: str, mode: str) -> FrozenServer:
-        """A server, frozen."""
+    @contextlib.contextmanager
+    def arm(self, name: str, codec: str, mode: str) -> Iterator[FrozenServer]:
+        """A server, frozen, until the end of the block."""
         flags = servers.common_flags(256, len(self.prompt))
         flags[flags.index("--dtype") + 1] = DTYPE
         flags += [*servers.cake_flags(self._url(codec), mode), "--cake-codec", codec]
         flags += ["--admin-api-key", KEY["Authorization"].removeprefix("Bearer ")]
-        log = self.work / f"server-{arm.replace(' ', '-')}.log"
-        server = self.arms[arm] = FrozenServer(OUT, flags, log=log)
-        stack.enter_context(server)
-        self.progress.say(f"{arm}: healthy after {server.start_s:.1f} s")
-        return server
+        log = self.work / f"server-{name.replace(' ', '-')}.log"
+        with FrozenServer(OUT, flags, log=log) as server:
+            self.progress.say(f"{name}: healthy after {server.start_s:.1f} s")
+            self.arms[name] = server
+            try:
+                yield server
+            finally:
+                del self.arms[name]
 
-    def fill(self, codec: str, server: FrozenServer) -> None:
+    def cells(self) -> Iterator[dict[str, Any]]:
+        """Every codec at every bandwidth, raw first: it says what balanced is."""
+        with self.arm(COMPUTE, RAW, COMPUTE) as compute, self.arm(BASE, RAW, "auto") as base:
+            self._fill(RAW, base)
+            compute_s = min(self.cold(compute) for _ in range(3))
+            self.balanced = self.stored_bytes[RAW] / compute_s
+            self.progress.say(
+                f"computing takes {compute_s:.3f} s: balanced at {self.balanced / 1e6:.2f} MB/s"
+            )
+            for codec in self.args.codecs:
+                with contextlib.ExitStack() as stack:
+                    if codec != RAW:
+                        auto = stack.enter_context(self.arm(f"{codec} auto", codec, "auto"))
+                        self._fill(codec, auto)
+                    stack.enter_context(self.arm(f"{codec} load", codec, "load"))
+                    for ratio in self.args.bandwidths:
+                        yield self.cell(codec, ratio)
+
+    def _fill(self, codec: str, server: FrozenServer) -> None:
         """Have the prompt stored."""
         self.cold(server)
+        at_least = BLOCK_TOKENS * len(self.prompt)
         with server.thawed():
-            held = servers.wait_until_steady(self.work / codec, BLOCK_TOKENS * len(self.prompt))
+            held = servers.wait_until_steady(self.work / codec, at_least)
         self.stored_bytes[codec] = held
         self.progress.say(f"{codec}: {held / 1e6:.2f} MB")
 
@@ -117,8 +144,8 @@ class Bench:
             requests.post(url, headers=KEY, timeout=WAIT_S).raise_for_status()
             return generate(base, self.prompt, NEW_TOKENS).ttft_s
 
-    def cell(self, ratio: float) -> dict[str, Any]:
-        """All arms at one bandwidth."""
+    def cell(self, codec: str, ratio: float) -> dict[str, Any]:
+        """One codec at one bandwidth, beside `compute` and raw KV: all arms that there are."""
         self.pace(ratio)
         for server in self.arms.values():
             self.cold(server)
@@ -129,43 +156,40 @@ class Bench:
             for arm in names[first:] + names[:first]:
                 runs[arm].append(self.cold(self.arms[arm]))
         ttft_s = {arm: statistics.median(times) for arm, times in runs.items()}
-        found: dict[str, Any] = {
+        load_s, auto_s = ttft_s[f"{codec} load"], ttft_s[f"{codec} auto"]
+        self.progress.say(f"{codec}: {ratio:g}x measured")
+        return {
+            "codec": codec,
             "bandwidth_ratio": ratio,
             "ttft_s": {arm: round(s, 4) for arm, s in ttft_s.items()},
             "runs_s": {arm: [round(s, 4) for s in times] for arm, times in runs.items()},
+            "link_limit_s": round(self.stored_bytes[codec] / (ratio * self.balanced), 4),
+            "faster_than_load": round(load_s / auto_s, 3),
+            "faster_than_compute": round(ttft_s[COMPUTE] / auto_s, 3),
+            "over_better_single": round(auto_s / min(load_s, ttft_s[COMPUTE]), 3),
+            "of_raw": round(auto_s / ttft_s[BASE], 3),
         }
-        for codec in self.args.codecs:
-            load_s, auto_s = ttft_s[f"{codec} load"], ttft_s[f"{codec} auto"]
-            found[codec] = {
-                "link_limit_s": round(self.stored_bytes[codec] / (ratio * self.balanced), 4),
-                "faster_than_load": round(load_s / auto_s, 3),
-                "faster_than_compute": round(ttft_s[COMPUTE] / auto_s, 3),
-                "over_better_single": round(auto_s / min(load_s, ttft_s[COMPUTE]), 3),
-                "of_raw": round(auto_s / ttft_s[f"{RAW} auto"], 3),
-            }
-        return found
 
     def _url(self, codec: str) -> str:
         return (self.work / codec).as_uri()
 
 
-def text(cells: Sequence[dict[str, Any]], codecs: Sequence[str]) -> str:
+def text(cells: Sequence[dict[str, Any]]) -> str:
     """One row for each bandwidth and codec."""
     heads = ["ratio", "codec", COMPUTE, "load", "auto", "link"]
     heads += ["vs load", "vs compute", "of the better", "of raw"]
     rows = []
-    for cell in cells:
-        for codec in codecs:
-            times = [cell["ttft_s"][arm] for arm in (COMPUTE, f"{codec} load", f"{codec} auto")]
-            found = cell[codec]
-            rows.append(
-                [
-                    f"{cell['bandwidth_ratio']:g}",
-                    codec,
-                    *(f"{s:.3f}" for s in (*times, found["link_limit_s"])),
-                    *(f"{found[name]:.2f}" for name in RATIOS),
-                ]
-            )
+    for cell in sorted(cells, key=lambda cell: cell["bandwidth_ratio"]):
+        codec = cell["codec"]
+        times = [cell["ttft_s"][arm] for arm in (COMPUTE, f"{codec} load", f"{codec} auto")]
+        rows.append(
+            [
+                f"{cell['bandwidth_ratio']:g}",
+                codec,
+                *(f"{s:.3f}" for s in (*times, cell["link_limit_s"])),
+                *(f"{cell[name]:.2f}" for name in RATIOS),
+            ]
+        )
     return table(heads, rows, right=range(2, len(heads)))
 
 
@@ -185,27 +209,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens=args.tokens, repeats=args.repeats, codecs=args.codecs,
     )  # fmt: skip
     prompt = prompt_of(small_llama(OUT, STEPS), args.tokens)
-    with servers.fresh_folder("codec-ttft") as work, contextlib.ExitStack() as stack:
+    with servers.fresh_folder("codec-ttft") as work:
         bench = Bench(args, work, prompt, Progress())
-        compute = bench.start(stack, COMPUTE, RAW, COMPUTE)
-        for codec in args.codecs:
-            auto = bench.start(stack, f"{codec} auto", codec, "auto")
-            bench.fill(codec, auto)
-            bench.start(stack, f"{codec} load", codec, "load")
-        compute_s = min(bench.cold(compute) for _ in range(3))
-        bench.balanced = bench.stored_bytes[RAW] / compute_s
-        bench.progress.say(
-            f"computing takes {compute_s:.3f} s: balanced at {bench.balanced / 1e6:.2f} MB/s"
-        )
-        result |= {"stored_bytes": bench.stored_bytes, "balanced_bytes_per_s": bench.balanced}
         result["cells"] = []
-        for ratio in args.bandwidths:
-            result["cells"].append(bench.cell(ratio))
-            bench.progress.say(f"{ratio:g}x measured")
-            facts.write(args.out, result)
+        for cell in bench.cells():
+            result["cells"].append(cell)
+            result |= {"stored_bytes": bench.stored_bytes, "balanced_bytes_per_s": bench.balanced}
+            facts.write(args.out, result)  # what there is, should this be stopped
     result["machine"]["load_average_after"] = facts.machine()["load_average"]
     facts.write(args.out, result)
-    print("", text(result["cells"], args.codecs), f"result: {facts.shown(args.out)}", sep="\n")
+    print("", text(result["cells"]), f"result: {facts.shown(args.out)}", sep="\n")
     return 0
 
 

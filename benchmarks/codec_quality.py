@@ -90,16 +90,8 @@ class Judge:
         )
 
     def _read(self, windows: torch.Tensor) -> Text:
-        prefix = self.prefix
-        kv = self.model(windows[:, :prefix], use_cache=True).past_key_values
-        planes = [
-            torch.stack([_by_token(layer.keys), _by_token(layer.values)]) for layer in kv.layers
-        ]
-        words = torch.stack(planes).to(torch.bfloat16).view(torch.uint16).numpy()
-        # [layers, 2, windows, tokens, channels] -> [windows, blocks, layers, 2, tokens, channels]
-        shape = (*words.shape[:3], -1, BLOCK_TOKENS, words.shape[4])
-        blocks = np.ascontiguousarray(words.reshape(shape).transpose(2, 3, 0, 1, 4, 5))
-        after = windows[:, prefix:]
+        blocks = kv_blocks(self.model, windows[:, : self.prefix])
+        after = windows[:, self.prefix :]
         log_probs, queries, own = self._follow(blocks, after)
         return Text(blocks, after, log_probs, queries, own)
 
@@ -162,6 +154,16 @@ class Judge:
         rows, columns = query.shape[2], keys.shape[2]
         mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+
+def kv_blocks(model: Any, windows: torch.Tensor) -> Words:
+    """KV of whole blocks of tokens as a server holds it, as `Text.blocks`."""
+    kv = model(windows, use_cache=True).past_key_values
+    planes = [torch.stack([_by_token(layer.keys), _by_token(layer.values)]) for layer in kv.layers]
+    words = torch.stack(planes).to(torch.bfloat16).view(torch.uint16).numpy()
+    # [layers, 2, windows, tokens, channels] -> [windows, blocks, layers, 2, tokens, channels]
+    shape = (*words.shape[:3], -1, BLOCK_TOKENS, words.shape[4])
+    return np.ascontiguousarray(words.reshape(shape).transpose(2, 3, 0, 1, 4, 5))
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:

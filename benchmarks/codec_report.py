@@ -65,6 +65,19 @@ def rope(result: dict[str, Any]) -> str:
     return _losses({n: r for n, r in result["quality"].items() if "RoPE" in n})
 
 
+def structure(result: dict[str, Any]) -> dict[str, str]:
+    """Marker in the document -> what belongs there: of each layer the trained model, and in
+    parentheses one with random weights."""
+    keys = ("k_largest_to_median", "v_largest_to_median", "k_neighbours", "v_neighbours")
+    trained, random = result["structure"].values()
+    rows = [
+        [str(layer), *(f"{one[key]:.2f} ({other[key]:.2f})" for key in keys)]
+        for layer, (one, other) in enumerate(zip(trained, random, strict=True), 1)
+    ]
+    head = ["layer", "K: largest channel", "V: largest channel", "K: neighbours", "V: neighbours"]
+    return {"structure": table(head, rows, right=True)}
+
+
 def _losses(rows: dict[str, dict[str, Any]]) -> str:
     head = [
         *("codec", "ratio", "error of K", "error of V", "worst plane", "attention output"),

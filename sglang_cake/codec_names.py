@@ -14,8 +14,17 @@ CODECS: Final = (*LOSSLESS, *LOSSY)
 must fit the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes."""
-ON_DEVICE: Final = ("int8", "int4")
+ON_DEVICE: Final = ("int8", "int4", "kvquant4", "kvquant3")
 """What a GPU decodes itself."""
+SAMPLE_ERROR: Final = "sample_error"
+BLOCK_ERROR: Final = "block_error"
+SLOW: Final = "slow"
+NO_GAIN: Final = "no_gain"
+UNKNOWN_LINK: Final = "unknown_link"
+REFUSALS: Final = (SAMPLE_ERROR, BLOCK_ERROR, SLOW, NO_GAIN, UNKNOWN_LINK)
+"""Why `auto` does not store a block with a codec: it lost too much of the sample, or of this very
+block; it decodes more slowly than the link; another one is as good; nothing is known of the link.
+"""
 
 
 def namespace_value(codec: str, max_error: float) -> str:

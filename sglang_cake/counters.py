@@ -3,9 +3,10 @@
 import threading
 from collections import defaultdict
 
-from sglang_cake.codec_names import CODECS
+from sglang_cake.codec_names import CODECS, REFUSALS
 
-# Every counter with its label values, so that each is visible from the start, at zero.
+# Every counter with its label values, so that each is visible from the start, at zero. One that has
+# two labels has both values in one text, with a space between.
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
@@ -21,6 +22,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "stored_blocks": ("",),
     "encoded_blocks": CODECS,
     "encoded_bytes": ("",),
+    "auto_refused_blocks": tuple(f"{codec} {why}" for codec in CODECS for why in REFUSALS),
     "unstored_blocks": UNSTORED_REASONS,
     "helped_tokens": ("",),
     "runahead_hops": ("",),

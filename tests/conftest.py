@@ -6,5 +6,6 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
-# `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py` looks for hours.
+# `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py
+# tests/store/http/test_http_hostile.py` looks for hours.
 settings.register_profile("hours", max_examples=100_000, print_blob=True)

@@ -100,7 +100,14 @@ def codecs(result: dict[str, Any]) -> str:
             text += f" ({cell['assumed']['ideal_s']:.2f})"
         rows.setdefault(cell["codec"], [f"{cell['ratio']:.2f}"]).append(text)
     head = ["codec", "ratio", *(f"{rate:g} Gbps" for rate in gbps)]
-    return table(head, [[codec, *cells] for codec, cells in rows.items()])
+    faster = {c["codec"]: c["speed_up"] for c in result["cells"] if "speed_up" in c}
+    gains = ", ".join(f"{codec} {gain:.2f}" for codec, gain in faster.items())
+    return (
+        table(head, [[codec, *cells] for codec, cells in rows.items()])
+        + f"\n\nCPU: {result['decoders']} threads, as many as a server decodes with at most. How "
+        f"many times as fast as one they are is Amdahl's law on what {result['cores']} cores were "
+        f"measured to gain over one: {gains}. What gains nothing keeps the GIL."
+    )
 
 
 def sections(results: dict[str, dict[str, Any]]) -> dict[str, str]:

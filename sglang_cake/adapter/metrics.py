@@ -28,6 +28,7 @@ _HELP = {
     "stored_blocks": "Blocks written to the store.",
     "encoded_blocks": "Blocks that were encoded and written, by codec.",
     "encoded_bytes": "Bytes that encoded blocks came to.",
+    "auto_refused_blocks": "Blocks that the codec auto did not store with a codec, and why.",
     "unstored_blocks": "Blocks that were not written, by reason.",
     "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
     "runahead_hops": "Spans of prompts that other members computed.",
@@ -41,7 +42,11 @@ _EVICTION_HELP = {  # of EVICTION_COUNTS
     "evicting_us": "Microseconds that the policy took to choose them.",
     "skipped_blocks": "Blocks that were not worth writing.",
 }
-_LABEL = {"fallback": "side", "encoded_blocks": "codec"}
+_LABELS = {
+    "fallback": ("side",),
+    "encoded_blocks": ("codec",),
+    "auto_refused_blocks": ("codec", "reason"),
+}
 
 
 class Metrics:
@@ -61,9 +66,9 @@ class Metrics:
             name: Counter(
                 f"sglang:cake_{name}_total",
                 _HELP[name],
-                names + ([] if values == ("",) else [_LABEL.get(name, "reason")]),
+                [*names, *_labels(name)],
             )
-            for name, values in COUNTERS.items()
+            for name in COUNTERS
         }
         for name, values in COUNTERS.items():  # every label is there from the start, at zero
             for value in values:
@@ -147,8 +152,13 @@ class Metrics:
             self._error.labels(**self._labels, of=of).set(error)
 
     def _child(self, name: str, value: str) -> Counter:
-        label = {} if value == "" else {_LABEL.get(name, "reason"): value}
-        return self._metrics[name].labels(**self._labels, **label)
+        own = dict(zip(_labels(name), value.split(), strict=True))
+        return self._metrics[name].labels(**self._labels, **own)
+
+
+def _labels(name: str) -> tuple[str, ...]:
+    """What a counter of COUNTERS tells its values apart by."""
+    return () if COUNTERS[name] == ("",) else _LABELS.get(name, ("reason",))
 
 
 class StoreMetrics:

@@ -1,5 +1,6 @@
 """A block's bytes as numbers: where each plane of K and V lies in them."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,16 +38,13 @@ class Part:
 @lru_cache(maxsize=64)
 def parts_of(layout: BlockLayout) -> tuple[Part, ...]:
     """The parts of a block, in the order of the layout."""
-    size = DTYPE_BYTES[layout.dtype]
-    planes = [
-        count * layout.block_tokens // size
-        for count in layout.plane_token_bytes[: len(layout.parts)]
-    ]
+    tokens = layout.block_tokens
+    widths = [math.prod(shape) for _, shape in layout.parts]
     parts, start = [], 0
-    for (name, _), words in zip(layout.parts, planes, strict=True):
-        channels = words // layout.block_tokens
-        parts.append(Part(name, start, sum(planes), layout.layers, layout.block_tokens, channels))
-        start += words
+    for (name, _), channels in zip(layout.parts, widths, strict=True):
+        stride = tokens * sum(widths)
+        parts.append(Part(name, start, stride, layout.layers, tokens, channels))
+        start += tokens * channels
     return tuple(parts)
 
 

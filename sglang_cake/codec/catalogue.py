@@ -1,8 +1,6 @@
 """Every step and every named codec; from the text in front of a block to the steps that made it."""
 
 import json
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -73,7 +71,8 @@ def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
 
 def left_to_device(chain: Chain) -> bool:
     """Whether the adapter can decode it on a device (`adapter.device_decode`)."""
-    return not chain.arrays and not chain.squeezes and isinstance(chain.pack, Raw | Groups)
+    turned_only = all(isinstance(step, Unrotate) for step in chain.arrays)
+    return turned_only and not chain.squeezes and isinstance(chain.pack, Raw | Groups | NonUniform)
 
 
 def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
@@ -86,26 +85,15 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
     text, body = split(np.frombuffer(payload, np.uint8))
     chain = parse(text)
     if left_to_device(chain):
-        if len(body) != chain.pack.max_bytes(layout):
-            raise Malformed(f"{len(body)} bytes, {chain.pack.max_bytes(layout)} expected")
+        if len(body) != chain.max_bytes(layout):
+            raise Malformed(f"{len(body)} bytes, {chain.max_bytes(layout)} expected")
+        if isinstance(chain.pack, NonUniform):
+            chain.pack.check(layout, body)  # a device that is sent astray takes the server with it
         return
     kept = _scratch.bytes("payload", len(body))  # the block takes its place
     np.copyto(kept, body)
     start = begin(RAW_CHAIN.describe(), np.frombuffer(out, np.uint8))
     chain.decode(kept, Block.over(layout, out[start : start + layout.block_bytes]))
-
-
-def decode_all(
-    layout: BlockLayout, pairs: Sequence[tuple[memoryview, memoryview]], threads: Executor
-) -> None:
-    """Decode many blocks, `(payload, out)` each, in `threads`; returns when all are done.
-
-    Raises: Malformed if one is; every `out` is undefined then.
-    """
-    running = [threads.submit(decode, layout, payload, out) for payload, out in pairs]
-    errors = [error for job in running if (error := job.exception()) is not None]
-    if errors:
-        raise errors[0]
 
 
 @lru_cache(maxsize=256)

@@ -98,6 +98,8 @@ class Chain:
         self.decode(self._steps(zeros).copy(), zeros)
 
     def _steps(self, block: Block) -> Bytes:
+        if not len(block.words):
+            raise Unencodable  # of nothing, nothing can be made
         for turn, array in enumerate(self.arrays):
             made = _block(array.layout(block.layout), f"array{turn}")
             array.encode(block, made)

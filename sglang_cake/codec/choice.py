@@ -6,11 +6,12 @@ and load share the blocks of a prompt, so a block takes `c * l / (c + l)` of it 
 takes `c`. That grows with `l` whatever `c` is: the choice needs no `c`, the prediction does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
-from sglang_cake.codec_names import RAW
+from sglang_cake.codec_names import BLOCK_ERROR, NO_GAIN, RAW, SAMPLE_ERROR, SLOW, UNKNOWN_LINK
 
 WORTH = 0.02  # a share of the time: for less, a block is not stored less exactly
 
@@ -21,10 +22,11 @@ class CodecFacts:
 
     codec: str
     size_share: float  # of the block's bytes
-    decode_bytes_per_s: float  # of the block's own bytes, with all threads that decode
+    decode_bytes_per_s: float  # of the block's own bytes, by all threads at once; 0: not known
     error: float  # `error.relative_error`
 
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
 RAW_FACTS = CodecFacts(RAW, 1.0, float("inf"), 0.0)
 
 
@@ -34,6 +36,7 @@ class Choice(NamedTuple):
     codec: str
     block_s: float  # what a block adds to the time to first token; 0: not known
     reason: str
+    refused: Mapping[str, str]  # codec that was not taken -> why, one of `codec_names.REFUSALS`
 
 
 def choose(
@@ -43,6 +46,7 @@ def choose(
     block_bytes: int,
     max_error: float,
     compute_s: float | None = None,
+    lost: Mapping[str, float] = NOTHING,
 ) -> Choice:
     """The codec with the least predicted time to first token, within `max_error`.
 
@@ -53,25 +57,35 @@ def choose(
         facts: of every codec in question; raw always is.
         link_bytes_per_s: of the store; None: not known yet, which means raw.
         compute_s: what computing a block takes; None: nothing is computed beside the load.
+        lost: codec -> what it lost of this very block, where that was too much.
     """
     if link_bytes_per_s is None:
-        return Choice(RAW, 0.0, "the link's speed is not known yet")
-    refused: list[str] = []
+        unknown = dict.fromkeys((one.codec for one in facts), UNKNOWN_LINK)
+        return Choice(RAW, 0.0, "the link's speed is not known yet", unknown)
+    told: list[str] = []
+    refused: dict[str, str] = {}
     best, best_s = RAW_FACTS, _block_s(RAW_FACTS, link_bytes_per_s, block_bytes, compute_s)
     raw_s = best_s
     for one in sorted(facts, key=lambda one: one.error):
-        if one.error > max_error:
-            refused.append(f"{one.codec} loses {one.error:.2g}")
+        if one.codec in lost:
+            refused[one.codec] = BLOCK_ERROR
+            told.append(f"{one.codec} loses {lost[one.codec]:.2g} of this block")
+        elif one.error > max_error:
+            refused[one.codec] = SAMPLE_ERROR
+            told.append(f"{one.codec} loses {one.error:.2g}")
         elif one.decode_bytes_per_s < link_bytes_per_s:
-            refused.append(f"{one.codec} decodes {one.decode_bytes_per_s / 1e6:.0f} MB/s")
+            refused[one.codec] = SLOW
+            told.append(f"{one.codec} decodes {one.decode_bytes_per_s / 1e6:.0f} MB/s")
         else:
             block_s = _block_s(one, link_bytes_per_s, block_bytes, compute_s)
+            worse = one
             if block_s < best_s * (1 - WORTH):
-                best, best_s = one, block_s
+                best, best_s, worse = one, block_s, best
+            refused[worse.codec] = NO_GAIN
     reason = f"{best_s / raw_s:.2f} of the time of raw at {link_bytes_per_s / 1e6:.0f} MB/s"
-    if refused:
-        reason += f"; not {', '.join(refused)}"
-    return Choice(best.codec, best_s, reason)
+    if told:
+        reason += f"; not {', '.join(told)}"
+    return Choice(best.codec, best_s, reason, refused)
 
 
 def _block_s(

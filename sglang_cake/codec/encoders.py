@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
 from sglang_cake.codec.catalogue import decode, left_to_device
@@ -11,11 +12,13 @@ from sglang_cake.codec.choice import Choice, CodecFacts, choose
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.error import relative_error
 from sglang_cake.codec_names import LOSSLESS, RAW
+from sglang_cake.counters import Counters
 from sglang_cake.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 MEASURE_EVERY_BLOCKS = 512
 SAMPLE_BYTES = 2 << 20  # of the block that codecs are measured on: some milliseconds for most
+DECODE_TURNS = 2  # the first touches new memory
 
 
 class OneCodec:
@@ -48,6 +51,7 @@ class BestCodec:
         max_error: float,
         link_bytes_per_s: Callable[[], float | None],
         decode_threads: int,
+        counters: Counters,
         on_device: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -55,11 +59,12 @@ class BestCodec:
         chains: by codec, what may be chosen beside raw.
         link_bytes_per_s: how fast the store gives blocks; None: not known.
         decode_threads: that decode what is loaded.
+        counters: `auto_refused_blocks` says of every block why other codecs were not taken.
         on_device: a device decodes what it can, in hardly any time.
         """
         self._layout, self._chains, self._max_error = layout, chains, max_error
         self._link, self._threads, self._clock = link_bytes_per_s, decode_threads, clock
-        self._on_device = on_device
+        self._counters, self._on_device = counters, on_device
         self._facts: list[CodecFacts] = []
         self._blocks = 0
         self._chosen = ""
@@ -67,49 +72,67 @@ class BestCodec:
 
     def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
         if self._blocks % MEASURE_EVERY_BLOCKS == 0:
-            self._facts = [self._measure(codec, block) for codec in self._chains]
+            with ThreadPoolExecutor(self._threads, "cake-measure") as pool:
+                self._facts = [self._measure(codec, block, pool) for codec in self._chains]
         self._blocks += 1
-        facts = self._facts
+        lost: dict[str, float] = {}
         while True:
             choice = choose(
-                facts,
+                self._facts,
                 link_bytes_per_s=self._link(),
                 block_bytes=self._layout.block_bytes,
                 max_error=self._max_error,
+                lost=lost,
             )
             size = self._chains.get(choice.codec, RAW_CHAIN).encode(self._layout, block, out)
-            if choice.codec in LOSSLESS or self._keeps_bound(block, out[:size]):
+            error = 0.0 if choice.codec in LOSSLESS else self._error(block, out[:size])
+            if error <= self._max_error:
                 self._tell(choice)
                 return size, RAW if is_raw(out) else choice.codec
-            facts = [one for one in facts if one.codec != choice.codec]
+            lost[choice.codec] = error
 
-    def _keeps_bound(self, block: memoryview, payload: memoryview) -> bool:
+    def _error(self, block: memoryview, payload: memoryview) -> float:
+        """Of what was made of a block, as `relative_error`."""
         if len(self._spare) != len(block):
             self._spare = bytearray(len(block))
         if is_raw(payload):
-            return True
+            return 0.0
         decode(self._layout, payload, memoryview(self._spare))
-        return relative_error(self._layout, block, memoryview(self._spare)) <= self._max_error
+        return relative_error(self._layout, block, memoryview(self._spare))
 
-    def _measure(self, codec: str, block: memoryview) -> CodecFacts:
+    def _measure(self, codec: str, block: memoryview, pool: Executor) -> CodecFacts:
         layers = max(1, SAMPLE_BYTES * self._layout.layers // self._layout.block_bytes)
         layout = replace(self._layout, layers=min(layers, self._layout.layers))
         sample = block[: layout.block_bytes]
         payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
         size = self._chains[codec].encode(layout, sample, payload)
-        restored = memoryview(bytearray(layout.block_bytes))
+        outs = [memoryview(bytearray(layout.block_bytes)) for _ in range(self._threads)]
+        decode(layout, payload[:size], outs[0])
+        error = 0.0 if is_raw(payload) else relative_error(layout, sample, outs[0])
+        share, rate = size / layout.block_bytes, float("inf")
+        if error > self._max_error:  # it is out, however fast it is
+            return CodecFacts(codec, share, 0.0, error)
+        if not (self._on_device and left_to_device(self._chains[codec])):
+            rate = (
+                len(outs) * layout.block_bytes / self._decode_s(layout, payload[:size], outs, pool)
+            )
+        return CodecFacts(codec, share, rate, error)
+
+    def _decode_s(
+        self, layout: BlockLayout, payload: memoryview, outs: list[memoryview], pool: Executor
+    ) -> float:
+        """Seconds to decode a payload into each of `outs`, all at once, as loads have it: some
+        decoders keep the GIL, and all share the memory's bandwidth."""
         took_s = float("inf")
-        for _ in range(3):  # the first touches new memory
+        for _ in range(DECODE_TURNS):
             begun_s = self._clock()
-            decode(layout, payload[:size], restored)
+            list(pool.map(lambda out: decode(layout, payload, out), outs))
             took_s = min(took_s, self._clock() - begun_s)
-        error = 0.0 if is_raw(payload) else relative_error(layout, sample, restored)
-        rate = layout.block_bytes * self._threads / max(took_s, 1e-9)
-        if self._on_device and left_to_device(self._chains[codec]):
-            rate = float("inf")
-        return CodecFacts(codec, size / layout.block_bytes, rate, error)
+        return max(took_s, 1e-9)
 
     def _tell(self, choice: Choice) -> None:
+        for codec, why in choice.refused.items():
+            self._counters.add("auto_refused_blocks", label=f"{codec} {why}")
         if choice.codec != self._chosen:
             self._chosen = choice.codec
             logger.info("codec auto: blocks are stored as %s: %s", choice.codec, choice.reason)

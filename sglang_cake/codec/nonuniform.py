@@ -125,12 +125,11 @@ class NonUniform:
 
         if len(data) != self.max_bytes(block.layout):
             raise Malformed(f"{len(data)} bytes, {self.max_bytes(block.layout)} expected")
+        self.check(block.layout, data)
         at = 0
         for part in block.parts:
             section = self.section(part, block.layout)
             powers, levels, zeros, scales, kept, places, codes = self._views(data, at, section)
-            if places.size and int(places.max()) >= section.numbers:
-                raise Malformed("a number is kept for a place that there is not")
             zero, scale = unpacked(powers, zeros[:, None], scales[:, None])
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
             along = part.name == KEYS
@@ -139,6 +138,19 @@ class NonUniform:
                 *(zero[:, 0], scale[:, 0], codes),
             )
             kernels.put_back(*place, along, places, kept)
+            at += section.size
+
+    def check(self, layout: BlockLayout, data: Bytes) -> None:
+        """Whether all places lie in their vectors. Raises: Malformed.
+
+        Args: data: of `max_bytes`.
+        """
+        at = 0
+        for part in parts_of(layout):
+            section = self.section(part, layout)
+            places = self._views(data, at, section)[5]
+            if places.size and int(places.max()) >= section.numbers:
+                raise Malformed("a number is kept for a place that there is not")
             at += section.size
 
     def _views(self, data: Bytes, at: int, section: Section) -> list[Any]:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from sglang_cake.buffers import on_page
 from sglang_cake.codec.blocks import takes_lossy
+from sglang_cake.codec.chain import Chain
 from sglang_cake.codec.encoded import encoded_frame
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.codec.steps import Malformed
@@ -195,33 +196,41 @@ def open_blocks(
     """
     if codec == RAW:
         return open_store(sources, BlockFrame(namespace, layout), depth=depth)
-    link = LinkSpeed()
-    encode = _encode(layout, codec, max_error, rope_theta, link, decode_threads(depth), on_device)
+    from sglang_cake.codec.encoders import BestCodec, OneCodec
+
+    link, counters = LinkSpeed(), counters or Counters()
+    chains = _chains(layout, codec, max_error, rope_theta)
+    encode = (
+        OneCodec(layout, codec, chains[codec]).encode
+        if codec != AUTO
+        else BestCodec(
+            layout,
+            chains,
+            max_error=max_error,
+            link_bytes_per_s=link.bytes_per_s,
+            decode_threads=decode_threads(depth),
+            counters=counters,
+            on_device=on_device,
+        ).encode
+    )
     frame = encoded_frame(namespace, layout, codec)
     return EncodedStore(
         open_store(sources, frame, depth=depth),
         layout,
         encode,
         link=link,
-        counters=counters or Counters(),
+        counters=counters,
         payload_bytes=frame.payload_bytes,
         depth=depth,
         on_device=on_device,
     )
 
 
-def _encode(
-    layout: BlockLayout,
-    codec: str,
-    max_error: float,
-    rope_theta: float | None,
-    link: LinkSpeed,
-    threads: int,
-    on_device: bool,
-) -> Encode:
-    """Raises: ConfigError."""
+def _chains(
+    layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
+) -> dict[str, Chain]:
+    """What may be chosen, by codec, compiled. Raises: ConfigError."""
     from sglang_cake.codec.catalogue import chain_of
-    from sglang_cake.codec.encoders import BestCodec, OneCodec
 
     named: tuple[str, ...] = (codec,)
     if codec == AUTO:
@@ -230,13 +239,4 @@ def _encode(
     chains = {name: chain_of(name, layout, rope_theta) for name in named}
     for chain in chains.values():
         chain.warm_up(layout)
-    if codec != AUTO:
-        return OneCodec(layout, codec, chains[codec]).encode
-    return BestCodec(
-        layout,
-        chains,
-        max_error=max_error,
-        link_bytes_per_s=link.bytes_per_s,
-        decode_threads=threads,
-        on_device=on_device,
-    ).encode
+    return chains

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from sglang_cake.codec.blocks import Block
-from sglang_cake.codec.catalogue import decode, decode_all, parse
+from sglang_cake.codec.catalogue import decode, parse
 from sglang_cake.codec.chain import Chain
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.error import relative_error
@@ -30,6 +30,7 @@ LAYOUTS = [
         (2, MHA, 1),  # one token
         (1, (("k", (1, 1)), ("v", (1, 1))), 1),  # one number
         (2, MHA, 200),  # more than a group of tokens
+        (2, MHA, 0),  # nothing
     )
     for dtype in ("bfloat16", "float16", "float32")
 ]
@@ -69,6 +70,8 @@ def odd_blocks(layout: BlockLayout) -> Iterator[tuple[str, bytes]]:
     draw = np.random.default_rng(1)
     noise = draw.normal(size=count)
     yield "zeros", bytes(layout.block_bytes)
+    if not count:
+        return
     yield "one value", as_bytes(np.full(count, -3.0), layout.dtype)
     yield "negative zeros", as_bytes(np.full(count, -0.0), layout.dtype)
     yield "subnormal", as_bytes(noise * TINY[layout.dtype], layout.dtype)
@@ -144,13 +147,6 @@ class CodecContract:
         alone = [self.round_trip(SMOOTH, block) for block in blocks]
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(lambda b: self.round_trip(SMOOTH, b), blocks)) == alone
-            outs = [bytearray(SMOOTH.block_bytes) for _ in blocks]
-            pairs = [
-                (memoryview(payload), memoryview(out))
-                for (payload, _), out in zip(alone, outs, strict=True)
-            ]
-            decode_all(SMOOTH, pairs, threads)
-        assert [bytes(out) for out in outs] == [restored for _, restored in alone]
 
     def test_bytes_that_no_encoder_made_are_refused_or_decoded_but_never_crash(self) -> None:
         draw = np.random.default_rng(3)

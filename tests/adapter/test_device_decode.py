@@ -1,8 +1,10 @@
 """Decoding with torch gives what the compiled loops give, bit for bit; here on the CPU."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +13,14 @@ from kv_pools import as_bytes, buffers_of, mha, mla
 
 from sglang_cake.adapter.device_decode import decode_payload
 from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.codec.blocks import Block, parts_of
 from sglang_cake.codec.catalogue import chain_of, decode, left_to_device, prepare
-from sglang_cake.codec.chain import Chain
+from sglang_cake.codec.chain import Chain, Raw, begin, split
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.groups import Groups
-from sglang_cake.codec.steps import Malformed
+from sglang_cake.codec.nonuniform import NonUniform
+from sglang_cake.codec.rope import Unrotate
+from sglang_cake.codec.steps import Malformed, PackStep
 from sglang_cake.codec_names import CODECS, ON_DEVICE, RAW
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
@@ -55,6 +60,60 @@ def test_every_block_comes_out_as_the_loops_decode_it(layout: BlockLayout, bits:
         assert by_torch(layout, memory) == wanted, name
 
 
+WIDE = BlockLayout(2, (("k", (2, 64)), ("v", (3, 64))), "bfloat16", 128)  # numbers are kept
+LONG = BlockLayout(1, (("k", (1, 2)), ("v", (1, 2))), "float16", 70000)  # places of 32 bits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("layout", [*LAYOUTS, WIDE, LONG], ids=lambda a: a.describe()[-24:])
+def test_levels_come_out_as_the_loops_decode_them(layout: BlockLayout, bits: int) -> None:
+    blocks = [("smooth", kv_like(layout))]
+    blocks += odd_blocks(layout) if layout is not LONG else []
+    for name, block in blocks:
+        memory, size = encoded(Chain(NonUniform(bits)), layout, block)
+        wanted = by_loops(layout, memoryview(memory)[:size])
+        assert by_torch(layout, memory) == wanted, name
+
+
+@pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Raw()], ids=lambda a: a.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_keys_are_turned_as_the_loops_turn_them(pack: PackStep, dtype: str) -> None:
+    layout = replace(WIDE, dtype=dtype)
+    for arrays in ((Unrotate(500000.0, 64),), (Unrotate(10000.0, 64), Unrotate(3.0, 2))):
+        chain = Chain(pack, arrays)
+        assert left_to_device(chain)
+        memory = bytearray(layout.block_bytes + HEAD_BYTES)
+        size = begin(chain.describe(), np.frombuffer(memory, np.uint8))
+        body = np.frombuffer(memory, np.uint8)[size:]
+        block = Block.over(layout, memoryview(kv_like(layout)))
+        size += pack.encode(block, body)  # as if the turned keys were these
+        wanted = by_loops(layout, memoryview(memory)[:size])
+        prepare(layout, memoryview(memory)[:size], memoryview(memory))
+        assert by_torch(layout, memory) == wanted
+        assert wanted != by_loops_without_turns(layout, pack, memory)
+
+
+def by_loops_without_turns(layout: BlockLayout, pack: PackStep, memory: bytearray) -> bytes:
+    _, body = split(np.frombuffer(memory, np.uint8))
+    out = bytearray(layout.block_bytes)
+    pack.decode(body[: pack.max_bytes(layout)], Block.over(layout, memoryview(out)))
+    return bytes(out)
+
+
+def test_what_leads_out_of_a_vector_never_comes_to_the_device() -> None:
+    """There it would be an index out of bounds, which ends the process."""
+    memory, size = encoded(Chain(NonUniform(3)), WIDE, kv_like(WIDE))
+    body_at = size - NonUniform(3).max_bytes(WIDE)
+    fields = NonUniform(3).section(parts_of(WIDE)[0], WIDE).fields()
+    places_at = body_at + sum(np.dtype(kind).itemsize * int(np.prod(n)) for kind, n in fields[:5])
+    assert memory[places_at] < 128
+    memory[places_at] = 128  # of 128 tokens
+    for decoding in (decode, prepare):
+        out = bytearray(memory)
+        with pytest.raises(Malformed, match="place"):
+            decoding(WIDE, memoryview(out)[:size], memoryview(out)[: WIDE.block_bytes])
+
+
 @settings(deadline=None)
 @given(
     layout=st.sampled_from(LAYOUTS),
@@ -77,8 +136,9 @@ def test_what_the_device_cannot_decode_is_decoded_before(codec: str) -> None:
     assert by_torch(SMOOTH, memory) == wanted
 
 
-def test_the_names_say_what_the_device_decodes() -> None:
-    found = [codec for codec in CODECS if left_to_device(chain_of(codec, SMOOTH))]
+@pytest.mark.parametrize("rope_theta", [None, 10000.0])
+def test_the_names_say_what_the_device_decodes(rope_theta: float | None) -> None:
+    found = [codec for codec in CODECS if left_to_device(chain_of(codec, SMOOTH, rope_theta))]
     assert found == [RAW, *ON_DEVICE]
 
 

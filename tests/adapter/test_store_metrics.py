@@ -1,11 +1,14 @@
-"""What SGLang's `/metrics` says of the store and its tiers."""
+"""What SGLang's `/metrics` says of the store, its tiers and its codecs."""
 
 import asyncio
 
 import pytest
 
-from sglang_cake.adapter.metrics import StoreMetrics
+from sglang_cake.adapter.metrics import Metrics, StoreMetrics
+from sglang_cake.codec_names import CODECS, REFUSALS
+from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.errors import StoreUnavailable
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 from sglang_cake.store.base import EvictionCounts, StoreStats
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.tiers.store import TieredStore
@@ -13,6 +16,7 @@ from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
 
 LABELS = {"model": "m"}
+COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
 
 class Unwritable(PassingStore):
@@ -84,3 +88,27 @@ def test_evictions_are_counted_and_timed_by_policy(metrics):
         store_metrics.publish(store, stats)
     assert [of(name, "workload") for name in names] == [4096, 2, 17, 3]
     assert [of(name, "lru") for name in names] == [0, 0, 0, 0]
+
+
+def test_every_counter_is_there_from_the_start_and_follows_what_happens():
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    counters = Counters()
+    metrics = Metrics(counters, LABELS)
+    assert {name for name, values in COUNTERS.items() if " " in values[0]} == {
+        "auto_refused_blocks"
+    }
+    for codec in CODECS:
+        assert sample(registry, "encoded_blocks_total", codec=codec) == 0
+        for reason in REFUSALS:
+            found = sample(registry, "auto_refused_blocks_total", codec=codec, reason=reason)
+            assert found == 0
+    assert sample(registry, "encoded_bytes_total") == 0
+    counters.add("auto_refused_blocks", 3, label="int8 block_error")
+    counters.add("fallback", label="load")
+    counters.add("unstored_blocks", label="full")
+    metrics.publish(block_bytes=1, costs=COSTS, step_overhead_s=None)
+    refused = {"codec": "int8", "reason": "block_error"}
+    assert sample(registry, "auto_refused_blocks_total", **refused) == 3
+    assert sample(registry, "fallback_total", side="load") == 1
+    assert sample(registry, "unstored_blocks_total", reason="full") == 1
+    assert sample(registry, "unstored_blocks_total", reason="queue_full") == 0

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_cake.codec import encoders
 from sglang_cake.codec.catalogue import chain_of, decode
 from sglang_cake.codec.choice import RAW_FACTS, CodecFacts, choose
 from sglang_cake.codec.encoded import HEAD_BYTES
@@ -96,8 +99,35 @@ def test_a_choice_says_why() -> None:
     assert "int4 loses 0.1" in choice.reason
 
 
+@given(st.lists(facts, max_size=6, unique_by=lambda one: one.codec), st.floats(1e5, 1e11))
+def test_every_codec_that_was_not_taken_has_a_reason(some: list[CodecFacts], link: float) -> None:
+    some = [one for one in some if one.codec != "raw"]  # always in question, measured by nobody
+    lost = {one.codec: 0.5 for one in some[:1]}
+    kind = {"link_bytes_per_s": link, "block_bytes": 10**7, "max_error": 0.4}
+    choice = choose(some, **kind, lost=lost)
+    assert {choice.codec} | choice.refused.keys() >= {one.codec for one in some}
+    for one in some:
+        if one.codec in lost:
+            assert choice.refused[one.codec] == "block_error"
+            assert f"{one.codec} loses 0.5 of this block" in choice.reason
+        elif one.error > 0.4:
+            assert choice.refused[one.codec] == "sample_error"
+        elif one.decode_bytes_per_s < link:
+            assert choice.refused[one.codec] == "slow"
+        else:
+            assert one.codec == choice.codec or choice.refused[one.codec] == "no_gain"
+    assert choice.codec == "raw" or choice.codec not in choice.refused
+    unknown = choose(some, **{**kind, "link_bytes_per_s": None})
+    assert set(unknown.refused.values()) <= {"unknown_link"}
+
+
 def encoder(
-    max_error: float, link: float | None, *, decode_s: float = 1e-9, on_device: bool = False
+    max_error: float,
+    link: float | None,
+    *,
+    decode_s: float = 1e-9,
+    on_device: bool = False,
+    counters: Counters | None = None,
 ) -> BestCodec:
     """Decoding takes no time to speak of, or what is said."""
     chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
@@ -108,6 +138,7 @@ def encoder(
         max_error=max_error,
         link_bytes_per_s=lambda: link,
         decode_threads=1,
+        counters=counters or Counters(),
         on_device=on_device,
         clock=lambda: next(ticks) * decode_s,
     )
@@ -137,16 +168,81 @@ def test_auto_takes_what_the_bound_allows(max_error: float, codec: str) -> None:
     assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= max_error
 
 
-def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly() -> None:
+def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     draw = np.random.default_rng(0)
     count = LAYOUT.block_bytes // 2
     easy = as_bytes(draw.uniform(-1, 1, size=count), "bfloat16")
     hard = as_bytes(draw.normal(size=count), "bfloat16")
-    best = encoder(0.005, 50 * MB)
-    assert encoded(best, easy)[0] == "int8"
-    codec, restored = encoded(best, hard)
+    counters = Counters()
+    best = encoder(0.005, 50 * MB, counters=counters)
+    with caplog.at_level(logging.INFO):
+        assert encoded(best, easy)[0] == "int8"
+        codec, restored = encoded(best, hard)
     assert codec in LOSSLESS
     assert restored == hard
+    error = re.search(r"not int8 loses (\S+) of this block", caplog.messages[-1])
+    assert error is not None
+    assert float(error[1]) > 0.005
+    counts = counters.snapshot()
+    assert counts["auto_refused_blocks", "int8 block_error"] == 1
+    assert counts["auto_refused_blocks", "int8 sample_error"] == 0
+    assert counts["auto_refused_blocks", "int4 sample_error"] == 2  # of both blocks
+
+
+def test_what_loses_too_much_is_not_timed() -> None:
+    """It is refused anyway; decoders that keep the GIL would hold up the scheduler for nothing."""
+    asked = [0]
+
+    def clock() -> float:
+        asked[0] += 1
+        return asked[0] * 1e-9
+
+    best = BestCodec(
+        LAYOUT,
+        {name: chain_of(name, LAYOUT) for name in ("int4", "cachegen3")},
+        max_error=0.01,
+        link_bytes_per_s=lambda: 50 * MB,
+        decode_threads=2,
+        counters=Counters(),
+        clock=clock,
+    )
+    assert encoded(best, kv_like(LAYOUT))[0] == "raw"
+    assert asked == [0]
+
+
+@pytest.mark.parametrize(("at_once", "codec"), [(True, "int8"), (False, "raw")])
+def test_decoders_are_measured_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool, codec: str
+) -> None:
+    """Four threads are four times as fast, or as slow as one where a decoder keeps the GIL."""
+    now_s, lock, meeting = [0.0], threading.Lock(), threading.Barrier(4)
+
+    def decoding(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
+        if threading.current_thread() is threading.main_thread():
+            pass  # to see what is lost
+        elif at_once:
+            if meeting.wait(30) == 0:  # all four are here: one second for all of them
+                now_s[0] += 1.0
+        else:
+            with lock:
+                now_s[0] += 1.0
+        decode(layout, payload, out)
+
+    best = BestCodec(
+        LAYOUT,
+        {"int8": chain_of("int8", LAYOUT)},
+        max_error=0.02,
+        link_bytes_per_s=lambda: 3 * LAYOUT.block_bytes,
+        decode_threads=4,
+        counters=Counters(),
+        clock=lambda: now_s[0],
+    )
+    monkeypatch.setattr(encoders, "decode", decoding)
+    monkeypatch.setattr(best, "_error", lambda block, payload: 0.0)
+    payload = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
+    assert best.encode(memoryview(kv_like(LAYOUT)), payload)[1] == codec
 
 
 def test_auto_keeps_the_bound_whatever_comes() -> None:
@@ -199,3 +295,5 @@ def test_auto_says_what_it_does_in_log_and_counters(
     assert 0 < counts["encoded_bytes", ""] < 4 * LAYOUT.block_bytes
     assert any("blocks are stored as raw" in line for line in caplog.messages)
     assert any("of the time of raw at" in line for line in caplog.messages)
+    assert counts["auto_refused_blocks", "int8 unknown_link"] == 1
+    assert counts["auto_refused_blocks", "int4 sample_error"] == 3

@@ -1,4 +1,4 @@
-"""A store whose blocks are encoded: the contract of stores, over every kind of inner store."""
+"""A store whose blocks are encoded: the contract of stores, and every kind of inner store."""
 
 import asyncio
 import json
@@ -27,10 +27,49 @@ from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
+from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
 
 LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 BLOCK = kv_like(LAYOUT)
 KEY = BlockKey(bytes(range(32)))
+
+
+class TestZstdFiles(StoreContract):
+    """The contract's blocks are any bytes, so that only what keeps every bit can keep it."""
+
+    codec, options = "zstd", ""
+
+    def open(self, folder: Path) -> Store:
+        return open_blocks(
+            parse_sources(f"file://{folder}/kv?min_free=0{self.options}"),
+            *(self.frame.namespace, self.frame.layout),
+            codec=self.codec,
+            depth=2,
+        )
+
+    def test_payloads_have_any_length_where_the_frame_varies(self, tmp_path: Path) -> None:
+        """Blocks do not: they all have one length, whatever theirs below."""
+        zeros = memoryview(bytes(CONTRACT.block_bytes))
+        blocks = {"zeros": zeros, "noise": block_of("noise", CONTRACT)}
+
+        async def test(store: Store) -> None:
+            for name, block in blocks.items():
+                assert await store.put(key_of(name), block)
+                out = bytearray(CONTRACT.block_bytes + 64)
+                view = memoryview(out)[: CONTRACT.block_bytes]
+                assert await store.get_into(key_of(name), view) == CONTRACT.block_bytes
+                assert out == bytes(block) + bytes(64)
+
+        self.run(tmp_path, test)
+        zeros_bytes, noise_bytes = (
+            next(tmp_path.rglob(key_of(name).hex())).stat().st_size for name in blocks
+        )
+        assert zeros_bytes < noise_bytes - CONTRACT.block_bytes // 2
+
+
+class TestZstdOverALink(TestZstdFiles):
+    options = "&bandwidth=1GB/s"
 
 
 def namespace(codec: str) -> Namespace:

@@ -30,7 +30,7 @@ def _kv(dtype: Any, forward: Any) -> Any:
     return CudaKV(pool, block_tokens=BLOCK, forward_stream=forward)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "kvquant4", "kvquant3"])
 def test_encoded_blocks_are_decoded_on_the_device_to_the_values_of_the_cpu(codec: str) -> None:
     from sglang_cake.adapter.device_decode import decode_payload
     from sglang_cake.codec.catalogue import chain_of, decode
@@ -39,7 +39,7 @@ def test_encoded_blocks_are_decoded_on_the_device_to_the_values_of_the_cpu(codec
     for layout in LAYOUTS:
         payload = torch.empty(layout.block_bytes + 1024, dtype=torch.uint8, pin_memory=True)
         block, view = kv_like(layout), memoryview(payload.numpy())
-        size = chain_of(codec, layout).encode(layout, memoryview(block), view)
+        size = chain_of(codec, layout, rope_theta=10000.0).encode(layout, memoryview(block), view)
         wanted = bytearray(layout.block_bytes)
         decode(layout, view[:size], memoryview(wanted))
         found = decode_payload(layout, payload, torch.device("cuda"))

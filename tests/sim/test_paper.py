@@ -118,3 +118,36 @@ def test_smaller_kv_gains_what_section_5_4_says() -> None:
     ]
     for printed, ours in found:
         assert ours == pytest.approx(printed, rel=0.1)
+
+
+def test_decoders_gain_from_threads_what_was_measured_and_no_more() -> None:
+    assert codecs.speed_up(1.0, cores=2, threads=8) == 1
+    assert codecs.speed_up(0.86, cores=2, threads=8) == 1  # the GIL
+    assert codecs.speed_up(2.1, cores=2, threads=4) == pytest.approx(4)
+    assert codecs.speed_up(1.6, cores=2, threads=2) == pytest.approx(1.6)
+    assert codecs.speed_up(1.6, cores=2, threads=10**9) == pytest.approx(4)  # a quarter is serial
+    assert codecs.speed_up(3.0, cores=4, threads=4) == pytest.approx(3)
+    assert codecs.speed_up(1.0, cores=1, threads=4) == 1  # nothing is known of more
+
+
+def test_the_table_of_codecs_says_how_many_threads_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(codec: str, one: float, both: float) -> dict[str, object]:
+        rates = {"1_core": one, "all_cores": both}
+        found = {f"decode_gb_per_s_{where}": {"median": rate} for where, rate in rates.items()}
+        return {"shape": codecs.SHAPE, "codec": codec, "ratio": 4.0, **found}
+
+    rows = [row("plain copy", 9, 8), row("int4", 4.0, 8.0), row("cachegen2", 0.05, 0.04)]
+    file = tmp_path / "speed.json"
+    file.write_text(json.dumps({"settings": {"cores": 2}, "speeds": rows}))
+    monkeypatch.setattr(codecs, "MEASURED", file)
+    result = codecs.codecs()
+    slow = [cell for cell in result["cells"] if cell["codec"] == "cachegen2"]
+    assert {cell["speed_up"] for cell in slow} == {1.0}
+    decode_s = 128 * 800 * 1024 / 0.05e9  # of a block, by any number of threads
+    assert all(cell["cpu"]["cake_s"] > cell["device"]["cake_s"] > 0 for cell in slow)
+    assert slow[-1]["cpu"]["cake_s"] > decode_s
+    text = report.codecs(result)
+    assert "4 threads" in text
+    assert "int4 4.00, cachegen2 1.00" in text

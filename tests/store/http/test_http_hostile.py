@@ -29,7 +29,9 @@ GOOD = framed("a")
 PATH = block_path(FRAME.digest, A)
 SECRET = b"not below the root"
 FUZZ = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=settings.default.max_examples * 3 // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
