@@ -70,7 +70,8 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
                 break
             with folder._books.open() as index:
                 room.refresh(index)
-        assert folder.stats().evictions.skipped_blocks == number * len(keys)
+        skipped = folder.stats().evictions.skipped_blocks
+        assert number * len(keys) <= skipped < (number + 1) * len(keys)
         assert written(number) == len(keys)  # what was begun above was not finished
 
 
@@ -118,7 +119,7 @@ def test_a_put_makes_room_though_little_is_learned_yet(tmp_path, policy, gate):
         assert left == list(range(100 - len(left), 100))
         evicted = 100 - len(left)
         assert evicted * STORED_BYTES > (100 * STORED_BYTES) - (16 << 20)
-        assert len(folder._room._policy) <= 5
+        assert len(folder._room._policy) < len(left) // 2
         go.set()
         deadline_s = time.monotonic() + 60
         while len(folder._room._policy) < folder.stats().blocks:
@@ -195,5 +196,5 @@ def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp
                 time.sleep(0.01)
         left = there(folder, range(35))
     assert left == list(range(35 - len(left), 35))
-    assert set(asked[:-1]) == {2 * STORED_BYTES}
-    assert len(asked) == -(-(35 - len(left)) // 2)
+    assert max(asked) == 2 * STORED_BYTES
+    assert 2 * len(asked) >= 35 - len(left) > 10
