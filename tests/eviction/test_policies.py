@@ -112,17 +112,18 @@ def test_every_policy_has_a_model():
 @given(steps=STEPS)
 def test_it_does_as_its_model(name, steps):
     """Those that go by reuse look at one block of each class, their model at all blocks. That is
-    the same since requests touch their last block first: who breaks that is given a later time."""
+    the same since requests touch their last block first: who breaks that within a class is given a
+    later time."""
     policy, model = PAIRS[name]()
-    numbers, there, now_s, last = iter(range(10_000)), {}, 100.0, math.inf
+    numbers, there, now_s, last = iter(range(10_000)), {}, 100.0, {}
     for step, ident, later_s, use in steps:
-        now_s += later_s
         if step in ("add", "touch"):
-            if not later_s and use.position >= last:
-                now_s += 0.5
-            last = use.position
+            kind = (use.workload, use.turn, step)
+            later_s = later_s or 0.5 * (use.position >= last.get(kind, math.inf))
+            last = ({} if later_s else last) | {kind: use.position}
         elif later_s:
-            last = math.inf
+            last = {}
+        now_s += later_s
         if step == "add" and ident not in there:
             there[ident] = next(numbers)
             usage = Usage(100 + ident, now_s, now_s, 0, ident, use)
@@ -210,6 +211,18 @@ def test_workload_keeps_the_class_that_comes_back():
     policy.add(1, Usage(1, 10.0, 10.0, 0, 1, Use("chat", 1)))
     policy.add(2, Usage(1, 5.0, 5.0, 0, 2, Use("chat", 2)))  # older, and likelier
     assert policy.pop(10.0)[0] == 1
+
+
+@pytest.mark.parametrize("blocks", [[(1, 3), (2, 9)], [(2, 9), (1, 3)]])
+def test_of_equally_likely_blocks_of_two_classes_the_later_position_goes(blocks):
+    policy, model = PAIRS["workload"]()
+    for block, (turn, position) in enumerate(blocks):
+        usage = Usage(1, 10.0, 10.0, 0, block, Use("file", turn, position, 10))
+        for each in (policy, model):
+            each.add(block, usage)
+    popped = policy.pop(12.0)
+    assert popped == model.pop(12.0)
+    assert popped[1].use.position == 9
 
 
 def test_cake_gives_up_heads_where_compute_is_ahead_of_the_link():

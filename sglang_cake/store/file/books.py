@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just opened
 RECLAIM_EVERY_S = 60.0
+AHEAD_AT_ONCE_BYTES = (
+    16 << 20
+)  # of room made ahead; then puts that wait for the policy get in between
 FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
 MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
 # The last one is an error in what we ask: our own tables gave no cause for one when it was opened.
@@ -160,9 +163,15 @@ class Books:
             if not knows_all:
                 self._wake.set()  # to go on at once; until then no room is made ahead
                 return
-            ahead_bytes = self._room.ahead_bytes(index)
-            if ahead_bytes:
-                self._room.make(index, ahead_bytes)
+            self._make_ahead(index)
+
+    def _make_ahead(self, index: BlockIndex) -> None:
+        ahead_bytes = self._room.ahead_bytes(index)
+        while ahead_bytes > 0 and not self._closing.is_set():
+            freed_bytes = self._room.make(index, min(ahead_bytes, AHEAD_AT_ONCE_BYTES))
+            if not freed_bytes:
+                return
+            ahead_bytes -= freed_bytes
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error."""
