@@ -1,13 +1,16 @@
 # `make demo` on a fresh machine sets everything up and shows what the package does.
 #   make demo MODEL=/path/to/model ARGS="--repeats 5"
 #   make test ARGS="tests/test_ideal.py"
-.PHONY: setup test lint demo bench clean
+.PHONY: setup setup-tests test lint demo bench clean
 .DEFAULT_GOAL := demo
 
 setup:
 	@.ci/setup
 
-test: setup
+setup-tests:
+	@.ci/setup-tests
+
+test: setup setup-tests
 	.venv/bin/python -m pytest -v $(ARGS)
 
 lint: setup

@@ -8,6 +8,7 @@ MLA one latent plane a layer.
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 DTYPE_BYTES = {
@@ -24,33 +25,40 @@ MAX_LAYERS = 4096
 MAX_BLOCK_BYTES = 2**34
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockLayout:
-    """Shape of a block; part of the namespace, and written into every block header."""
+    """Shape of a block; part of the namespace, and written into every block header.
+
+    What follows from the fields is worked out once: it is asked for several times a block.
+    """
 
     layers: int
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # planes of one layer: (name, shape of a token)
     dtype: str  # a key of DTYPE_BYTES
     block_tokens: int
 
-    @property
+    @cached_property
     def plane_token_bytes(self) -> tuple[int, ...]:
         """Bytes of one token in each plane, in block order (`layers * len(parts)` entries)."""
         size = DTYPE_BYTES[self.dtype]
         return tuple(math.prod(shape) * size for _, shape in self.parts) * self.layers
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all planes."""
         return sum(self.plane_token_bytes)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:
         """Canonical JSON: equal layouts give equal text."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return json.dumps(
             {
                 "layers": self.layers,

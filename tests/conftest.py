@@ -1,5 +1,9 @@
 """Settings for all tests."""
 
+import os
+import re
+
+import pytest
 from hypothesis import settings
 
 # How long an example takes says more about the machine than about the code.
@@ -9,3 +13,28 @@ settings.load_profile("default")
 # `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py
 # tests/store/http/test_http_hostile.py` looks for hours.
 settings.register_profile("hours", max_examples=100_000, print_blob=True)
+
+# .ci/run sets it where all of .ci/packages is installed: a test that finds something missing is a
+# failure then, and no reason to skip it. Without a GPU, where nothing may be mounted, or where
+# something is certain in one mode only, tests are skipped as ever.
+NO_SKIPS = "CAKE_NO_SKIPS"
+MISSING = re.compile(r"not installed|cannot be loaded|could not import")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _judged((yield))
+
+
+def _judged(report):
+    """A report of a test, or of a file of tests, that was skipped because something is missing."""
+    if os.environ.get(NO_SKIPS) == "1" and report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if MISSING.search(reason):
+            report.outcome, report.longrepr = "failed", f"{NO_SKIPS}=1, and {reason}"
+    return report

@@ -251,9 +251,11 @@ class Engine:
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         for turn in itertools.count():
             store = self._store
-            stats = None if store is None or metrics is None else await _stats(store)
-            if store is not None and stats is not None and metrics is not None:
-                metrics.publish(store, stats)
+            if store is not None and metrics is not None:
+                metrics.publish_events(store)
+                stats = await _stats(store)
+                if stats is not None:
+                    metrics.publish(store, stats)
             if turn % REMEMBER_TURNS == REMEMBER_TURNS - 1:
                 await asyncio.to_thread(self._remember)
             await asyncio.sleep(STATS_EVERY_S)

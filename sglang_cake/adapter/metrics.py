@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.read.cost import Costs
 from sglang_cake.store.base import Store, StoreStats, TierStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.tiers.tier import TierCounts
 
@@ -188,6 +189,20 @@ class StoreMetrics:
             for policy in POLICIES:
                 counter.labels(**labels, policy=policy)
         self._seen: tuple[Store | None, dict[str, int]] = (None, {})
+        self._events = Counter(
+            "sglang:cake_store_events_total",
+            "What happened between this process and a store behind HTTP, by name.",
+            [*names, "event"],
+        )
+        self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})
+
+    def publish_events(self, store: Store) -> None:
+        """What the store counts itself, also while it does not answer. Every name is there from
+        the first time on, at zero."""
+        before = self._seen_events[1] if self._seen_events[0] is store else {}
+        self._seen_events = (store, dict(events_of(store)))
+        for name, count in self._seen_events[1].items():
+            self._events.labels(**self._labels, event=name).inc(count - before.get(name, 0))
 
     def publish(self, store: Store, stats: StoreStats) -> None:
         """Args: store: who said so; another one counts from zero."""

@@ -166,12 +166,12 @@ class BlockFrame:
         """Of the namespace."""
         return self.namespace.digest()
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes that `Store.put` takes and `Store.get_into` fills; at most, if that `varies`."""
         return self.layout.block_bytes + self.added_bytes
 
-    @property
+    @cached_property
     def framed_bytes(self) -> int:
         """Bytes of a block as it is stored, header and payload; at most, if that `varies`."""
         return HEADER_BYTES + self.payload_bytes
@@ -189,7 +189,7 @@ class BlockFrame:
         """Whether a block as it is stored may have so many bytes."""
         return self.takes(framed_bytes - HEADER_BYTES)
 
-    @property
+    @cached_property
     def _possible(self) -> range:
         return range(1 if self.varies else self.payload_bytes, self.payload_bytes + 1)
 

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -23,6 +23,7 @@ from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.open import open_store
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
@@ -138,6 +139,9 @@ class EncodedStore:
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
         return self._inner.list_blocks()
+
+    def events(self) -> Mapping[str, int]:
+        return events_of(self._inner)
 
     async def stats(self) -> StoreStats:
         return await self._inner.stats()

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 
 
@@ -67,6 +68,9 @@ class PacedStore:
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
         return self._inner.list_blocks()
+
+    def events(self) -> Mapping[str, int]:
+        return events_of(self._inner)
 
     async def stats(self) -> StoreStats:
         return await self._inner.stats()

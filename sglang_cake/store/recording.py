@@ -6,12 +6,13 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
 
@@ -85,6 +86,9 @@ class RecordingStore:
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
         return self._inner.list_blocks()
+
+    def events(self) -> Mapping[str, int]:
+        return events_of(self._inner)
 
     async def stats(self) -> StoreStats:
         return await self._inner.stats()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from sglang_cake.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.key_file import read_key_file
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.threads import check_stop, run_stoppable
@@ -118,6 +119,9 @@ class SealedStore:
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
         return self._inner.list_blocks()
+
+    def events(self) -> Mapping[str, int]:
+        return events_of(self._inner)
 
     async def stats(self) -> StoreStats:
         return await self._inner.stats()

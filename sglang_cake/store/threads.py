@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any, TypeVar
 
 from sglang_cake.errors import StoreUnavailable
@@ -35,24 +35,37 @@ async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) ->
         queued = pool.submit(work, stop)
     except RuntimeError as error:  # shut down
         raise StoreUnavailable(f"the store is closed ({error})") from error
-    running = asyncio.wrap_future(queued)
     try:
-        # `wait` and not a plain `await`, which would cancel `running` and lose sight of the thread.
-        await asyncio.wait((running,))
+        await _end_of(queued)
     except asyncio.CancelledError:
         stop.set()
         queued.cancel()
-        await _until_done(running)
+        while not queued.done():  # however often the task is cancelled meanwhile
+            with contextlib.suppress(asyncio.CancelledError):
+                await _end_of(queued)
         raise
-    if running.cancelled():
-        raise StoreUnavailable("the store was closed while the call was waiting")
-    return running.result()
+    try:
+        return queued.result()
+    except CancelledError:
+        raise StoreUnavailable("the store was closed while the call was waiting") from None
 
 
-async def _until_done(running: "asyncio.Future[Any]") -> None:
-    """Wait for the thread however often the task is cancelled meanwhile."""
-    while not running.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait((running,))
-    if not running.cancelled():
-        running.exception()  # fetched, or asyncio would log it as forgotten
+def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":
+    """Done when `queued` is; to cancel it changes nothing for `queued`.
+
+    A call of the loop, once: `asyncio.wrap_future` and `wait` cost several times that, which is
+    much of what reading a small block takes.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def tell(_: "Future[Any]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(wake)
+
+    queued.add_done_callback(tell)
+    return ended

@@ -1,6 +1,7 @@
 """What SGLang's `/metrics` says of the store, its tiers and its codecs."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -10,10 +11,14 @@ from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 from sglang_cake.store.base import EvictionCounts, StoreStats
+from sglang_cake.store.encoded import open_blocks
 from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.recording import RecordingStore
+from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.tiers.store import TieredStore
 from sglang_cake.testing.faulty import PassingStore
-from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
+from sglang_cake.testing.server import free_port
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 LABELS = {"model": "m"}
 COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
@@ -112,3 +117,39 @@ def test_every_counter_is_there_from_the_start_and_follows_what_happens():
     assert sample(registry, "fallback_total", side="load") == 1
     assert sample(registry, "unstored_blocks_total", reason="full") == 1
     assert sample(registry, "unstored_blocks_total", reason="queue_full") == 0
+
+
+def test_what_an_http_store_goes_through_is_counted_also_while_it_is_down(metrics, tmp_path):
+    """Behind everything that may stand before it: tiers, a link of limited bandwidth, encryption,
+    a codec."""
+    store_metrics, registry = metrics
+
+    def of(event):
+        return sample(registry, "store_events_total", event=event)
+
+    key = tmp_path / "key"
+    key.write_text("ab" * 32 + "\n")
+    key.chmod(0o600)
+    down = f"http://127.0.0.1:{free_port()}?bandwidth=1GB/s&key_file={key}"
+    near = f"file://{tmp_path}/near?min_free=0"
+
+    async def use(url):
+        sources = parse_sources(url)
+        store = open_blocks(sources, FRAME.namespace, LAYOUT, codec="zstd", depth=2)
+        store = RecordingStore(store, None)  # it writes nothing here
+        store_metrics.publish_events(store)
+        assert of("hedges") == of("timeouts") == 0  # from the start
+        before = of("retries"), of("breaker_openings")
+        for _ in range(4):
+            with contextlib.suppress(StoreUnavailable):
+                await store.contains([key_of("a")])
+        for _ in range(2):  # nothing is counted twice
+            store_metrics.publish_events(store)
+        assert of("retries") > before[0]
+        assert of("breaker_openings") == before[1] + 1
+        await store.close()
+
+    asyncio.run(use(down))
+    asyncio.run(use(f"{near},{down}"))
+    store_metrics.publish_events(MemoryStore())  # counts nothing
+    assert of("breaker_openings") == 2  # a counter never goes back

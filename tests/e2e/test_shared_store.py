@@ -5,56 +5,107 @@ Blocks are stored with the codec that keeps every bit, so that it is seen to.
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, VOCAB, Live, Start, StoreView, assert_same, until
+import requests
+from live import (
+    BLOCK,
+    DEADLINE_S,
+    VOCAB,
+    Answer,
+    Asking,
+    Live,
+    Start,
+    StoreView,
+    assert_same,
+    until,
+)
 
 from sglang_cake.codec.frame import HEADER_BYTES, read_header
 
+KEY = {"Authorization": "Bearer for-admins"}
+FLAGS = (
+    *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
+    *("--cake-codec", "zstd"),
+)
+
+
+class SharedStore:
+    """`sglang-cake store serve`, always on the same port."""
+
+    def __init__(self, root: Path) -> None:
+        self.view, self._port = StoreView(root), "0"
+        self.start()
+
+    def start(self) -> None:
+        serve = [sys.executable, "-m", "sglang_cake", "store", "serve"]
+        self._process = subprocess.Popen(
+            [
+                *(*serve, "--root", str(self.view.root), "--port", self._port),
+                *("--capacity", "1GB", "--min-free", "0"),
+            ],
+            stdout=subprocess.PIPE,
+            env=os.environ,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().split()[-1]
+        self._port = self.url.rpartition(":")[2]
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to all of its processes."""
+        pid = self._process.pid
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for one in (pid, *map(int, workers)):
+            os.kill(one, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        self._process.wait(60)
+
+    def stop(self) -> int:
+        self._process.terminate()
+        return self._process.wait(60)
+
 
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[tuple[str, StoreView]]:
-    """A store server and its folder."""
-    root = folder / "shared"
-    command = [sys.executable, "-m", "sglang_cake", "store", "serve", "--root", str(root)]
-    process = subprocess.Popen(
-        [*command, "--capacity", "1GB", "--min-free", "0", "--port", "0"],
-        stdout=subprocess.PIPE,
-        env=os.environ,
-        text=True,
-    )
+def shared(folder: Path) -> Iterator[SharedStore]:
+    store = SharedStore(folder / "shared")
     try:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[-1], StoreView(root)
+        yield store
     finally:
-        process.terminate()
-        assert process.wait(60) == 0
+        assert store.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def one(start: Start, models: dict[str, Path], folder: Path, shared: SharedStore) -> Iterator[Live]:
+    """A server whose second tier is the shared store."""
+    flags = (*FLAGS, "--cake-mode", "both", "--enable-metrics", "--admin-api-key", "for-admins")
+    with start(models["first"], flags, store=folder / "tier-a", urls=[shared.url]) as live:
+        yield live
 
 
 def test_a_server_loads_what_another_has_computed(
-    start: Start, models: dict[str, Path], folder: Path, shared: tuple[str, StoreView], plain: Live
+    start: Start,
+    models: dict[str, Path],
+    folder: Path,
+    shared: SharedStore,
+    one: Live,
+    plain: Live,
 ) -> None:
-    url, central = shared
     source = random.Random(11)
     ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
-    flags = (
-        *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
-        *("--cake-codec", "zstd"),
-    )
+    assert_same(one.ask(ids), plain.know(ids))
+    for file in shared.view.until_stored(ids):  # written down in the background
+        assert read_header(file.read_bytes()[:HEADER_BYTES]).codec == "zstd"
 
     with start(
-        models["first"], (*flags, "--cake-mode", "both"), store=folder / "tier-a", urls=[url]
-    ) as one:
-        assert_same(one.ask(ids), plain.know(ids))
-        for file in central.until_stored(ids):  # written down in the background
-            assert read_header(file.read_bytes()[:HEADER_BYTES]).codec == "zstd"
-
-    with start(
-        models["first"], (*flags, "--cake-mode", "load"), store=folder / "tier-b", urls=[url]
+        models["first"], (*FLAGS, "--cake-mode", "load"), store=folder / "tier-b", urls=[shared.url]
     ) as two:
         answer = two.ask(ids)
         assert_same(answer, plain.know(ids))
@@ -64,6 +115,59 @@ def test_a_server_loads_what_another_has_computed(
         two.flush()
         assert two.ask(ids).loaded == 12 * BLOCK
         until(lambda: len(two.store.blocks()) == 12, "read twice: moved up")
+
+
+def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
+    shared: SharedStore, one: Live, plain: Live
+) -> None:
+    """With the HTTP store alone, no tier before it. Each time it is used again once it is well."""
+    source = random.Random(13)
+    ids = [source.randrange(VOCAB) for _ in range(16 * BLOCK + 5)]
+    url = f"{shared.url}?bandwidth=10MB/s"
+    swapped = requests.put(
+        one.url + "/cake/store", headers=KEY, json={"store": url}, timeout=DEADLINE_S
+    )
+    assert swapped.status_code == 200, swapped.text
+
+    def flush() -> None:
+        flushing = f"{one.url}/flush_cache?timeout={DEADLINE_S}"
+        assert requests.post(flushing, headers=KEY, timeout=DEADLINE_S).status_code == 200
+
+    def again() -> Answer:
+        flush()
+        answer = one.ask(ids)
+        assert_same(answer, plain.know(ids))
+        return answer
+
+    def failures() -> float:
+        return one.metric("store_events_total", event="failures")
+
+    again()
+    files = shared.view.until_stored(ids)
+    until(lambda: again().loaded > 0, "the store is used")
+    assert failures() == 0
+
+    flush()
+    loading = Asking(one, ids, rid="stopped while it loads")
+    loading.until("land")
+    shared.send(signal.SIGSTOP)
+    assert_same(loading.answer(), plain.know(ids))
+    assert again().loaded == 0  # stopped: whatever the answer is made of was computed
+    shared.send(signal.SIGCONT)
+    until(lambda: again().loaded > 0, "it is used again")
+
+    shared.kill()
+    assert again().loaded == 0
+    until(lambda: failures() > 0, "that it is down is counted")
+    shared.start()
+    until(lambda: again().loaded > 0, "it is used again")
+
+    for file in files:
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    until(lambda: again() and any(map(shared.view.set_aside, files)), "a lie is found out")
+    until(lambda: one.metric("store_events_total", event="corrupt") > 0, "and counted")
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")

@@ -1,15 +1,16 @@
 """What requests bring to the server, within bounds of size and time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
 PIECE_BYTES = 1 << 20
-# A transfer may take this long, and a second for each of these bytes. Slower ones would hold
-# connections, and puts their places, for ever.
-GRACE_S = 30.0
-SLOWEST_BYTES_PER_S = 10**6
+# A transfer may take as long as it likes, if so many bytes of it (or what is left) move within so
+# many seconds: below 9 KB/s, connections and places of puts would be held for next to nothing.
+STUCK_S = 30.0
+FLOOR_BYTES = 1 << 18
 
 
 class Refused(Exception):
@@ -20,9 +21,23 @@ class Refused(Exception):
         self.status, self.headers = status, headers
 
 
-def time_limit_s(size_bytes: int) -> float:
-    """How long `size_bytes` may take to come or go."""
-    return GRACE_S + size_bytes / SLOWEST_BYTES_PER_S
+@contextlib.asynccontextmanager
+async def while_it_moves() -> AsyncIterator[Callable[[int], None]]:
+    """A time limit of STUCK_S for what is inside, put off whenever FLOOR_BYTES more have moved; it
+    is told of bytes that did. Raises: TimeoutError."""
+    loop = asyncio.get_running_loop()
+    moved_bytes = 0
+
+    def moved(count: int) -> None:
+        nonlocal moved_bytes
+        moved_bytes += count
+        if moved_bytes >= FLOOR_BYTES:
+            moved_bytes = 0
+            if not limit.expired():
+                limit.reschedule(loop.time() + STUCK_S)
+
+    async with asyncio.timeout(STUCK_S) as limit:
+        yield moved
 
 
 def wanted_slice(request: web.BaseRequest) -> slice | None:
@@ -44,10 +59,16 @@ async def accept_body(request: web.BaseRequest) -> None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def read_pieces(request: web.BaseRequest) -> AsyncIterator[bytearray]:
-    """The body, in pieces of PIECE_BYTES or a little more; only the last is shorter."""
+async def read_pieces(
+    request: web.BaseRequest, moved: Callable[[int], None]
+) -> AsyncIterator[bytearray]:
+    """The body, in pieces of PIECE_BYTES or a little more; only the last is shorter.
+
+    Args: moved: told of bytes that have come.
+    """
     piece = bytearray()
     async for data in request.content.iter_any():
+        moved(len(data))
         piece += data
         if len(piece) >= PIECE_BYTES:
             yield piece
@@ -64,5 +85,5 @@ async def read_body(request: web.BaseRequest, at_most: int) -> bytes:
     if size > at_most:
         raise Refused(413, f"at most {at_most} bytes")
     await accept_body(request)
-    async with asyncio.timeout(time_limit_s(size)):
-        return await request.content.read()
+    async with while_it_moves() as moved:
+        return b"".join([bytes(piece) async for piece in read_pieces(request, moved)])

@@ -59,6 +59,10 @@ class HttpStore:
         """What happened so far."""
         return self._wire.counters
 
+    def events(self) -> dict[str, int]:
+        """As in `Counting`."""
+        return self._wire.counters.events()
+
     def _forget_server(self) -> None:
         self._plain, self._claimed = None, False
 

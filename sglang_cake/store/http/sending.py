@@ -1,66 +1,128 @@
 """From the page cache to a socket, without the bytes ever coming into this process."""
 
 import asyncio
-import contextlib
 import errno
 import io
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from sglang_cake.store.threads import check_stop
 
 COLD_PIECE_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16  # of a block, that may be copied and wait in memory
+TLS_PIECE_BYTES = 1 << 18  # encrypted in one go, and seen as progress when it has left
+CUT_SHORT = "the file was cut short"
 
 
-@contextlib.contextmanager
-def in_one_go(transport: asyncio.BaseTransport | None) -> Iterator[None]:
-    """What is sent inside leaves in whole packets. A header that goes ahead of its block would wake
-    the reader for nothing."""
-    connection = None if transport is None else transport.get_extra_info("socket")
-    if connection is None or not hasattr(socket, "TCP_CORK"):  # not Linux
-        yield
-        return
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # closed
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+def send_at_once(transport: asyncio.Transport, head: bytes, fd: int, start: int, count: int) -> int:
+    """Send `head`, and as many of `count` bytes of the file as the connection takes now; returns
+    how many, often all. None over TLS, or while others wait to be sent.
 
-
-def send_at_once(transport: asyncio.Transport, fd: int, start: int, count: int) -> int:
-    """Send as many of `count` bytes of the file as the connection takes now; often all. None over
-    TLS, or while others wait to be sent.
-
-    `loop.sendfile`, which takes care of all that, costs more than sending 1 MiB.
     Raises: OSError.
     """
     if transport.get_extra_info("sslcontext") or transport.get_write_buffer_size():
+        transport.write(head)
+        return 0
+    to = transport.get_extra_info("socket").fileno()
+    left = head[_send_more(to, head) :]
+    if left:
+        transport.write(left)
         return 0
     try:
-        return os.sendfile(transport.get_extra_info("socket").fileno(), fd, start, count)
+        return os.sendfile(to, fd, start, count)
     except BlockingIOError:
         return 0
 
 
-async def send_rest(transport: asyncio.Transport, fd: int, start: int, count: int) -> None:
+def _send_more(to: int, head: bytes) -> int:
+    """Send what waits for the bytes behind it: a packet of its own would wake the reader for
+    nothing. Returns how many bytes. Raises: OSError."""
+    # Asyncio hands out no socket that sends; of one of our own, the descriptor is only lent.
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, to)
+    try:
+        return connection.send(head, socket.MSG_MORE)
+    except BlockingIOError:
+        return 0
+    finally:
+        connection.detach()
+
+
+async def send_rest(
+    transport: asyncio.Transport, fd: int, start: int, count: int, moved: Callable[[int], None]
+) -> None:
     """Send `count` bytes of the file; over TLS they do come by, to be encrypted.
 
     A connection often takes all of a block at once but for a few KB. These are copied and left to
     the transport: to wait for room, and to send them from the file, takes longer.
+
+    Args: moved: told of bytes that have left.
     Raises: OSError, RuntimeError when the connection ends before.
     """
-    if count <= TAIL_BYTES:
-        tail = os.pread(fd, count, start)
-        if len(tail) < count:
-            raise OSError(errno.EIO, "the file was cut short")
-        transport.write(tail)
-        return
-    with io.FileIO(fd, closefd=False) as file:
-        await asyncio.get_running_loop().sendfile(transport, file, start, count)
+    if transport.get_extra_info("sslcontext") or transport.get_write_buffer_size():
+        loop = asyncio.get_running_loop()
+        with io.FileIO(fd, closefd=False) as file:
+            while count > TAIL_BYTES:
+                piece = min(count, TLS_PIECE_BYTES)
+                if await loop.sendfile(transport, file, start, piece) < piece:
+                    raise OSError(errno.EIO, CUT_SHORT)
+                moved(piece)
+                start, count = start + piece, count - piece
+    elif count > TAIL_BYTES:
+        sent = await _send_as_room_comes(transport, fd, start, count, moved)
+        start, count = start + sent, count - sent
+    if count:
+        transport.write(_read_exactly(fd, start, count))
+
+
+async def _send_as_room_comes(
+    transport: asyncio.Transport, fd: int, start: int, count: int, moved: Callable[[int], None]
+) -> int:
+    """Send all but TAIL_BYTES at most; returns how many bytes.
+
+    `loop.sendfile` has the event loop watch the connection anew for every piece.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        if ended.done():  # given up a moment ago
+            return
+        try:
+            piece = os.sendfile(to, fd, start + sent, count - sent)
+            if not piece:
+                raise OSError(errno.EIO, CUT_SHORT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            loop.remove_writer(to)
+            ended.set_exception(error)
+            return
+        sent += piece
+        moved(piece)
+        if count - sent <= TAIL_BYTES:
+            loop.remove_writer(to)
+            ended.set_result(None)
+
+    # A descriptor of our own: the transport's is watched by itself, and closed at its pleasure.
+    to = os.dup(transport.get_extra_info("socket").fileno())
+    try:
+        loop.add_writer(to, send)
+        await ended
+    finally:
+        loop.remove_writer(to)
+        os.close(to)
+    return sent
+
+
+def _read_exactly(fd: int, start: int, count: int) -> bytes:
+    data = os.pread(fd, count, start)
+    if len(data) < count:
+        raise OSError(errno.EIO, CUT_SHORT)
+    return data
 
 
 def is_cached(fd: int, start: int, stop: int) -> bool:

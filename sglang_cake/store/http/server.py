@@ -15,7 +15,7 @@ from sglang_cake.store.base import EVICTION_COUNTS, BlockInfo, EvictionCounts, S
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.auth import Gate
-from sglang_cake.store.http.bodies import GRACE_S, Refused, read_body
+from sglang_cake.store.http.bodies import STUCK_S, Refused, read_body
 from sglang_cake.store.http.metrics import metrics_text
 from sglang_cake.store.http.protocol import Kind, Target
 from sglang_cake.store.http.server_blocks import BlockService
@@ -181,7 +181,7 @@ class StoreServer:
         await response.prepare(request)
         try:
             while batch:
-                async with asyncio.timeout(GRACE_S):
+                async with asyncio.timeout(STUCK_S):
                     await response.write(b"".join(map(protocol.write_block_line, batch)))
                 batch = await run_stoppable(self._blocks.readers, some)
         except (StoreUnavailable, OSError) as error:

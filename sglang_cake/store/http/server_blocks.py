@@ -18,14 +18,15 @@ from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.file.blockfile import NewFile
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.http import protocol
+from sglang_cake.store.http.answer import SentAnswer, head_of
 from sglang_cake.store.http.bodies import (
     Refused,
     accept_body,
     read_pieces,
-    time_limit_s,
     wanted_slice,
+    while_it_moves,
 )
-from sglang_cake.store.http.sending import in_one_go, is_cached, read_in, send_at_once, send_rest
+from sglang_cake.store.http.sending import is_cached, read_in, send_at_once, send_rest
 from sglang_cake.store.http.tally import Row
 from sglang_cake.store.threads import check_stop, run_stoppable
 
@@ -104,25 +105,24 @@ class BlockService:
         counts = request.method == "GET" and not told_so
         async with entered(pool, self._folder.reading(digest, key, counts=counts)) as fd:
             size = os.fstat(fd).st_size
-            response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
-            response.content_type = protocol.BLOCK_TYPE
+            status, fields = 200, {"Accept-Ranges": "bytes", "Content-Type": protocol.BLOCK_TYPE}
             start, stop = 0, size
             if (asked := wanted_slice(request)) is not None:
                 start, stop, _ = asked.indices(size)
                 if start >= stop:
                     raise Refused(416, "no such bytes", {"Content-Range": f"bytes */{size}"})
-                response.set_status(206)
-                response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-            response.content_length = stop - start
-            if request.method == "GET" and stop > start:
-                with in_one_go(request.transport):
-                    await response.prepare(request)
-                    await self._send(request, fd, start, stop - start)
-            else:
-                await response.prepare(request)
-            return response
+                status, fields["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
+            fields["Content-Length"] = str(stop - start)
+            if request.method == "HEAD" or start == stop:
+                return web.StreamResponse(status=status, headers=fields)
+            keep_alive = request.keep_alive
+            head = head_of(status, fields, keep_alive=keep_alive)
+            await self._send(request, head, fd, start, stop - start)
+            return SentAnswer(status, keep_alive=keep_alive)
 
-    async def _send(self, request: web.BaseRequest, fd: int, start: int, count: int) -> None:
+    async def _send(
+        self, request: web.BaseRequest, head: bytes, fd: int, start: int, count: int
+    ) -> None:
         """Whoever reads the bytes checks them. A send that fails ends the connection."""
         transport = request.transport
         if transport is None:
@@ -131,10 +131,10 @@ class BlockService:
             if not is_cached(fd, start, start + count):
                 work = functools.partial(read_in, fd, start, start + count)
                 await run_stoppable(self.readers, work)
-            sent = send_at_once(transport, fd, start, count)
+            sent = send_at_once(transport, head, fd, start, count)
             if sent < count:
-                async with asyncio.timeout(time_limit_s(count)):
-                    await send_rest(transport, fd, start + sent, count - sent)
+                async with while_it_moves() as moved:
+                    await send_rest(transport, fd, start + sent, count - sent, moved)
             self._counts["sent_bytes"] += count
         except (OSError, RuntimeError):  # RuntimeError: the transport is closing
             transport.abort()
@@ -153,8 +153,7 @@ class BlockService:
             async with entered(self._writers, self._writing(digest, key, size)) as file:
                 if file is None:
                     return web.Response(status=204)
-                async with asyncio.timeout(time_limit_s(size)):
-                    await self._take(request, PassingBlock(digest, key, size), file)
+                await self._take(request, PassingBlock(digest, key, size), file)
             return web.Response(status=201)
         finally:
             self._counts["puts"] -= 1
@@ -169,9 +168,10 @@ class BlockService:
             file.commit(stop)
 
         await accept_body(request)
-        async for piece in read_pieces(request):
-            self._counts["received_bytes"] += len(piece)
-            await run_stoppable(self._writers, functools.partial(keep, piece))
+        async with while_it_moves() as moved:
+            async for piece in read_pieces(request, moved):
+                self._counts["received_bytes"] += len(piece)
+                await run_stoppable(self._writers, functools.partial(keep, piece))
         await run_stoppable(self._writers, commit)
 
     async def check(self, digest: Digest, key: BlockKey) -> web.Response:

@@ -6,7 +6,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn, TypeVar
 
 import aiohttp
@@ -45,6 +45,10 @@ class HttpCounters:
     corrupt: int = 0
     sent_bytes: int = 0  # of blocks
     received_bytes: int = 0  # of blocks
+
+    def events(self) -> dict[str, int]:
+        """All of it but the bytes."""
+        return {name: n for name, n in asdict(self).items() if not name.endswith("_bytes")}
 
 
 @dataclass(frozen=True, slots=True)

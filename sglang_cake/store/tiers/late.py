@@ -1,12 +1,13 @@
 """A store that could not be opened yet: a disk that is not mounted, at the start of a server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 
 
@@ -40,6 +41,9 @@ class LateStore:
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         async for block in (await self._opened()).list_blocks():
             yield block
+
+    def events(self) -> Mapping[str, int]:
+        return events_of(self._store)
 
     async def stats(self) -> StoreStats:
         return await (await self._opened()).stats()

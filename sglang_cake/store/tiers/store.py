@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
+from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.tiers.choice import quickest, soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
@@ -183,6 +185,13 @@ class TieredStore:
                 failure = error
         if failure is not None:
             raise failure
+
+    def events(self) -> Mapping[str, int]:
+        """As in `Counting`, summed over the tiers."""
+        total: Counter[str] = Counter()
+        for tier in self._tiers:
+            total.update(events_of(tier.store))
+        return total
 
     async def stats(self) -> StoreStats:
         """Bytes are summed over the tiers that know them. How many blocks that makes is unknown:

@@ -186,7 +186,7 @@ def make_certificate(folder):
     """A self-signed certificate for 127.0.0.1; it is its own CA."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
+        pytest.skip("openssl is not installed: apt-get install openssl")
     command = [
         *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
         *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),

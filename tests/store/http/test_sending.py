@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from sglang_cake.store.threads import Stopped
 from sglang_cake.testing.store_contract import key_of
 
 DATA = os.urandom(3 << 20)
+HEAD = b"the head\r\n\r\n"
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_reading_in_stops_when_told_to(fd):
 @pytest.mark.parametrize(("start", "count"), [(0, len(DATA)), (4097, 1 << 20), (7, 1)])
 def test_a_slow_reader_gets_every_byte(fd, start, count):
     """More than a socket takes at once, so that both ways of sending have their part."""
-    got = bytearray()
+    got, moved = bytearray(), []
 
     class Sink(asyncio.Protocol):
         def connection_made(self, transport):
@@ -64,15 +66,59 @@ def test_a_slow_reader_gets_every_byte(fd, start, count):
         server = await loop.create_server(Sink, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", port)
-        sent = send_at_once(transport, fd, start, count)
+        sent = send_at_once(transport, HEAD, fd, start, count)
         if sent < count:
-            await send_rest(transport, fd, start + sent, count - sent)
-        await until(lambda: len(got) >= count)
+            await send_rest(transport, fd, start + sent, count - sent, moved.append)
+        await until(lambda: len(got) >= len(HEAD) + count)
         transport.close()
         server.close()
 
     asyncio.run(main())
-    assert got == DATA[start : start + count]
+    assert got == HEAD + DATA[start : start + count]
+    assert sum(moved) <= count
+
+
+@pytest.mark.parametrize("how", ["hangs up", "is given up"])
+def test_a_send_that_ends_early_leaves_nothing_open(fd, how):
+    """The peer closes, or the sender is cancelled, while the connection takes no more."""
+
+    class Sink(asyncio.Protocol):
+        def connection_made(self, transport):
+            transport.pause_reading()
+            peers.append(transport)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(Sink, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", port)
+        await until(lambda: peers)
+        # So little that it waits for room, whatever the machine's settings.
+        to = transport.get_extra_info("socket")
+        to.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        peers[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        open_before = len(os.listdir("/proc/self/fd"))
+        sent = send_at_once(transport, HEAD, fd, 0, len(DATA))
+        rest = send_rest(transport, fd, sent, len(DATA) - sent, lambda count: None)
+        sending = asyncio.create_task(rest)
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) == open_before + 1
+        if how == "hangs up":
+            peers[0].abort()
+            with pytest.raises(ConnectionError):
+                await sending
+        else:
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            peers[0].abort()
+            await until(transport.is_closing)
+        transport.abort()
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before - 2)
+        server.close()
+
+    peers = []
+    asyncio.run(main())
 
 
 def test_a_cold_block_is_sent_whole(tmp_path):
