@@ -89,3 +89,38 @@ def test_who_has_a_priority_gives_way_to_nobody_below(
     assert first.answer().tokens == plain.know(stored).tokens
     assert other.answer().tokens == plain.know(long).tokens
     assert "yield" not in [event["event"] for event in live.events("first")]
+
+
+@pytest.fixture(scope="module")
+def ordered(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
+    """In SGLang's order; the link is quick, so that compute often has nothing to do but to wait."""
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "24000", "--cake-mode", "both"),
+        *("--cake-priority", "fcfs"),
+    )
+    store = folder / "store-turns-fcfs"
+    with start(models["first"], flags, store=store, bandwidth="8MB/s") as live:
+        yield live
+
+
+def test_the_device_is_left_to_others_while_a_prompt_only_waits(
+    ordered: Live, plain: Live, prompt: Make
+) -> None:
+    stored = [prompt(8 * CHUNK + 7 + i) for i in range(4)]
+    others = [prompt(n) for n in (2 * CHUNK, 100, CHUNK + 50, 300, 3 * CHUNK)]
+    for ids in stored:
+        ordered.keep(ids)
+    ordered.flush()
+    asked = [
+        Asking(ordered, ids, rid=f"asked-{i}", return_logprob=False)
+        for i, ids in enumerate([*stored, *others, *others])
+    ]
+    answers = [asking.answer() for asking in asked]
+    for answer, ids in zip(answers, [*stored, *others, *others], strict=True):
+        assert answer.tokens == plain.know(ids).tokens
+    yields = sum(
+        event["event"] == "yield" for asking in asked for event in ordered.events(asking.rid)
+    )
+    print("YIELDS", yields)
+    assert yields
+    ordered.flush()  # and SGLang's books balance
