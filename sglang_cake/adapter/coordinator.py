@@ -268,7 +268,7 @@ class Coordinator:
             self._loader.fence(restore.ticket, meet.blocks)
             meet.give_up()
         else:
-            restore.keep = step.keep
+            restore.keep_from(step.keep)
             self._loader.keep(restore.ticket, step.keep)
         return step
 
@@ -285,6 +285,10 @@ class Coordinator:
     def racing(self, rid: str) -> bool:
         """Whether some of this request's KV is still to come from the store."""
         return (live := self._restores.get(rid)) is not None and live.known and live.meet.racing
+
+    def loads(self, rid: str) -> bool:
+        """Whether some of this request's KV came from the store, or is still to come."""
+        return (live := self._restores.get(rid)) is not None and (live.begun or self.racing(rid))
 
     def idle(self, rid: str) -> bool:
         """Whether the request would leave the device alone, were it its turn."""

@@ -9,7 +9,7 @@ import torch
 
 from sglang_cake.keys import KeyChain
 from sglang_cake.read.cost import Costs, LoadCost
-from sglang_cake.read.meet import Meet
+from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.plan import Mode, Progress, Step, next_step
 from sglang_cake.read.share import Claimant
 from sglang_cake.read.staging import StagedBlock
@@ -93,6 +93,14 @@ class Restore:
         if self.meet.island() is not None:
             return False  # it joins the tree when it is its turn
         return self.next_step(mode, chunk_tokens, costs).wait
+
+    def keep_from(self, block: int) -> None:
+        """From now on blocks from `block` on are worth loading."""
+        view = self.meet.view()
+        if view.first + view.states.rfind(BlockState.WANTED) < max(self.keep, view.first):
+            # Nothing was asked of the link lately: it does not owe a block for that time.
+            self.served_since_s, self.elapsed_s = time.monotonic(), 0.0
+        self.keep = block
 
     def claimant(self, chunk_tokens: int) -> Claimant:
         """What `share` must know of it, but for whose it is and its priority."""

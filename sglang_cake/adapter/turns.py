@@ -11,7 +11,6 @@ with a step that was computed, or with blocks that joined the tree.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -32,7 +31,7 @@ _LOOKED_AT = 8
 
 def take_turns(queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
-    if not cake.adaptive or not (cake.fair or any(cake.racing(req.rid) for req in queue)):
+    if not cake.adaptive or not (cake.fair or any(cake.loads(req.rid) for req in queue)):
         return
     queue[:] = [queue[i] for i in order([_claimant(req, cake, policy) for req in queue])]
 
@@ -63,8 +62,11 @@ def who_overtakes(
     if not queue or not _may_go_back(req, cake):
         return None
     running = _claimant(req, cake, policy)
+    only_stored = running.remaining_s is None or not cake.adaptive
 
     def first(each: "Req") -> bool:
+        if only_stored and not cake.loads(each.rid):
+            return False
         claimant = _claimant(each, cake, policy)
         if cake.adaptive:
             return overtakes(claimant, running)
@@ -115,11 +117,15 @@ def _may_go_back(req: "Req", cake: "Coordinator") -> bool:
 
 
 def _able(queue: "Iterable[Req]", cake: "Coordinator") -> "Iterator[Req]":
-    """Who of `queue` could compute now, those who are not being loaded first."""
-    queue = list(queue)
-    yield from (req for req in queue if not cake.racing(req.rid) and not cake.idle(req.rid))
-    racing = islice((req for req in queue if cake.racing(req.rid)), _LOOKED_AT)
-    yield from (req for req in racing if not cake.idle(req.rid))
+    """Who of `queue` could compute now."""
+    looked_at = 0
+    for req in queue:
+        if cake.racing(req.rid):
+            looked_at += 1
+            if looked_at > _LOOKED_AT:
+                continue
+        if not cake.idle(req.rid):
+            yield req
 
 
 def _claimant(req: "Req", cake: "Coordinator", policy: "SchedulePolicy") -> Claimant:

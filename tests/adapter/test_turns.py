@@ -140,6 +140,26 @@ def test_nobody_goes_back_for_nothing(stands: Callable[..., Stand], priority: st
     assert stand.returns == 0
 
 
+def test_only_the_first_loads_of_a_long_queue_are_looked_at(
+    stands: Callable[..., Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = stands("fcfs")
+    stored = stand.req("stored", stored=True)
+    stand.queue.extend(stand.req(f"like-{i}", stored=True) for i in range(20))
+    asked: list[str] = []
+    idle = stand.desk.cake.idle
+
+    def counted(rid: str) -> bool:
+        asked.append(rid)
+        return idle(rid)
+
+    monkeypatch.setattr(stand.desk.cake, "idle", counted)
+    assert stand.chunk(stored) is stored
+    assert len(asked) == 8
+    stand.queue.append(stand.req("other"))
+    assert stand.chunk(stored) is None  # found all the same
+
+
 def test_nobody_goes_back_whose_row_would_be_gone(stands: Callable[..., Stand]) -> None:
     stand = stands()
     stored = stand.req("stored", stored=True)

@@ -106,21 +106,20 @@ def ordered(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Liv
 def test_the_device_is_left_to_others_while_a_prompt_only_waits(
     ordered: Live, plain: Live, prompt: Make
 ) -> None:
-    stored = [prompt(8 * CHUNK + 7 + i) for i in range(4)]
-    others = [prompt(n) for n in (2 * CHUNK, 100, CHUNK + 50, 300, 3 * CHUNK)]
-    for ids in stored:
-        ordered.keep(ids)
-    ordered.flush()
-    asked = [
-        Asking(ordered, ids, rid=f"asked-{i}", return_logprob=False)
-        for i, ids in enumerate([*stored, *others, *others])
-    ]
-    answers = [asking.answer() for asking in asked]
-    for answer, ids in zip(answers, [*stored, *others, *others], strict=True):
-        assert answer.tokens == plain.know(ids).tokens
-    yields = sum(
-        event["event"] == "yield" for asking in asked for event in ordered.events(asking.rid)
-    )
-    print("YIELDS", yields)
-    assert yields
+    stored, others = prompt(8 * CHUNK + 7), [prompt(n) for n in (100, 2 * CHUNK, 300)]
+    ordered.keep(stored)
+    for attempt in range(30):  # whether it ever waits, once it computes, is a matter of speed
+        ordered.flush()
+        first = Asking(ordered, stored, rid=f"stored-{attempt}", return_logprob=False)
+        first.until("arrive")
+        asked = [
+            Asking(ordered, ids, rid=f"other-{attempt}-{i}", return_logprob=False)
+            for i, ids in enumerate(others)
+        ]
+        for asking, ids in zip([first, *asked], [stored, *others], strict=True):
+            assert asking.answer().tokens == plain.know(ids).tokens
+        if "yield" in [event["event"] for event in ordered.events(first.rid)]:
+            break
+    else:
+        raise AssertionError("it never left the device to others")
     ordered.flush()  # and SGLang's books balance
