@@ -290,12 +290,11 @@ class Coordinator:
         """Whether some of this request's KV came from the store, or is still to come."""
         return (live := self._restores.get(rid)) is not None and (live.begun or self.racing(rid))
 
-    def idle(self, rid: str) -> bool:
+    def idle(self, rid: str, chunk_tokens: int) -> bool:
         """Whether the request would leave the device alone, were it its turn."""
-        live, pace = self._restores.get(rid), self.pace
-        return live is not None and live.idle(
-            self._config.mode, pace.chunk_tokens, pace.costs(live)
-        )
+        if (live := self._restores.get(rid)) is None:
+            return False
+        return live.idle(self._config.mode, chunk_tokens, self.pace.costs(live))
 
     def gave_way(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""

@@ -47,14 +47,16 @@ class CakePrefillAdder(PrefillAdder):
         tree, cake = self._cake()
         started_s = time.perf_counter()
         queue, policy = self._scheduler.waiting_queue, self._scheduler.policy
-        others = self._others_fit()
-        first = turns.who_overtakes(req, queue, cake, policy) if others else None
-        step = None
+        others, budget, step, first = self._others_fit(), self.rem_chunk_tokens, None, None
+        if others:
+            first = turns.who_overtakes(req, queue, cake, policy, chunk_tokens=budget)
         if first is None:
             cake.settle(req, tree.attach_running)
-            step = cake.plan(req, self.rem_chunk_tokens)
+            step = cake.plan(req, budget)
         waits = step is not None and step.wait
-        aside = first is not None or (waits and others and turns.may_stand_aside(req, queue, cake))
+        aside = first is not None
+        if waits and others:
+            aside = turns.may_stand_aside(req, queue, cake, chunk_tokens=budget)
         if aside:
             turns.put_back(req, queue, tree, first)
             cake.gave_way(req.rid)

@@ -56,9 +56,18 @@ def serving(
 
 
 def who_overtakes(
-    req: "Req", queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy"
+    req: "Req",
+    queue: "list[Req]",
+    cake: "Coordinator",
+    policy: "SchedulePolicy",
+    *,
+    chunk_tokens: int,
 ) -> "Req | None":
-    """Who of those that wait goes before the request that is being chunked, and can do so now."""
+    """Who of those that wait goes before the request that is being chunked, and can do so now.
+
+    Args:
+        chunk_tokens: budget of this step.
+    """
     if not queue or not _may_go_back(req, cake):
         return None
     running = _claimant(req, cake, policy)
@@ -76,12 +85,14 @@ def who_overtakes(
         one, other = cake.restore(each.rid), cake.restore(req.rid)
         return one is not None and other is not None and one.arrived_s < other.arrived_s
 
-    return next(_able(filter(first, queue), cake), None)
+    return next(_able(filter(first, queue), cake, chunk_tokens), None)
 
 
-def may_stand_aside(req: "Req", queue: "list[Req]", cake: "Coordinator") -> bool:
+def may_stand_aside(
+    req: "Req", queue: "list[Req]", cake: "Coordinator", *, chunk_tokens: int
+) -> bool:
     """Whether somebody could use the device that the chunked request cannot use now."""
-    return _may_go_back(req, cake) and next(_able(queue, cake), None) is not None
+    return _may_go_back(req, cake) and next(_able(queue, cake, chunk_tokens), None) is not None
 
 
 def put_back(
@@ -116,7 +127,7 @@ def _may_go_back(req: "Req", cake: "Coordinator") -> bool:
     return not req.return_logprob and cake.restore(req.rid) is not None
 
 
-def _able(queue: "Iterable[Req]", cake: "Coordinator") -> "Iterator[Req]":
+def _able(queue: "Iterable[Req]", cake: "Coordinator", chunk_tokens: int) -> "Iterator[Req]":
     """Who of `queue` could compute now."""
     looked_at = 0
     for req in queue:
@@ -124,7 +135,7 @@ def _able(queue: "Iterable[Req]", cake: "Coordinator") -> "Iterator[Req]":
             looked_at += 1
             if looked_at > _LOOKED_AT:
                 continue
-        if not cake.idle(req.rid):
+        if not cake.idle(req.rid, chunk_tokens):
             yield req
 
 

@@ -65,7 +65,7 @@ class Stand:
         for _ in range(4):
             self.desk.open(*req.keys)
             self.desk.cake.poll([req.rid])
-        assert not self.desk.cake.idle(req.rid)
+        assert not self.desk.cake.idle(req.rid, 64)
 
     def chunk(self, req: Any) -> Any:
         """One step of the chunked request; what SGLang takes for its chunked request after it."""
@@ -149,9 +149,9 @@ def test_only_the_first_loads_of_a_long_queue_are_looked_at(
     asked: list[str] = []
     idle = stand.desk.cake.idle
 
-    def counted(rid: str) -> bool:
+    def counted(rid: str, chunk_tokens: int) -> bool:
         asked.append(rid)
-        return idle(rid)
+        return idle(rid, chunk_tokens)
 
     monkeypatch.setattr(stand.desk.cake, "idle", counted)
     assert stand.chunk(stored) is stored
@@ -217,7 +217,9 @@ def test_the_link_goes_to_the_shorter_rest_though_the_device_does_not(
     other = stand.req("other")
     cake.restore("long").remaining_s, cake.restore("short").remaining_s = 2.0, 1.0
     queue = [other, short]
-    assert turns.who_overtakes(long, [short], cake, policy) is None  # it waits for loads
+    assert (
+        turns.who_overtakes(long, [short], cake, policy, chunk_tokens=64) is None
+    )  # it waits for loads
     assert turns.serving(long, queue, cake, policy) == ["short", "long", "other"]
     assert turns.serving(short, [other, long], cake, policy) == ["short", "other", "long"]
     assert turns.serving(other, [long], cake, policy) == ["other", "long"]
@@ -234,16 +236,16 @@ def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
     # In `load` mode it would be parked anyway: what is asked is who is put before it.
     cake, policy = stand.desk.cake, stand.scheduler.policy
     below = stand.req("below", priority=low)
-    assert turns.who_overtakes(stored, [below], cake, policy) is None
+    assert turns.who_overtakes(stored, [below], cake, policy, chunk_tokens=64) is None
     equal = stand.req("equal", priority=high)
-    assert turns.who_overtakes(stored, [below, equal], cake, policy) is equal
+    assert turns.who_overtakes(stored, [below, equal], cake, policy, chunk_tokens=64) is equal
     stored.priority = low
     above = stand.req("above", priority=high)
-    assert turns.who_overtakes(stored, [above], cake, policy) is above
+    assert turns.who_overtakes(stored, [above], cake, policy, chunk_tokens=64) is above
     stand.queue[:] = [below, above]
     assert stand.chunk(stored) is None
     assert stand.queue[0] is above
     # Whatever a request says: without the flag, priorities do not count.
     stand.scheduler.policy.enable_priority_scheduling = False
     stored.priority = high
-    assert turns.who_overtakes(stored, [below], cake, policy) is below
+    assert turns.who_overtakes(stored, [below], cake, policy, chunk_tokens=64) is below
