@@ -117,6 +117,12 @@ class Restore:
         return replace(claimant, stood_aside=self.stood_aside)
 
     @property
+    def to_land_s(self) -> float:
+        """Predicted time until all that is to come has landed."""
+        wanted = self.meet.view().states.count(BlockState.WANTED)
+        return self.load.load_s(wanted, since_s=self.elapsed_s, begun=self.begun)
+
+    @property
     def side(self) -> Literal["compute", "load"] | None:
         """Which side alone got what was stored and not in the tree; None: both, or nothing was."""
         size = self.meet.block_tokens

@@ -91,8 +91,24 @@ def who_overtakes(
 def may_stand_aside(
     req: "Req", queue: "list[Req]", cake: "Coordinator", *, chunk_tokens: int
 ) -> bool:
-    """Whether somebody could use the device that the chunked request cannot use now."""
-    return _may_go_back(req, cake) and next(_able(queue, cake, chunk_tokens), None) is not None
+    """Whether the chunked request, which cannot use the device now, leaves it to those behind it.
+
+    It will be back before it is late: its loads last longer than the step that others would begin
+    now, and none of them would then keep the device for longer than that step.
+    """
+    restore = cake.restore(req.rid)
+    if restore is None or not _may_go_back(req, cake):
+        return False
+    step_s = cake.pace.costs(restore).prefill.step_s(0, chunk_tokens)
+    if restore.to_land_s < step_s:
+        return False
+    found = False
+    for each in _able(queue, cake, chunk_tokens):
+        fits = len(each.origin_input_ids) + len(each.output_ids) <= chunk_tokens
+        if not fits and not _may_go_back(each, cake):
+            return False
+        found = True
+    return found
 
 
 def put_back(

@@ -14,6 +14,7 @@ from test_coordinator import BLOCK, Desk, FakeReq, req_of
 from sglang_cake.adapter import turns
 from sglang_cake.adapter.scheduling import CakePrefillAdder
 from sglang_cake.adapter.tree import CakeRadixCache
+from sglang_cake.read.cost import LoadCost
 
 Make = Callable[..., FakeReq]
 
@@ -172,6 +173,23 @@ def test_nobody_goes_back_whose_row_would_be_gone(stands: Callable[..., Stand]) 
     assert stand.chunk(stored) is stored
     stored.return_logprob = False
     assert stand.chunk(stored) is None
+
+
+def test_nobody_stands_aside_who_would_be_late(stands: Callable[..., Stand]) -> None:
+    stand = stands("fcfs")
+    stored, other = stand.req("stored", stored=True), stand.req("other")
+    stand.queue.append(other)
+    other.return_logprob = True  # longer than a step, and would not let go
+    assert stand.chunk(stored) is stored
+    other.origin_input_ids = other.origin_input_ids[:64]
+    assert stand.chunk(stored) is None
+    # What is still to come is here before a step would end.
+    stand.queue[:] = [other]
+    restore = stand.desk.cake.restore("stored")
+    assert restore is not None
+    restore.load = LoadCost(0.0, 0.015)
+    restore.elapsed_s = 0.0
+    assert stand.chunk(stored) is stored
 
 
 def test_in_sglangs_order_the_device_goes_back_to_who_left_it(
