@@ -93,22 +93,20 @@ def may_stand_aside(
 ) -> bool:
     """Whether the chunked request, which cannot use the device now, leaves it to those behind it.
 
-    It will be back before it is late: its loads last longer than the step that others would begin
-    now, and none of them would then keep the device for longer than that step.
+    It will be back before it is late: its loads last at least as long as the step that others would
+    begin now, and none of them would then keep the device for longer than that step.
     """
     restore = cake.restore(req.rid)
     if restore is None or not _may_go_back(req, cake):
         return False
-    step_s = cake.pace.costs(restore).prefill.step_s(0, chunk_tokens)
-    if restore.to_land_s < step_s:
-        return False
-    found = False
+    others_tokens = 0
     for each in _able(queue, cake, chunk_tokens):
-        fits = len(each.origin_input_ids) + len(each.output_ids) <= chunk_tokens
-        if not fits and not _may_go_back(each, cake):
+        tokens = len(each.origin_input_ids) + len(each.output_ids)
+        if tokens > chunk_tokens and not _may_go_back(each, cake):
             return False
-        found = True
-    return found
+        others_tokens += tokens
+    step_s = cake.pace.costs(restore).prefill.step_s(0, min(others_tokens, chunk_tokens))
+    return 0 < step_s <= restore.to_land_s
 
 
 def put_back(

@@ -190,6 +190,8 @@ def test_nobody_stands_aside_who_would_be_late(stands: Callable[..., Stand]) -> 
     restore.load = LoadCost(0.0, 0.015)
     restore.elapsed_s = 0.0
     assert stand.chunk(stored) is stored
+    other.origin_input_ids = other.origin_input_ids[:32]  # but not before a shorter one does
+    assert stand.chunk(stored) is None
 
 
 def test_in_sglangs_order_the_device_goes_back_to_who_left_it(

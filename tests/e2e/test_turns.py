@@ -89,37 +89,3 @@ def test_who_has_a_priority_gives_way_to_nobody_below(
     assert first.answer().tokens == plain.know(stored).tokens
     assert other.answer().tokens == plain.know(long).tokens
     assert "yield" not in [event["event"] for event in live.events("first")]
-
-
-@pytest.fixture(scope="module")
-def ordered(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
-    """In SGLang's order; the link is quick, so that compute often has nothing to do but to wait."""
-    flags = (
-        *("--dtype", "float32", "--max-total-tokens", "24000", "--cake-mode", "both"),
-        *("--cake-priority", "fcfs"),
-    )
-    store = folder / "store-turns-fcfs"
-    with start(models["first"], flags, store=store, bandwidth="8MB/s") as live:
-        yield live
-
-
-def test_the_device_is_left_to_others_while_a_prompt_only_waits(
-    ordered: Live, plain: Live, prompt: Make
-) -> None:
-    stored, others = prompt(8 * CHUNK + 7), [prompt(n) for n in (100, 2 * CHUNK, 300)]
-    ordered.keep(stored)
-    for attempt in range(30):  # whether it ever waits, once it computes, is a matter of speed
-        ordered.flush()
-        first = Asking(ordered, stored, rid=f"stored-{attempt}", return_logprob=False)
-        first.until("arrive")
-        asked = [
-            Asking(ordered, ids, rid=f"other-{attempt}-{i}", return_logprob=False)
-            for i, ids in enumerate(others)
-        ]
-        for asking, ids in zip([first, *asked], [stored, *others], strict=True):
-            assert asking.answer().tokens == plain.know(ids).tokens
-        if "yield" in [event["event"] for event in ordered.events(first.rid)]:
-            break
-    else:
-        raise AssertionError("it never left the device to others")
-    ordered.flush()  # and SGLang's books balance
