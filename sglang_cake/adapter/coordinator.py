@@ -196,6 +196,8 @@ class Coordinator:
         live = (self._restores.get(rid) for rid in serving)
         served = [restore for restore in live if restore is not None and restore.contending]
         self._loader.order([restore.ticket for restore in served])
+        for restore in served[1:]:
+            restore.not_served()
         if served:
             if served[0] is not self._served:
                 served[0].served_since_s = time.monotonic()

@@ -102,6 +102,11 @@ class Restore:
             self.served_since_s, self.elapsed_s = time.monotonic(), 0.0
         self.keep = block
 
+    def not_served(self) -> None:
+        """The link works for others first: it does not owe a block for the time of theirs."""
+        if self.known:
+            self.elapsed_s = 0.0
+
     def claimant(self, chunk_tokens: int) -> Claimant:
         """What `share` must know of it, but for whose it is and its priority."""
         if not self.known:

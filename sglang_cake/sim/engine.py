@@ -230,16 +230,20 @@ class Server:
         for number, (source, carried) in enumerate(self._links):
             if carried:
                 continue
+            first = True  # the link owes a block to the one that it works for first, to nobody else
             for live in self._ranks:
                 block = live.wanted(source)
+                if not live.reading and (block is None or not first):
+                    live.since_s = None
                 if block is None:
-                    live.since_s = live.since_s if live.reading else None
-                elif now < live.ready_s:
-                    self._clock.at(live.ready_s, self._feed)
-                    live.since_s = now if live.since_s is None else live.since_s
-                else:
+                    continue
+                if now >= live.ready_s:
                     self._read(number, source, live, block)
                     break
+                self._clock.at(live.ready_s, self._feed)
+                if first and live.since_s is None:
+                    live.since_s = now
+                first = False
 
     def _read(self, number: int, source: Source, live: _Live, block: int) -> None:
         now = self._clock.now

@@ -32,3 +32,12 @@ def test_a_block_that_is_being_read_stays_owed() -> None:
     restore.keep_from(2)
     assert restore.progress.since_s >= 1000.0
     assert restore.local_elapsed_s() >= 1000.0
+
+
+def test_who_is_second_on_the_link_is_owed_nothing() -> None:
+    restore = waiting()
+    restore.not_served()
+    assert restore.progress.since_s == 0.0
+    restore.known, restore.elapsed_s = False, 1000.0
+    restore.not_served()  # a lookup is for nobody else
+    assert restore.elapsed_s == 1000.0

@@ -246,6 +246,19 @@ def test_the_link_goes_to_the_shorter_rest_though_the_device_does_not(
     assert turns.serving(None, [long, short], cake, policy) == ["long", "short"]
 
 
+def test_a_link_that_works_for_another_is_not_silent(stands: Callable[..., Stand]) -> None:
+    stand = stands()
+    cake = stand.desk.cake
+    first, second = (stand.req(rid, stored=True) for rid in ("first", "second"))
+    cake.poll([first.rid, second.rid])
+    restores = [cake.restore(req.rid) for req in (first, second)]
+    for restore in restores:
+        assert restore is not None
+        restore.served_since_s -= 1000.0
+    cake.poll([first.rid, second.rid])
+    assert [restore.progress.since_s >= 1000.0 for restore in restores if restore] == [True, False]
+
+
 @pytest.mark.parametrize("low_first", [False, True])
 def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
     stands: Callable[..., Stand], low_first: bool

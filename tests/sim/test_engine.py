@@ -93,6 +93,15 @@ def test_adaptive_lets_new_prompts_pass() -> None:
     assert adaptive[0] < 1.5 * fcfs[0]
 
 
+def test_who_waits_for_the_link_does_not_take_it_for_silent() -> None:
+    """A prompt behind others on the link has loads to come, as they had."""
+    sizes = (16384, 16384, 4096, 32768)
+    for policy in ("fcfs", "adaptive"):
+        prompts = [Prompt(tokens) for tokens in sizes]
+        races = serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).races
+        assert all(race.loaded_tokens >= race.prompt.prompt_tokens / 3 for race in races)
+
+
 SIZES = (4096, 8192, 16384, 32768)
 
 
@@ -118,7 +127,7 @@ def stored_prompts(seed: int, count: int, busy: float) -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    ("count", "busy", "at_most"), [(4, 0, 0.84), (8, 0, 0.74), (50, 0.8, 0.86), (50, 0.95, 0.8)]
+    ("count", "busy", "at_most"), [(4, 0, 0.8), (8, 0, 0.74), (50, 0.8, 0.86), (50, 0.95, 0.8)]
 )
 def test_smallest_rest_first_lowers_the_mean(count: int, busy: float, at_most: float) -> None:
     """docs/scheduling.md has the numbers; theory C.5, without ageing, has 0.68 to 0.78."""
@@ -132,7 +141,7 @@ def test_smallest_rest_first_lowers_the_mean(count: int, busy: float, at_most: f
             alone_s = ALONE_S[prompt.prompt_tokens]
             assert found_s <= first_s + PATIENCE_S + (PATIENCE + 1) * alone_s
     assert statistics.mean(ratios) <= at_most
-    assert max(ratios) <= 1.1
+    assert max(ratios) <= 1.02
 
 
 def test_nobody_starves() -> None:
