@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from sglang_cake.read.events import Found, Landed, LoaderEvent
 from sglang_cake.read.fair import TenantTokens
 from sglang_cake.read.loader import Loader, Prompt
 from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Step, next_step
+from sglang_cake.read.plan import Step
 from sglang_cake.read.share import Claimant
 from sglang_cake.read.staging import StagedBlock
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger("sglang_cake")
-
-# How long a new request may wait for its lookup before it is scheduled without. Lookups take about
-# a millisecond; this only bounds what a store that hangs can cost.
-LOOKUP_PATIENCE_S = 0.05
 
 Attach = Callable[["Req", torch.Tensor, int], None]
 
@@ -199,6 +196,8 @@ class Coordinator:
         live = (self._restores.get(rid) for rid in serving)
         served = [restore for restore in live if restore is not None and restore.contending]
         self._loader.order([restore.ticket for restore in served])
+        for restore in served[1:]:
+            restore.not_served()
         if served:
             if served[0] is not self._served:
                 served[0].served_since_s = time.monotonic()
@@ -219,9 +218,7 @@ class Coordinator:
     def hold(self, req: "Req") -> bool:
         """Whether a waiting request should stay in the queue while its lookup is under way."""
         restore = self._restores.get(req.rid)
-        if restore is None or restore.known:
-            return False
-        held = self._config.mode == "load" or restore.elapsed_s < LOOKUP_PATIENCE_S
+        held = restore is not None and restore.held(self._config.mode)
         self.waiting |= held
         return held
 
@@ -266,19 +263,14 @@ class Coordinator:
         meet = restore.meet
         if restore.predicted_s is None:
             restore.predicted_s = restore.local_waited_s() + self.pace.remaining_s(restore)
-        step = next_step(
-            meet.view(),
-            mode=self._config.mode,
-            chunk_tokens=chunk_tokens,
-            costs=self.pace.costs(restore),
-            progress=restore.progress,
-        )
+        step = restore.next_step(self._config.mode, chunk_tokens, self.pace.costs(restore))
         self.waiting |= step.wait
+        restore.stood_aside |= step.wait
         if step.keep is None:
             self._loader.fence(restore.ticket, meet.blocks)
             meet.give_up()
         else:
-            restore.keep = step.keep
+            restore.keep_from(step.keep)
             self._loader.keep(restore.ticket, step.keep)
         return step
 
@@ -296,22 +288,29 @@ class Coordinator:
         """Whether some of this request's KV is still to come from the store."""
         return (live := self._restores.get(rid)) is not None and live.known and live.meet.racing
 
+    def loads(self, rid: str) -> bool:
+        """Whether some of this request's KV came from the store, or is still to come."""
+        return (live := self._restores.get(rid)) is not None and (live.begun or self.racing(rid))
+
+    def idle(self, rid: str, chunk_tokens: int) -> bool:
+        """Whether the request would leave the device alone, were it its turn."""
+        if (live := self._restores.get(rid)) is None:
+            return False
+        return live.idle(self._config.mode, chunk_tokens, self.pace.costs(live))
+
     def gave_way(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
         self._teller.tell(self._restores[rid], "yield")
 
-    def claimant(self, req: "Req") -> Claimant:
-        """What `share.order` must know of a waiting request."""
-        restore = self._restores.get(req.rid)
-        turn = 0
+    def claimant(self, req: "Req", level: int = 0) -> Claimant:
+        """What `share` must know of a waiting request whose priority counts as `level`."""
+        live, turn = self._restores.get(req.rid), 0
         if self.fair:
-            turn = self._tenants.turn(restore.facts.tenant if restore else tenant_of(req))
-        if restore is None or not restore.known:
-            return Claimant(req.rid, None, turn=turn)
-        if restore.meet.racing:
-            return Claimant(req.rid, restore.remaining_s, restore.waited_s, turn=turn)
-        nearly_done = restore.nearly_done(self.pace.chunk_tokens)
-        return Claimant(req.rid, None, nearly_done=nearly_done, turn=turn)
+            turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
+        claimant = (
+            Claimant(req.rid, None) if live is None else live.claimant(self.pace.chunk_tokens)
+        )
+        return replace(claimant, turn=turn, level=level)
 
     def claimed(self, req: "Req", stop: int) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`."""
@@ -322,6 +321,7 @@ class Coordinator:
             return
         self._advance(restore, req)
         self._fence(restore, restore.meet.claim(stop))
+        restore.stood_aside = False
         restore.computed_tokens += tokens
         self._tenants.charge(restore.facts.tenant, tokens)
         self._counters.add("computed_tokens", tokens)

@@ -2,17 +2,22 @@
 
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from sglang_cake.keys import KeyChain
-from sglang_cake.read.cost import LoadCost
-from sglang_cake.read.meet import Meet
-from sglang_cake.read.plan import Progress
+from sglang_cake.read.cost import Costs, LoadCost
+from sglang_cake.read.meet import BlockState, Meet
+from sglang_cake.read.plan import Mode, Progress, Step, next_step
+from sglang_cake.read.share import Claimant
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.request import RequestFacts
+
+# How long a new request may wait for its lookup before it is scheduled without. Lookups take about
+# a millisecond; this only bounds what a store that hangs can cost.
+LOOKUP_PATIENCE_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +55,7 @@ class Restore:
     )
     waited_s: float = 0.0  # agreed: since arrival
     begun: bool = False  # agreed: a block has landed
+    stood_aside: bool = False  # it left the device to others, and has not had it since
     keep: int = 0  # loads of blocks below this one are not worth starting
     remaining_s: float = 0.0  # predicted when the last news came
     predicted_s: float | None = None  # TTFT, when it was first planned
@@ -66,9 +72,60 @@ class Restore:
         """Whether decisions about this request still depend on what the loader does."""
         return self.prefill_s is None and (not self.known or self.meet.racing)
 
-    def nearly_done(self, chunk_tokens: int) -> bool:
-        """Whether it has had something from the store, and the rest is one step."""
-        return self.begun and len(self.tokens) - self.meet.front <= chunk_tokens
+    def held(self, mode: Mode) -> bool:
+        """Whether it is not scheduled yet, while its lookup is under way."""
+        return not self.known and (mode == "load" or self.elapsed_s < LOOKUP_PATIENCE_S)
+
+    def next_step(self, mode: Mode, chunk_tokens: int, costs: Costs) -> Step:
+        """What to do now; its front touches no island."""
+        return next_step(
+            self.meet.view(),
+            mode=mode,
+            chunk_tokens=chunk_tokens,
+            costs=costs,
+            progress=self.progress,
+        )
+
+    def idle(self, mode: Mode, chunk_tokens: int, costs: Costs) -> bool:
+        """Whether it would leave the device alone, were it its turn."""
+        if not self.known or not self.meet.racing:
+            return self.held(mode)
+        if self.meet.island() is not None:
+            return False  # it joins the tree when it is its turn
+        return self.next_step(mode, chunk_tokens, costs).wait
+
+    def keep_from(self, block: int) -> None:
+        """From now on blocks from `block` on are worth loading."""
+        view = self.meet.view()
+        if view.first + view.states.rfind(BlockState.WANTED) < max(self.keep, view.first):
+            # Nothing was asked of the link lately: it does not owe a block for that time.
+            self.served_since_s, self.elapsed_s = time.monotonic(), 0.0
+        self.keep = block
+
+    def not_served(self) -> None:
+        """The link works for others first: it does not owe a block for the time of theirs."""
+        if self.known:
+            self.elapsed_s = 0.0
+
+    def claimant(self, chunk_tokens: int) -> Claimant:
+        """What `share` must know of it, but for whose it is and its priority."""
+        if not self.known:
+            return Claimant(self.rid, None)
+        claimant = Claimant.of(
+            self.rid,
+            self.meet.view(),
+            remaining_s=lambda: self.remaining_s,
+            waited_s=self.waited_s,
+            begun=self.begun,
+            chunk_tokens=chunk_tokens,
+        )
+        return replace(claimant, stood_aside=self.stood_aside)
+
+    @property
+    def to_land_s(self) -> float:
+        """Predicted time until all that is to come has landed."""
+        wanted = self.meet.view().states.count(BlockState.WANTED)
+        return self.load.load_s(wanted, since_s=self.elapsed_s, begun=self.begun)
 
     @property
     def side(self) -> Literal["compute", "load"] | None:

@@ -46,16 +46,25 @@ class CakePrefillAdder(PrefillAdder):
     def add_chunked_req(self, req: "Req") -> "Req | None":
         tree, cake = self._cake()
         started_s = time.perf_counter()
-        if turns.gives_way(req, self._scheduler.waiting_queue, cake):
-            turns.put_back(req, self._scheduler.waiting_queue, tree)
+        queue, policy = self._scheduler.waiting_queue, self._scheduler.policy
+        others, budget, step, first = self._others_fit(), self.rem_chunk_tokens, None, None
+        if others:
+            first = turns.who_overtakes(req, queue, cake, policy, chunk_tokens=budget)
+        if first is None:
+            cake.settle(req, tree.attach_running)
+            step = cake.plan(req, budget)
+        waits = step is not None and step.wait
+        aside = first is not None
+        if waits and others:
+            aside = turns.may_stand_aside(req, queue, cake, chunk_tokens=budget)
+        if aside:
+            turns.put_back(req, queue, tree, first)
             cake.gave_way(req.rid)
-            turns.take_turns(self._scheduler.waiting_queue, cake)
-            cake.step_s += time.perf_counter() - started_s
-            return None
-        cake.settle(req, tree.attach_running)
-        step = cake.plan(req, self.rem_chunk_tokens)
+            turns.take_turns(queue, cake, policy)
         cake.step_s += time.perf_counter() - started_s
-        if step is not None and step.wait:
+        if aside:
+            return None
+        if waits:
             # Parked as SGLang parks it (extend_end stays at prefix_len). Nobody else is admitted in
             # this step: a batch without the chunked request would miscount its chunks.
             req.extend_end = req.prefix_len
@@ -68,6 +77,16 @@ class CakePrefillAdder(PrefillAdder):
         if req in self.can_run_list:
             cake.claimed(req, req.extend_end)
         return rest
+
+    def _others_fit(self) -> bool:
+        """Whether somebody of the queue can be admitted and leave the chunked request a row."""
+        running = self.running_batch
+        if running.batch_is_full or not self._scheduler.waiting_queue:
+            return False
+        rows = self._scheduler.get_num_allocatable_reqs(
+            len(running.reqs), running_batch=running, num_held_rows=1
+        )
+        return bool(rows >= 2)
 
     def add_one_req(
         self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
@@ -177,16 +196,16 @@ def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs:
     coordinator = getattr(policy.tree_cache, "coordinator", None)
     if coordinator is not None:
         started_s = time.perf_counter()
-        turns.take_turns(queue, coordinator)
+        turns.take_turns(queue, coordinator, policy)
         coordinator.step_s += time.perf_counter() - started_s
 
 
 def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     coordinator = _coordinator(scheduler)
     if coordinator is not None:
-        running = [] if scheduler.chunked_req is None else [scheduler.chunked_req.rid]
+        chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
         started_s = time.perf_counter()
-        coordinator.poll(running + [req.rid for req in scheduler.waiting_queue])
+        coordinator.poll(turns.serving(chunked, queue, coordinator, scheduler.policy))
         coordinator.step_s += time.perf_counter() - started_s
         if scheduler.tree_cache.runahead is not None:
             scheduler.tree_cache.runahead.poll(scheduler)

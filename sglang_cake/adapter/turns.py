@@ -4,44 +4,116 @@ SGLang serves its chunked request before the queue and knows only one. A stored 
 loaded takes what others leave (`read/share.py`), so it must be able to step aside between two of
 its chunks. The tree has those chunks already: it gives up its row, waits in the queue, and is
 matched again, in the same step if there is budget left.
+
+A request goes back only after a step in which it was admitted, and only if somebody can use the
+device at once: so nobody is put back and matched again for nothing, and every return is paid for
+with a step that was computed, or with blocks that joined the tree.
 """
 
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_cake.adapter.tree import CakeRadixCache
-from sglang_cake.read.share import order
+from sglang_cake.read.share import Claimant, order, overtakes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import SchedulePolicy
 
     from sglang_cake.adapter.coordinator import Coordinator
 
+# How many waiting prompts that are being loaded are looked at, the first ones first, for one that
+# could compute now: each costs a prediction.
+_LOOKED_AT = 8
 
-def take_turns(queue: "list[Req]", cake: "Coordinator") -> None:
-    """Reorder SGLang's waiting queue in place. Priorities, where requests have some, stay first."""
-    if not cake.adaptive or not (cake.fair or any(cake.racing(req.rid) for req in queue)):
+
+def take_turns(queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy") -> None:
+    """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
+    if not cake.adaptive or not (cake.fair or any(cake.loads(req.rid) for req in queue)):
         return
-    turns: list[Req] = []
-    for _, group in groupby(queue, key=lambda req: req.priority):
-        equals = list(group)
-        turns += [equals[i] for i in order([cake.claimant(req) for req in equals])]
-    queue[:] = turns
+    queue[:] = [queue[i] for i in order([_claimant(req, cake, policy) for req in queue])]
 
 
-def gives_way(req: "Req", queue: "list[Req]", cake: "Coordinator") -> bool:
-    """Whether somebody who waits goes before the request that is being chunked."""
-    # Logprobs of a prompt are gathered chunk by chunk: such a request cannot start over.
-    if not cake.adaptive or not queue or req.return_logprob or not cake.racing(req.rid):
+def serving(
+    chunked: "Req | None", queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy"
+) -> list[str]:
+    """Ids of all that are in prefill or wait for it, in the order in which the link works for them.
+
+    One that waits for its loads is no reason to put the chunked request back; but it may have the
+    link first.
+    """
+    if chunked is None:
+        return [req.rid for req in queue]
+    ahead: list[str] = []
+    if cake.adaptive and cake.racing(chunked.rid):
+        running = _claimant(chunked, cake, policy)
+        loading = [req for req in queue if cake.racing(req.rid)]
+        ahead = [req.rid for req in loading if overtakes(_claimant(req, cake, policy), running)]
+    first = {*ahead, chunked.rid}
+    return [*ahead, chunked.rid, *(req.rid for req in queue if req.rid not in first)]
+
+
+def who_overtakes(
+    req: "Req",
+    queue: "list[Req]",
+    cake: "Coordinator",
+    policy: "SchedulePolicy",
+    *,
+    chunk_tokens: int,
+) -> "Req | None":
+    """Who of those that wait goes before the request that is being chunked, and can do so now.
+
+    Args:
+        chunk_tokens: budget of this step.
+    """
+    if not queue or not _may_go_back(req, cake):
+        return None
+    running = _claimant(req, cake, policy)
+    only_stored = running.remaining_s is None or not cake.adaptive
+
+    def first(each: "Req") -> bool:
+        if only_stored and not cake.loads(each.rid):
+            return False
+        claimant = _claimant(each, cake, policy)
+        if cake.adaptive:
+            return overtakes(claimant, running)
+        # The order is SGLang's: only one that was before it, and left it the device, goes first.
+        if not claimant.stood_aside or claimant.level > running.level:
+            return False
+        one, other = cake.restore(each.rid), cake.restore(req.rid)
+        return one is not None and other is not None and one.arrived_s < other.arrived_s
+
+    return next(_able(filter(first, queue), cake, chunk_tokens), None)
+
+
+def may_stand_aside(
+    req: "Req", queue: "list[Req]", cake: "Coordinator", *, chunk_tokens: int
+) -> bool:
+    """Whether the chunked request, which cannot use the device now, leaves it to those behind it.
+
+    It will be back before it is late: its loads last at least as long as the step that others would
+    begin now, and none of them would then keep the device for longer than that step.
+    """
+    restore = cake.restore(req.rid)
+    if restore is None or not _may_go_back(req, cake):
         return False
-    equals = [each for each in queue if each.priority == req.priority]
-    return order([cake.claimant(each) for each in (req, *equals)])[0] != 0
+    others_tokens = 0
+    for each in _able(queue, cake, chunk_tokens):
+        tokens = len(each.origin_input_ids) + len(each.output_ids)
+        if tokens > chunk_tokens and not _may_go_back(each, cake):
+            return False
+        others_tokens += tokens
+    step_s = cake.pace.costs(restore).prefill.step_s(0, min(others_tokens, chunk_tokens))
+    return 0 < step_s <= restore.to_land_s
 
 
-def put_back(req: "Req", queue: "list[Req]", tree: CakeRadixCache) -> None:
-    """The chunked request, whose chunks are in the tree, waits in the queue again."""
+def put_back(
+    req: "Req", queue: "list[Req]", tree: CakeRadixCache, before: "Req | None" = None
+) -> None:
+    """The chunked request, whose chunks are in the tree, waits in the queue again, first; or
+    second, after `before` of the queue."""
     tree.releasing = req.rid
     release_kv_cache(req, tree, checkpoint=False)
     tree.releasing = None
@@ -56,4 +128,32 @@ def put_back(req: "Req", queue: "list[Req]", tree: CakeRadixCache) -> None:
     req.kv.cache_protected_len = 0
     req.kv.cache_inserted_len = 0
     req.kv.kv_committed_len = 0
-    queue.insert(0, req)
+    if before is None:
+        queue.insert(0, req)
+    else:
+        queue.remove(before)
+        queue[:0] = [before, req]
+
+
+def _may_go_back(req: "Req", cake: "Coordinator") -> bool:
+    # Logprobs of a prompt are gathered chunk by chunk: such a request cannot start over. One that
+    # is none of ours may have more that cannot.
+    return not req.return_logprob and cake.restore(req.rid) is not None
+
+
+def _able(queue: "Iterable[Req]", cake: "Coordinator", chunk_tokens: int) -> "Iterator[Req]":
+    """Who of `queue` could compute now."""
+    looked_at = 0
+    for req in queue:
+        if cake.racing(req.rid):
+            looked_at += 1
+            if looked_at > _LOOKED_AT:
+                continue
+        if not cake.idle(req.rid, chunk_tokens):
+            yield req
+
+
+def _claimant(req: "Req", cake: "Coordinator", policy: "SchedulePolicy") -> Claimant:
+    if not policy.enable_priority_scheduling or req.priority is None:
+        return cake.claimant(req)
+    return cake.claimant(req, req.priority * policy.priority_sign)

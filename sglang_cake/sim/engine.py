@@ -1,11 +1,12 @@
 """A server with many prompts on a virtual clock, decided by the very code that decides in the real
 one.
 
-`Meet`, `worth_loading`, `next_step`, `look_ahead`, `order`, `PrefillFit` and `LoadFit` are the
-server's own. Only the clock, the device, the links and the forming of a batch are models: a step
-carries decoding requests first, then prompts in the order that the policy gives, until its token
-budget is used up (as SGLang does with mixed chunks); blocks cross each link one after another, last
-block first. A device that waits looks again when something lands, and once in a block's time.
+`Meet`, `worth_loading`, `next_step`, `look_ahead`, `Claimant.of`, `order`, `PrefillFit` and
+`LoadFit` are the server's own. Only the clock, the device, the links and the forming of a batch are
+models: a step carries decoding requests first, then prompts in the order that the policy gives,
+until its token budget is used up (as SGLang does with mixed chunks); blocks cross each link one
+after another, last block first. A device that waits looks again when something lands, and once in a
+block's time.
 """
 
 from collections.abc import Sequence
@@ -203,18 +204,25 @@ class Server:
 
     def _claimant(self, live: _Live, now: float) -> Claimant:
         prompt, view = live.race.prompt, live.meet.view()
-        waited_s = now - prompt.arrive_s
-        if BlockState.WANTED in view.states and live.keep is not None:
-            outlook = look_ahead(
+        if not live.stored:
+            return Claimant(prompt.rid, None)
+
+        def remaining_s() -> float:
+            return look_ahead(
                 view,
                 chunk_tokens=self._chunk,
                 costs=self._known.costs,
                 progress=live.progress(now),
-            )
-            return Claimant(prompt.rid, outlook.best_s, waited_s)
-        landed = sum(view.states.count(s) for s in (BlockState.LANDED, BlockState.ATTACHED))
-        rest = prompt.prompt_tokens - live.meet.front - landed * self._block
-        return Claimant(prompt.rid, None, waited_s, live.begun and rest <= self._chunk)
+            ).best_s
+
+        return Claimant.of(
+            prompt.rid,
+            view,
+            remaining_s=remaining_s,
+            waited_s=now - prompt.arrive_s,
+            begun=live.begun,
+            chunk_tokens=self._chunk,
+        )
 
     def _feed(self) -> None:
         """Every idle link begins the most urgent block that it has."""
@@ -222,16 +230,20 @@ class Server:
         for number, (source, carried) in enumerate(self._links):
             if carried:
                 continue
+            first = True  # the link owes a block to the one that it works for first, to nobody else
             for live in self._ranks:
                 block = live.wanted(source)
+                if not live.reading and (block is None or not first):
+                    live.since_s = None
                 if block is None:
-                    live.since_s = live.since_s if live.reading else None
-                elif now < live.ready_s:
-                    self._clock.at(live.ready_s, self._feed)
-                    live.since_s = now if live.since_s is None else live.since_s
-                else:
+                    continue
+                if now >= live.ready_s:
                     self._read(number, source, live, block)
                     break
+                self._clock.at(live.ready_s, self._feed)
+                if first and live.since_s is None:
+                    live.since_s = now
+                first = False
 
     def _read(self, number: int, source: Source, live: _Live, block: int) -> None:
         now = self._clock.now

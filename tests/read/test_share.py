@@ -1,9 +1,12 @@
 """Who goes first."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.read.share import PATIENCE, PATIENCE_S, Claimant, order
+from sglang_cake.read.meet import BlockState, View
+from sglang_cake.read.share import PATIENCE, PATIENCE_S, Claimant, order, overtakes
 
 
 def names(*claimants: Claimant) -> str:
@@ -52,3 +55,74 @@ def test_nobody_starves(others: list[Claimant], remaining_s: float) -> None:
     turns = order(everybody)
     before = [everybody[i] for i in turns[: turns.index(len(others))]]
     assert all(other.waited_s >= waited_s for other in before)
+
+
+def seen(*states: BlockState, front: int = 0, prompt_tokens: int = 70) -> View:
+    return View(front, 0, bytes(states), 16, prompt_tokens, prompt_tokens - 1)
+
+
+def claimant(view: View, *, begun: bool = True) -> Claimant:
+    return Claimant.of(
+        "x", view, remaining_s=lambda: 3.0, waited_s=1.0, begun=begun, chunk_tokens=32
+    )
+
+
+W, L, G, A = BlockState.WANTED, BlockState.LANDED, BlockState.GONE, BlockState.ABSENT
+
+
+def test_what_a_stored_prompt_is() -> None:
+    assert claimant(seen(A, L, W, L)).remaining_s == 3.0
+    # What has landed is not computed, whether or not it has joined the tree.
+    assert claimant(seen(G, L, L, L)) == Claimant("x", None, 1.0, nearly_done=True)
+    assert claimant(seen(A, A, A, L, front=30)) == Claimant("x", None, 1.0, nearly_done=True)
+    assert not claimant(seen(A, A, A, L)).nearly_done
+    assert not claimant(seen(A, front=60), begun=False).nearly_done  # it never had anything
+
+
+def test_who_is_interrupted_by_whom() -> None:
+    long, short = Claimant("l", 9.0), Claimant("s", 1.0)
+    plain, other = Claimant("a", None), Claimant("b", None)
+    done, old = Claimant("d", None, nearly_done=True), Claimant("o", 1.0, waited_s=1000.0)
+    assert overtakes(plain, long)
+    assert overtakes(short, long)
+    assert not overtakes(long, short)
+    # One that is only computed:
+    assert not overtakes(other, plain)
+    assert not overtakes(short, plain)
+    assert overtakes(done, plain)
+    assert overtakes(old, plain)
+    assert not overtakes(done, done)
+    # Tenants: no interrupted prompt is interrupted back.
+    assert not overtakes(replace(other, turn=0), replace(plain, turn=1))
+    assert not overtakes(replace(done, turn=1), plain)
+
+
+def test_a_higher_priority_interrupts() -> None:
+    long, plain = Claimant("l", 9.0, level=1), Claimant("a", None, level=1)
+    above, below = Claimant("b", None, level=0), Claimant("c", None, level=2)
+    assert overtakes(above, long)
+    assert overtakes(Claimant("s", 90.0, level=0), long)
+    assert not overtakes(below, long)
+    assert not overtakes(Claimant("o", 1.0, waited_s=1000.0, level=2), long)
+    # SGLang interrupts no computed prompt for a priority; but one that lent its place gets it back.
+    assert not overtakes(above, plain)
+    assert overtakes(Claimant("s", 90.0, level=0, stood_aside=True), plain)
+    assert not overtakes(Claimant("s", 0.0, 1000.0, level=2, stood_aside=True), plain)
+    assert names(below, plain, above) == "bac"
+
+
+possible = st.builds(
+    Claimant,
+    rid=st.just("x"),
+    remaining_s=st.none() | st.floats(0, 100),
+    waited_s=st.floats(0, 1000),
+    nearly_done=st.booleans(),
+    turn=st.integers(0, 2),
+    level=st.integers(0, 2),
+    stood_aside=st.booleans(),
+).filter(lambda c: c.remaining_s is None or not c.nearly_done)
+
+
+@given(possible, possible)
+def test_no_two_interrupt_each_other(one: Claimant, other: Claimant) -> None:
+    assert not (overtakes(one, other) and overtakes(other, one))

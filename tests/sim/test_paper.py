@@ -19,6 +19,7 @@ def test_distance_from_the_optimum() -> None:
     assert lengths[16]["over_ideal_median"] <= 1.03
     assert lengths[16]["over_ideal_p90"] <= 1.05
     assert lengths[4]["over_ideal_median"] <= 1.06
+    assert lengths[4]["over_ideal_p90"] <= 1.08  # 1.06 is missed; docs/evaluation.md says so
     assert all(s["over_ideal_median"] >= 1 for s in lengths.values())
 
 
