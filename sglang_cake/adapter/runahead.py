@@ -31,7 +31,7 @@ from sglang_cake.runahead.decide import (
     plan_beside_loader,
     plan_chain,
 )
-from sglang_cake.runahead.member import Member, Owned
+from sglang_cake.runahead.member import Member, Outcome, Owned
 from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.spans import Span
@@ -201,7 +201,7 @@ class Runahead:
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(mine, "failed", str(error))  # after which nobody writes into our slots
+            self._end(mine, "cancelled", str(error))  # after which nobody writes into our slots
             return self._forward_alone(original, worker, batch, span, kwargs)
         self._learn(mine, time.monotonic() - began_s)
         self._end(mine, "done")
@@ -284,12 +284,11 @@ class Runahead:
 
     def _drop(self, reason: str) -> None:
         assert self._mine is not None
-        self._counters.add("runahead_failures", label="refused")
+        label = "refused" if self._mine.owned.hop.broken is None else "broken"
+        self._counters.add("runahead_failures", label=label)
         self._end(self._mine, "cancelled", reason)
 
-    def _end(
-        self, mine: Mine, outcome: Literal["done", "cancelled", "failed"], reason: str = ""
-    ) -> None:
+    def _end(self, mine: Mine, outcome: Outcome, reason: str = "") -> None:
         self._mine = None
         self.member.end_owned(mine.owned, outcome, reason)
 

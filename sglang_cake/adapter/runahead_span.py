@@ -164,7 +164,7 @@ class SpanRunner:
         hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
         with self._gate(hop):
             run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
-        hop.outflow.drain(DRAIN_TIMEOUT_S, hop.check)
+        hop.drain(DRAIN_TIMEOUT_S)
 
     def _count(self, helping: Helping) -> None:
         sent = helping.hop.outflow

@@ -87,10 +87,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """I cannot go on with what I accepted."""
+    """I cannot go on with what I accepted; the member `culprit` is to blame, maybe I myself."""
 
     kind: ClassVar[int] = 5
     job: str
+    culprit: int
     reason: str
 
 
@@ -210,6 +211,7 @@ _CHECKS: dict[str, Any] = {
     "extra_key": _text_or_none,
     "cache_salt": _text_or_none,
     "matched": _count,
+    "culprit": _count,
     "chain": _counts,
     "bounds": _counts,
 }
