@@ -321,6 +321,9 @@ class Hop:
         self.inflow, self.outflow = inflow, outflow
         self.patience_s = patience_s
         self._broken: tuple[str, int | None] | None = None
+        # Called by the forward's thread at each layer, and again and again while it waits there:
+        # raises a RunaheadError if there is nothing to go on for.
+        self.watch: Callable[[], None] | None = None
 
     @property
     def broken(self) -> str | None:
@@ -340,9 +343,11 @@ class Hop:
         self._broken = self._broken or (reason, culprit)
 
     def check(self) -> None:
-        """Raises: Broken."""
+        """The forward's thread. Raises: Broken, and what `watch` raises."""
         if self._broken is not None:
             raise Broken(*self._broken)
+        if self.watch is not None:
+            self.watch()
 
     def on_part(self, part: LayerPart, payload: memoryview) -> None:
         """A part of this job came. A transport's thread."""
