@@ -69,6 +69,8 @@ class CakeConfig:
     """HOST:PORT of every member, this one too, by rank; or a file of them, one a line."""
     runahead_secret: str | None = None
     """File with what all members know and nobody else does, 16 bytes or more, mode 0600."""
+    runahead_transport: Literal["tcp", "mooncake"] = "tcp"
+    """What carries KV from member to member: a TCP connection, or Mooncake's transfer engine."""
 
     @property
     def lossy(self) -> bool:
@@ -303,6 +305,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "runahead_rank": _rank,
     "runahead_peers": _path,
     "runahead_secret": _path,
+    "runahead_transport": _one_of("tcp", "mooncake"),
 }
 
 

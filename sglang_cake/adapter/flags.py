@@ -51,6 +51,7 @@ _HELP = {
     "runahead_rank": "KV-Runahead: this server's place in --cake-runahead-peers, from 0.",
     "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
     "runahead_secret": "KV-Runahead: file with the group's secret, mode 0600.",
+    "runahead_transport": "KV-Runahead: what carries KV, tcp or mooncake.",
 }
 _METAVARS = {
     "store": "URL",
@@ -63,6 +64,7 @@ _METAVARS = {
     "priority": "ORDER",
     "runahead_peers": "HOST:PORT,...",
     "runahead_secret": "FILE",
+    "runahead_transport": "KIND",
 }
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 

@@ -30,6 +30,7 @@ from sglang_cake.runahead.messages import (
     LayerPart,
     Message,
     Offer,
+    Ours,
     Refuse,
     new_job,
 )
@@ -265,6 +266,8 @@ class Member:
     def on_message(self, rank: int, message: Message) -> None:
         if isinstance(message, Offer):
             self._offered(rank, message)
+            return
+        if isinstance(message, Ours):  # of another transport than this member's
             return
         with self._lock:
             owned = self._owned

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.messages import MAX_MEMBERS
+from sglang_cake.runahead.mooncake import check_installed
 from sglang_cake.secret_file import read_secret_file
 
 MIN_SECRET_BYTES = 16
@@ -20,6 +22,7 @@ class GroupSetting:
     rank: int
     peers: tuple[tuple[str, int], ...]
     secret: bytes = field(repr=False)
+    transport: Literal["tcp", "mooncake"] = "tcp"
 
 
 def group_setting(config: CakeConfig) -> GroupSetting | None:
@@ -42,7 +45,9 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
             f"--cake-runahead-rank {rank}: there are {len(known)} peers, so ranks 0 to "
             f"{len(known) - 1}"
         )
-    return GroupSetting(rank, known, _secret(Path(secret)))
+    if config.runahead_transport == "mooncake":
+        check_installed()
+    return GroupSetting(rank, known, _secret(Path(secret)), config.runahead_transport)
 
 
 def _peers(text: str) -> tuple[tuple[str, int], ...]:

@@ -1,6 +1,7 @@
 """A KV pool of plain arrays, and forwards that are nothing but writing and looking."""
 
 import threading
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -59,6 +60,7 @@ class Worker:
         self.cached = 0  # leading tokens that this worker has in its tree
         self.dies_at: int | None = None  # a layer
         self.raises_at: int | None = None  # a layer
+        self.slow_s = 0.0  # a layer takes that long
         self.pause = threading.Event()
         self.pause_reached = threading.Event()
         self.pause.set()
@@ -122,6 +124,7 @@ class Worker:
                 self.pause.clear()
                 self.pause_reached.set()
             self.pause.wait(20)
+            time.sleep(self.slow_s)
             if layer == self.raises_at:
                 raise MemoryError("no memory for this layer")
             self.rows.put(layer, slots[start:stop], tokens[start:stop])

@@ -193,6 +193,45 @@ def test_a_failure_names_a_member_of_the_chain_or_its_sender_is_to_blame(
     assert set(group.owner._out) == (set() if left is None else {left})  # 2 is the owner itself
 
 
+def test_a_slow_helper_is_waited_for_as_long_as_it_is_worth(group: Group) -> None:
+    group.workers[1].slow_s = 0.05  # a layer
+    tokens = prompt(90)
+    owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
+    agreed(owned)
+    slots = group.workers[-1].own(owned, tokens)
+    group.owner.end_owned(owned, "done")
+    assert len(slots) == len(tokens)
+    assert owned.hop.inflow is not None
+    assert owned.hop.inflow.waited_s > 0
+    assert group.owner.helpers() == (0, 1)
+
+
+def test_two_of_a_group_of_three_share_while_the_third_is_not_there() -> None:
+    transports = GROUPS["tcp"](3)
+    one, owner = Worker(0, transports[0]), Worker(2, transports[2])
+    stop = threading.Event()
+    threading.Thread(target=one.serve, args=(stop,), daemon=True).start()
+    until(lambda: owner.member.helpers() == (0,), "the first is there")
+    tokens = prompt(50)
+    owned = owner.member.propose(
+        (0, 2),
+        even(Span(0, 50), 2),
+        tokens,
+        namespace="0",
+        extra_key=None,
+        cache_salt=None,
+        patience_s=60.0,
+    )
+    agreed(owned)
+    owner.own(owned, tokens)
+    owner.member.end_owned(owned, "done")
+    second = Worker(1, transports[1])
+    until(lambda: owner.member.helpers() == (0, 1), "the third joins")
+    stop.set()
+    for worker in (one, owner, second):
+        worker.member.close()
+
+
 def test_a_cancelled_job_stops_its_helpers(group: Group) -> None:
     group.workers[0].dies_at = 1
     owned = group.propose(prompt(90), even(Span(0, 90), 3))

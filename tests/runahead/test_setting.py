@@ -1,5 +1,6 @@
 """Who is in the group: every mistake is one line, before anything is started."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_a_group_from_a_flag_or_from_a_file(tmp_path: Path, secret: Path) -> Non
     file = tmp_path / "peers"
     file.write_text(PEERS.replace(",", "\n") + "\n")
     assert setting(str(file), secret) == found
+
+
+def test_a_transport_that_is_not_installed_is_one_line(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CakeConfig(
+        runahead_rank=0,
+        runahead_peers=PEERS,
+        runahead_secret=str(secret),
+        runahead_transport="mooncake",
+    )
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sglang-cake\[mooncake\]'$"):
+        group_setting(config)
 
 
 def test_no_settings_are_no_group() -> None:
