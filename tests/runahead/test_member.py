@@ -71,6 +71,11 @@ def prompt(tokens: int) -> "array[int]":
     return array("i", [(i * 37) % 1000 for i in range(tokens)])
 
 
+def left_out(group: Group) -> list[int]:
+    """Who failed. One that had not answered yet when a chain ended may be paused: that is less."""
+    return [rank for rank, (_, for_s) in group.owner._out.items() if for_s > 0]
+
+
 def agreed(owned: Owned) -> None:
     until(lambda: owned.agreed or owned.refused or owned.hop.broken, "an answer")
 
@@ -133,8 +138,7 @@ def test_a_helper_that_dies_in_the_middle_ends_the_job_and_the_other_one_stays(
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
     until(lambda: group.owner.helpers() == (1 - who,), "only the dead one is left out")
-    assert who in group.owner._out
-    assert 1 - who not in group.owner._out
+    assert left_out(group) == [who]
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -149,8 +153,7 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     with pytest.raises(Broken, match=f"member {who}: no memory"):
         group.workers[-1].own(owned, tokens)
     group.owner.end_owned(owned, "cancelled")
-    assert group.owner.helpers() == (1 - who,)
-    assert group.owner._out[who][1] == 0.5
+    assert left_out(group) == [who]
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
     group.workers[who].raises_at = None
@@ -159,7 +162,7 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     agreed(tried)
     group.workers[-1].own(tried, tokens)
     group.owner.end_owned(tried, "done")
-    assert group.owner._out == {}  # it has helped: forgiven
+    assert left_out(group) == []  # it has helped: forgiven
 
 
 def test_who_is_late_shows_in_what_has_not_come() -> None:
@@ -190,7 +193,7 @@ def test_a_failure_names_a_member_of_the_chain_or_its_sender_is_to_blame(
     agreed(owned)
     group.owner.on_message(0, Failed(owned.hop.job, named, "it says"))
     group.owner.end_owned(owned, "cancelled")
-    assert set(group.owner._out) == (set() if left is None else {left})  # 2 is the owner itself
+    assert left_out(group) == ([] if left is None else [left])  # 2 is the owner itself
 
 
 def test_a_slow_helper_is_waited_for_as_long_as_it_is_worth(group: Group) -> None:
