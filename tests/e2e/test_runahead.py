@@ -48,9 +48,6 @@ def together(live: Live) -> bool:
 def pair(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Pair]:
-    secret = folder / "secret"
-    secret.write_text("of these two and of nobody else")
-    secret.chmod(0o600)
     trouble = Trouble(folder / "trouble")
     peers = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
     with contextlib.ExitStack() as stack:
@@ -61,7 +58,6 @@ def pair(
                     (
                         *FLAGS,
                         *("--cake-runahead-rank", str(rank), "--cake-runahead-peers", peers),
-                        *("--cake-runahead-secret", str(secret)),
                         *("--cake-mode", "both" if rank else "compute"),
                     ),
                     store=folder / f"runahead-{rank}",
@@ -69,6 +65,7 @@ def pair(
                     env={
                         "OMP_NUM_THREADS": "1",
                         "XDG_CACHE_HOME": str(folder / "cache"),
+                        "XDG_CONFIG_HOME": str(folder / "config"),  # where the first makes a secret
                         **standins,
                         **({"CAKE_TEST_LAYERS": str(trouble.folder)} if rank else {}),
                     },
