@@ -64,11 +64,14 @@ class CakeConfig:
     """Reads of the store in flight at once, per rank."""
 
     runahead_rank: int | None = None
-    """This server's place among the members of a group that share long prompts; from 0."""
+    """This server's place among the peers, from 0; None: that of the only one on this machine."""
     runahead_peers: str | None = None
     """HOST:PORT of every member, this one too, by rank; or a file of them, one a line."""
     runahead_secret: str | None = None
-    """File with what all members know and nobody else does, 16 bytes or more, mode 0600."""
+    """File with what all members know and nobody else does, 16 bytes or more, mode 0600; None: the
+    one in the user's config folder, made there if all members are on this machine."""
+    runahead_transport: Literal["tcp", "mooncake"] = "tcp"
+    """What carries KV from member to member: a TCP connection, or Mooncake's transfer engine."""
 
     @property
     def lossy(self) -> bool:
@@ -303,6 +306,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "runahead_rank": _rank,
     "runahead_peers": _path,
     "runahead_secret": _path,
+    "runahead_transport": _one_of("tcp", "mooncake"),
 }
 
 

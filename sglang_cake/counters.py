@@ -10,7 +10,7 @@ from sglang_cake.codec_names import CODECS, REFUSALS
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
-RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused")
+RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
     "computed_tokens": ("",),

@@ -48,9 +48,10 @@ _HELP = {
     "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
     "eviction_policy": f"What a full file store evicts: {', '.join(POLICIES)}.",
     "queue_depth": "Reads of the store in flight at once.",
-    "runahead_rank": "KV-Runahead: this server's place in --cake-runahead-peers, from 0.",
+    "runahead_rank": "KV-Runahead: this server's place among the peers. Default: found out.",
     "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
-    "runahead_secret": "KV-Runahead: file with the group's secret, mode 0600.",
+    "runahead_secret": "KV-Runahead: file of the group's secret. Default: in your config folder.",
+    "runahead_transport": "KV-Runahead: what carries KV, tcp or mooncake.",
 }
 _METAVARS = {
     "store": "URL",
@@ -63,6 +64,7 @@ _METAVARS = {
     "priority": "ORDER",
     "runahead_peers": "HOST:PORT,...",
     "runahead_secret": "FILE",
+    "runahead_transport": "KIND",
 }
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 

@@ -35,7 +35,7 @@ _HELP = {
     "runahead_hops": "Spans of prompts that other members computed.",
     "runahead_bytes": "Bytes of KV that came from other members.",
     "runahead_sent_bytes": "Bytes of KV that were sent to other members.",
-    "runahead_failures": "Prompts that were offered to others and computed alone, by reason.",
+    "runahead_failures": "Prompts offered to others and not shared to the end, by reason.",
 }
 _EVICTION_HELP = {  # of EVICTION_COUNTS
     "evicted_bytes": "Bytes that made way for others, evicted by this process.",

@@ -36,7 +36,7 @@ def register() -> None:
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduling.install()
         responses.install()
-        if as_variable("runahead_rank") in os.environ:
+        if as_variable("runahead_peers") in os.environ:
             runahead_hooks.install()
 
 

@@ -3,7 +3,8 @@
 The owner's side is invisible to SGLang's books. A step that is shared is, for the scheduler, a step
 like any other: it has slots for all of it, and computed all of it when it returns. Only the forward
 knows better: it computes the owner's span, while KV of the spans before it comes into their slots,
-layer by layer. If something goes wrong, the same forward computes the rest, and nobody notices.
+layer by layer. If something goes wrong, the same forward computes the rest, and nobody notices. If
+the request is aborted meanwhile, everybody stops at the next layer.
 """
 
 import logging
@@ -16,6 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
+from sglang_cake.adapter.runahead_request import (
+    Aborted,
+    asked_for,
+    check_abort,
+    computes,
+    give_up,
+    is_plain,
+)
 from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
 from sglang_cake.adapter.runahead_span import SpanRunner, part_of, run_part
 from sglang_cake.counters import Counters
@@ -31,7 +40,7 @@ from sglang_cake.runahead.decide import (
     plan_beside_loader,
     plan_chain,
 )
-from sglang_cake.runahead.member import Member, Owned
+from sglang_cake.runahead.member import Member, Outcome, Owned
 from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.spans import Span
@@ -50,10 +59,6 @@ HANDOVER_S = 0.02  # taken for granted until one was measured
 BYTES_PER_S = 1e9
 _NEWEST = 0.3  # weight of the newest chain in what handing over is taken to cost
 _FADE = 0.02  # how much of that is forgotten with each prompt that is computed alone
-# A request may say how it is to be computed, in `sampling_params.custom_params`: "alone"; "closed"
-# or "table", whether or not that is predicted to pay; or where each worker's span ends, as a list
-# of tokens. That is how a search and a benchmark measure.
-PARAMETER = "cake_runahead"
 _WHATEVER = float("inf")
 
 Verdict = Literal["alone", "wait", "share"]
@@ -115,6 +120,7 @@ class Runahead:
         for end in (self._ear, self._bell):
             end.setblocking(False)
         self._poller: Any = None
+        self._scheduler: Scheduler | None = None  # known from the first poll on
         self.member = Member(rank, transport, rows, self._ring)
         self._runner = SpanRunner(
             self.member, gate, counters, page_tokens=page_tokens, limit_tokens=limit_tokens
@@ -124,6 +130,7 @@ class Runahead:
 
     def poll(self, scheduler: "Scheduler") -> None:
         """Help, if somebody asks. Call between two steps."""
+        self._scheduler = scheduler
         self._listen(scheduler)
         if self._mine is not None and time.monotonic() - self._mine.began_s > BEGIN_S:
             self._drop("the step did not begin")
@@ -156,7 +163,7 @@ class Runahead:
             return self._answered(mine, req, stop, alone=alone)
         if mine is not None or not alone or req.rid in self._asked:
             return "alone"
-        if not _is_plain(req) or self._namespace() is None:
+        if not is_plain(req) or self._namespace() is None:
             return "alone"
         plan = self._plan(req, Span(req.prefix_len, stop), loading)
         if plan is None:
@@ -178,7 +185,7 @@ class Runahead:
         """The request is over, aborted or retracted: nobody need help with it any more."""
         self._asked.discard(rid)
         if self._mine is not None and self._mine.rid == rid:
-            self._drop("the request is over")
+            self._drop("the request is over", label="aborted")
 
     # ---- the forward ----
 
@@ -187,25 +194,33 @@ class Runahead:
         mine = self._mine
         if mine is None or batch is None or mine.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
-        if not _computes(batch, mine.span) or not mine.owned.agreed:
+        if not computes(batch, mine.span) or not mine.owned.agreed:
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
-        owned, span = mine.owned, mine.span
+        owned, span, scheduler, req = mine.owned, mine.span, self._scheduler, batch.reqs[0]
         assert owned.hop.inflow is not None
+        assert scheduler is not None
+        owned.hop.watch = lambda: check_abort(scheduler, req)
         owned.hop.inflow.bind(batch.out_cache_loc[: owned.split - span.start].long(), span.start)
         began_s = time.monotonic()
         self._pace.helped()
         try:
             with self._gate(owned.hop):
                 result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
+        except Aborted as error:
+            self._counters.add("runahead_failures", label=error.reason)
+            self._end(mine, "cancelled", str(error))
+            give_up(scheduler, req)
+            # The least that a step may compute; what it reads and samples means nothing.
+            return original(worker, part_of(batch, span.stop - 1, span.stop), **kwargs)
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(mine, "failed", str(error))  # after which nobody writes into our slots
+            self._end(mine, "cancelled", str(error))  # after which nobody writes into our slots
             return self._forward_alone(original, worker, batch, span, kwargs)
         self._learn(mine, time.monotonic() - began_s)
         self._end(mine, "done")
-        self._tell(batch.reqs[0], mine)
+        self._tell(req, mine)
         return result
 
     def close(self) -> None:
@@ -231,7 +246,7 @@ class Runahead:
             self._token_bytes,
         )
         limits = Limits(self._page_tokens, self._limit_tokens, self._table.read())
-        asked = _asked_for(req)
+        asked = asked_for(req)
         if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None
         if asked == "closed":
@@ -282,14 +297,14 @@ class Runahead:
             return "alone"
         return "share" if owned.agreed else "wait"
 
-    def _drop(self, reason: str) -> None:
+    def _drop(self, reason: str, label: str = "refused") -> None:
         assert self._mine is not None
-        self._counters.add("runahead_failures", label="refused")
+        if self._mine.owned.hop.broken is not None:
+            label = "broken"
+        self._counters.add("runahead_failures", label=label)
         self._end(self._mine, "cancelled", reason)
 
-    def _end(
-        self, mine: Mine, outcome: Literal["done", "cancelled", "failed"], reason: str = ""
-    ) -> None:
+    def _end(self, mine: Mine, outcome: Outcome, reason: str = "") -> None:
         self._mine = None
         self.member.end_owned(mine.owned, outcome, reason)
 
@@ -331,7 +346,7 @@ class Runahead:
         if restore is None:
             return
         restore.shared = {"helped_tokens": helped_tokens}
-        if _asked_for(req) is not None:  # somebody measures
+        if asked_for(req) is not None:  # somebody measures
             restore.shared |= {
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
@@ -361,34 +376,3 @@ class Runahead:
                 pass
         except BlockingIOError:
             return
-
-
-def _is_plain(req: "Req") -> bool:
-    """Whether nothing is wanted of the tokens that others would compute but their KV."""
-    wants_logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    return (
-        not wants_logprobs
-        and not req.return_hidden_states
-        and not req.return_routed_experts
-        and not req.return_indexer_topk
-        and req.lora_id is None
-        and req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and req.multimodal_inputs is None
-        and req.session is None
-        and not req.output_ids
-    )
-
-
-def _computes(batch: Any, span: Span) -> bool:
-    return bool(
-        batch.forward_mode.is_extend()
-        and not batch.forward_mode.is_mixed()
-        and len(batch.reqs) == 1
-        and (batch.prefix_lens[0], batch.prefix_lens[0] + batch.extend_lens[0]) == span
-    )
-
-
-def _asked_for(req: "Req") -> object:
-    given = req.sampling_params.custom_params
-    return given.get(PARAMETER) if isinstance(given, dict) else None

@@ -1,6 +1,7 @@
 """Puts KV-Runahead together with a running server, and hooks the forward."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,12 @@ from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
 from sglang_cake.cache_folder import cache_folder
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
+from sglang_cake.runahead import mooncake
+from sglang_cake.runahead.messages import Message
 from sglang_cake.runahead.setting import GroupSetting, group_setting
 from sglang_cake.runahead.table import WatchedTable, table_path
 from sglang_cake.runahead.tcp import TcpTransport
+from sglang_cake.runahead.transport import Transport
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -66,16 +70,31 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
     return here
 
 
-def _transport(setting: GroupSetting, engine: "Engine") -> TcpTransport:
+def _transport(setting: GroupSetting, engine: "Engine") -> Transport:
     host, port = setting.peers[setting.rank]
+
+    def connect(greeting: Callable[[int], Message] | None = None) -> TcpTransport:
+        namespace = engine.namespace_digest
+        try:
+            return TcpTransport(
+                setting.rank,
+                setting.peers,
+                secret=setting.secret,
+                namespace=namespace if greeting is None else mooncake.apart(namespace),
+                greeting=greeting,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--cake-runahead-peers: cannot listen on {host}:{port}: {error.strerror or error}"
+            ) from None
+
+    if setting.transport == "tcp":
+        return connect()
+    others = frozenset(range(len(setting.peers))) - {setting.rank}
     try:
-        return TcpTransport(
-            setting.rank, setting.peers, secret=setting.secret, namespace=engine.namespace_digest
-        )
+        return mooncake.MooncakeTransport(connect, others, mooncake.Engine(host))
     except OSError as error:
-        raise ConfigError(
-            f"--cake-runahead-peers: cannot listen on {host}:{port}: {error.strerror or error}"
-        ) from None
+        raise ConfigError(f"--cake-runahead-transport mooncake: {error}") from None
 
 
 def _table_path(engine: "Engine") -> Path | None:

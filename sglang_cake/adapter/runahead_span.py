@@ -85,8 +85,8 @@ class SpanRunner:
 
     def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
         """Accept or refuse, compute, hand on. Nothing is left behind, whatever happens."""
-        if scheduler.waiting_queue or scheduler.chunked_req is not None:
-            self._member.refuse(owner, offer, "busy with its own prompts")
+        if _is_busy(scheduler):
+            self._member.refuse(owner, offer, "busy with its own requests")
             return
         reason = self._too_large(scheduler, offer)
         if reason is not None:
@@ -164,7 +164,7 @@ class SpanRunner:
         hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
         with self._gate(hop):
             run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
-        hop.outflow.drain(DRAIN_TIMEOUT_S, hop.check)
+        hop.drain(DRAIN_TIMEOUT_S)
 
     def _count(self, helping: Helping) -> None:
         sent = helping.hop.outflow
@@ -179,6 +179,15 @@ class SpanRunner:
         else:
             tree.unlock(req.lock)
             req.lock = None
+
+
+def _is_busy(scheduler: "Scheduler") -> bool:
+    """Whether own requests wait, or generate: those would get no token for the whole span."""
+    return (
+        bool(scheduler.waiting_queue)
+        or scheduler.chunked_req is not None
+        or any(not req.finished() for req in scheduler.collect_inflight_reqs())
+    )
 
 
 def _request(offer: Offer) -> "Req":

@@ -141,12 +141,12 @@ def unsupported_group(args: Any, config: CakeConfig) -> str | None:
     Args:
         args: resolved.
     """
-    if config.runahead_rank is None:
+    if config.runahead_peers is None:
         return None
     if args.device != "cpu" or args.attention_backend != "torch_native":
         return (
             "KV-Runahead runs with --device cpu --attention-backend torch_native in this version: "
-            "remove --cake-runahead-rank"
+            "remove --cake-runahead-peers"
         )
     for field in ("tp_size", "dp_size"):
         if getattr(args, field) > 1:

@@ -12,13 +12,16 @@ that failed raises there, so that a forward ends within a layer.
 Threads: the forward's; the transport's readers, which write parts into slots that belong to the
 forward's request alone; one sender for each hop that sends. After `close` nobody reads or writes
 slots any more: they may be given to others.
+
+What ends a hop names a culprit where there is one: the worker that is to be left out, whoever it is
+that noticed.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart
@@ -33,15 +36,34 @@ _LOOK_S = 0.05  # how often who waits looks whether there is still something to 
 
 
 class Broken(RunaheadError):
-    """This hop cannot go on; the message says why."""
+    """This hop cannot go on; the message says why.
+
+    Args:
+        culprit: rank of the worker that is to blame; None if it is nobody else's fault.
+    """
 
     reason = "broken"
 
+    def __init__(self, message: str, culprit: int | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
 
 class Late(RunaheadError):
-    """What is to come takes longer than it may."""
+    """What is to come takes longer than it may. Args: culprit: who is waited for."""
 
     reason = "late"
+
+    def __init__(self, message: str, culprit: int | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+class Source(NamedTuple):
+    """A worker earlier in the chain, and the span that it computes."""
+
+    rank: int
+    span: Span
 
 
 # Rows of the pool, one a token. Only `Rows` looks inside; here they are cut by tokens.
@@ -71,10 +93,16 @@ class Rows(Protocol):
 
 
 class Inflow:
-    """What one worker gets from the one before it: all layers of the tokens of `span`."""
+    """What one worker gets from the one before it: all layers of all spans of `sources`.
 
-    def __init__(self, rows: Rows, span: Span) -> None:
-        self._rows, self._span = rows, span
+    Args:
+        sources: the workers before this one, first of the chain first; their spans touch.
+    """
+
+    def __init__(self, rows: Rows, sources: Sequence[Source]) -> None:
+        self._rows, self._sources = rows, tuple(sources)
+        self._span = span = Span(sources[0].span.start, sources[-1].span.stop)
+        self._held_s = dict.fromkeys((each.rank for each in sources), 0.0)  # by whom, so far
         self._changed = threading.Condition()
         self._slots: Slots = None
         self._keep = span.start
@@ -96,20 +124,18 @@ class Inflow:
 
     def part(self, part: LayerPart, payload: memoryview) -> None:
         """A part came; returns when it is in its slots. Raises: Broken."""
-        span = Span(part.start, part.stop)
+        span, before = Span(part.start, part.stop), self._sources[-1].rank
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
-            raise Broken(f"a part that nobody asked for: layer {part.layer}, {span}")
+            raise Broken(f"a part that nobody asked for: layer {part.layer}, {span}", before)
         if len(payload) != span.tokens * self._rows.token_bytes:
-            raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens")
+            raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens", before)
         with self._changed:
             self._changed.wait_for(lambda: self._slots is not None or self._broken, BIND_TIMEOUT_S)
             if self._slots is None or self._broken:
                 raise Broken(self._broken or "nobody began to compute")
-            if any(
-                max(g.start, span.start) < min(g.stop, span.stop) for g in self._got[part.layer]
-            ):
-                raise Broken("a part that came before")
+            if self._got_of(part.layer, span):
+                raise Broken("a part that came before", before)
             self._got[part.layer].append(span)
             self._writing += 1
             slots, keep = self._slots, self._keep
@@ -129,6 +155,9 @@ class Inflow:
     def wait(self, layer: int, patience_s: float, look: Callable[[], None]) -> None:
         """Until the whole layer is there.
 
+        The time goes to the account of the worker that is waited for. Who waited longest for whom
+        says more than who is missing in the end: one that is slow makes all after it late.
+
         Args:
             patience_s: how long all waits of this hop may take together.
             look: called again and again; raises if there is nothing to wait for any more.
@@ -142,12 +171,37 @@ class Inflow:
                     look()
                     left_s = patience_s - self.waited_s - (time.monotonic() - began_s)
                     if left_s <= 0:
-                        raise Late(f"layer {layer} did not come in {patience_s:.2f} s of waiting")
+                        late = max(self._held_s, key=self._held_s.__getitem__)
+                        raise Late(
+                            f"layer {layer} did not come in {patience_s:.2f} s of waiting, most of "
+                            f"all for member {late}",
+                            late,
+                        )
+                    holder, since_s = self._holder(layer), time.monotonic()
                     self._changed.wait(min(left_s, _LOOK_S))
+                    self._held_s[holder] += time.monotonic() - since_s
                 if self._broken:
                     raise Broken(self._broken)
         finally:
             self.waited_s += time.monotonic() - began_s
+
+    def _got_of(self, layer: int, span: Span) -> int:
+        """How many tokens of `span` have come."""
+        return sum(
+            max(0, min(got.stop, span.stop) - max(got.start, span.start))
+            for got in self._got[layer]
+        )
+
+    def _holder(self, layer: int) -> int:
+        """Who is waited for: the last worker whose own part has not come.
+
+        Those after it have sent theirs. It would have handed on what is missing of those before it,
+        so that they cannot be blamed while nothing comes from itself.
+        """
+        for rank, span in reversed(self._sources):
+            if self._got_of(layer, span) < span.tokens:
+                return rank
+        return self._sources[0].rank  # all has come, and is being written
 
     def close(self, reason: str) -> None:
         """Nothing is written any more once this returns."""
@@ -249,6 +303,7 @@ class Hop:
 
     Args:
         before: rank of the worker that sends; None for the first of the chain.
+        after: rank of the worker that is sent to; None for the last.
         patience_s: how long the forward may wait for what comes in, in all.
     """
 
@@ -257,39 +312,55 @@ class Hop:
         job: str,
         *,
         before: int | None,
+        after: int | None,
         inflow: Inflow | None,
         outflow: Outflow | None,
         patience_s: float,
     ) -> None:
-        self.job, self.before = job, before
+        self.job, self.before, self.after = job, before, after
         self.inflow, self.outflow = inflow, outflow
         self.patience_s = patience_s
-        self._reason: str | None = None
+        self._broken: tuple[str, int | None] | None = None
+        # Called by the forward's thread at each layer, and again and again while it waits there:
+        # raises a RunaheadError if there is nothing to go on for.
+        self.watch: Callable[[], None] | None = None
 
     @property
     def broken(self) -> str | None:
         """Why it cannot go on, if it cannot."""
-        return self._reason
+        return None if self._broken is None else self._broken[0]
 
-    def break_off(self, reason: str) -> None:
-        """Whoever is in the middle of it stops at the next layer. Any thread; does not wait."""
-        self._reason = self._reason or reason
+    @property
+    def culprit(self) -> int | None:
+        """Whose fault that is, by rank; None if it is nobody else's."""
+        return None if self._broken is None else self._broken[1]
+
+    def break_off(self, reason: str, culprit: int | None = None) -> None:
+        """Whoever is in the middle of it stops at the next layer. Any thread; does not wait.
+
+        The first reason stays.
+        """
+        self._broken = self._broken or (reason, culprit)
 
     def check(self) -> None:
-        """Raises: Broken."""
-        if self._reason is not None:
-            raise Broken(self._reason)
+        """The forward's thread. Raises: Broken, and what `watch` raises."""
+        if self._broken is not None:
+            raise Broken(*self._broken)
+        if self.watch is not None:
+            self.watch()
 
     def on_part(self, part: LayerPart, payload: memoryview) -> None:
         """A part of this job came. A transport's thread."""
-        if self._reason is not None or self.inflow is None:
+        if self._broken is not None or self.inflow is None:
             return
         try:
             if self.outflow is not None:
                 self.outflow.forward(part, payload)
             self.inflow.part(part, payload)
-        except RunaheadError as error:
-            self.break_off(str(error))
+        except Broken as error:
+            self.break_off(str(error), error.culprit)
+        except RunaheadError as error:  # of the forwarding
+            self.break_off(str(error), self.after)
         except Exception as error:
             logger.exception("cake runahead: a part could not be taken")
             self.break_off(repr(error))
@@ -303,7 +374,20 @@ class Hop:
         if self.outflow is not None:
             self.outflow.ready(layer)
         if self.inflow is not None:
-            self.inflow.wait(layer, self.patience_s, self.check)
+            try:
+                self.inflow.wait(layer, self.patience_s, self.check)
+            except Late as error:
+                self.break_off(str(error), error.culprit)
+                raise
+
+    def drain(self, timeout_s: float) -> None:
+        """Until every layer is sent. Raises: RunaheadError."""
+        assert self.outflow is not None
+        try:
+            self.outflow.drain(timeout_s, self.check)
+        except Late as error:
+            self.break_off(str(error), self.after)
+            raise
 
     def close(self, reason: str) -> None:
         """The forward's thread is done with it, one way or the other."""

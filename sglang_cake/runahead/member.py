@@ -7,7 +7,9 @@
 A member that asks, owns or helps refuses offers. So no two members ever wait for each other, and
 nobody waits behind a queue: who has no time now says so, and the owner computes alone.
 
-A member that failed somebody is left out for a while, longer each time, until it has helped once.
+A member that failed is left out for a while, longer each time, until it has helped once. Others of
+the same chain are not: whoever notices a failure says whose it is, and who is late shows in what
+has not come.
 """
 
 import logging
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_cake.errors import RunaheadError
-from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Rows
+from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Rows, Source
 from sglang_cake.runahead.messages import (
     Accept,
     Cancel,
@@ -28,6 +30,7 @@ from sglang_cake.runahead.messages import (
     LayerPart,
     Message,
     Offer,
+    Ours,
     Refuse,
     new_job,
 )
@@ -37,7 +40,7 @@ from sglang_cake.spans import Span
 
 logger = logging.getLogger("sglang_cake")
 
-Outcome = Literal["done", "cancelled", "failed"]
+Outcome = Literal["done", "cancelled"]
 
 MAX_OFFERS = 16  # that wait for the scheduler to look
 MAX_OVER = 256  # jobs that are remembered as over
@@ -136,11 +139,11 @@ class Member:
         """
         assert chain[-1] == self.rank
         job = new_job()
-        span = Span(partition.bounds[0], partition.bounds[-2])
         hop = Hop(
             job,
             before=chain[-2],
-            inflow=Inflow(self._rows, span),
+            after=None,
+            inflow=Inflow(self._rows, _sources(chain, partition, len(chain) - 1)),
             outflow=None,
             patience_s=patience_s,
         )
@@ -156,7 +159,7 @@ class Member:
             try:
                 self._transport.send(rank, offer)
             except PeerGone as error:
-                self._leave_out(rank)
+                hop.break_off(str(error), rank)
                 self.end_owned(owned, "cancelled", str(error))
                 raise
         return owned
@@ -164,21 +167,23 @@ class Member:
     def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
         """Our job is over: all KV came, or nobody needs it any more, or it failed.
 
-        Once this returns, nobody touches the slots that were bound.
+        Once this returns, nobody touches the slots that were bound. If a member is to blame, it is
+        left out; the others stay.
         """
         with self._lock:
             if self._owned is owned:
                 self._owned = None
             self._end(owned.hop.job)
+        culprit = owned.hop.culprit
         owned.hop.close(reason or outcome)
         for rank in owned.helpers:
             if outcome == "done":
                 self._out.pop(rank, None)
-            else:
-                self._tell(rank, Cancel(owned.hop.job, (reason or outcome)[:200]))
-            if outcome == "failed":  # nobody can say which of them it was
+                continue
+            self._tell(rank, Cancel(owned.hop.job, (reason or outcome)[:200]))
+            if rank == culprit:
                 self._leave_out(rank)
-            elif outcome == "cancelled" and rank not in owned.accepted:  # too busy to answer
+            elif rank not in owned.accepted:  # too busy to answer
                 self._pause(rank)
 
     # ---- the helper ----
@@ -203,15 +208,20 @@ class Member:
         before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
         inflow = None
         if before is not None:
-            inflow = Inflow(self._rows, Span(offer.bounds[0], offer.bounds[place]))
+            inflow = Inflow(self._rows, _sources(offer.chain, offer.partition, place))
         hop = Hop(
-            offer.job, before=before, inflow=inflow, outflow=None, patience_s=HELPER_PATIENCE_S
+            offer.job,
+            before=before,
+            after=after,
+            inflow=inflow,
+            outflow=None,
+            patience_s=HELPER_PATIENCE_S,
         )
         hop.outflow = Outflow(
             self._rows,
             offer.job,
             lambda part, payload: self._transport.send_part(after, part, payload),
-            hop.break_off,
+            lambda reason: hop.break_off(reason, after),
         )
         helping = Helping(hop, offer, owner, offer.partition.spans[place])
         with self._lock:
@@ -235,7 +245,8 @@ class Member:
         self._tell(owner, Refuse(offer.job, reason[:200]))
 
     def end_helping(self, helping: Helping, failure: str | None) -> None:
-        """The job that we helped with is over here; the owner hears of a failure."""
+        """The job that we helped with is over here; the owner hears of a failure, and whose."""
+        culprit = helping.hop.culprit
         with self._lock:
             if self._helping is helping:
                 self._helping = None
@@ -243,7 +254,8 @@ class Member:
             self._end(helping.offer.job)
         helping.hop.close(failure or "done")
         if failure is not None and not cancelled:
-            self._tell(helping.owner, Failed(helping.offer.job, failure[:200]))
+            blamed = self.rank if culprit is None else culprit
+            self._tell(helping.owner, Failed(helping.offer.job, blamed, failure[:200]))
 
     def close(self) -> None:
         """End everything."""
@@ -254,6 +266,8 @@ class Member:
     def on_message(self, rank: int, message: Message) -> None:
         if isinstance(message, Offer):
             self._offered(rank, message)
+            return
+        if isinstance(message, Ours):  # of another transport than this member's
             return
         with self._lock:
             owned = self._owned
@@ -270,7 +284,8 @@ class Member:
                 mine.refused = f"member {rank} refuses: {message.reason}"
                 self._pause(rank)
             else:
-                mine.hop.break_off(f"member {rank}: {message.reason}")
+                blamed = message.culprit if message.culprit in mine.chain else rank
+                mine.hop.break_off(f"member {rank}: {message.reason}", blamed)
         self._wake()
 
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
@@ -284,10 +299,10 @@ class Member:
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:
             if self._owned is not None and rank in self._owned.helpers:
-                self._owned.hop.break_off(f"member {rank} is gone: {reason}")
+                self._owned.hop.break_off(f"member {rank} is gone: {reason}", rank)
             helping = self._helping
             if helping is not None and (rank in helping.offer.chain or rank == helping.owner):
-                helping.hop.break_off(f"member {rank} is gone: {reason}")
+                helping.hop.break_off(f"member {rank} is gone: {reason}", rank)
         self._wake()
 
     # ---- inside ----
@@ -340,3 +355,8 @@ class Member:
             self._transport.send(rank, message)
         except RunaheadError as error:
             logger.debug("cake runahead: member %d was not told %s: %s", rank, message, error)
+
+
+def _sources(chain: tuple[int, ...], partition: Partition, place: int) -> list[Source]:
+    """The workers before that place of the chain."""
+    return [Source(*each) for each in zip(chain[:place], partition.spans, strict=False)]

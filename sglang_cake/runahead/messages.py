@@ -87,15 +87,12 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """I cannot go on with what I accepted."""
+    """I cannot go on with what I accepted; the member `culprit` is to blame, maybe I myself."""
 
     kind: ClassVar[int] = 5
     job: str
+    culprit: int
     reason: str
-
-
-Message = Offer | Accept | Refuse | Cancel | Failed
-_KINDS: dict[int, type[Any]] = {each.kind: each for each in (Offer, Accept, Refuse, Cancel, Failed)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +103,51 @@ class LayerPart:
     layer: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Of transports that write into a peer's memory: where you may write parts for me."""
+
+    kind: ClassVar[int] = 6
+    session: str  # how the engine finds me
+    address: int
+    slots: int  # of MAX_PART_BYTES each
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A part of a layer is in one of your slots."""
+
+    kind: ClassVar[int] = 7
+    job: str
+    layer: int
+    start: int
+    stop: int
+    slot: int
+    size: int  # bytes
+    checksum: int  # XXH3-64
+    took_us: int  # microseconds that writing it took
+
+    @property
+    def part(self) -> LayerPart:
+        """Which part."""
+        return LayerPart(self.job, self.layer, self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What was in one of my slots is used; write the next part there."""
+
+    kind: ClassVar[int] = 8
+    slot: int
+
+
+Ours = Ring | Landed | Credit  # between transports; members never see them
+Message = Offer | Accept | Refuse | Cancel | Failed | Ours
+_KINDS: dict[int, type[Any]] = {
+    each.kind: each for each in (Offer, Accept, Refuse, Cancel, Failed, Ring, Landed, Credit)
+}
 
 
 class BadMessage(RunaheadError):
@@ -149,9 +191,13 @@ def encode_part(part: LayerPart) -> bytes:
 def decode_part(head: bytes | memoryview) -> LayerPart:
     """The part that `head`, PART_HEAD_BYTES long, describes. Raises: BadMessage."""
     job, layer, start, stop = _PART.unpack(head)
-    if layer >= MAX_LAYERS or not start < stop < 2**31:
-        raise BadMessage(f"no part of a layer: {layer}, {start} to {stop}")
-    return LayerPart(job.hex(), layer, start, stop)
+    return _checked(LayerPart(job.hex(), layer, start, stop))
+
+
+def _checked(part: LayerPart) -> LayerPart:
+    if part.layer >= MAX_LAYERS or not part.start < part.stop < 2**31:
+        raise BadMessage(f"no part of a layer: {part.layer}, {part.start} to {part.stop}")
+    return part
 
 
 def _make(kind: type[Any], head: dict[str, Any], tail: bytes) -> Any:
@@ -162,7 +208,10 @@ def _make(kind: type[Any], head: dict[str, Any], tail: bytes) -> Any:
     if kind is not Offer:
         if tail:
             raise ValueError("bytes behind a message")
-        return kind(**checked)
+        made = kind(**checked)
+        if isinstance(made, Landed):
+            _checked(made.part)
+        return made
     if len(tail) % _TOKEN_BYTES:
         raise ValueError("half a token")
     tokens = array("i")
@@ -197,6 +246,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _word(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**64:
+        raise ValueError("a number of 64 bits")
+    return value
+
+
 def _counts(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_MEMBERS + 1:
         raise ValueError("a list of numbers")
@@ -210,6 +265,17 @@ _CHECKS: dict[str, Any] = {
     "extra_key": _text_or_none,
     "cache_salt": _text_or_none,
     "matched": _count,
+    "culprit": _count,
+    "layer": _count,
+    "start": _count,
+    "stop": _count,
+    "session": _text,
+    "address": _word,
+    "slots": _count,
+    "slot": _count,
+    "size": _count,
+    "checksum": _word,
+    "took_us": _count,
     "chain": _counts,
     "bounds": _counts,
 }

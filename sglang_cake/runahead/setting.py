@@ -1,11 +1,21 @@
-"""Who is in the group: three settings that only make sense together, checked before a start."""
+"""Who is in the group: settings that only make sense together, checked before a start.
 
+The peers are enough where the rest follows from them: the rank, if one of them alone can be on this
+machine; the secret, if all of them are, or if its file lies where it is looked for.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.messages import MAX_MEMBERS
+from sglang_cake.runahead.mooncake import check_installed
 from sglang_cake.secret_file import read_secret_file
 
 MIN_SECRET_BYTES = 16
@@ -20,6 +30,7 @@ class GroupSetting:
     rank: int
     peers: tuple[tuple[str, int], ...]
     secret: bytes = field(repr=False)
+    transport: Literal["tcp", "mooncake"] = "tcp"
 
 
 def group_setting(config: CakeConfig) -> GroupSetting | None:
@@ -27,22 +38,96 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
 
     Raises: ConfigError, one line.
     """
-    given = (config.runahead_rank, config.runahead_peers, config.runahead_secret)
-    if given == (None, None, None):
+    rank, peers, secret = config.runahead_rank, config.runahead_peers, config.runahead_secret
+    if peers is None:
+        if (rank, secret, config.runahead_transport) != (None, None, "tcp"):
+            raise ConfigError(
+                "KV-Runahead needs --cake-runahead-peers HOST:PORT,... of all members, this one "
+                "among them"
+            )
         return None
-    rank, peers, secret = given
-    if rank is None or peers is None or secret is None:
-        raise ConfigError(
-            "KV-Runahead needs all three of --cake-runahead-rank N, "
-            "--cake-runahead-peers HOST:PORT,... and --cake-runahead-secret FILE"
-        )
     known = _peers(peers)
-    if rank >= len(known):
+    if rank is None:
+        rank = _own_rank(known)
+    elif rank >= len(known):
         raise ConfigError(
             f"--cake-runahead-rank {rank}: there are {len(known)} peers, so ranks 0 to "
             f"{len(known) - 1}"
         )
-    return GroupSetting(rank, known, _secret(Path(secret)))
+    if config.runahead_transport == "mooncake":
+        check_installed()
+    if secret is not None:
+        return GroupSetting(rank, known, _secret(Path(secret)), config.runahead_transport)
+    path = default_secret_path()
+    if all(_is_here(host) for host in {host for host, _ in known}):
+        _make_secret(path)
+    return GroupSetting(rank, known, _secret(path), config.runahead_transport)
+
+
+def default_secret_path() -> Path:
+    """`$XDG_CONFIG_HOME/sglang_cake/runahead-secret`, or the same in `~/.config`.
+
+    Raises: ConfigError if there is no home folder.
+    """
+    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    if not config.is_absolute():  # unset, or to be ignored by the XDG specification
+        try:
+            config = Path.home() / ".config"
+        except RuntimeError:
+            raise ConfigError(
+                "there is no home folder for the group's secret: set --cake-runahead-secret FILE"
+            ) from None
+    return config / "sglang_cake" / "runahead-secret"
+
+
+def _own_rank(peers: tuple[tuple[str, int], ...]) -> int:
+    """The place of the only member that can be on this machine."""
+    here = [rank for rank, (host, _) in enumerate(peers) if _is_here(host)]
+    if len(here) == 1:
+        return here[0]
+    found = "none" if not here else " and ".join(map(str, here))
+    raise ConfigError(
+        f"of the members that --cake-runahead-peers names, {found} can be on this machine: say "
+        f"which one this is by --cake-runahead-rank, 0 to {len(peers) - 1}"
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether this machine has that address: a socket can be bound to it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError):  # not ours, not known, or no name at all
+        return False
+    return True
+
+
+def _make_secret(path: Path) -> None:
+    """A new one, unless there is one: all members are on this machine, and all of them look here.
+
+    Several may do so at once: the first one's stays.
+    """
+    if path.exists():
+        return
+    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, secrets.token_hex(32).encode() + b"\n")
+        finally:
+            os.close(fd)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    except OSError as error:
+        raise ConfigError(
+            f"secret file {path} cannot be made: {error.strerror or error}; set "
+            "--cake-runahead-secret FILE"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def _peers(text: str) -> tuple[tuple[str, int], ...]:

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_cake.keys import Digest
@@ -63,6 +63,7 @@ class TcpTransport:
         secret: at least 16 bytes that all members know.
         namespace: of all members' KV; others are not talked to.
         listener: a bound socket to listen on, instead of the own address.
+        greeting: made for each member that comes, and sent to it.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class TcpTransport:
         secret: bytes,
         namespace: Digest,
         listener: socket.socket | None = None,
+        greeting: Callable[[int], Message] | None = None,
     ) -> None:
         self._rank, self._peers = rank, list(peers)
-        self._secret, self._namespace = secret, namespace
+        self._secret, self._namespace, self._greeting = secret, namespace, greeting
         # Bound here, so that an address that is taken fails the start of the server.
         self._listener = listener or socket.create_server(peers[rank], reuse_port=False)
         self._outgoing = {r: _Outgoing(self, r, peers[r]) for r in range(len(peers)) if r != rank}
@@ -143,6 +145,9 @@ class TcpTransport:
             (self._present.add if both else self._present.discard)(rank)
         if both and not before:
             logger.info("cake runahead: member %d is here", rank)
+            if self._greeting is not None:
+                with contextlib.suppress(PeerGone):
+                    self.send(rank, self._greeting(rank))
         elif before and not both and not self.closed.is_set():
             logger.warning("cake runahead: member %d is gone: %s", rank, reason)
             self._outgoing[rank].close()
@@ -265,7 +270,7 @@ class TcpTransport:
                 body = parts[: frame.length]
                 began_s = time.perf_counter()
                 wire.receive(connection, body)
-                self._measured(rank, len(body), time.perf_counter() - began_s)
+                self.measured(rank, len(body), time.perf_counter() - began_s)
                 frame.check(body)
                 part = decode_part(body[:PART_HEAD_BYTES])
                 self._handler.on_part(rank, part, body[PART_HEAD_BYTES:])
@@ -275,7 +280,8 @@ class TcpTransport:
                 if frame.kind != wire.PING:
                     self._handler.on_message(rank, decode(frame.kind, said))
 
-    def _measured(self, rank: int, size_bytes: int, took_s: float) -> None:
+    def measured(self, rank: int, size_bytes: int, took_s: float) -> None:
+        """A part came over this peer's link. The thread that reads from it."""
         # Small parts say more about latency. What waited in a buffer came at memory's speed: then
         # the link is not what anybody waits for.
         if size_bytes >= _LARGE_BYTES:

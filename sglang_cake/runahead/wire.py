@@ -29,7 +29,7 @@ from sglang_cake.keys import Digest
 from sglang_cake.runahead.messages import MAX_MESSAGE_BYTES, PART_HEAD_BYTES, BadMessage
 from sglang_cake.runahead.transport import MAX_PART_BYTES
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"CKRA"
 PING: Final = 0
 PART: Final = 16

@@ -27,10 +27,21 @@ class _Member:
         self.reasons.append(reason)
 
 
+class _Running:
+    """A request of the running batch; it may have ended in the last step."""
+
+    def __init__(self, *, over: bool) -> None:
+        self._over = over
+
+    def finished(self) -> bool:
+        return self._over
+
+
 def _scheduler(**changes: Any) -> Any:
     fields = {
         "waiting_queue": [],
         "chunked_req": None,
+        "collect_inflight_reqs": lambda: {_Running(over=True)},
         "model_config": SimpleNamespace(vocab_size=1000),
         "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros(4, 512)),
     }
@@ -47,6 +58,7 @@ def _offer(tokens: int, token: int = 7) -> Offer:
     [
         (_scheduler(waiting_queue=["a request"]), _offer(64), "busy"),
         (_scheduler(chunked_req="a request"), _offer(64), "busy"),
+        (_scheduler(collect_inflight_reqs=lambda: {_Running(over=False)}), _offer(64), "busy"),
         (_scheduler(), _offer(64, token=1000), "does not have"),
         (_scheduler(), _offer(512), "longer prompt"),
         (_scheduler(), _offer(320), "longer span"),

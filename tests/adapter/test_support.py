@@ -156,7 +156,7 @@ def test_scheduler_refuses_in_one_line(changes: dict[str, Any]) -> None:
 )
 def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], advice: str) -> None:
     fields = {"device": "cpu", "attention_backend": "torch_native", "tp_size": 1, "dp_size": 1}
-    member = CakeConfig(runahead_rank=0)
+    member = CakeConfig(runahead_peers="a:1,b:1")
     assert unsupported_group(SimpleNamespace(**fields), member) is None
     reason = unsupported_group(SimpleNamespace(**fields | changes), member)
     assert reason is not None

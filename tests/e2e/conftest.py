@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,9 +63,11 @@ def standins(folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-test-standins\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\ncake_test_standins = cake_test_standins:register\n"
+        "cake_test_layers = cake_test_layers:register\n"
     )
     module = Path(__file__).parent / "standins"
-    return {"PYTHONPATH": f"{info.parent}:{module}"}
+    paths = [str(info.parent), str(module), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @pytest.fixture(scope="session")

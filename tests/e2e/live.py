@@ -272,6 +272,10 @@ class Asking:
         self._thread = threading.Thread(target=self._run, args=(ids, extra), daemon=True)
         self._thread.start()
 
+    @property
+    def under_way(self) -> bool:
+        return self._thread.is_alive()
+
     def answer(self) -> Answer:
         self._thread.join(DEADLINE_S)
         if isinstance(self._result, Exception):

@@ -19,6 +19,7 @@ from sglang_cake.testing.server import free_port
 
 PAGE = 16
 LONG = 1200
+TROUBLE_LAYER = 2  # of 4
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "6000", "--page-size", str(PAGE)),
     *("--chunked-prefill-size", "4096", "--enable-metrics", "--sleep-on-idle"),
@@ -28,8 +29,8 @@ FLAGS = (
 class Pair:
     """The owner loads nothing; the helper, when it owns a prompt itself, loads beside the chain."""
 
-    def __init__(self, owner: Live, helper: Live) -> None:
-        self.owner, self.helper = owner, helper
+    def __init__(self, owner: Live, helper: Live, trouble: "Trouble") -> None:
+        self.owner, self.helper, self.trouble = owner, helper, trouble
 
     def until_together(self) -> None:
         for live in (self.owner, self.helper):
@@ -44,10 +45,10 @@ def together(live: Live) -> bool:
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Pair]:
-    secret = folder / "secret"
-    secret.write_text("of these two and of nobody else")
-    secret.chmod(0o600)
+def pair(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Pair]:
+    trouble = Trouble(folder / "trouble")
     peers = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
     with contextlib.ExitStack() as stack:
         lives = [
@@ -57,17 +58,22 @@ def pair(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Pair]:
                     (
                         *FLAGS,
                         *("--cake-runahead-rank", str(rank), "--cake-runahead-peers", peers),
-                        *("--cake-runahead-secret", str(secret)),
                         *("--cake-mode", "both" if rank else "compute"),
                     ),
                     store=folder / f"runahead-{rank}",
                     bandwidth="2MB/s",
-                    env={"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
+                    env={
+                        "OMP_NUM_THREADS": "1",
+                        "XDG_CACHE_HOME": str(folder / "cache"),
+                        "XDG_CONFIG_HOME": str(folder / "config"),  # where the first makes a secret
+                        **standins,
+                        **({"CAKE_TEST_LAYERS": str(trouble.folder)} if rank else {}),
+                    },
                 )
             )
             for rank in range(2)
         ]
-        both = Pair(*lives)
+        both = Pair(lives[0], lives[1], trouble)
         both.until_together()
         yield both
 
@@ -216,19 +222,6 @@ def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) ->
             assert_same(each.answer(), plain.know(ids))
 
 
-def test_an_aborted_request_leaves_nothing(pair: Pair, plain: Live, ids: list[int]) -> None:
-    for wait_s in (0.0, 0.02, 0.1):
-        pair.owner.flush()
-        with contextlib.suppress(Exception):
-            asking = Asking(pair.owner, ids, rid=f"aborted-{wait_s}", **shared([640]))
-            time.sleep(wait_s)
-            requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
-            asking.answer()
-    pair.owner.flush()  # which waits until nothing runs, and checks the books
-    pair.helper.flush()
-    assert_same(share(pair, ids, [640]), plain.know(ids))
-
-
 def scheduler_of(live: Live) -> int:
     """The process of the server that computes."""
     assert live.server._process is not None
@@ -244,33 +237,117 @@ def scheduler_of(live: Live) -> int:
     raise AssertionError("no scheduler")
 
 
-def test_a_helper_that_hangs_and_comes_back(pair: Pair, plain: Live, ids: list[int]) -> None:
-    share(pair, ids, [640])
-    pair.owner.flush()
-    pair.helper.flush()
-    pid = scheduler_of(pair.helper)
-    asking = Asking(pair.owner, ids, **shared([1184]))
-    os.kill(pid, signal.SIGSTOP)
+class Trouble:
+    """Makes the helper's next span end in a way of our choice, at a layer of our choice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    @property
+    def reached(self) -> bool:
+        return (self.folder / "reached").exists()
+
+    def order(self, what: str, layer: int) -> None:
+        for name in ("reached", "go"):
+            (self.folder / name).unlink(missing_ok=True)
+        draft = self.folder / "draft"
+        draft.write_text(f"{what} {layer}")
+        draft.rename(self.folder / "order")
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+
+def ask_into_trouble(pair: Pair, ids: list[int], what: str, **extra: Any) -> Asking:
+    """Ask the owner; when this returns, the helper is in the middle of its span, in trouble."""
+    pair.trouble.order(what, TROUBLE_LAYER)
+    for attempt in range(20):
+        pair.owner.flush()
+        asking = Asking(pair.owner, ids, rid=f"{what}-{attempt}", **shared([640]), **extra)
+        until(lambda a=asking: pair.trouble.reached or not a.under_way, f"{what}, or an answer")
+        if pair.trouble.reached:
+            return asking
+        pair.helper.flush()
+        time.sleep(0.3)
+    raise AssertionError("nobody ever helped")
+
+
+def failed(pair: Pair, *reasons: str) -> float:
+    return sum(pair.owner.metric("runahead_failures_total", reason=each) for each in reasons)
+
+
+@pytest.mark.parametrize("what", ["raise", "hold", "stop"])
+def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
+    pair: Pair, plain: Live, ids: list[int], what: str
+) -> None:
+    """It runs out of memory; is too slow; hangs, so that its connections are silent."""
+    reasons = {"raise": ["broken"], "hold": ["late"], "stop": ["late", "broken"]}[what]
+    before, pid = failed(pair, *reasons), scheduler_of(pair.helper)
+    helped_before = pair.owner.metric("helped_tokens_total")
+    asking = ask_into_trouble(pair, ids, what)
     try:
-        assert_same(asking.answer(), plain.know(ids))
-        assert_same(pair.owner.again(ids, **shared([1184])), plain.know(ids))
+        answer = asking.answer()  # while the helper still is where it was
+        assert_same(answer, plain.know(ids))
+        assert helped(answer) == 0
+        until(lambda: failed(pair, *reasons) == before + 1, "it was counted")
+        assert pair.owner.metric("helped_tokens_total") == helped_before
     finally:
+        pair.trouble.go()
         os.kill(pid, signal.SIGCONT)
     pair.until_together()
-    assert_same(share(pair, ids, [640], tries=60), plain.know(ids))
+    pair.helper.flush()  # which waits until nothing runs, and checks the books
+    assert_same(share(pair, ids, [640], tries=60), plain.know(ids))  # it heals
+
+
+def test_an_abort_in_the_middle_stops_owner_and_helper(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
+    before = failed(pair, "aborted")
+    said = "ended early: cancelled: its request is aborted"
+    ends = pair.helper.server.logs().count(said)
+    for _ in range(5):
+        asking = ask_into_trouble(pair, ids, "hold")
+        requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
+        answer = asking.answer()  # while the helper is held: nobody can have computed this
+        pair.trouble.go()
+        if not answer.tokens:
+            break
+        time.sleep(2.5)  # it had waited long enough before it heard: the helper is left out
+    assert answer.meta["finish_reason"]["type"] == "abort"
+    assert answer.tokens == []
+    until(lambda: failed(pair, "aborted") == before + 1, "it was counted")
+    until(lambda: pair.helper.server.logs().count(said) == ends + 1, "the helper has stopped")
+    pair.owner.flush()
+    pair.helper.flush()
+    assert pair.owner.ask(ids[:640], **alone()).cached == 0  # nothing of it is in the tree
+    pair.owner.flush()
+    assert_same(share(pair, ids, [640]), plain.know(ids))
+
+
+def test_aborts_at_any_time_leave_nothing(pair: Pair, plain: Live, ids: list[int]) -> None:
+    for wait_s in (0.0, 0.02, 0.1):
+        pair.owner.flush()
+        with contextlib.suppress(Exception):
+            asking = Asking(pair.owner, ids, rid=f"aborted-{wait_s}", **shared([640]))
+            time.sleep(wait_s)
+            requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
+            asking.answer()
+    pair.owner.flush()  # which waits until nothing runs, and checks the books
+    pair.helper.flush()
+    assert_same(share(pair, ids, [640]), plain.know(ids))
 
 
 def test_zz_a_helper_that_dies_in_the_middle(pair: Pair, plain: Live, ids: list[int]) -> None:
     """The last test of the pair: the helper is gone for good."""
-    pair.owner.flush()
     pair.helper.flush()
-    pid = scheduler_of(pair.helper)
     pair.helper.check_log()
     pair.helper.killed = True
-    asking = Asking(pair.owner, ids, **shared([1184]))
-    time.sleep(0.1)  # before, in or after its span: the answer is the same
-    os.kill(pid, signal.SIGKILL)
-    assert_same(asking.answer(), plain.know(ids))
+    before = failed(pair, "broken")
+    answer = ask_into_trouble(pair, ids, "kill").answer()
+    assert_same(answer, plain.know(ids))
+    assert helped(answer) == 0
+    until(lambda: failed(pair, "broken") == before + 1, "it was counted")
     answer = pair.owner.again(ids, **shared([640]))
     assert helped(answer) == 0
     assert_same(answer, plain.know(ids))

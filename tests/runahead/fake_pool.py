@@ -1,6 +1,7 @@
 """A KV pool of plain arrays, and forwards that are nothing but writing and looking."""
 
 import threading
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -58,7 +59,10 @@ class Worker:
         self.member = Member(rank, transport, self.rows, self.woken.set)  # type: ignore[arg-type]
         self.cached = 0  # leading tokens that this worker has in its tree
         self.dies_at: int | None = None  # a layer
+        self.raises_at: int | None = None  # a layer
+        self.slow_s = 0.0  # a layer takes that long
         self.pause = threading.Event()
+        self.pause_reached = threading.Event()
         self.pause.set()
         self.errors: list[str] = []
         self.computed: list[tuple[int, int]] = []
@@ -80,7 +84,7 @@ class Worker:
             failure = None
             try:
                 self._help(helping)
-            except RunaheadError as error:
+            except Exception as error:
                 failure = str(error)
                 self.errors.append(failure)
             self.member.end_helping(helping, failure)
@@ -100,7 +104,7 @@ class Worker:
         if helping.hop.inflow is not None:
             helping.hop.inflow.bind(slots[keep : helping.span.start], keep)
         self._forward(helping.hop, slots, tokens, start, helping.span.stop)
-        outflow.drain(5.0, helping.hop.check)
+        helping.hop.drain(20.0)
         self.computed.append((start, helping.span.stop))
 
     def own(self, owned: Owned, tokens: "array[int]") -> list[int]:
@@ -118,7 +122,11 @@ class Worker:
         for layer in range(self.rows.layers):
             if layer == self.dies_at:
                 self.pause.clear()
+                self.pause_reached.set()
             self.pause.wait(20)
+            time.sleep(self.slow_s)
+            if layer == self.raises_at:
+                raise MemoryError("no memory for this layer")
             self.rows.put(layer, slots[start:stop], tokens[start:stop])
             hop.reach(layer)
             assert self.rows.holds(layer, slots[:stop], tokens[:stop]), "attention reads garbage"

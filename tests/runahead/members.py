@@ -4,11 +4,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+import pytest
 
 from sglang_cake.keys import Digest
 from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.messages import LayerPart, Message
+from sglang_cake.runahead.mooncake import Engine, MooncakeTransport, apart
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
 
@@ -62,4 +66,31 @@ def loopback_group(size: int) -> list[Transport]:
     return list(Loopback.group(size))
 
 
-GROUPS = {"tcp": tcp_group, "loopback": loopback_group}
+@cache
+def engine(rank: int) -> Engine:
+    """As of a process of its own; ending one takes a second, so they last."""
+    return Engine("127.0.0.1")
+
+
+def mooncake_group(size: int) -> list[Transport]:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    listeners, peers = addresses(size)
+
+    def one(rank: int) -> Transport:
+        def connect(greeting: Callable[[int], Message]) -> TcpTransport:
+            return TcpTransport(
+                rank,
+                peers,
+                secret=SECRET,
+                namespace=apart(NAMESPACE),
+                listener=listeners[rank],
+                greeting=greeting,
+            )
+
+        others = frozenset(range(size)) - {rank}
+        return MooncakeTransport(connect, others, engine(rank))
+
+    return [one(rank) for rank in range(size)]
+
+
+GROUPS = {"tcp": tcp_group, "loopback": loopback_group, "mooncake": mooncake_group}

@@ -1,12 +1,14 @@
 """Who is in the group: every mistake is one line, before anything is started."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
-from sglang_cake.runahead.setting import GroupSetting, group_setting
+from sglang_cake.runahead.setting import GroupSetting, default_secret_path, group_setting
 
 PEERS = "10.0.0.1:7000,[::1]:7001,host.example:7002"
 
@@ -40,6 +42,58 @@ def test_a_group_from_a_flag_or_from_a_file(tmp_path: Path, secret: Path) -> Non
     assert setting(str(file), secret) == found
 
 
+def test_a_transport_that_is_not_installed_is_one_line(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CakeConfig(
+        runahead_rank=0,
+        runahead_peers=PEERS,
+        runahead_secret=str(secret),
+        runahead_transport="mooncake",
+    )
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sglang-cake\[mooncake\]'$"):
+        group_setting(config)
+
+
+def test_the_only_member_that_can_be_on_this_machine_is_this_one(secret: Path) -> None:
+    found = setting("240.0.0.1:7000,127.0.0.1:7000,..:7000", secret, rank=None)
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_members_on_one_machine_find_the_secret_that_the_first_one_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    peers = "127.0.0.1:7000,127.0.0.1:7001,localhost:7002"
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: setting(peers, None, rank=i % 3), range(32)))
+    (path,) = (tmp_path / "sglang_cake").iterdir()  # no drafts are left
+    assert path == default_secret_path()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert len({each.secret for each in found if each is not None}) == 1
+    assert {each.secret for each in found if each is not None} == {path.read_bytes().strip()}
+    assert len(path.read_bytes().strip()) == 64
+
+
+def test_members_on_other_machines_need_the_same_secret_and_none_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    peers = "127.0.0.1:7000,240.0.0.1:7000"
+    with pytest.raises(ConfigError, match=r"runahead-secret cannot be read.*copy it to every"):
+        setting(peers, None, rank=None)
+    assert list(tmp_path.iterdir()) == []
+    default_secret_path().parent.mkdir()
+    default_secret_path().touch(0o600)
+    default_secret_path().write_text("0123456789abcdef")
+    found = setting(peers, None, rank=None)
+    assert found is not None
+    assert (found.rank, found.secret) == (0, b"0123456789abcdef")
+
+
 def test_no_settings_are_no_group() -> None:
     assert setting(None, None, None) is None
 
@@ -47,8 +101,9 @@ def test_no_settings_are_no_group() -> None:
 @pytest.mark.parametrize(
     ("peers", "rank", "says"),
     [
-        (None, 0, "all three of"),
-        (PEERS, None, "all three of"),
+        (None, 0, "needs --cake-runahead-peers"),
+        ("127.0.0.1:1,240.0.0.1:1,127.0.0.2:1", None, "0 and 2 can be on this machine"),
+        ("240.0.0.1:1,240.0.0.2:1", None, "none can be on this machine"),
         (PEERS, 3, "there are 3 peers, so ranks 0 to 2"),
         ("10.0.0.1:7000", 0, "neither HOST:PORT,... nor a file"),
         ("10.0.0.1:7000,", 0, "names 1 members"),

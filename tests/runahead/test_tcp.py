@@ -253,7 +253,7 @@ MESSAGES = st.one_of(
     st.builds(Accept, st.just(JOB), st.integers(0, 2**31 - 1)),
     st.builds(Refuse, st.just(JOB), TEXT),
     st.builds(Cancel, st.just(JOB), TEXT),
-    st.builds(Failed, st.just(JOB), TEXT),
+    st.builds(Failed, st.just(JOB), st.integers(0, 255), TEXT),
     st.builds(
         lambda tokens, salt: Offer(
             JOB, (2, 0), (0, len(tokens), len(tokens) + 5), "ab", None, salt, array("i", tokens)
