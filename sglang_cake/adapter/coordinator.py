@@ -200,7 +200,7 @@ class Coordinator:
             restore.not_served()
         if served:
             if served[0] is not self._served:
-                served[0].served_since_s = time.monotonic()
+                served[0].served_now()
             self._landing.place(served[0], list(served[0].staged))
         self._served = served[0] if served else None
 
@@ -300,6 +300,7 @@ class Coordinator:
 
     def gave_way(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
+        self._restores[rid].times_given_way += 1
         self._teller.tell(self._restores[rid], "yield")
 
     def claimant(self, req: "Req", level: int = 0) -> Claimant:
@@ -307,10 +308,8 @@ class Coordinator:
         live, turn = self._restores.get(req.rid), 0
         if self.fair:
             turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
-        claimant = (
-            Claimant(req.rid, None) if live is None else live.claimant(self.pace.chunk_tokens)
-        )
-        return replace(claimant, turn=turn, level=level)
+        own = Claimant(req.rid, None) if live is None else live.claimant(self.pace.chunk_tokens)
+        return replace(own, turn=turn, level=level)
 
     def claimed(self, req: "Req", stop: int) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`."""

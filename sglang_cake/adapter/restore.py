@@ -56,6 +56,7 @@ class Restore:
     waited_s: float = 0.0  # agreed: since arrival
     begun: bool = False  # agreed: a block has landed
     stood_aside: bool = False  # it left the device to others, and has not had it since
+    times_given_way: int = 0  # went back to the queue between two chunks
     keep: int = 0  # loads of blocks below this one are not worth starting
     remaining_s: float = 0.0  # predicted when the last news came
     predicted_s: float | None = None  # TTFT, when it was first planned
@@ -101,6 +102,11 @@ class Restore:
             # Nothing was asked of the link lately: it does not owe a block for that time.
             self.served_since_s, self.elapsed_s = time.monotonic(), 0.0
         self.keep = block
+
+    def served_now(self) -> None:
+        """From now on the link works for it first: it owes nothing for the time before."""
+        self.served_since_s = time.monotonic()
+        self.not_served()
 
     def not_served(self) -> None:
         """The link works for others first: it does not owe a block for the time of theirs."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -13,7 +14,7 @@ from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.errors import CakeError
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_cake.adapter.coordinator import Coordinator
@@ -47,16 +48,18 @@ class CakePrefillAdder(PrefillAdder):
         tree, cake = self._cake()
         started_s = time.perf_counter()
         queue, policy = self._scheduler.waiting_queue, self._scheduler.policy
-        others, budget, step, first = self._others_fit(), self.rem_chunk_tokens, None, None
+        budget, step, first = self.rem_chunk_tokens, None, None
+        others = bool(queue) and others_fit(self._scheduler, self.running_batch)
+        room = turns.Room(budget, self.rem_total_tokens if others else 0)
         if others:
-            first = turns.who_overtakes(req, queue, cake, policy, chunk_tokens=budget)
+            first = turns.who_overtakes(req, queue, cake, policy, room)
         if first is None:
             cake.settle(req, tree.attach_running)
             step = cake.plan(req, budget)
         waits = step is not None and step.wait
         aside = first is not None
         if waits and others:
-            aside = turns.may_stand_aside(req, queue, cake, chunk_tokens=budget)
+            aside = turns.may_stand_aside(req, queue, cake, room)
         if aside:
             turns.put_back(req, queue, tree, first)
             cake.gave_way(req.rid)
@@ -77,16 +80,6 @@ class CakePrefillAdder(PrefillAdder):
         if req in self.can_run_list:
             cake.claimed(req, req.extend_end)
         return rest
-
-    def _others_fit(self) -> bool:
-        """Whether somebody of the queue can be admitted and leave the chunked request a row."""
-        running = self.running_batch
-        if running.batch_is_full or not self._scheduler.waiting_queue:
-            return False
-        rows = self._scheduler.get_num_allocatable_reqs(
-            len(running.reqs), running_batch=running, num_held_rows=1
-        )
-        return bool(rows >= 2)
 
     def add_one_req(
         self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
@@ -192,6 +185,19 @@ def _adder_class(original: Any, scheduler: "Scheduler") -> Any:
     return original if _coordinator(scheduler) is None else partial(CakePrefillAdder, scheduler)
 
 
+def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
+    """Whether somebody of the queue could be admitted beside the chunked request, were it put back
+    and then admitted again: there are rows for both, and SGLang drops nobody from its queue for
+    having waited too long, or among too many."""
+    dropped = scheduler.max_queued_requests is not None or envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0
+    if running.batch_is_full or dropped:
+        return False
+    rows = scheduler.get_num_allocatable_reqs(
+        len(running.reqs), running_batch=running, num_held_rows=1
+    )
+    return bool(rows >= 2)
+
+
 def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs: Any) -> None:
     coordinator = getattr(policy.tree_cache, "coordinator", None)
     if coordinator is not None:
@@ -205,7 +211,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is not None:
         chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
         started_s = time.perf_counter()
-        coordinator.poll(turns.serving(chunked, queue, coordinator, scheduler.policy))
+        fits = bool(queue) and others_fit(scheduler, scheduler.running_batch)
+        coordinator.poll(turns.serving(chunked, queue, coordinator, scheduler.policy, fits=fits))
         coordinator.step_s += time.perf_counter() - started_s
         if scheduler.tree_cache.runahead is not None:
             scheduler.tree_cache.runahead.poll(scheduler)

@@ -11,8 +11,9 @@ with a step that was computed, or with blocks that joined the tree.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_cake.adapter.tree import CakeRadixCache
@@ -24,9 +25,18 @@ if TYPE_CHECKING:
 
     from sglang_cake.adapter.coordinator import Coordinator
 
+# How often a prompt of which nothing is loaded any more is put back before it keeps its place.
+MOST_INTERRUPTIONS = 4
 # How many waiting prompts that are being loaded are looked at, the first ones first, for one that
 # could compute now: each costs a prediction.
 _LOOKED_AT = 8
+
+
+class Room(NamedTuple):
+    """What a step has left."""
+
+    chunk_tokens: int  # of its budget
+    slots: int  # of device memory, what can be evicted for it included
 
 
 def take_turns(queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy") -> None:
@@ -37,20 +47,32 @@ def take_turns(queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy"
 
 
 def serving(
-    chunked: "Req | None", queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy"
+    chunked: "Req | None",
+    queue: "list[Req]",
+    cake: "Coordinator",
+    policy: "SchedulePolicy",
+    *,
+    fits: bool,
 ) -> list[str]:
     """Ids of all that are in prefill or wait for it, in the order in which the link works for them.
 
     One that waits for its loads is no reason to put the chunked request back; but it may have the
-    link first.
+    link first, if the chunked request would give way to it then.
+
+    Args:
+        fits: whether somebody of the queue could be admitted in place of the chunked request.
     """
     if chunked is None:
         return [req.rid for req in queue]
     ahead: list[str] = []
-    if cake.adaptive and cake.racing(chunked.rid):
+    if fits and cake.adaptive and cake.racing(chunked.rid) and _may_go_back(chunked, cake):
         running = _claimant(chunked, cake, policy)
-        loading = [req for req in queue if cake.racing(req.rid)]
-        ahead = [req.rid for req in loading if overtakes(_claimant(req, cake, policy), running)]
+        loading = [_claimant(req, cake, policy) for req in queue if cake.racing(req.rid)]
+        ahead = [
+            each.rid
+            for each in loading
+            if each.remaining_s is not None and overtakes(each, running)
+        ]
     first = {*ahead, chunked.rid}
     return [*ahead, chunked.rid, *(req.rid for req in queue if req.rid not in first)]
 
@@ -60,14 +82,9 @@ def who_overtakes(
     queue: "list[Req]",
     cake: "Coordinator",
     policy: "SchedulePolicy",
-    *,
-    chunk_tokens: int,
+    room: Room,
 ) -> "Req | None":
-    """Who of those that wait goes before the request that is being chunked, and can do so now.
-
-    Args:
-        chunk_tokens: budget of this step.
-    """
+    """Who of those that wait goes before the request that is being chunked, and can do so now."""
     if not queue or not _may_go_back(req, cake):
         return None
     running = _claimant(req, cake, policy)
@@ -85,12 +102,10 @@ def who_overtakes(
         one, other = cake.restore(each.rid), cake.restore(req.rid)
         return one is not None and other is not None and one.arrived_s < other.arrived_s
 
-    return next(_able(filter(first, queue), cake, chunk_tokens), None)
+    return next(_able(filter(first, queue), cake, room), None)
 
 
-def may_stand_aside(
-    req: "Req", queue: "list[Req]", cake: "Coordinator", *, chunk_tokens: int
-) -> bool:
+def may_stand_aside(req: "Req", queue: "list[Req]", cake: "Coordinator", room: Room) -> bool:
     """Whether the chunked request, which cannot use the device now, leaves it to those behind it.
 
     It will be back before it is late: its loads last at least as long as the step that others would
@@ -100,12 +115,12 @@ def may_stand_aside(
     if restore is None or not _may_go_back(req, cake):
         return False
     others_tokens = 0
-    for each in _able(queue, cake, chunk_tokens):
+    for each in _able(queue, cake, room):
         tokens = len(each.origin_input_ids) + len(each.output_ids)
-        if tokens > chunk_tokens and not _may_go_back(each, cake):
+        if tokens > room.chunk_tokens and not _may_go_back(each, cake):
             return False
         others_tokens += tokens
-    step_s = cake.pace.costs(restore).prefill.step_s(0, min(others_tokens, chunk_tokens))
+    step_s = cake.pace.costs(restore).prefill.step_s(0, min(others_tokens, room.chunk_tokens))
     return 0 < step_s <= restore.to_land_s
 
 
@@ -138,10 +153,14 @@ def put_back(
 def _may_go_back(req: "Req", cake: "Coordinator") -> bool:
     # Logprobs of a prompt are gathered chunk by chunk: such a request cannot start over. One that
     # is none of ours may have more that cannot.
-    return not req.return_logprob and cake.restore(req.rid) is not None
+    restore = cake.restore(req.rid)
+    if req.return_logprob or restore is None:
+        return False
+    # One that is only computed gets no older by `share`'s count: it is interrupted a few times.
+    return cake.racing(req.rid) or restore.times_given_way < MOST_INTERRUPTIONS
 
 
-def _able(queue: "Iterable[Req]", cake: "Coordinator", chunk_tokens: int) -> "Iterator[Req]":
+def _able(queue: "Iterable[Req]", cake: "Coordinator", room: Room) -> "Iterator[Req]":
     """Who of `queue` could compute now."""
     looked_at = 0
     for req in queue:
@@ -149,8 +168,14 @@ def _able(queue: "Iterable[Req]", cake: "Coordinator", chunk_tokens: int) -> "It
             looked_at += 1
             if looked_at > _LOOKED_AT:
                 continue
-        if not cake.idle(req.rid, chunk_tokens):
+        if _slots(req) < room.slots and not cake.idle(req.rid, room.chunk_tokens):
             yield req
+
+
+def _slots(req: "Req") -> int:
+    """What it may need until its end, as SGLang reckons; nothing of it is taken to be there."""
+    new: int = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))
 
 
 def _claimant(req: "Req", cake: "Coordinator", policy: "SchedulePolicy") -> Claimant:

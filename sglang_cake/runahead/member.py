@@ -284,7 +284,8 @@ class Member:
                 mine.refused = f"member {rank} refuses: {message.reason}"
                 self._pause(rank)
             else:
-                blamed = message.culprit if message.culprit in mine.chain else rank
+                # Never this member itself, or nobody would be left out.
+                blamed = message.culprit if message.culprit in mine.helpers else rank
                 mine.hop.break_off(f"member {rank}: {message.reason}", blamed)
         self._wake()
 

@@ -107,6 +107,7 @@ class _Link:
         self.ring_address, self.landing = engine.lend()
         self._source_address, self._source = engine.lend()
         self._changed = threading.Condition()
+        self.meetings = 0
         self._theirs: Ring | None = None
         self._used: set[int] = set()  # slots whose part is there, or on its way
         self.writing: set[int] = set()  # slots that the engine has not let go
@@ -120,6 +121,7 @@ class _Link:
         """The peer's slots, all free; None: it is gone."""
         with self._changed:
             self._theirs = ring
+            self.meetings += 1
             self._used = set(self.writing)
             self._changed.notify_all()
 
@@ -275,11 +277,14 @@ class MooncakeTransport:
         assert self._handler is not None
         if message.slot >= SLOTS or not 0 < message.size <= MAX_PART_BYTES:
             raise BadMessage(f"{message.size} bytes in slot {message.slot}")
-        start = message.slot * MAX_PART_BYTES
-        payload = self._links[rank].landing[start : start + message.size]
+        link, start = self._links[rank], message.slot * MAX_PART_BYTES
+        meetings = link.meetings
+        payload = link.landing[start : start + message.size]
         if xxhash.xxh3_64_intdigest(payload) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
         self._tcp.measured(rank, message.size, message.took_us / 1e6)
         self._handler.on_part(rank, message.part, payload)
+        if link.meetings != meetings:  # it has gone and come since, and its slots are free
+            return
         with contextlib.suppress(PeerGone):
             self._tcp.send(rank, Credit(message.slot))

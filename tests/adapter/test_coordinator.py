@@ -50,7 +50,9 @@ class FakeReq:
     positional_embed_overrides: Any = None
     multimodal_inputs: Any = None
     session: Any = None
-    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(custom_params=None))
+    sampling_params: Any = field(
+        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=8)
+    )
     customized_info: dict | None = None
     owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
 

@@ -17,12 +17,14 @@ from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.read.cost import LoadCost
 
 Make = Callable[..., FakeReq]
+ROOM = turns.Room(chunk_tokens=64, slots=100_000)
 
 
 class Scheduler:
     """What a step's admission touches of SGLang's scheduler."""
 
     is_mixed_chunk = False
+    max_queued_requests: int | None = None
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
@@ -44,6 +46,7 @@ class Stand:
         self.scheduler = Scheduler(**settings)
         self.returns = 0
         self.full = False
+        self.slots = ROOM.slots
 
     @property
     def queue(self) -> list[Any]:
@@ -76,6 +79,7 @@ class Stand:
         adder._scheduler, adder.tree_cache = self.scheduler, tree
         adder.running_batch = SimpleNamespace(reqs=[], batch_is_full=self.full)
         adder.rem_chunk_tokens, adder.chunked_req_limit, adder.can_run_list = 64, None, []
+        adder.memory_budget = SimpleNamespace(remaining_total=self.slots)
         left = adder.add_chunked_req(req)
         self.budget = adder.rem_chunk_tokens
         return left
@@ -172,6 +176,12 @@ def test_nobody_goes_back_whose_row_would_be_gone(stands: Callable[..., Stand]) 
     stand.full, stored.return_logprob = False, True
     assert stand.chunk(stored) is stored
     stored.return_logprob = False
+    stand.slots = len(stand.queue[0].origin_input_ids) + 8  # there would be no memory for it
+    assert stand.chunk(stored) is stored
+    stand.slots = ROOM.slots
+    stand.scheduler.max_queued_requests = 4  # SGLang might drop who is put back
+    assert stand.chunk(stored) is stored
+    stand.scheduler.max_queued_requests = None
     assert stand.chunk(stored) is None
 
 
@@ -237,13 +247,16 @@ def test_the_link_goes_to_the_shorter_rest_though_the_device_does_not(
     other = stand.req("other")
     cake.restore("long").remaining_s, cake.restore("short").remaining_s = 2.0, 1.0
     queue = [other, short]
-    assert (
-        turns.who_overtakes(long, [short], cake, policy, chunk_tokens=64) is None
-    )  # it waits for loads
-    assert turns.serving(long, queue, cake, policy) == ["short", "long", "other"]
-    assert turns.serving(short, [other, long], cake, policy) == ["short", "other", "long"]
-    assert turns.serving(other, [long], cake, policy) == ["other", "long"]
-    assert turns.serving(None, [long, short], cake, policy) == ["long", "short"]
+    assert turns.who_overtakes(long, [short], cake, policy, ROOM) is None  # it waits for loads
+    assert turns.serving(long, queue, cake, policy, fits=True) == ["short", "long", "other"]
+    assert turns.serving(long, queue, cake, policy, fits=False) == ["long", "other", "short"]
+    long.return_logprob = True  # it keeps the device: then the link is its own as well
+    assert turns.serving(long, queue, cake, policy, fits=True) == ["long", "other", "short"]
+    long.return_logprob = False
+    got = turns.serving(short, [other, long], cake, policy, fits=True)
+    assert got == ["short", "other", "long"]
+    assert turns.serving(other, [long], cake, policy, fits=True) == ["other", "long"]
+    assert turns.serving(None, [long, short], cake, policy, fits=True) == ["long", "short"]
 
 
 def test_a_link_that_works_for_another_is_not_silent(stands: Callable[..., Stand]) -> None:
@@ -259,6 +272,18 @@ def test_a_link_that_works_for_another_is_not_silent(stands: Callable[..., Stand
     assert [restore.progress.since_s >= 1000.0 for restore in restores if restore] == [True, False]
 
 
+def test_who_gets_the_link_owes_nothing_for_the_time_before(stands: Callable[..., Stand]) -> None:
+    stand = stands()
+    cake = stand.desk.cake
+    first, second = (stand.req(rid, stored=True) for rid in ("first", "second"))
+    cake.poll([first.rid, second.rid])
+    late = cake.restore("second")
+    assert late is not None
+    late.served_since_s -= 1000.0
+    cake.poll([second.rid, first.rid])
+    assert late.progress.since_s < 1000.0
+
+
 @pytest.mark.parametrize("low_first", [False, True])
 def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
     stands: Callable[..., Stand], low_first: bool
@@ -269,16 +294,16 @@ def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
     # In `load` mode it would be parked anyway: what is asked is who is put before it.
     cake, policy = stand.desk.cake, stand.scheduler.policy
     below = stand.req("below", priority=low)
-    assert turns.who_overtakes(stored, [below], cake, policy, chunk_tokens=64) is None
+    assert turns.who_overtakes(stored, [below], cake, policy, ROOM) is None
     equal = stand.req("equal", priority=high)
-    assert turns.who_overtakes(stored, [below, equal], cake, policy, chunk_tokens=64) is equal
+    assert turns.who_overtakes(stored, [below, equal], cake, policy, ROOM) is equal
     stored.priority = low
     above = stand.req("above", priority=high)
-    assert turns.who_overtakes(stored, [above], cake, policy, chunk_tokens=64) is above
+    assert turns.who_overtakes(stored, [above], cake, policy, ROOM) is above
     stand.queue[:] = [below, above]
     assert stand.chunk(stored) is None
     assert stand.queue[0] is above
     # Whatever a request says: without the flag, priorities do not count.
     stand.scheduler.policy.enable_priority_scheduling = False
     stored.priority = high
-    assert turns.who_overtakes(stored, [below], cake, policy, chunk_tokens=64) is below
+    assert turns.who_overtakes(stored, [below], cake, policy, ROOM) is below

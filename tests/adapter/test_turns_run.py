@@ -34,6 +34,7 @@ class Floor:
         )
         self.number = self.returns = self.progress = 0
         self.closed: list[Any] = []
+        self.max_queued_requests = None
 
     def arrive(self, rid: str) -> None:
         req: Any = req_of(self.chance.choice((1.5, 4.5, 8.5)), rid)
@@ -62,7 +63,7 @@ class Floor:
         self.number += 1
         while self.closed and self.chance.random() < 0.4:
             self.desk.open(self.closed.pop(self.chance.randrange(len(self.closed))))
-        cake.poll(turns.serving(self.chunked, self.queue, cake, self.policy))
+        cake.poll(turns.serving(self.chunked, self.queue, cake, self.policy, fits=True))
         turns.take_turns(self.queue, cake, self.policy)
         tree = CakeRadixCache.__new__(CakeRadixCache)
         tree.coordinator = cake
@@ -71,6 +72,7 @@ class Floor:
         adder.tree_cache, adder._scheduler = tree, self
         adder.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
         adder.rem_chunk_tokens, adder.chunked_req_limit, adder.can_run_list = BUDGET, None, []
+        adder.memory_budget = SimpleNamespace(remaining_total=100_000)
         if self.chunked is not None:
             req, self.chunked = self.chunked, adder.add_chunked_req(self.chunked)
             if req in adder.can_run_list:

@@ -14,6 +14,7 @@ MOST_REQUESTS = 4096
 MOST_EXPECTED = 65_536  # blocks that were asked for and may be put or read soon
 # Between two blocks of one request. Seconds since 1970 are told apart down to 2.4e-7.
 ORDER_S = 1e-6
+CLOCK_BACK_S = 60.0  # steps of a clock up to this do not change the order of requests
 READ_SOON_S = 60.0  # who told of a block reads it within this time: that is no further use
 
 
@@ -54,7 +55,9 @@ class Touches:
             idents = [ident_of(key) for key in keys]
             known = self._requests.get(facts.id)
             if known is None:
-                self._last_s = max(now_s, self._last_s + len(keys) * ORDER_S)
+                after_s = self._last_s + len(keys) * ORDER_S
+                # A clock that was put back is believed.
+                self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
                 known = _Request(self._ancestry.turn(idents), 0, self._last_s)
             self._ancestry.touched(idents, known.turn)
             self._requests[facts.id] = known._replace(known=max(known.known, len(keys)))
@@ -85,7 +88,7 @@ class Touches:
         """Whether a read now is that of a request which has told of the block."""
         with self._lock:
             told = self._expected.get(key)
-            return told is not None and now_s - told.at_s < READ_SOON_S
+            return told is not None and abs(now_s - told.at_s) < READ_SOON_S
 
     def remember(self, ident: int, use: Use) -> None:
         """What was told before a restart."""

@@ -2,11 +2,10 @@
 
 import asyncio
 import errno
-import io
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from sglang_cake.store.threads import check_stop
 
@@ -22,6 +21,8 @@ def send_at_once(transport: asyncio.Transport, head: bytes, fd: int, start: int,
 
     Raises: OSError.
     """
+    if transport.is_closing():
+        raise ConnectionResetError(errno.ECONNRESET, "closed meanwhile")
     if transport.get_extra_info("sslcontext") or transport.get_write_buffer_size():
         transport.write(head)
         return 0
@@ -50,25 +51,29 @@ def _send_more(to: int, head: bytes) -> int:
 
 
 async def send_rest(
-    transport: asyncio.Transport, fd: int, start: int, count: int, moved: Callable[[int], None]
+    transport: asyncio.Transport,
+    fd: int,
+    start: int,
+    count: int,
+    moved: Callable[[int], None],
+    drain: Callable[[], Awaitable[None]],
 ) -> None:
-    """Send `count` bytes of the file; over TLS they do come by, to be encrypted.
+    """Send `count` bytes of the file, which are in the page cache; over TLS they do come by, to be
+    encrypted.
 
     A connection often takes all of a block at once but for a few KB. These are copied and left to
     the transport: to wait for room, and to send them from the file, takes longer.
 
-    Args: moved: told of bytes that have left.
+    Args: moved: told of bytes that have left; drain: waits until the transport takes more.
     Raises: OSError, RuntimeError when the connection ends before.
     """
     if transport.get_extra_info("sslcontext") or transport.get_write_buffer_size():
-        loop = asyncio.get_running_loop()
-        with io.FileIO(fd, closefd=False) as file:
-            while count > TAIL_BYTES:
-                piece = min(count, TLS_PIECE_BYTES)
-                if await loop.sendfile(transport, file, start, piece) < piece:
-                    raise OSError(errno.EIO, CUT_SHORT)
-                moved(piece)
-                start, count = start + piece, count - piece
+        while count > TAIL_BYTES:
+            piece = _read_exactly(fd, start, min(count, TLS_PIECE_BYTES))
+            transport.write(piece)
+            await drain()
+            moved(len(piece))
+            start, count = start + len(piece), count - len(piece)
     elif count > TAIL_BYTES:
         sent = await _send_as_room_comes(transport, fd, start, count, moved)
         start, count = start + sent, count - sent

@@ -156,7 +156,7 @@ class StoreServer:
         async with self._lookups:
             keys = await _read_keys(request)
             found = await run_stoppable(
-                self._blocks.readers,
+                self._blocks.askers,
                 lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
             )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
@@ -175,7 +175,7 @@ class StoreServer:
         def some(stop: threading.Event) -> list[BlockInfo]:
             return list(itertools.islice(blocks, LIST_AT_ONCE))
 
-        batch = await run_stoppable(self._blocks.readers, some)
+        batch = await run_stoppable(self._blocks.askers, some)
         response = web.StreamResponse()
         response.content_type = protocol.LIST_TYPE
         await response.prepare(request)
@@ -183,7 +183,7 @@ class StoreServer:
             while batch:
                 async with asyncio.timeout(STUCK_S):
                     await response.write(b"".join(map(protocol.write_block_line, batch)))
-                batch = await run_stoppable(self._blocks.readers, some)
+                batch = await run_stoppable(self._blocks.askers, some)
         except (StoreUnavailable, OSError) as error:
             # Too late for a status. Without the last chunk no client takes it for whole.
             logger.warning("a list broke off: %s", error)
@@ -193,7 +193,7 @@ class StoreServer:
 
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
-            fields = await run_stoppable(self._blocks.readers, lambda stop: self._fields(digest))
+            fields = await run_stoppable(self._blocks.askers, lambda stop: self._fields(digest))
             if fields is None:
                 raise Refused(404, "no such namespace")
             return web.json_response(fields)
@@ -206,7 +206,7 @@ class StoreServer:
             self._claimed.add(digest)
 
         try:
-            await run_stoppable(self._blocks.readers, claim)
+            await run_stoppable(self._blocks.askers, claim)
         except ConfigError:
             raise Refused(409, "the namespace.json that is here says something else") from None
         return web.Response(status=204)
@@ -214,7 +214,7 @@ class StoreServer:
     async def _about(self, kind: Kind) -> web.Response:
         if kind is Kind.NAMESPACES:
             spaces = await run_stoppable(
-                self._blocks.readers, lambda stop: self._folder.namespaces()
+                self._blocks.askers, lambda stop: self._folder.namespaces()
             )
             return web.json_response(protocol.write_namespaces(spaces))
         stats = await self._stats()
@@ -225,7 +225,7 @@ class StoreServer:
         return web.Response(text=text, content_type="text/plain")
 
     async def _stats(self) -> StoreStats:
-        stats = await run_stoppable(self._blocks.readers, lambda stop: self._folder.stats())
+        stats = await run_stoppable(self._blocks.askers, lambda stop: self._folder.stats())
         self.count_evicted()
         total = self.counts.tally.total
         evictions = EvictionCounts(*(total(name) for name in EVICTION_COUNTS))

@@ -35,6 +35,7 @@ T = TypeVar("T")
 MAX_BLOCK_BYTES = 1 << 30  # with header
 MAX_PUTS = 8  # at once, in all processes; each holds about two pieces
 READ_THREADS = 8
+ASK_THREADS = 4  # of their own: a slow disk holds up no lookup
 CHECK_BYTES = 1 << 20
 
 
@@ -86,12 +87,14 @@ class BlockService:
         """Args: is_claimed: whether the folder has the namespace; blocking."""
         self._folder, self._is_claimed, self._counts = folder, is_claimed, counts
         self._quota_bytes = namespace_quota_bytes
-        self.readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
+        self._readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
+        self.askers = ThreadPoolExecutor(ASK_THREADS, "cake-http-ask")
         self._writers = ThreadPoolExecutor(MAX_PUTS, "cake-http-write")
 
     def close(self) -> None:
         """Blocks until the threads are done."""
-        self.readers.shutdown(cancel_futures=True)
+        for pool in (self._readers, self.askers):
+            pool.shutdown(cancel_futures=True)
         self._writers.shutdown(cancel_futures=True)
 
     async def get(
@@ -100,7 +103,7 @@ class BlockService:
         """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
         # A file that is there is opened at once: the way to a thread and back takes longer. A block
         # that is not may have to be struck from the books, which can take its time.
-        pool = None if self._folder.has_file(digest, key) else self.readers
+        pool = None if self._folder.has_file(digest, key) else self._readers
         told_so = request.headers.get(protocol.USE_HEADER) == protocol.NO_USE
         counts = request.method == "GET" and not told_so
         async with entered(pool, self._folder.reading(digest, key, counts=counts)) as fd:
@@ -130,14 +133,20 @@ class BlockService:
         try:
             if not is_cached(fd, start, start + count):
                 work = functools.partial(read_in, fd, start, start + count)
-                await run_stoppable(self.readers, work)
+                await run_stoppable(self._readers, work)
+            drain = request.writer.drain
+            if transport.get_write_buffer_size():  # of an answer that nobody takes
+                async with while_it_moves():
+                    await drain()
             sent = send_at_once(transport, head, fd, start, count)
             if sent < count:
                 async with while_it_moves() as moved:
-                    await send_rest(transport, fd, start + sent, count - sent, moved)
+                    await send_rest(transport, fd, start + sent, count - sent, moved, drain)
             self._counts["sent_bytes"] += count
-        except (OSError, RuntimeError):  # RuntimeError: the transport is closing
+        except BaseException as error:  # whatever came after this would be taken for the block
             transport.abort()
+            if not isinstance(error, OSError | RuntimeError):  # RuntimeError: it is closing
+                raise
 
     async def put(self, request: web.BaseRequest, digest: Digest, key: BlockKey) -> web.Response:
         """Raises: Refused, StoreFull, StoreUnavailable; BlockCorrupt if the bytes are wrong."""
@@ -179,7 +188,7 @@ class BlockService:
 
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
         """
-        await run_stoppable(self.readers, functools.partial(self._check, digest, key))
+        await run_stoppable(self._readers, functools.partial(self._check, digest, key))
         return web.Response(status=204)
 
     async def delete(self, digest: Digest, key: BlockKey) -> web.Response:

@@ -118,9 +118,9 @@ def _url(settings: ServeSettings, listening: socket.socket) -> str:
 
 
 def _allow_open_files() -> None:
-    """Each connection may have a block open."""
+    """Each connection may have a block open, and itself once more while it is sent."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MAX_CONNECTIONS + 256
+    wanted = 3 * MAX_CONNECTIONS + 256
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -13,6 +13,7 @@ from aiohttp import web
 from sglang_cake.errors import CakeError
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.bodies import STUCK_S
 from sglang_cake.store.http.crew import CONNECTION, CUT_S, END_S, READY, REFUSE, STOP
 from sglang_cake.store.http.server import StoreServer
 from sglang_cake.store.http.tally import Row
@@ -109,6 +110,8 @@ class _Dealt:
                 return
             except ConnectionError:
                 said, sockets = b"", []
+            if said in (CONNECTION, REFUSE) and not sockets:  # no descriptor was left for it
+                self._closed()
             for fd in sockets:
                 task = asyncio.create_task(self._greet(fd, refuse=said == REFUSE))
                 self._greeting.add(task)  # asyncio itself holds no task
@@ -124,6 +127,8 @@ class _Dealt:
     async def _greet(self, fd: int, *, refuse: bool) -> None:
         connection = socket.socket(fileno=fd)
         connection.setblocking(False)
+        # Also bytes that wait here while nobody handles the connection must leave some time.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STUCK_S))
         made: Callable[[], asyncio.Protocol] = _Refusal if refuse else self._http
         try:
             await asyncio.get_running_loop().connect_accepted_socket(

@@ -3,11 +3,21 @@
 import asyncio
 import os
 import socket
+import ssl
 import threading
 
 import pytest
 from bad_server import until
-from http_servers import BIG_FRAME, OurServer, ask, claim, framed, poll, put_block
+from http_servers import (
+    BIG_FRAME,
+    OurServer,
+    ask,
+    claim,
+    framed,
+    make_certificate,
+    poll,
+    put_block,
+)
 
 from sglang_cake.store.http.protocol import block_path
 from sglang_cake.store.http.sending import is_cached, read_in, send_at_once, send_rest
@@ -48,6 +58,38 @@ def test_reading_in_stops_when_told_to(fd):
         read_in(fd, 0, len(DATA), stop)
 
 
+async def no_drain():
+    raise AssertionError("nothing of the block waits in the transport")
+
+
+def test_a_slow_reader_over_tls_gets_every_byte(fd, tmp_path):
+    cert, key = make_certificate(tmp_path)
+    here, there = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    here.load_cert_chain(cert, key)
+    there.load_verify_locations(cert)
+    moved = []
+
+    async def send(reader, writer):
+        assert send_at_once(writer.transport, HEAD, fd, 0, len(DATA)) == 0
+        await send_rest(writer.transport, fd, 0, len(DATA), moved.append, writer.drain)
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(send, "127.0.0.1", 0, ssl=here)
+        port = server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=there, limit=1 << 12)
+        got = bytearray()
+        while piece := await reader.read(1 << 14):
+            got += piece
+            await asyncio.sleep(0)  # the sender is never waited for: it fills all there is
+        writer.close()
+        server.close()
+        return got
+
+    assert asyncio.run(main()) == HEAD + DATA
+    assert 0 < sum(moved) <= len(DATA)
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, len(DATA)), (4097, 1 << 20), (7, 1)])
 def test_a_slow_reader_gets_every_byte(fd, start, count):
     """More than a socket takes at once, so that both ways of sending have their part."""
@@ -68,7 +110,7 @@ def test_a_slow_reader_gets_every_byte(fd, start, count):
         transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", port)
         sent = send_at_once(transport, HEAD, fd, start, count)
         if sent < count:
-            await send_rest(transport, fd, start + sent, count - sent, moved.append)
+            await send_rest(transport, fd, start + sent, count - sent, moved.append, no_drain)
         await until(lambda: len(got) >= len(HEAD) + count)
         transport.close()
         server.close()
@@ -99,7 +141,7 @@ def test_a_send_that_ends_early_leaves_nothing_open(fd, how):
         peers[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         open_before = len(os.listdir("/proc/self/fd"))
         sent = send_at_once(transport, HEAD, fd, 0, len(DATA))
-        rest = send_rest(transport, fd, sent, len(DATA) - sent, lambda count: None)
+        rest = send_rest(transport, fd, sent, len(DATA) - sent, lambda count: None, no_drain)
         sending = asyncio.create_task(rest)
         await asyncio.sleep(0)
         assert len(os.listdir("/proc/self/fd")) == open_before + 1
