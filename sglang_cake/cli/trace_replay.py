@@ -13,6 +13,7 @@ from sglang_cake.sim.replay import Outcome, Replay
 from sglang_cake.sim.traces import Trace, read_trace
 from sglang_cake.sim.ttft import SHAPES, SavedTime
 from sglang_cake.store.eviction import POLICIES, new_policy
+from sglang_cake.store.eviction.admission import ALL, Admission
 
 
 def add_replay(subparsers: Any) -> None:
@@ -35,6 +36,18 @@ def add_replay(subparsers: Any) -> None:
     )
     parser.add_argument("--leaf", action="store_true", help="evict only the ends of prompts")
     parser.add_argument(
+        "--told-turns",
+        action="store_true",
+        help="turns as the trace tells them, where it does, and not as a server finds them out",
+    )
+    parser.add_argument(
+        "--admit",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="as admit= of a file store's URL (%(default)s: everything is written)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="an object, or a list of them if there are several"
     )
     parser.set_defaults(run=run)
@@ -44,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Raises: ConfigError."""
     policies = _policies(args.policy)
     capacities = _capacities(args.capacity)
+    if not 0 <= args.admit < float("inf"):
+        raise ConfigError(f"--admit: {args.admit!r} is not possible, write a number from 0 on")
     trace = read_trace(args.trace)
     clock = SavedTime(SHAPES[args.shape], trace.block_tokens)
     results = []
@@ -102,11 +117,17 @@ def _replayed(
 ) -> Outcome:
     from tqdm import tqdm
 
-    if policy == "belady":
-        order: Any = BeladyPolicy(trace)
-    else:
-        order = new_policy(policy, SHAPES[args.shape].worth(trace.block_tokens))
-    replay = Replay(trace, order, capacity, clocks=[clock], leaf=args.leaf)
+    worth = SHAPES[args.shape].worth(trace.block_tokens)
+    replay = Replay(
+        trace,
+        BeladyPolicy(trace) if policy == "belady" else new_policy(policy, worth),
+        capacity,
+        clocks=[clock],
+        leaf=args.leaf,
+        told_turns=args.told_turns,
+        admission=ALL if policy == "belady" else Admission(args.admit),
+        worth=worth,
+    )
     steps = tqdm(
         replay.steps(),
         total=len(trace.requests),

@@ -220,3 +220,21 @@ def test_a_class_that_is_not_worth_writing_is_admitted_once_it_comes_back():
     assert refused[half]
     assert not refused[-1]  # found out, though none of it was stored
     assert replay.outcome.hits > 0
+
+
+@pytest.mark.parametrize(("told", "turns"), [(False, [1, 1, 2]), (True, [3, 1, 7])])
+def test_turns_are_found_out_or_as_the_trace_tells_them(told, turns):
+    trace = Trace(
+        16,
+        (
+            TraceRequest(1.0, 16, (1,), "chat", 3),
+            TraceRequest(2.0, 16, (2,), "chat", None),  # of this one it tells nothing
+            TraceRequest(3.0, 32, (1, 3), "chat", 7),
+        ),
+    )
+    policy = new_policy("lru")
+    Replay(trace, policy, 10, told_turns=told).run()
+    found = {usage.ident: usage.use.turn for usage in policy._usage.values()}
+    assert [found[2], found[3]] == turns[1:]
+    Replay(Trace(16, trace.requests[:1]), policy := new_policy("lru"), 10, told_turns=told).run()
+    assert [usage.use.turn for usage in policy._usage.values()] == turns[:1]

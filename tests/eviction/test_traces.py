@@ -128,6 +128,13 @@ def test_replay_in_json(tmp_path, capsys):
     assert 0 < one["seconds_saved"] <= one["seconds_saved_bound"]
 
 
+def test_what_is_not_worth_writing_is_not_written(tmp_path, capsys):
+    path = written(tmp_path, MOONCAKE * 3)
+    options = ("--policy", "lru", "--capacity", "3", "--told-turns")
+    assert replayed(path, capsys, *options)["written_blocks"] == 3
+    assert replayed(path, capsys, *options, "--admit", "1e9")["written_blocks"] == 0
+
+
 def test_replay_of_every_policy(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE * 3)
     some = replayed(path, capsys, "--capacity", "2,3", "--shape", "70b")
@@ -145,7 +152,15 @@ def test_replay_as_a_table(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options", [("--policy", "best"), ("--capacity", "0"), ("--capacity", "1e3"), ("--policy", "")]
+    "options",
+    [
+        ("--policy", "best"),
+        ("--capacity", "0"),
+        ("--capacity", "1e3"),
+        ("--policy", ""),
+        ("--admit", "-1"),
+        ("--admit", "nan"),
+    ],
 )
 def test_bad_options_are_one_line(tmp_path, capsys, options):
     path = written(tmp_path, MOONCAKE)
