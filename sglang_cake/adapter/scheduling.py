@@ -47,18 +47,18 @@ class CakePrefillAdder(PrefillAdder):
     def add_chunked_req(self, req: "Req") -> "Req | None":
         tree, cake = self._cake()
         started_s = time.perf_counter()
-        queue, policy = self._scheduler.waiting_queue, self._scheduler.policy
-        budget, step, first = self.rem_chunk_tokens, None, None
-        others = bool(queue) and others_fit(self._scheduler, self.running_batch)
-        room = turns.Room(budget, self.rem_total_tokens if others else 0)
-        if others:
+        scheduler = self._scheduler
+        queue, policy = scheduler.waiting_queue, scheduler.policy
+        room = step = first = None
+        if queue and turns.may_go_back(req, cake) and others_fit(scheduler, self.running_batch):
+            room = turns.Room(self.rem_chunk_tokens, self.rem_total_tokens)
             first = turns.who_overtakes(req, queue, cake, policy, room)
         if first is None:
             cake.settle(req, tree.attach_running)
-            step = cake.plan(req, budget)
+            step = cake.plan(req, self.rem_chunk_tokens)
         waits = step is not None and step.wait
         aside = first is not None
-        if waits and others:
+        if waits and room is not None:
             aside = turns.may_stand_aside(req, queue, cake, room)
         if aside:
             turns.put_back(req, queue, tree, first)
@@ -211,7 +211,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is not None:
         chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
         started_s = time.perf_counter()
-        fits = bool(queue) and others_fit(scheduler, scheduler.running_batch)
+        asked = chunked is not None and bool(queue)
+        fits = asked and others_fit(scheduler, scheduler.running_batch)
         coordinator.poll(turns.serving(chunked, queue, coordinator, scheduler.policy, fits=fits))
         coordinator.step_s += time.perf_counter() - started_s
         if scheduler.tree_cache.runahead is not None:

@@ -65,7 +65,7 @@ def serving(
     if chunked is None:
         return [req.rid for req in queue]
     ahead: list[str] = []
-    if fits and cake.adaptive and cake.racing(chunked.rid) and _may_go_back(chunked, cake):
+    if fits and cake.adaptive and cake.racing(chunked.rid) and may_go_back(chunked, cake):
         running = _claimant(chunked, cake, policy)
         loading = [_claimant(req, cake, policy) for req in queue if cake.racing(req.rid)]
         ahead = [
@@ -84,9 +84,8 @@ def who_overtakes(
     policy: "SchedulePolicy",
     room: Room,
 ) -> "Req | None":
-    """Who of those that wait goes before the request that is being chunked, and can do so now."""
-    if not queue or not _may_go_back(req, cake):
-        return None
+    """Who of those that wait goes before the request that is being chunked, which may go back, and
+    can do so now."""
     running = _claimant(req, cake, policy)
     only_stored = running.remaining_s is None or not cake.adaptive
 
@@ -106,18 +105,19 @@ def who_overtakes(
 
 
 def may_stand_aside(req: "Req", queue: "list[Req]", cake: "Coordinator", room: Room) -> bool:
-    """Whether the chunked request, which cannot use the device now, leaves it to those behind it.
+    """Whether the chunked request, which cannot use the device now and may go back, leaves it to
+    those behind it.
 
     It will be back before it is late: its loads last at least as long as the step that others would
     begin now, and none of them would then keep the device for longer than that step.
     """
     restore = cake.restore(req.rid)
-    if restore is None or not _may_go_back(req, cake):
+    if restore is None:
         return False
     others_tokens = 0
     for each in _able(queue, cake, room):
         tokens = len(each.origin_input_ids) + len(each.output_ids)
-        if tokens > room.chunk_tokens and not _may_go_back(each, cake):
+        if tokens > room.chunk_tokens and not may_go_back(each, cake):
             return False
         others_tokens += tokens
     step_s = cake.pace.costs(restore).prefill.step_s(0, min(others_tokens, room.chunk_tokens))
@@ -150,7 +150,8 @@ def put_back(
         queue[:0] = [before, req]
 
 
-def _may_go_back(req: "Req", cake: "Coordinator") -> bool:
+def may_go_back(req: "Req", cake: "Coordinator") -> bool:
+    """Whether the chunked request may wait in the queue again."""
     # Logprobs of a prompt are gathered chunk by chunk: such a request cannot start over. One that
     # is none of ours may have more that cannot.
     restore = cake.restore(req.rid)

@@ -31,9 +31,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just opened
 RECLAIM_EVERY_S = 60.0
-AHEAD_AT_ONCE_BYTES = (
-    16 << 20
-)  # of room made ahead; then puts that wait for the policy get in between
+# Of room made ahead; then puts that wait for the policy get in between.
+AHEAD_AT_ONCE_BYTES = 16 << 20
 FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
 MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
 # The last one is an error in what we ask: our own tables gave no cause for one when it was opened.
