@@ -254,12 +254,16 @@ def test_who_is_colder_or_busy_refuses(group: Group) -> None:
     agreed(owned)
     assert "cold" in (owned.refused or "")
     group.owner.end_owned(owned, "cancelled", "refused")
-    group.workers[1].dies_at = 0
+    busy = group.workers[0]
+    busy.dies_at = 0
     first = group.propose(prompt(90), even(Span(0, 90), 3))
-    until(lambda: 1 in first.accepted, "it is busy")
-    other = group.workers[0].member
-    assert other.helpers() == () or 0 in first.accepted  # a helper asks nobody
+    until(busy.pause_reached.is_set, "it computes")
+    assert busy.member.helpers() == ()  # a helper asks nobody
     group.owner.end_owned(first, "cancelled", "enough")
+    again = group.propose(prompt(90), even(Span(0, 90), 2))
+    agreed(again)
+    assert again.refused == "member 0 refuses: busy"  # it is still in that layer
+    group.owner.end_owned(again, "cancelled", "refused")
 
 
 def test_two_that_ask_each_other_at_once_both_go_on_alone() -> None:

@@ -42,12 +42,11 @@ class _Worker:
     channel: socket.socket | None = None
     began: bool = False
     ready: bool = False  # for connections
-    dealt: int = 0
     started_s: float = 0.0
 
     @property
     def open_connections(self) -> int:
-        return self.dealt - self.counts["closed_connections"]
+        return self.counts["dealt_connections"] - self.counts["closed_connections"]
 
 
 class Crew:
@@ -134,24 +133,24 @@ class Crew:
         word = REFUSE if open_connections >= MAX_CONNECTIONS else CONNECTION
         for worker in sorted(ready, key=lambda worker: worker.open_connections):
             assert worker.channel is not None
+            worker.counts["dealt_connections"] += 1  # before it can be answered
             try:
                 socket.send_fds(worker.channel, [word], [connection.fileno()])
             except OSError:  # it has just ended, or takes none in any more: the next one
+                worker.counts["dealt_connections"] -= 1
                 continue
-            worker.dealt += 1
             return
 
     # ---- workers ----
 
     def _start(self, worker: _Worker) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker.counts.begin_anew()
         worker.pid = os.fork()
         if worker.pid == 0:
             self._be_worker(worker, ours, theirs)  # never returns
         theirs.close()
         ours.setblocking(False)
-        worker.channel, worker.began, worker.ready, worker.dealt = ours, False, False, 0
+        worker.channel, worker.began, worker.ready = ours, False, False
         worker.started_s = time.monotonic()
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard(worker))
 
@@ -196,6 +195,7 @@ class Crew:
         worker.channel.close()
         worker.channel, worker.ready = None, False
         _, status = os.waitpid(worker.pid, 0)
+        worker.counts.begin_anew()
         code = os.waitstatus_to_exitcode(status)
         return f"exit status {code}" if code >= 0 else f"signal {-code}"
 

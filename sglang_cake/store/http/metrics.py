@@ -27,6 +27,8 @@ def metrics_text(stats: StoreStats, tally: Tally, workers: int) -> str:
     ):
         say(f"{name}_total", "counter", {"": tally.total(name)})
     say("puts_in_progress", "gauge", {"": tally.total("puts")})
+    open_connections = tally.total("dealt_connections") - tally.total("closed_connections")
+    say("connections", "gauge", {"": open_connections})
     say("workers", "gauge", {"": workers})
     known = {
         "blocks": stats.blocks,

@@ -11,7 +11,8 @@ STATUSES = (
     *(500, 503, 507, 0),  # 0: any other
 )
 ANSWERS = tuple((method, status) for method in METHODS for status in STATUSES)
-GAUGES = ("puts", "closed_connections")  # of a process that has ended, they say nothing any more
+# Of a process that has ended, these say nothing any more.
+GAUGES = ("puts", "dealt_connections", "closed_connections")
 COUNTS = (
     *GAUGES,
     "sent_bytes",
@@ -25,7 +26,8 @@ _CELL_BYTES = 8
 
 
 class Row:
-    """One process's counts. Only that process writes in it, from one thread."""
+    """One process's counts. Only that process writes in it, from one thread; but what it was dealt
+    is written by its parent."""
 
     def __init__(self, tally: "Tally", index: int) -> None:
         self.tally, self._start = tally, index * len(_COLUMNS)
@@ -45,7 +47,7 @@ class Row:
         self.tally.cells[self._start + _COLUMNS[known]] += 1
 
     def begin_anew(self) -> None:
-        """Another process writes here from now on: what was counted stays counted."""
+        """The process has ended, another may write here: what was counted stays counted."""
         for name in GAUGES:
             self[name] = 0
 

@@ -197,9 +197,14 @@ def test_health_stats_and_metrics(server):
     assert stats["blocks"] >= 1
     assert stats["used_bytes"] >= FRAMED_BYTES
     assert stats["capacity_bytes"] is None
-    text = ask(server, "GET", "/metrics")[2].decode()
-    numbers = dict(re.findall(r"^sglang_cake_store_(\S+) (\d+)$", text, re.MULTILINE))
-    assert int(numbers["sent_bytes_total"]) >= FRAMED_BYTES
+
+    def told():
+        text = ask(server, "GET", "/metrics")[2].decode()
+        return text, dict(re.findall(r"^sglang_cake_store_(\S+) (\d+)$", text, re.MULTILINE))
+
+    poll(lambda: int(told()[1]["sent_bytes_total"]) >= FRAMED_BYTES, "what was sent is counted")
+    text, numbers = told()
+    assert int(numbers["connections"]) >= 1
     assert int(numbers["received_bytes_total"]) >= FRAMED_BYTES
     assert int(numbers['requests_total{method="GET",status="200"}']) >= 2
     assert int(numbers["blocks"]) == stats["blocks"]
