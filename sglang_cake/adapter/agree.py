@@ -7,6 +7,7 @@ costs are the smallest of all. What follows from that is deterministic, so the r
 """
 
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -29,7 +30,7 @@ class Facts:
     landed: tuple[int, ...]
     lost: tuple[int, ...]
     elapsed_s: float
-    waited_s: float
+    now_s: float  # the same for all of one step
     cost: LoadCost  # of the loads ahead of it
 
 
@@ -77,7 +78,7 @@ def _own(restore: Restore) -> Facts:
         landed=tuple(sorted(b for b in restore.arrived if b < blocks)),
         lost=tuple(sorted(b for b in restore.failed if b < blocks)),
         elapsed_s=restore.local_elapsed_s(),
-        waited_s=restore.local_waited_s(),
+        now_s=time.monotonic(),
         cost=restore.load,
     )
 
@@ -109,10 +110,10 @@ def _size(restore: Restore) -> int:
 
 
 def _pack(restore: Restore) -> list[int]:
-    """[elapsed, waited, answered, load, its cost, landed..., not lost..., stored...]; what is
+    """[elapsed, now, answered, load, its cost, landed..., not lost..., stored...]; what is
     stored only until it is known."""
     stored, load = restore.answer or ((), False)
-    clocks = [int(s * _NS) for s in (restore.local_elapsed_s(), restore.local_waited_s())]
+    clocks = [int(s * _NS) for s in (restore.local_elapsed_s(), time.monotonic())]
     numbers = [*clocks, restore.answer is not None, load, *_pack_load(restore.load)]
     numbers += [b in restore.arrived for b in range(restore.meet.blocks)]
     numbers += [b not in restore.failed for b in range(restore.meet.blocks)]
@@ -122,7 +123,7 @@ def _pack(restore: Restore) -> list[int]:
 
 
 def _unpack(restore: Restore, numbers: list[int]) -> Facts:
-    elapsed, waited, answered, load = numbers[:4]
+    elapsed, now, answered, load = numbers[:4]
     blocks = restore.meet.blocks
     landed, kept = numbers[_HEAD : _HEAD + blocks], numbers[_HEAD + blocks : _HEAD + 2 * blocks]
     stored = tuple(bool(n) for n in numbers[_HEAD + 2 * blocks :])
@@ -132,6 +133,6 @@ def _unpack(restore: Restore, numbers: list[int]) -> Facts:
         landed=tuple(b for b in range(blocks) if landed[b]),
         lost=tuple(b for b in range(blocks) if not kept[b]),
         elapsed_s=elapsed / _NS,
-        waited_s=waited / _NS,
+        now_s=now / _NS,
         cost=_unpack_load(numbers[4:_HEAD], restore.load),
     )

@@ -80,6 +80,7 @@ class Coordinator:
         self._tickets: dict[str, Restore] = {}
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
+        self._now_s = 0.0  # as agreed in the last step that needed it
         self._served: Restore | None = None  # the link works for it before all others
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
@@ -308,7 +309,8 @@ class Coordinator:
         live, turn = self._restores.get(req.rid), 0
         if self.fair:
             turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
-        own = Claimant(req.rid, None) if live is None else live.claimant(self.pace.chunk_tokens)
+        chunk_tokens = self.pace.chunk_tokens
+        own = live.claimant(chunk_tokens, self._now_s) if live else Claimant(req.rid, None)
         return replace(own, turn=turn, level=level)
 
     def claimed(self, req: "Req", stop: int) -> None:
@@ -374,12 +376,11 @@ class Coordinator:
             self._teller.tell(restore, "lost", block=event.block, reason=event.reason)
 
     def _apply(self, restore: Restore, facts: Facts) -> None:
-        restore.elapsed_s, restore.waited_s = facts.elapsed_s, facts.waited_s
-        restore.load = facts.cost
+        self._now_s, restore.elapsed_s, restore.load = facts.now_s, facts.elapsed_s, facts.cost
+        restore.since_s = restore.since_s or facts.now_s
         restore.begun |= bool(facts.landed)
         if facts.stored is not None:
-            restore.known = True
-            restore.stored = facts.stored
+            restore.known, restore.stored = True, facts.stored
             if facts.load:
                 restore.meet.found(facts.stored)
             else:  # too little is stored, for one rank at least

@@ -53,7 +53,7 @@ class Restore:
     elapsed_s: float = (
         0.0  # agreed: since arrival while unknown, else since the link was last heard
     )
-    waited_s: float = 0.0  # agreed: since arrival
+    since_s: float | None = None  # agreed: when its first step was planned
     begun: bool = False  # agreed: a block has landed
     stood_aside: bool = False  # it left the device to others, and has not had it since
     times_given_way: int = 0  # went back to the queue between two chunks
@@ -113,15 +113,19 @@ class Restore:
         if self.known:
             self.elapsed_s = 0.0
 
-    def claimant(self, chunk_tokens: int) -> Claimant:
-        """What `share` must know of it, but for whose it is and its priority."""
+    def claimant(self, chunk_tokens: int, now_s: float) -> Claimant:
+        """What `share` must know of it, but for whose it is and its priority.
+
+        Args: now_s: as agreed.
+        """
+        waited_s = 0.0 if self.since_s is None else now_s - self.since_s
         if not self.known:
-            return Claimant(self.rid, None)
+            return Claimant(self.rid, None, waited_s)
         claimant = Claimant.of(
             self.rid,
             self.meet.view(),
             remaining_s=lambda: self.remaining_s,
-            waited_s=self.waited_s,
+            waited_s=waited_s,
             begun=self.begun,
             chunk_tokens=chunk_tokens,
         )

@@ -2,29 +2,31 @@
 
 Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3) with the order of theory C.5:
 
-1. who has waited too long, longest first: nobody starves;
-2. prompts whose loads are over and whose rest fits one step: they are nearly done;
-3. prompts for which nothing is loaded, in SGLang's order;
-4. prompts that are being loaded, the one with the smallest remaining T* first: they take what the
+1. prompts whose loads are over and whose rest fits one step: they are nearly done;
+2. prompts for which nothing is loaded, in SGLang's order;
+3. prompts that are being loaded, the one with the smallest remaining T* first: they take what the
    others leave of a step's budget, down to nothing, while their loads go on.
 
-Priorities, where they count, come before all of that. A prompt that is being computed in chunks is
-interrupted between two of them: see `overtakes`.
+Nobody starves: whoever waits ages, and a second of waiting is worth AGEING seconds of T*. So the
+order of 2 and 3 is that of `remaining T* - AGEING x waited`, where a prompt of 2 has no T*: what
+is being loaded gives way to whoever comes within `T* / AGEING` after it, and to nobody who comes
+later. All age alike: the order of two changes only with what is left of them.
 
-The link goes to the prompts of 1 and 4 in the same order. Between tenants, when asked: within 2 to
-4 all of a tenant that had less (`read/fair.py`) go before those of one that had more.
-
-Bound: a prompt that is being loaded is overtaken by newer ones until it has waited PATIENCE_S plus
-PATIENCE times its remaining T*; from then on only those that waited longer go before it.
+Priorities, where they count, come before all of that; then, when asked, tenants: all of one that
+had less (`read/fair.py`) go before those of one that had more. A prompt that is being computed in
+chunks is interrupted between two of them: see `overtakes`. The link goes to prompts in the same
+order.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop
 
 from sglang_cake.read.meet import BlockState, View
 
-PATIENCE_S = 2.0
-PATIENCE = 4.0
+# More is nearer to first come, first served; less, nearer to the least mean (docs/scheduling.md).
+AGEING = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Claimant:
 
     Attributes:
         remaining_s: predicted rest of its T*, if it is being loaded; None: nothing is, or no more.
-        waited_s: since it arrived.
+        waited_s: since it arrived, by a clock that all share.
         nearly_done: its loads are over, and the rest fits one step.
         turn: its tenant's, lowest first; all the same where tenants do not count.
         level: its priority's, lowest first; all the same where priorities do not count.
@@ -73,37 +75,49 @@ class Claimant:
         return cls(rid, None, waited_s, nearly_done=begun and rest_tokens <= chunk_tokens)
 
     @property
-    def overdue(self) -> bool:
-        """Whether it is being loaded and was overtaken for long enough."""
-        rest_s = self.remaining_s
-        return rest_s is not None and self.waited_s > PATIENCE_S + PATIENCE * rest_s
+    def only_computed(self) -> bool:
+        """Whether nothing of it is loaded, and its end is not near."""
+        return self.remaining_s is None and not self.nearly_done
 
 
 def order(claimants: Sequence[Claimant]) -> list[int]:
-    """Indices into `claimants`, who is served first first. Stable."""
-    return sorted(range(len(claimants)), key=lambda i: _rank(claimants[i]))
+    """Indices into `claimants`, who is served first first. Stable.
+
+    Prompts that are only computed stay in the order in which they are given, and have the places
+    that they would have if they had come in it.
+    """
+    places: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for each in claimants:
+        if each.only_computed:
+            places[each.level, each.turn].append(-each.waited_s)
+    for waits in places.values():
+        heapify(waits)
+
+    def rank(each: Claimant) -> tuple[int, int, bool, float]:
+        if not each.only_computed:
+            return _rank(each)
+        return _rank(replace(each, waited_s=-heappop(places[each.level, each.turn])))
+
+    ranks = [rank(each) for each in claimants]
+    return sorted(range(len(claimants)), key=ranks.__getitem__)
 
 
 def overtakes(waiting: Claimant, running: Claimant) -> bool:
     """Whether a waiting prompt that could use the device now goes before the one being chunked.
 
-    One that is being loaded gives way to all that `order` puts before it. One that is only computed
-    gives way to nobody that is only computed; and to a stored one only if that is overdue, or one
-    step from its end, or has a higher priority and stood aside: so no two take turns for long.
+    It must come first by `order`. One that is only computed gives way to nobody that is only
+    computed; to a higher priority only if that stood aside; to another tenant only at its end.
     """
-    if running.remaining_s is not None:
-        return _rank(waiting) < _rank(running)
+    first = _rank(waiting) < _rank(running)
+    if not first or running.remaining_s is not None:
+        return first
     if waiting.level != running.level:
-        return waiting.level < running.level and waiting.stood_aside
-    if waiting.overdue:
-        return True
-    return waiting.nearly_done and not running.nearly_done and waiting.turn <= running.turn
+        return waiting.stood_aside
+    if waiting.only_computed or running.nearly_done:
+        return False
+    return waiting.nearly_done or waiting.turn == running.turn
 
 
-def _rank(claimant: Claimant) -> tuple[int, bool, int, int, float]:
-    level, turn = claimant.level, claimant.turn
-    if claimant.overdue:
-        return level, False, 0, 0, -claimant.waited_s
-    if claimant.remaining_s is not None:
-        return level, True, turn, 4, claimant.remaining_s
-    return level, True, turn, 2 if claimant.nearly_done else 3, 0.0
+def _rank(claimant: Claimant) -> tuple[int, int, bool, float]:
+    aged_s = (claimant.remaining_s or 0.0) - AGEING * claimant.waited_s
+    return claimant.level, claimant.turn, not claimant.nearly_done, aged_s

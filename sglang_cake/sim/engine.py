@@ -204,8 +204,9 @@ class Server:
 
     def _claimant(self, live: _Live, now: float) -> Claimant:
         prompt, view = live.race.prompt, live.meet.view()
+        waited_s = now - prompt.arrive_s
         if not live.stored:
-            return Claimant(prompt.rid, None)
+            return Claimant(prompt.rid, None, waited_s)
 
         def remaining_s() -> float:
             return look_ahead(
@@ -219,7 +220,7 @@ class Server:
             prompt.rid,
             view,
             remaining_s=remaining_s,
-            waited_s=now - prompt.arrive_s,
+            waited_s=waited_s,
             begun=live.begun,
             chunk_tokens=self._chunk,
         )

@@ -3,6 +3,7 @@
 import copy
 import random
 from array import array
+from types import SimpleNamespace
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -100,14 +101,16 @@ def test_a_single_rank_agrees_with_itself() -> None:
     assert agreed == ANY
 
 
-def test_clocks_agree_on_the_shortest(monkeypatch) -> None:
-    waits = {"a": 5.0, "b": 2.0}
+def test_clocks_agree_on_the_least(monkeypatch) -> None:
+    waits, clocks = {"a": 5.0, "b": 2.0}, iter([20.0, 10.0, 21.0, 11.0])
     monkeypatch.setattr(Restore, "local_elapsed_s", lambda self: waits[self.rid])
-    monkeypatch.setattr(Restore, "local_waited_s", lambda self: waits[self.rid] + 1)
+    monkeypatch.setattr(
+        "sglang_cake.adapter.agree.time", SimpleNamespace(monotonic=lambda: next(clocks))
+    )
     ranks = [[restore(1)], [restore(1)]]
     ranks[0][0].rid, ranks[1][0].rid = "a", "b"
     learned = [facts[0] for facts, _ in reach(ranks, [ANY] * 2)]
-    assert [(facts.elapsed_s, facts.waited_s) for facts in learned] == [(2.0, 3.0)] * 2
+    assert [(facts.elapsed_s, facts.now_s) for facts in learned] == [(2.0, 10.0)] * 2
 
 
 @st.composite
