@@ -210,10 +210,21 @@ class LoadCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What decisions are made on."""
+    """What decisions are made on.
+
+    Attributes:
+        others_s: what a step takes that does the others' part of these steps alone; 0: they have
+            none, the device rests when this prompt waits.
+    """
 
     prefill: PrefillCost
     load: LoadCost
+    others_s: float = 0.0
+
+    def beside(self, others: StepWork) -> "Costs":
+        """Of a prompt in steps that do `others` as well."""
+        others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
+        return Costs(self.prefill.beside(others), self.load, others_s)
 
 
 class LoadFit:

@@ -102,7 +102,8 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
 
     def both_s(border: int) -> float:
         x = token(border)
-        return max(compute_s(now, view.front, x), load_s(border)) + rest_s(x)
+        device_s, link_s = compute_s(now, view.front, x), load_s(border)
+        return max(device_s, link_s + _to_next_step_s(link_s, device_s, costs)) + rest_s(x)
 
     def rest_s(x: int) -> float:  # what no store has, right of x
         return compute_s(later, x, view.prompt_tokens)
@@ -114,10 +115,20 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
         compute_s=compute_s(now, view.front, view.prompt_tokens),
-        load_s=load_s(0) + rest_s(view.front),
+        load_s=load_s(0) + _to_next_step_s(load_s(0), 0.0, costs) + rest_s(view.front),
         both_s=both_s(best),
         meet_token=max(token(best), meet_token),
     )
+
+
+def _to_next_step_s(link_s: float, device_s: float, costs: Costs) -> float:
+    """From the end of loads to that of the step that the device is in by then for others alone,
+    which it began to take turns with when it was through with this prompt."""
+    if link_s <= device_s or not costs.others_s:
+        return 0.0
+    if costs.load.error * link_s > costs.others_s / 2:
+        return costs.others_s / 2  # nobody knows: half of one is yet to come, on average
+    return (device_s - link_s) % costs.others_s
 
 
 def next_step(

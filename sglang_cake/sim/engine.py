@@ -190,8 +190,7 @@ class Server:
 
     def _own_costs(self, others: StepWork) -> Costs:
         """As they are for a prompt in a step that does `others` as well."""
-        costs = self._known.costs
-        return Costs(costs.prefill.beside(others), costs.load)
+        return self._known.costs.beside(others)
 
     def _rank(self) -> None:
         """Who comes first, with the device and with the links."""

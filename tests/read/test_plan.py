@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.read.cost import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit
+from sglang_cake.read.cost import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit, StepWork
 from sglang_cake.read.meet import BlockState, View
 from sglang_cake.read.plan import (
     COMPUTE_SLACK,
@@ -82,6 +82,18 @@ def test_what_is_there_costs_nothing_and_what_nobody_has_must_be_computed() -> N
     )
     assert outlook.compute_s == 200 + 100 + 150
     assert outlook.load_s == 300 + 100 + 50
+
+
+def test_loads_that_end_within_a_step_of_others_wait_for_its_end() -> None:
+    def loading_s(known: Costs) -> float:
+        view = view_of([WANTED] * 10)
+        return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress()).load_s
+
+    others = StepWork(tokens=30)  # of every step; ours ends with 50 tokens
+    assert loading_s(costs(100)) == 1000 + 50
+    assert loading_s(costs(100).beside(StepWork())) == 1000 + 50
+    assert loading_s(costs(100).beside(others)) == 34 * 30 + 30 + 50
+    assert loading_s(costs(100, error=0.1).beside(others)) == 1000 + 30 / 2 + 30 + 50
 
 
 @SLOW
