@@ -12,7 +12,11 @@ class Patience:
 
     first_s: float = 30.0  # while nothing has been measured
     floor_s: float = 2.0
-    ceiling_s: float = 600.0
+    ceiling_s: float = 600.0  # for what is small; a large body may take SLOWEST_BYTES_PER_S
+
+
+MOST_BACKOFF = 1024.0
+SLOWEST_BYTES_PER_S = 64 * 1024  # no link that is any slower is worth waiting for
 
 
 class Pace:
@@ -39,7 +43,8 @@ class Pace:
             usual_s = patience.first_s
         else:
             usual_s = self.SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
-        return min(max(usual_s, patience.floor_s) * self._backoff, patience.ceiling_s)
+        most_s = max(patience.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
+        return min(max(usual_s, patience.floor_s) * self._backoff, most_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
         """A request that moved `size_bytes` was answered after `took_s`."""
@@ -54,8 +59,7 @@ class Pace:
 
     def was_late(self) -> None:
         """A request ran into its limit."""
-        if self._backoff * self._patience.floor_s < self._patience.ceiling_s:
-            self._backoff *= 2
+        self._backoff = min(2 * self._backoff, MOST_BACKOFF)
 
 
 class Hedging:

@@ -6,11 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.store.http.timing import Hedging, Pace, Patience
+from sglang_cake.store.http.timing import SLOWEST_BYTES_PER_S, Hedging, Pace, Patience
 
 PATIENCE = Patience(first_s=30.0, floor_s=2.0, ceiling_s=600.0)
 SIZES = st.integers(1, 1 << 30)
 TIMES = st.floats(1e-6, 1e4)
+
+
+def most_s(size):
+    return max(PATIENCE.ceiling_s, size / SLOWEST_BYTES_PER_S)
 
 
 @given(
@@ -26,7 +30,7 @@ def test_a_limit_is_within_bounds_and_grows_with_the_size(history, size, more):
         else:
             pace.answered(*event)
     limit_s = pace.timeout_s(size)
-    assert PATIENCE.floor_s <= limit_s <= PATIENCE.ceiling_s
+    assert PATIENCE.floor_s <= limit_s <= most_s(size)
     assert pace.timeout_s(size + more) >= limit_s
 
 
@@ -36,7 +40,7 @@ def test_a_steady_rate_is_never_cut_off(size, per_byte_s, count):
     for _ in range(count):
         pace.answered(size, size * per_byte_s)
     usual_s = size * per_byte_s
-    assert pace.timeout_s(size) >= min(Pace.SLACK * usual_s * 0.999, PATIENCE.ceiling_s)
+    assert pace.timeout_s(size) >= min(Pace.SLACK * usual_s * 0.999, most_s(size))
 
 
 @given(st.floats(1.0, 100.0))
@@ -61,6 +65,17 @@ def test_before_anything_is_known_the_first_limit_holds_and_doubles():
         limits.append(pace.timeout_s(1 << 20))
         pace.was_late()
     assert limits == [30, 60, 120, 240, 480, 600, 600, 600]
+
+
+def test_a_block_that_takes_longer_than_the_ceiling_on_a_slow_link_gets_through_in_the_end():
+    pace, size, took_s = Pace(PATIENCE), 1 << 30, 3600.0
+    lost = 0
+    while pace.timeout_s(size) < took_s:
+        pace.was_late()
+        lost += 1
+    assert lost <= 7
+    pace.answered(size, took_s)
+    assert pace.timeout_s(size) > took_s
 
 
 def test_no_hedge_before_enough_is_known():
