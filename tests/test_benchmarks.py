@@ -42,7 +42,7 @@ from benchmarks import (  # noqa: E402
 
 BENCHES = (
     *("attention", "burst", "codec", "codec_ttft", "eviction", "file_store", "fleet", "http_store"),
-    *("overhead", "paper_kvr", "real_grid", "runahead", "sealed", "serving", "ttft"),
+    *("overhead", "paper_kvr", "real_grid", "runahead", "sealed", "serving", "stores", "ttft"),
 )
 
 
