@@ -30,7 +30,7 @@ class Facts:
     landed: tuple[int, ...]
     lost: tuple[int, ...]
     elapsed_s: float
-    now_s: float  # the same for all of one step
+    now_s: float  # a clock that all ranks share
     cost: LoadCost  # of the loads ahead of it
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -75,12 +76,12 @@ class Coordinator:
         self._adapter_digest = adapter_digest
         self.suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
-        # What the loader calls them. A request that comes back under its id is another load, whose
-        # news must not be mixed up with what is still on its way for the first.
+        # By what the loader calls them: one that comes back under its id is another load.
         self._tickets: dict[str, Restore] = {}
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         self._now_s = 0.0  # as agreed in the last step that needed it
+        self._others_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()  # not in these
         self._served: Restore | None = None  # the link works for it before all others
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
@@ -194,8 +195,7 @@ class Coordinator:
             facts = self.pace.agree(contending, self._agreement)
             for restore, fact in zip(contending, facts, strict=True):
                 self._apply(restore, fact)
-        live = (self._restores.get(rid) for rid in serving)
-        served = [restore for restore in live if restore is not None and restore.contending]
+        served = [r for r in map(self._restores.get, serving) if r is not None and r.contending]
         self._loader.order([restore.ticket for restore in served])
         for restore in served[1:]:
             restore.not_served()
@@ -230,8 +230,7 @@ class Coordinator:
             attach: `(req, slots, stop)` makes `slots` the KV of `[req.prefix_len, stop)`, gives
                 them to the tree and moves `req.prefix_len` to `stop`.
         """
-        restore = self._restores.get(req.rid)
-        if restore is None:
+        if (restore := self._restores.get(req.rid)) is None:
             return
         if not restore.computed_tokens + restore.loaded_tokens:
             restore.matched_tokens = req.prefix_len
@@ -295,9 +294,10 @@ class Coordinator:
 
     def idle(self, rid: str, chunk_tokens: int) -> bool:
         """Whether the request would leave the device alone, were it its turn."""
-        if (live := self._restores.get(rid)) is None:
-            return False
-        return live.idle(self._config.mode, chunk_tokens, self.pace.costs(live))
+        live = self._restores.get(rid)
+        return live is not None and live.idle(
+            self._config.mode, chunk_tokens, self.pace.costs(live)
+        )
 
     def gave_way(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
@@ -309,21 +309,21 @@ class Coordinator:
         live, turn = self._restores.get(req.rid), 0
         if self.fair:
             turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
-        chunk_tokens = self.pace.chunk_tokens
-        own = live.claimant(chunk_tokens, self._now_s) if live else Claimant(req.rid, None)
+        now_s = self._now_s
+        own = Claimant(req.rid, None, now_s - self._others_since_s.setdefault(req, now_s))
+        if live is not None:
+            own = live.claimant(self.pace.chunk_tokens, now_s)
         return replace(own, turn=turn, level=level)
 
     def claimed(self, req: "Req", stop: int) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`."""
         tokens = stop - req.prefix_len
         self.pace.claimed(req.prefix_len, stop)
-        restore = self._restores.get(req.rid)
-        if restore is None:
+        if (restore := self._restores.get(req.rid)) is None:
             return
         self._advance(restore, req)
         self._fence(restore, restore.meet.claim(stop))
-        restore.stood_aside = False
-        restore.computed_tokens += tokens
+        restore.stood_aside, restore.computed_tokens = False, restore.computed_tokens + tokens
         self._tenants.charge(restore.facts.tenant, tokens)
         self._counters.add("computed_tokens", tokens)
         self._teller.tell(restore, "claim", start=req.prefix_len, stop=stop)

@@ -63,7 +63,7 @@ class Pace:
 
     def costs(self, restore: Restore) -> Costs:
         """The agreed costs of a request's next part in the step being scheduled."""
-        return Costs(self.agreed, restore.load).beside(self._work)
+        return Costs(self.agreed, restore.load, pipelined=self._pipelined).beside(self._work)
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""

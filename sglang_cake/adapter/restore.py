@@ -53,7 +53,7 @@ class Restore:
     elapsed_s: float = (
         0.0  # agreed: since arrival while unknown, else since the link was last heard
     )
-    since_s: float | None = None  # agreed: when its first step was planned
+    since_s: float | None = None  # agreed: of the first poll after it came
     begun: bool = False  # agreed: a block has landed
     stood_aside: bool = False  # it left the device to others, and has not had it since
     times_given_way: int = 0  # went back to the queue between two chunks

@@ -63,7 +63,8 @@ class CakePrefillAdder(PrefillAdder):
         if aside:
             turns.put_back(req, queue, tree, first)
             cake.gave_way(req.rid)
-            turns.take_turns(queue, cake, policy)
+            if first is None:  # else they are in order: who overtakes, then who is overtaken
+                turns.take_turns(queue, cake, policy)
         cake.step_s += time.perf_counter() - started_s
         if aside:
             return None

@@ -157,7 +157,7 @@ def may_go_back(req: "Req", cake: "Coordinator") -> bool:
     restore = cake.restore(req.rid)
     if req.return_logprob or restore is None:
         return False
-    # One that is only computed gets no older by `share`'s count: it is interrupted a few times.
+    # One that is only computed is interrupted a few times: it began before who interrupts it.
     return cake.racing(req.rid) or restore.times_given_way < MOST_INTERRUPTIONS
 
 

@@ -8,7 +8,7 @@ last step made. A block that the steps cannot take, or would make longer, is sto
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -92,8 +92,7 @@ class Chain:
 
     def warm_up(self, layout: BlockLayout) -> None:
         """Have what such blocks need compiled now, and not when a request waits for it."""
-        parts = tuple((name, (8,)) for name, _ in layout.parts)
-        small = BlockLayout(1, parts, layout.dtype, 8)
+        small = replace(layout, layers=1, block_tokens=min(8, layout.block_tokens))
         zeros = Block.over(small, memoryview(bytearray(small.block_bytes)))
         self.decode(self._steps(zeros).copy(), zeros)
 

@@ -215,16 +215,18 @@ class Costs:
     Attributes:
         others_s: what a step takes that does the others' part of these steps alone; 0: they have
             none, the device rests when this prompt waits.
+        pipelined: steps are planned while the one before runs, so that none begins at once.
     """
 
     prefill: PrefillCost
     load: LoadCost
     others_s: float = 0.0
+    pipelined: bool = False
 
     def beside(self, others: StepWork) -> "Costs":
         """Of a prompt in steps that do `others` as well."""
         others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
-        return Costs(self.prefill.beside(others), self.load, others_s)
+        return replace(self, prefill=self.prefill.beside(others), others_s=others_s)
 
 
 class LoadFit:

@@ -111,6 +111,13 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     borders = range(wanted.rfind(1) + 2)
     meet = bisect_left(borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - load_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
+    if costs.others_s:  # a border further off may be better, if loads end with a step of others
+        least_s = both_s(best)
+        for border in range(best - 1, -1, -1):
+            if load_s(border) >= least_s:
+                break
+            if (took_s := both_s(border)) < least_s:
+                best, least_s = border, took_s
     # What nobody has is computed in any case.
     meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
@@ -122,11 +129,12 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
 
 
 def _to_next_step_s(link_s: float, device_s: float, costs: Costs) -> float:
-    """From the end of loads to that of the step that the device is in by then for others alone,
-    which it began to take turns with when it was through with this prompt."""
+    """From the end of loads to that of the step that the device is in by then for others alone; the
+    first of these began when it was through with this prompt."""
     if link_s <= device_s or not costs.others_s:
         return 0.0
-    if costs.load.error * link_s > costs.others_s / 2:
+    unsure_s = costs.load.error * link_s + costs.prefill.error * device_s
+    if costs.pipelined or unsure_s > costs.others_s / 2:
         return costs.others_s / 2  # nobody knows: half of one is yet to come, on average
     return (device_s - link_s) % costs.others_s
 

@@ -2,15 +2,15 @@
 
 Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3) with the order of theory C.5:
 
-1. prompts whose loads are over and whose rest fits one step: they are nearly done;
-2. prompts for which nothing is loaded, in SGLang's order;
-3. prompts that are being loaded, the one with the smallest remaining T* first: they take what the
+1. prompts for which nothing is loaded, or nothing more, in SGLang's order; of equal age those first
+   whose rest fits one step;
+2. prompts that are being loaded, the one with the smallest remaining T* first: they take what the
    others leave of a step's budget, down to nothing, while their loads go on.
 
 Nobody starves: whoever waits ages, and a second of waiting is worth AGEING seconds of T*. So the
-order of 2 and 3 is that of `remaining T* - AGEING x waited`, where a prompt of 2 has no T*: what
-is being loaded gives way to whoever comes within `T* / AGEING` after it, and to nobody who comes
-later. All age alike: the order of two changes only with what is left of them.
+order is that of `remaining T* - AGEING x waited`, where a prompt of 1 has no T*: what is being
+loaded gives way to whoever comes within `T* / AGEING` after it, and to nobody who comes later. All
+age alike: the order of two changes only with what is left of them.
 
 Priorities, where they count, come before all of that; then, when asked, tenants: all of one that
 had less (`read/fair.py`) go before those of one that had more. A prompt that is being computed in
@@ -18,15 +18,15 @@ chunks is interrupted between two of them: see `overtakes`. The link goes to pro
 order.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop
 
 from sglang_cake.read.meet import BlockState, View
 
 # More is nearer to first come, first served; less, nearer to the least mean (docs/scheduling.md).
 AGEING = 1 / 3
+
+Rank = tuple[int, int, float, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +83,18 @@ class Claimant:
 def order(claimants: Sequence[Claimant]) -> list[int]:
     """Indices into `claimants`, who is served first first. Stable.
 
-    Prompts that are only computed stay in the order in which they are given, and have the places
-    that they would have if they had come in it.
+    Prompts that are only computed stay in the order in which they are given: none counts as older
+    than the one before it, or a prompt that is loaded would give way to newer ones for an old one
+    which that order puts last.
     """
-    places: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for each in claimants:
-        if each.only_computed:
-            places[each.level, each.turn].append(-each.waited_s)
-    for waits in places.values():
-        heapify(waits)
+    youngest_s: dict[tuple[int, int], float] = {}
 
-    def rank(each: Claimant) -> tuple[int, int, bool, float]:
+    def rank(each: Claimant) -> Rank:
         if not each.only_computed:
             return _rank(each)
-        return _rank(replace(each, waited_s=-heappop(places[each.level, each.turn])))
+        group = each.level, each.turn
+        youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
+        return _rank(replace(each, waited_s=youngest_s[group]))
 
     ranks = [rank(each) for each in claimants]
     return sorted(range(len(claimants)), key=ranks.__getitem__)
@@ -105,19 +103,23 @@ def order(claimants: Sequence[Claimant]) -> list[int]:
 def overtakes(waiting: Claimant, running: Claimant) -> bool:
     """Whether a waiting prompt that could use the device now goes before the one being chunked.
 
-    It must come first by `order`. One that is only computed gives way to nobody that is only
-    computed; to a higher priority only if that stood aside; to another tenant only at its end.
+    One that is only computed is interrupted by who is one step from its end, or has aged further as
+    `order` sees the two alone, or has a higher priority and stood aside; never by another that is
+    only computed, nor for another tenant's turn. One that is being loaded gives way to whoever
+    `order` puts first.
     """
     first = _rank(waiting) < _rank(running)
-    if not first or running.remaining_s is not None:
+    if running.remaining_s is not None:
         return first
     if waiting.level != running.level:
-        return waiting.stood_aside
+        return first and waiting.stood_aside
     if waiting.only_computed or running.nearly_done:
         return False
-    return waiting.nearly_done or waiting.turn == running.turn
+    if waiting.nearly_done:
+        return waiting.turn <= running.turn
+    return first and waiting.turn == running.turn
 
 
-def _rank(claimant: Claimant) -> tuple[int, int, bool, float]:
+def _rank(claimant: Claimant) -> Rank:
     aged_s = (claimant.remaining_s or 0.0) - AGEING * claimant.waited_s
-    return claimant.level, claimant.turn, not claimant.nearly_done, aged_s
+    return claimant.level, claimant.turn, aged_s, not claimant.nearly_done

@@ -35,7 +35,7 @@ BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 20.0
 NAMESPACE = Digest(b"n" * 32)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeReq:
     """What the coordinator touches of SGLang's request."""
 

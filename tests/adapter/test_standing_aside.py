@@ -300,7 +300,7 @@ def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
     stored.priority = low
     above = stand.req("above", priority=high)
     assert turns.who_overtakes(stored, [above], cake, policy, ROOM) is above
-    stand.queue[:] = [below, above]
+    stand.queue[:] = [above, below]  # as it is sorted when a step is planned
     assert stand.chunk(stored) is None
     assert stand.queue[0] is above
     # Whatever a request says: without the flag, priorities do not count.

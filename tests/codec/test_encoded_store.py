@@ -125,6 +125,30 @@ def test_blocks_go_through_every_kind_of_store(tmp_path: Path, codec: str, how: 
     assert (sizes[0] < LAYOUT.block_bytes) == (codec != "raw")
 
 
+@pytest.mark.parametrize("codec", CHOICES)
+def test_every_codec_opens_as_a_server_opens_it(tmp_path: Path, codec: str) -> None:
+    """With what it knows of the model: heads, and how positions turn them."""
+
+    async def go() -> bytes:
+        store = open_blocks(
+            parse_sources((tmp_path / "store").as_uri()),
+            namespace(codec),
+            LAYOUT,
+            codec=codec,
+            depth=2,
+            max_error=0.5,
+            rope_theta=10000.0,
+        )
+        try:
+            return await round_trip(store)
+        finally:
+            await store.close()
+
+    found = asyncio.run(go())
+    assert len(found) == LAYOUT.block_bytes
+    assert codec not in LOSSLESS or found == BLOCK
+
+
 def test_raw_blocks_lie_on_the_disk_as_they_always_did(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "raw")

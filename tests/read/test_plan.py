@@ -1,6 +1,7 @@
 """How far a step goes: properties of the decision, and races on a virtual clock that it decides."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -103,8 +104,11 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
     if WANTED not in states:
         states.append(WANTED)
     chunk = data.draw(st.integers(50, 800))
-    prefill = PrefillCost(data.draw(st.floats(0, 50)), 1.0, data.draw(st.floats(0, 0.01)))
-    known = Costs(prefill, LoadCost(0.0, data.draw(st.floats(1, 1000))))
+    alone = PrefillCost(data.draw(st.floats(0, 50)), 1.0, data.draw(st.floats(0, 0.01)), error=0.0)
+    block_s, pipelined = data.draw(st.floats(1, 1000)), data.draw(st.booleans())
+    known = Costs(alone, LoadCost(0.0, block_s, error=0.0), pipelined=pipelined)
+    known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
+    prefill = known.prefill
 
     def compute_s(start: int, stop: int, *, held: set[BlockState]) -> float:
         total, run = 0.0, start
@@ -119,10 +123,13 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
 
     def both_s(border: int) -> float:
         x, end = border * 100, len(states) * 100 + 50
-        return max(
-            compute_s(0, x, held={LANDED}),
-            known.load.load_s(states[border:].count(WANTED)),
-        ) + compute_s(x, end, held={LANDED, WANTED})
+        device_s = compute_s(0, x, held={LANDED})
+        link_s = known.load.load_s(states[border:].count(WANTED))
+        if known.others_s and link_s > device_s:
+            turn_s = known.others_s
+            steps = ceil((link_s - device_s) / turn_s)
+            link_s = link_s + turn_s / 2 if pipelined else device_s + steps * turn_s
+        return max(device_s, link_s) + compute_s(x, end, held={LANDED, WANTED})
 
     last = max(b for b, state in enumerate(states) if state is WANTED)
     best_s = min(both_s(border) for border in range(last + 2))

@@ -27,8 +27,8 @@ def metrics_text(stats: StoreStats, tally: Tally, workers: int) -> str:
     ):
         say(f"{name}_total", "counter", {"": tally.total(name)})
     say("puts_in_progress", "gauge", {"": tally.total("puts")})
-    open_connections = tally.total("dealt_connections") - tally.total("closed_connections")
-    say("connections", "gauge", {"": open_connections})
+    closed = tally.total("closed_connections")  # first: what is closed was dealt before
+    say("connections", "gauge", {"": tally.total("dealt_connections") - closed})
     say("workers", "gauge", {"": workers})
     known = {
         "blocks": stats.blocks,

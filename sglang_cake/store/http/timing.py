@@ -34,7 +34,7 @@ class Pace:
         self._patience = patience
         self._mean_s: float | None = None  # seconds a byte
         self._deviation_s = 0.0
-        self._backoff = 1.0
+        self.backoff = 1.0  # a factor on every limit
 
     def timeout_s(self, size_bytes: int) -> float:
         """How long a request that moves `size_bytes` (at least 1) may take."""
@@ -44,12 +44,12 @@ class Pace:
         else:
             usual_s = self.SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
         most_s = max(patience.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
-        return min(max(usual_s, patience.floor_s) * self._backoff, most_s)
+        return min(max(usual_s, patience.floor_s) * self.backoff, most_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
         """A request that moved `size_bytes` was answered after `took_s`."""
         per_byte_s = took_s / size_bytes
-        self._backoff = 1.0
+        self.backoff = 1.0
         if self._mean_s is None:
             self._mean_s, self._deviation_s = per_byte_s, per_byte_s / 2
             return
@@ -57,9 +57,11 @@ class Pace:
         self._deviation_s += self.GAIN * (abs(error_s) - self._deviation_s)
         self._mean_s += self.GAIN * error_s
 
-    def was_late(self) -> None:
-        """A request ran into its limit."""
-        self._backoff = min(2 * self._backoff, MOST_BACKOFF)
+    def was_late(self, backoff: float) -> None:
+        """A request ran into its limit, in which `backoff` was a factor. Of several that were under
+        way at once only the first one counts: the others say nothing new."""
+        if backoff == self.backoff:
+            self.backoff = min(2 * backoff, MOST_BACKOFF)
 
 
 class Hedging:

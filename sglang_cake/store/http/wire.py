@@ -116,12 +116,12 @@ class Wire:
         if ticket is None:
             self.counters.refused += 1
             raise StoreUnavailable(f"{self._endpoint.base} did not answer, and is left alone")
-        started_s = time.monotonic()
+        started_s, backoff = time.monotonic(), pace.backoff
         try:
             async with asyncio.timeout(pace.timeout_s(size_bytes)):
                 result = await attempt()
         except TimeoutError as error:
-            pace.was_late()
+            pace.was_late(backoff)
             self.counters.timeouts += 1
             self._failed(ticket)
             raise StoreUnavailable(self._message(error)) from error

@@ -26,7 +26,7 @@ def test_a_limit_is_within_bounds_and_grows_with_the_size(history, size, more):
     pace = Pace(PATIENCE)
     for event in history:
         if event == "late":
-            pace.was_late()
+            pace.was_late(pace.backoff)
         else:
             pace.answered(*event)
     limit_s = pace.timeout_s(size)
@@ -50,7 +50,7 @@ def test_a_link_that_became_slow_is_waited_for_in_the_end(slower):
         pace.answered(size, usual_s)
     lost = 0
     while pace.timeout_s(size) < usual_s * slower:
-        pace.was_late()
+        pace.was_late(pace.backoff)
         lost += 1
     assert lost <= 7
     for _ in range(200):  # once answered, it stays so
@@ -63,7 +63,7 @@ def test_before_anything_is_known_the_first_limit_holds_and_doubles():
     limits = []
     for _ in range(8):
         limits.append(pace.timeout_s(1 << 20))
-        pace.was_late()
+        pace.was_late(pace.backoff)
     assert limits == [30, 60, 120, 240, 480, 600, 600, 600]
 
 
@@ -71,11 +71,19 @@ def test_a_block_that_takes_longer_than_the_ceiling_on_a_slow_link_gets_through_
     pace, size, took_s = Pace(PATIENCE), 1 << 30, 3600.0
     lost = 0
     while pace.timeout_s(size) < took_s:
-        pace.was_late()
+        pace.was_late(pace.backoff)
         lost += 1
     assert lost <= 7
     pace.answered(size, took_s)
     assert pace.timeout_s(size) > took_s
+
+
+def test_requests_that_were_late_together_double_the_limit_once():
+    pace = Pace(PATIENCE)
+    begun = pace.backoff
+    for _ in range(10):
+        pace.was_late(begun)
+    assert pace.timeout_s(1 << 20) == 60
 
 
 def test_no_hedge_before_enough_is_known():
