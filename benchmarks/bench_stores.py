@@ -39,6 +39,7 @@ FULL = {"sizes": [1, 4], "depths": [1, 8], "mib": 256, "repeats": 3, "name": "cp
 SMALL = {"sizes": [1], "depths": [4], "mib": 8, "repeats": 1, "name": "small"}
 CAKE = (sys.executable, "-m", "sglang_cake")
 KEYS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "else"}
+BUCKET = "cake-bench"
 START_S = 60.0
 LIMIT_S = 900.0
 CALLS = ("read", "write")
@@ -72,8 +73,8 @@ def s3_store(folder: Path) -> Iterator[str]:
             aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
         )
-        client.create_bucket(Bucket="kv")
-        yield f"s3://kv/bench?endpoint={endpoint}&region=us-east-1"
+        client.create_bucket(Bucket=BUCKET)
+        yield f"s3://{BUCKET}/bench?endpoint={endpoint}&region=us-east-1"
 
 
 @contextlib.contextmanager
