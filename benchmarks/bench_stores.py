@@ -48,6 +48,7 @@ LOOPBACK = "loopback"
 
 @contextlib.contextmanager
 def file_store(folder: Path) -> Iterator[str]:
+    (folder / "file").mkdir(parents=True)
     yield f"{(folder / 'file').as_uri()}?min_free=0"
 
 
