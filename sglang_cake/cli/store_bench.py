@@ -148,22 +148,21 @@ async def _measure_size(
     found = []
     try:
         for at_once in depths:
-            blocks = max(MIN_BLOCKS * at_once, budget_bytes // size_bytes)
+            keys = _keys(at_once, max(MIN_BLOCKS * at_once, budget_bytes // size_bytes))
             async with opened(place.source, frame, at_once) as store:
                 try:
-                    found.append(await _measure(place, store, frame, at_once, blocks, bar))
+                    found.append(await _measure(place, store, frame, at_once, keys, bar))
                 finally:
-                    await _delete_all(store)
+                    await _delete(store, keys)
     finally:
         _remove_folder(place, frame)
     return found
 
 
 async def _measure(
-    place: Place, store: Store, frame: BlockFrame, at_once: int, blocks: int, bar: Any
+    place: Place, store: Store, frame: BlockFrame, at_once: int, keys: list[BlockKey], bar: Any
 ) -> Measured:
-    size_bytes = frame.payload_bytes
-    keys = [BlockKey(hashlib.sha256(f"{at_once} {i}".encode()).digest()) for i in range(blocks)]
+    size_bytes, blocks = frame.payload_bytes, len(keys)
     # Bytes that cannot be compressed, and differ from block to block.
     buffers = [memoryview(bytearray(os.urandom(size_bytes))) for _ in range(at_once)]
     written: list[float] = []
@@ -244,11 +243,17 @@ def _fetched_bytes() -> int | None:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
-async def _delete_all(store: Store) -> None:
-    async def delete(key: BlockKey, worker: int) -> None:
-        await store.delete(key)
+def _keys(at_once: int, blocks: int) -> list[BlockKey]:
+    return [BlockKey(hashlib.sha256(f"{at_once} {i}".encode()).digest()) for i in range(blocks)]
 
-    await for_each((block.key async for block in store.list_blocks()), delete, 4)
+
+async def _delete(store: Store, keys: list[BlockKey]) -> None:
+    """What was written; not what is listed, since not every store can list."""
+
+    async def delete(turn: int, worker: int) -> None:
+        await store.delete(keys[turn])
+
+    await _timed(len(keys), delete, 4)
 
 
 def _remove_folder(place: Place, frame: BlockFrame) -> None:

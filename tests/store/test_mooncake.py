@@ -1,6 +1,7 @@
 """The Mooncake store against a real master and real clients, each a process of its own."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
 from storetools import write_key_file
 
+from sglang_cake.cli import main
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.store.mooncake import store as store_module
 from sglang_cake.store.sources import parse_sources
@@ -331,6 +333,14 @@ def test_a_cancelled_call_never_touches_its_memory_again(master):
             return None
 
     with_store(master.open(LARGE_FRAME), test)
+
+
+def test_it_is_measured_though_it_cannot_list(master, capfd):
+    command = ["store", "bench", master.url(), "--sizes", "64KiB", "--depths", "1,4"]
+    assert main([*command, "--bytes", "512KiB", "--json"]) == 0
+    runs = json.loads(capfd.readouterr().out.splitlines()[-1])["runs"]
+    assert [run["depth"] for run in runs] == [1, 4]
+    assert all(run["read_bytes_per_s"] > 0 for run in runs)
 
 
 def test_it_cannot_list_and_says_so(master):
