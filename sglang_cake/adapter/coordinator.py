@@ -260,15 +260,15 @@ class Coordinator:
         restore = self._restores.get(req.rid)
         if restore is None or not restore.meet.racing:
             return None
-        meet = restore.meet
+        restore.remaining_s = self.pace.remaining_s(restore)
         if restore.predicted_s is None:
-            restore.predicted_s = restore.local_waited_s() + self.pace.remaining_s(restore)
+            restore.predicted_s = restore.local_waited_s() + restore.remaining_s
         step = restore.next_step(self._config.mode, chunk_tokens, self.pace.costs(restore))
         self.waiting |= step.wait
         restore.stood_aside |= step.wait
         if step.keep is None:
-            self._loader.fence(restore.ticket, meet.blocks)
-            meet.give_up()
+            self._loader.fence(restore.ticket, restore.meet.blocks)
+            restore.meet.give_up()
         else:
             restore.keep_from(step.keep)
             self._loader.keep(restore.ticket, step.keep)

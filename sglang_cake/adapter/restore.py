@@ -58,7 +58,7 @@ class Restore:
     stood_aside: bool = False  # it left the device to others, and has not had it since
     times_given_way: int = 0  # went back to the queue between two chunks
     keep: int = 0  # loads of blocks below this one are not worth starting
-    remaining_s: float = 0.0  # predicted when the last news came
+    remaining_s: float = 0.0  # predicted at the last news, or step
     predicted_s: float | None = None  # TTFT, when it was first planned
     matched_tokens: int = 0
     computed_tokens: int = 0
