@@ -25,7 +25,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def s3_store(folder: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-        _until(lambda: _answers(port))
+        _until(lambda: _connects(port))
         endpoint = f"http://127.0.0.1:{port}"
         client = botocore.session.get_session().create_client(
             "s3",
@@ -120,17 +119,6 @@ def _until(condition: Callable[[], bool]) -> None:
 def _connects(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _answers(port: int) -> bool:
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/moto-api/")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def by_tool(url: str, args: argparse.Namespace) -> dict[tuple[int, int, str], float]:

@@ -139,8 +139,7 @@ class Coordinator:
 
     def end(self, rid: str) -> None:
         """The request is over, aborted or retracted: give everything back. Unknown ids are fine."""
-        restore = self._restores.pop(rid, None)
-        if restore is not None:
+        if (restore := self._restores.pop(rid, None)) is not None:
             del self._tickets[restore.ticket]
             self._tenants.leaves(restore.facts.tenant)
             self._stop_loading(restore, "ended")
@@ -294,10 +293,9 @@ class Coordinator:
 
     def idle(self, rid: str, chunk_tokens: int) -> bool:
         """Whether the request would leave the device alone, were it its turn."""
-        live = self._restores.get(rid)
-        return live is not None and live.idle(
-            self._config.mode, chunk_tokens, self.pace.costs(live)
-        )
+        if (live := self._restores.get(rid)) is None:
+            return False
+        return live.idle(self._config.mode, chunk_tokens, self.pace.costs(live))
 
     def gave_way(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
@@ -310,9 +308,10 @@ class Coordinator:
         if self.fair:
             turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
         now_s = self._now_s
-        own = Claimant(req.rid, None, now_s - self._others_since_s.setdefault(req, now_s))
         if live is not None:
             own = live.claimant(self.pace.chunk_tokens, now_s)
+        else:
+            own = Claimant(req.rid, None, now_s - self._others_since_s.setdefault(req, now_s))
         return replace(own, turn=turn, level=level)
 
     def claimed(self, req: "Req", stop: int) -> None:
