@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
-from benchmarks.paper.pictures import draw
+from benchmarks.paper.pictures import PICTURES, draw
 from benchmarks.paper.traces import DECODED, SHORTS, SPIKES_S, burst
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import Progress
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.picture:
         middle = args.repeats // 2
         drawn = {arm: sorted(result["runs"][arm], key=_finish)[middle] for arm in ARMS}
-        draw("figure6", {"runs": drawn}, args.picture)
+        draw(lambda figure: PICTURES["figure6"](figure, {"runs": drawn}), args.picture)
     for each in (each for arm in result["runs"].values() for each in arm):
         del each["output_ids"]
     facts.write(args.out, result)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import facts
+from benchmarks import facts, kvr_figures
 from sglang_cake.runahead.chain import (
     Link,
     Worker,
@@ -325,6 +325,10 @@ def show(result: dict[str, Any]) -> None:
             f"({c['tsp_s'][1]:.3f})   {c['kvr_s'][0]:7.3f} ({c['kvr_s'][1]:.3f})   "
             f"{c['speedup'][0]:5.2f} ({c['speedup'][1]:.2f})   {c['speedup_error']:+6.1%}"
         )
+    for name, panel in result["figures_8_and_9"].items():
+        print(f"\nfigure {name}, printed {panel['printed']}")
+        for row in panel["rows"]:
+            print("  " + json.dumps(row))
     for part in ("table_3", "figure_8d", "figure_10", "figure_11", "zigzag", "with_cake"):
         print(f"\n{part}")
         for row in result[part]:
@@ -352,6 +356,7 @@ def main() -> int:
         },
         "tables_1_and_2": cells,
         "table_3": table_3(llama),
+        "figures_8_and_9": (curves := kvr_figures.panels(models)),
         "figure_8d": bounds(llama),
         "figure_10": predicted(llama),
         "figure_11": noisy(llama),
@@ -361,7 +366,8 @@ def main() -> int:
     }
     show(result)
     facts.write(args.out, result)
-    print(f"\n{facts.shown(args.out)}")
+    for path in (args.out, *kvr_figures.pictures(curves)):
+        print(facts.shown(path))
     return 0
 
 

@@ -12,19 +12,21 @@ Draw = Callable[[Any, dict[str, Any]], None]
 
 def save(name: str, result: dict[str, Any], folder: Path) -> Path | None:
     """Write the picture of an experiment, if it has one."""
-    return draw(name, result, folder / f"paper-{name}.svg") if name in PICTURES else None
+    if name not in PICTURES:
+        return None
+    return draw(lambda figure: PICTURES[name](figure, result), folder / f"paper-{name}.svg")
 
 
-def draw(name: str, result: dict[str, Any], path: Path) -> Path:
-    """Write the picture of an experiment, or of one whose numbers look the same, to `path`."""
+def draw(fill: Callable[[Any], None], path: Path, inches: tuple[float, float] = (9.5, 4.2)) -> Path:
+    """Write the picture that `fill` makes of an empty figure to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "cake"  # the same numbers give the same file
-    figure = plt.figure(figsize=(9.5, 4.2), layout="constrained")
-    PICTURES[name](figure, result)
+    figure = plt.figure(figsize=inches, layout="constrained")
+    fill(figure)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,11 +14,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Protocol, Self
 from urllib.parse import urlsplit
 
 START_TIMEOUT_S = 300.0
@@ -63,6 +63,34 @@ def free_port() -> int:
     raise OSError(errno.EADDRINUSE, "no free port found")
 
 
+class Running(Protocol):
+    """What a `Server` asks of its process: a part of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Run = Callable[[Sequence[str], Mapping[str, str], BinaryIO], Running]
+
+
+def spawned(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
+    """A child that leads its own session: Ctrl-C reaches us alone, and one signal to the group
+    ends the tree."""
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 class Server:
     """A context manager: healthy on entry, its whole process tree gone on exit.
 
@@ -71,6 +99,7 @@ class Server:
         env: added to this process's environment.
         log: file for the server's output; it is overwritten.
         launcher: the command before the flags; fakes in tests replace it.
+        run: starts the command, with this environment and the file that its output goes to.
     """
 
     def __init__(
@@ -83,8 +112,10 @@ class Server:
         gpu: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
         launcher: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+        run: Run = spawned,
     ) -> None:
         self.log = log
+        self._run = run
         self.start_s = 0.0  # how long the last start took
         self.ended = True  # whether, told to stop, it last did so by itself
         self._start_timeout_s = start_timeout_s
@@ -98,22 +129,14 @@ class Server:
         ]
         device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
         self._env = {**os.environ, **device_env, **(env or {})}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Running | None = None
 
     def start(self) -> str:
         """Start and wait for health; returns the base URL. Raises: ServerDied."""
         begun = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
-            # An own session: Ctrl-C reaches us alone, and one signal to the group ends the tree.
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._run(self._command, self._env, out)
         try:
             while not self._healthy():
                 if self._process.poll() is not None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
+from warm import Forked
 
 from sglang_cake.testing.models import build_llama
-from sglang_cake.testing.server import Server
+from sglang_cake.testing.server import Server, spawned
 
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {
@@ -120,6 +121,7 @@ def start(folder: Path) -> Start:
         bandwidth: str = "5MB/s",
         env: dict[str, str] | None = None,
         strict: bool = True,
+        warm: bool = True,  # forked from a process that has the imports behind it
     ) -> Iterator[Live]:
         nonlocal count
         count += 1
@@ -139,6 +141,7 @@ def start(folder: Path) -> Start:
             (*FLAGS, *cake, *flags),
             env={**(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
+            run=Forked if warm else spawned,
         )
         view = None if store is None else StoreView(store)
         live = Live(server, view, trace)
@@ -169,7 +172,8 @@ def plain(
 @pytest.fixture(scope="session")
 def racing(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
     """Mode `both`: who provides a block is a matter of speed. Page size 1, overlap scheduling."""
-    with start(models["first"], _flags("both"), store=folder / "store-both") as live:
+    store = folder / "store-both"
+    with start(models["first"], _flags("both"), store=store, warm=False) as live:
         yield live
 
 

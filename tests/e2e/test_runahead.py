@@ -62,6 +62,7 @@ def pair(
                     ),
                     store=folder / f"runahead-{rank}",
                     bandwidth="2MB/s",
+                    warm=False,  # the imports of a warm one have counted the threads already
                     env={
                         "OMP_NUM_THREADS": "1",
                         "XDG_CACHE_HOME": str(folder / "cache"),

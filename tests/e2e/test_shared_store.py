@@ -182,6 +182,7 @@ def test_a_data_parallel_worker_loads_what_another_has_computed(
         (*flags, "--cake-mode", "load"),
         store=folder / "store-dp",
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        warm=False,  # its controller starts processes in its turn
     ) as live:
         live.keep(ids, routed_dp_rank=1)
         here, there = (live.ask(ids, routed_dp_rank=rank) for rank in (0, 1))

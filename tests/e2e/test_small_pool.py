@@ -60,11 +60,11 @@ def test_retracted_requests_come_back_with_the_same_answers(
     small: Live, plain: Live, prompt: Make
 ) -> None:
     """Three requests that outgrow the pool together, each over a stored prompt."""
-    prompts = [prompt(9 * BLOCK + i) for i in range(3)]
+    prompts = [prompt(10 * BLOCK + i) for i in range(3)]
     for ids in prompts:
         small.keep(ids)
     small.flush()
-    new = 150
+    new = (POOL - 30 * BLOCK) // 3 + 12
     asked = []
     for i, ids in enumerate(prompts):  # one by one: together SGLang would not admit them all
         asked.append(Asking(small, ids, new_tokens=new, rid=f"retract-{i}", sampling=HOPEFUL))
@@ -84,15 +84,15 @@ def test_a_load_gives_way_when_running_requests_need_its_memory(
     stored = prompt(20 * BLOCK)
     small.keep(stored)
     small.flush()
-    runners = [prompt(3 * BLOCK) for _ in range(3)]
+    runners, new = [prompt(4 * BLOCK) for _ in range(3)], 50
     asked = [
-        Asking(small, ids, new_tokens=100, rid=f"runner-{i}", sampling=HOPEFUL)
+        Asking(small, ids, new_tokens=new, rid=f"runner-{i}", sampling=HOPEFUL)
         for i, ids in enumerate(runners)
     ]
     asked[-1].until("done")
     late = Asking(small, stored, rid="late")
     assert_same(late.answer(), plain.know(stored))
-    references = [Asking(plain, ids, new_tokens=100) for ids in runners]
+    references = [Asking(plain, ids, new_tokens=new) for ids in runners]
     for asking, reference in zip(asked, references, strict=True):
         assert asking.answer().tokens == reference.answer().tokens
     small.flush()
