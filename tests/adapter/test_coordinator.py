@@ -292,6 +292,22 @@ def test_compute_and_load_meet(desk: Desk) -> None:
     desk.all_back()
 
 
+def test_what_is_left_is_predicted_at_every_step_news_or_not(desk: Desk) -> None:
+    """Of an unknown link nothing may come for long: a first guess must not be the last."""
+    req = req_of(8.5)
+    keys = desk.fill(req.origin_input_ids, set(range(8)))
+    desk.arrive(req)
+    desk.cake.poll([req.rid])
+    restore = desk.cake.restore(req.rid)
+    assert restore is not None
+    restore.remaining_s = 99.0
+    assert not desk.step(req)
+    assert restore.remaining_s < 1  # 136 tokens at a millisecond each, at most
+    desk.open(*keys)
+    desk.leave(req)
+    desk.all_back()
+
+
 def test_a_step_that_nobody_settled_claims_its_span(desk: Desk) -> None:
     req = req_of(4.5)
     keys = desk.fill(req.origin_input_ids, set(range(4)))
