@@ -29,11 +29,9 @@ class OneCodec:
         self._layout, self._codec, self._chain = layout, codec, chain
 
     def encode(self, forms: Forms, tier: int) -> memoryview:
-        """The payload that a tier gets: the same one for all."""
-        if self._codec not in forms.payloads:
-            out = forms.take()
-            size = self._chain.encode(self._layout, forms.block, out)
-            forms.payloads[self._codec] = out[:size]
+        """The payload that any tier gets."""
+        out = forms.take()
+        forms.payloads[self._codec] = out[: self._chain.encode(self._layout, forms.block, out)]
         return forms.payloads[self._codec]
 
 

@@ -61,17 +61,20 @@ class EncodedStore:
         counters: Counters,
         payload_bytes: int,
         depth: int,
+        by_tier: bool = False,
         on_device: bool = False,
     ) -> None:
         """Args:
         inner: of encoded blocks; it is closed with this store.
-        link: is told how fast `inner` is, unless that measures its tiers itself.
+        link: is told how fast `inner` is.
         payload_bytes: of an encoded block, at most.
         depth: reads, and writes, at once; more of them wait.
+        by_tier: if `inner` has tiers, `encode` is asked for each; if not, one form is for all.
         on_device: `get_into` fills memory of `payload_bytes` with a payload that a device is to
             decode (`catalogue.prepare`), and not with a block.
         """
         self._inner, self._layout, self._encode = inner, layout, encode
+        self._tiers = inner if by_tier and isinstance(inner, TakesForms) else None
         self._link, self._counters = link, counters
         self._payload_bytes, self._on_device = payload_bytes, on_device
         self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
@@ -115,8 +118,8 @@ class EncodedStore:
             return fresh
 
     async def _put(self, key: BlockKey, form_of: FormOf) -> bool:
-        if isinstance(self._inner, TakesForms):
-            return await self._inner.put_forms(key, form_of)
+        if self._tiers is not None:
+            return await self._tiers.put_forms(key, form_of)
         payload = await form_of(0)
         begun_s = time.monotonic()
         fresh = await self._inner.put(key, payload)
@@ -228,6 +231,7 @@ def open_blocks(
         counters=counters,
         payload_bytes=frame.payload_bytes,
         depth=depth,
+        by_tier=codec == AUTO,
         on_device=on_device,
     )
 
