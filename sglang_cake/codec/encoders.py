@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,7 +11,8 @@ from sglang_cake.codec.chain import RAW_CHAIN, Chain, is_raw
 from sglang_cake.codec.choice import Choice, CodecFacts, choose
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.error import relative_error
-from sglang_cake.codec_names import LOSSLESS, RAW
+from sglang_cake.codec.forms import Forms
+from sglang_cake.codec_names import LOSSLESS
 from sglang_cake.counters import Counters
 from sglang_cake.layout import BlockLayout
 
@@ -27,15 +28,16 @@ class OneCodec:
     def __init__(self, layout: BlockLayout, codec: str, chain: Chain) -> None:
         self._layout, self._codec, self._chain = layout, codec, chain
 
-    def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
-        """Fill the start of `out` as `Chain.encode`; returns its bytes and the codec's name, `raw`
-        if the block lies there as it is."""
-        size = self._chain.encode(self._layout, block, out)
-        return size, RAW if is_raw(out) else self._codec
+    def encode(self, forms: Forms, tier: int) -> memoryview:
+        """The payload that any tier gets."""
+        out = forms.take()
+        forms.payloads[self._codec] = out[: self._chain.encode(self._layout, forms.block, out)]
+        return forms.payloads[self._codec]
 
 
 class BestCodec:
-    """Encodes blocks, one at a time, each with the codec that suits it: `auto`.
+    """Encodes blocks, one at a time, each with the codec that suits it and the link of the tier
+    that gets it: `auto`. Tiers that the same codec suits share what it made.
 
     Codecs are measured on the blocks themselves: size, time to decode and error, now and then. What
     a lossy one makes of a block is decoded again before it is stored: when it lost more than is
@@ -49,7 +51,7 @@ class BestCodec:
         chains: Mapping[str, Chain],
         *,
         max_error: float,
-        link_bytes_per_s: Callable[[], float | None],
+        links: Sequence[Callable[[], float | None]],
         decode_threads: int,
         counters: Counters,
         on_device: bool = False,
@@ -57,39 +59,57 @@ class BestCodec:
     ) -> None:
         """Args:
         chains: by codec, what may be chosen beside raw.
-        link_bytes_per_s: how fast the store gives blocks; None: not known.
+        links: how many bytes a second each tier gives; None: not known.
         decode_threads: that decode what is loaded.
-        counters: `auto_refused_blocks` says of every block why other codecs were not taken.
+        counters: `auto_refused_blocks` says of every payload why it was not another codec's.
         on_device: a device decodes what it can, in hardly any time.
         """
         self._layout, self._chains, self._max_error = layout, chains, max_error
-        self._link, self._threads, self._clock = link_bytes_per_s, decode_threads, clock
+        self._links, self._threads, self._clock = links, decode_threads, clock
         self._counters, self._on_device = counters, on_device
         self._facts: list[CodecFacts] = []
         self._blocks = 0
-        self._chosen = ""
+        self._chosen = [""] * len(links)
         self._spare = bytearray()
 
-    def encode(self, block: memoryview, out: memoryview) -> tuple[int, str]:
+    def encode(self, forms: Forms, tier: int) -> memoryview:
+        """The payload that a tier gets."""
+        if not forms.payloads:
+            self._sample(forms.block)
+        out: memoryview | None = None
+        while True:
+            choice = choose(
+                self._facts,
+                link_bytes_per_s=self._links[tier](),
+                block_bytes=self._layout.block_bytes,
+                max_error=self._max_error,
+                lost=forms.lost,
+            )
+            if choice.codec not in forms.payloads:
+                out = forms.take() if out is None else out
+                if not self._made(choice.codec, forms, out):
+                    continue
+                for codec, why in choice.refused.items():
+                    self._counters.add("auto_refused_blocks", label=f"{codec} {why}")
+            self._tell(choice, tier)
+            return forms.payloads[choice.codec]
+
+    def _sample(self, block: memoryview) -> None:
+        """Measure the codecs, if it is time to."""
         if self._blocks % MEASURE_EVERY_BLOCKS == 0:
             with ThreadPoolExecutor(self._threads, "cake-measure") as pool:
                 self._facts = [self._measure(codec, block, pool) for codec in self._chains]
         self._blocks += 1
-        lost: dict[str, float] = {}
-        while True:
-            choice = choose(
-                self._facts,
-                link_bytes_per_s=self._link(),
-                block_bytes=self._layout.block_bytes,
-                max_error=self._max_error,
-                lost=lost,
-            )
-            size = self._chains.get(choice.codec, RAW_CHAIN).encode(self._layout, block, out)
-            error = 0.0 if choice.codec in LOSSLESS else self._error(block, out[:size])
-            if error <= self._max_error:
-                self._tell(choice)
-                return size, RAW if is_raw(out) else choice.codec
-            lost[choice.codec] = error
+
+    def _made(self, codec: str, forms: Forms, out: memoryview) -> bool:
+        """Make the block's payload of a codec in `out`; False if too much is lost."""
+        size = self._chains.get(codec, RAW_CHAIN).encode(self._layout, forms.block, out)
+        error = 0.0 if codec in LOSSLESS else self._error(forms.block, out[:size])
+        if error > self._max_error:
+            forms.lost[codec] = error
+            return False
+        forms.payloads[codec] = out[:size]
+        return True
 
     def _error(self, block: memoryview, payload: memoryview) -> float:
         """Of what was made of a block, as `relative_error`."""
@@ -130,9 +150,8 @@ class BestCodec:
             took_s = min(took_s, self._clock() - begun_s)
         return max(took_s, 1e-9)
 
-    def _tell(self, choice: Choice) -> None:
-        for codec, why in choice.refused.items():
-            self._counters.add("auto_refused_blocks", label=f"{codec} {why}")
-        if choice.codec != self._chosen:
-            self._chosen = choice.codec
-            logger.info("codec auto: blocks are stored as %s: %s", choice.codec, choice.reason)
+    def _tell(self, choice: Choice, tier: int) -> None:
+        if choice.codec != self._chosen[tier]:
+            self._chosen[tier] = choice.codec
+            where = f"{choice.codec} in tier {tier + 1}" if len(self._links) > 1 else choice.codec
+            logger.info("codec auto: blocks are stored as %s: %s", where, choice.reason)

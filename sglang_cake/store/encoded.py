@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 
 from sglang_cake.buffers import on_page
 from sglang_cake.codec.blocks import takes_lossy
-from sglang_cake.codec.chain import Chain
+from sglang_cake.codec.chain import Chain, is_raw
 from sglang_cake.codec.encoded import encoded_frame
+from sglang_cake.codec.forms import Forms
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.codec.steps import Malformed
 from sglang_cake.codec_names import AUTO, CODECS, LOSSLESS, RAW
@@ -24,35 +25,17 @@ from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
 from sglang_cake.store.events import events_of
+from sglang_cake.store.forms import FormOf, LinkSpeed, TakesForms
 from sglang_cake.store.open import open_store
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
 from sglang_cake.store.threads import check_stop, run_stoppable
-from sglang_cake.store.tiers.choice import TierLink
 
 MAX_THREADS = 4  # of decoding; encoding has one, so that no load waits behind a write
 
-# (block, out) -> bytes of the payload that `out` begins with then, codec. Called in a thread.
-Encode = Callable[[memoryview, memoryview], tuple[int, str]]
-
-
-class LinkSpeed:
-    """How fast a store gives blocks, as far as that is known."""
-
-    def __init__(self) -> None:
-        self.read, self.written = TierLink(), TierLink()
-        self._known: float | None = None
-
-    def bytes_per_s(self) -> float | None:
-        """Of reads; while there were none, of writes. What was known once stays known."""
-        now_s = time.monotonic()
-        fresh = self.read.s_per_byte(now_s)
-        if fresh is None and self._known is None:
-            fresh = self.written.s_per_byte(now_s)
-            return None if fresh is None else 1 / max(fresh, 1e-15)
-        if fresh is not None:
-            self._known = 1 / max(fresh, 1e-15)
-        return self._known
+# (forms of a block so far, number of a tier) -> the payload that it gets, which is among them then.
+# Called in a thread.
+Encode = Callable[[Forms, int], memoryview]
 
 
 def decode_threads(depth: int) -> int:
@@ -61,9 +44,12 @@ def decode_threads(depth: int) -> int:
 
 
 class EncodedStore:
-    """Implements `Store`, but for what `on_device` says. Every call has a buffer of one payload, at
-    most `depth` for reads and `depth` for writes. What is read is decoded by what stands in front
-    of it."""
+    """Implements `Store`, but for what `on_device` says. What is read is decoded by what stands in
+    front of it.
+
+    Of at most `depth` reads and `depth` writes, a read has a buffer of one payload, and a write one
+    for each form of its block: no more than there are tiers.
+    """
 
     def __init__(
         self,
@@ -71,10 +57,11 @@ class EncodedStore:
         layout: BlockLayout,
         encode: Encode,
         *,
-        link: "LinkSpeed",
+        link: LinkSpeed,
         counters: Counters,
         payload_bytes: int,
         depth: int,
+        by_tier: bool = False,
         on_device: bool = False,
     ) -> None:
         """Args:
@@ -82,10 +69,12 @@ class EncodedStore:
         link: is told how fast `inner` is.
         payload_bytes: of an encoded block, at most.
         depth: reads, and writes, at once; more of them wait.
+        by_tier: if `inner` has tiers, `encode` is asked for each; if not, one form is for all.
         on_device: `get_into` fills memory of `payload_bytes` with a payload that a device is to
             decode (`catalogue.prepare`), and not with a block.
         """
         self._inner, self._layout, self._encode = inner, layout, encode
+        self._tiers = inner if by_tier and isinstance(inner, TakesForms) else None
         self._link, self._counters = link, counters
         self._payload_bytes, self._on_device = payload_bytes, on_device
         self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
@@ -104,7 +93,8 @@ class EncodedStore:
 
     async def get_into(self, key: BlockKey, out: memoryview) -> int:
         """As in `Store`. A block that passed its checksum and cannot be decoded is deleted."""
-        async with self._buffer(self._reading, out if self._on_device else None) as payload:
+        async with self._reading, self._lent() as take:
+            payload = out if self._on_device else take()
             begun_s = time.monotonic()
             size_bytes = await self._inner.get_into(key, payload)
             self._link.read.landed(size_bytes, begun_s, time.monotonic())
@@ -119,20 +109,30 @@ class EncodedStore:
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert data.nbytes == self._layout.block_bytes, data.nbytes
-        async with self._buffer(self._writing) as payload:
-
-            def work(stop: threading.Event) -> tuple[int, str]:
-                check_stop(stop)
-                return self._encode(data.cast("B"), payload)
-
-            size_bytes, codec = await run_stoppable(self._encoders, work)
-            begun_s = time.monotonic()
-            fresh = await self._inner.put(key, payload[:size_bytes])
-            if fresh:
-                self._link.written.landed(size_bytes, begun_s, time.monotonic())
-                self._counters.add("encoded_blocks", label=codec)
-                self._counters.add("encoded_bytes", size_bytes)
+        async with self._writing, self._lent() as take:
+            forms = Forms(data.cast("B"), take)
+            fresh = await self._put(key, functools.partial(self._form, forms))
+            for codec, payload in forms.payloads.items() if fresh else ():
+                self._counters.add("encoded_blocks", label=RAW if is_raw(payload) else codec)
+                self._counters.add("encoded_bytes", payload.nbytes)
             return fresh
+
+    async def _put(self, key: BlockKey, form_of: FormOf) -> bool:
+        if self._tiers is not None:
+            return await self._tiers.put_forms(key, form_of)
+        payload = await form_of(0)
+        begun_s = time.monotonic()
+        fresh = await self._inner.put(key, payload)
+        if fresh:
+            self._link.written.landed(payload.nbytes, begun_s, time.monotonic())
+        return fresh
+
+    async def _form(self, forms: Forms, tier: int) -> memoryview:
+        def work(stop: threading.Event) -> memoryview:
+            check_stop(stop)
+            return self._encode(forms, tier)
+
+        return await run_stoppable(self._encoders, work)
 
     async def delete(self, key: BlockKey) -> None:
         await self._inner.delete(key)
@@ -155,18 +155,21 @@ class EncodedStore:
             await asyncio.to_thread(pool.shutdown)
 
     @asynccontextmanager
-    async def _buffer(
-        self, places: asyncio.Semaphore, own: memoryview | None = None
-    ) -> AsyncIterator[memoryview]:
-        async with places:
-            if own is not None:
-                yield own
-                return
-            buffer = self._idle.pop() if self._idle else on_page(self._payload_bytes)
+    async def _lent(self) -> AsyncIterator[Callable[[], memoryview]]:
+        """Gives buffers, also to other threads, until it ends."""
+        lent: list[memoryview] = []
+
+        def take() -> memoryview:
             try:
-                yield buffer
-            finally:
-                self._idle.append(buffer)
+                lent.append(self._idle.pop())
+            except IndexError:
+                lent.append(on_page(self._payload_bytes))
+            return lent[-1]
+
+        try:
+            yield take
+        finally:
+            self._idle += lent
 
     def _decode(self, payload: memoryview, out: memoryview, stop: threading.Event) -> None:
         from sglang_cake.codec.catalogue import decode, prepare
@@ -202,8 +205,11 @@ def open_blocks(
         return open_store(sources, BlockFrame(namespace, layout), depth=depth)
     from sglang_cake.codec.encoders import BestCodec, OneCodec
 
-    link, counters = LinkSpeed(), counters or Counters()
+    counters = counters or Counters()
     chains = _chains(layout, codec, max_error, rope_theta)
+    frame = encoded_frame(namespace, layout, codec)
+    inner, link = open_store(sources, frame, depth=depth), LinkSpeed()
+    links = inner.links() if isinstance(inner, TakesForms) else [link]
     encode = (
         OneCodec(layout, codec, chains[codec]).encode
         if codec != AUTO
@@ -211,21 +217,21 @@ def open_blocks(
             layout,
             chains,
             max_error=max_error,
-            link_bytes_per_s=link.bytes_per_s,
+            links=[each.bytes_per_s for each in links],
             decode_threads=decode_threads(depth),
             counters=counters,
             on_device=on_device,
         ).encode
     )
-    frame = encoded_frame(namespace, layout, codec)
     return EncodedStore(
-        open_store(sources, frame, depth=depth),
+        inner,
         layout,
         encode,
         link=link,
         counters=counters,
         payload_bytes=frame.payload_bytes,
         depth=depth,
+        by_tier=codec == AUTO,
         on_device=on_device,
     )
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.codec import encoders
 from sglang_cake.codec.catalogue import chain_of, decode
+from sglang_cake.codec.chain import is_raw
 from sglang_cake.codec.choice import RAW_FACTS, CodecFacts, choose
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.encoders import MEASURE_EVERY_BLOCKS, BestCodec
 from sglang_cake.codec.error import relative_error
+from sglang_cake.codec.forms import Forms
 from sglang_cake.codec_names import CODECS, LOSSLESS, namespace_value
 from sglang_cake.counters import Counters
 from sglang_cake.keys import BlockKey
@@ -123,8 +125,7 @@ def test_every_codec_that_was_not_taken_has_a_reason(some: list[CodecFacts], lin
 
 def encoder(
     max_error: float,
-    link: float | None,
-    *,
+    *links: float | None,
     decode_s: float = 1e-9,
     on_device: bool = False,
     counters: Counters | None = None,
@@ -136,7 +137,7 @@ def encoder(
         LAYOUT,
         chains,
         max_error=max_error,
-        link_bytes_per_s=lambda: link,
+        links=[lambda link=link: link for link in links],
         decode_threads=1,
         counters=counters or Counters(),
         on_device=on_device,
@@ -144,11 +145,22 @@ def encoder(
     )
 
 
+def forms_of(block: bytes) -> Forms:
+    return Forms(memoryview(block), lambda: memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES)))
+
+
+def decoded(payload: memoryview) -> bytes:
+    out = bytearray(LAYOUT.block_bytes)
+    decode(LAYOUT, payload, memoryview(out))
+    return bytes(out)
+
+
 def encoded(best: BestCodec, block: bytes) -> tuple[str, bytes]:
-    payload, out = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES)), bytearray(len(block))
-    size, codec = best.encode(memoryview(block), payload)
-    decode(LAYOUT, payload[:size], memoryview(out))
-    return codec, bytes(out)
+    forms = forms_of(block)
+    payload = best.encode(forms, 0)
+    ((codec, only),) = forms.payloads.items()
+    assert only is payload
+    return "raw" if is_raw(payload) else codec, decoded(payload)
 
 
 def test_what_the_device_decodes_needs_no_fast_cpu() -> None:
@@ -203,7 +215,7 @@ def test_what_loses_too_much_is_not_timed() -> None:
         LAYOUT,
         {name: chain_of(name, LAYOUT) for name in ("int4", "cachegen3")},
         max_error=0.01,
-        link_bytes_per_s=lambda: 50 * MB,
+        links=[lambda: 50 * MB],
         decode_threads=2,
         counters=Counters(),
         clock=clock,
@@ -234,15 +246,14 @@ def test_decoders_are_measured_all_at_once(
         LAYOUT,
         {"int8": chain_of("int8", LAYOUT)},
         max_error=0.02,
-        link_bytes_per_s=lambda: 3 * LAYOUT.block_bytes,
+        links=[lambda: 3 * LAYOUT.block_bytes],
         decode_threads=4,
         counters=Counters(),
         clock=lambda: now_s[0],
     )
     monkeypatch.setattr(encoders, "decode", decoding)
     monkeypatch.setattr(best, "_error", lambda block, payload: 0.0)
-    payload = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
-    assert best.encode(memoryview(kv_like(LAYOUT)), payload)[1] == codec
+    assert encoded(best, kv_like(LAYOUT))[0] == codec
 
 
 def test_auto_keeps_the_bound_whatever_comes() -> None:
@@ -257,6 +268,66 @@ def test_auto_keeps_the_bound_whatever_comes() -> None:
         _, restored = encoded(best, block)
         assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= 0.01
     assert MEASURE_EVERY_BLOCKS > 12
+
+
+def test_every_tier_gets_what_suits_its_link(caplog: pytest.LogCaptureFixture) -> None:
+    """Decoders do 100 MB/s: no use on the fast link."""
+    block, counters = kv_like(LAYOUT), Counters()
+    decode_s = LAYOUT.block_bytes / (100 * MB)
+    best = encoder(0.02, 1000 * MB, 5 * MB, None, decode_s=decode_s, counters=counters)
+    with caplog.at_level(logging.INFO):
+        forms = forms_of(block)
+        payloads = [best.encode(forms, tier) for tier in range(3)]
+    assert list(forms.payloads) == ["raw", "int8"]
+    assert payloads[2] is payloads[0], "equal choices are encoded once"
+    assert decoded(payloads[0]) == block
+    starts = [line.split(": ")[1] for line in caplog.messages]
+    codecs = ("raw", "int8", "raw")
+    assert starts == [f"blocks are stored as {c} in tier {i + 1}" for i, c in enumerate(codecs)]
+    counts = counters.snapshot()  # of two forms, not of three tiers
+    assert counts["auto_refused_blocks", "int8 slow"] == 1
+    assert counts["auto_refused_blocks", "zstd no_gain"] == 1
+    assert counts["auto_refused_blocks", "int4 sample_error"] == 2
+    assert counts["auto_refused_blocks", "zstd unknown_link"] == 0
+
+
+def test_what_a_block_lost_for_one_tier_is_not_tried_for_another() -> None:
+    draw, counters = np.random.default_rng(0), Counters()
+    best = encoder(0.005, 50 * MB, 40 * MB, counters=counters)
+    count = LAYOUT.block_bytes // 2
+    encoded(best, as_bytes(draw.uniform(-1, 1, size=count), "bfloat16"))
+    hard = as_bytes(draw.normal(size=count), "bfloat16")
+    forms = forms_of(hard)
+    assert best.encode(forms, 0) is best.encode(forms, 1)
+    assert forms.lost.keys() == {"int8"}
+    assert decoded(best.encode(forms, 1)) == hard
+    assert counters.snapshot()["auto_refused_blocks", "int8 block_error"] == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.none() | st.floats(1e6, 1e10), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.005, 0.02, 0.3]),
+    st.integers(0, 3),
+)
+def test_every_form_keeps_the_bound_whatever_the_links(
+    links: list[float | None], max_error: float, seed: int
+) -> None:
+    block = kv_like(LAYOUT, seed)
+    best = encoder(max_error, *links, decode_s=LAYOUT.block_bytes / (100 * MB))
+    forms = forms_of(block)
+    for tier, link in enumerate(links):
+        payload = best.encode(forms, tier)
+        (codec,) = [name for name, made in forms.payloads.items() if made is payload]
+        alone = forms_of(block)
+        encoder(max_error, link, decode_s=LAYOUT.block_bytes / (100 * MB)).encode(alone, 0)
+        assert [codec] == list(alone.payloads), "as if there were no other tier"
+        assert link is None or link <= 100 * MB or codec == "raw"
+        restored = decoded(payload)
+        error = relative_error(LAYOUT, memoryview(block), memoryview(restored))
+        assert error <= max_error
+        assert codec not in LOSSLESS or restored == block
+    assert len(forms.payloads) <= len(links)
 
 
 def test_auto_says_what_it_does_in_log_and_counters(

@@ -11,8 +11,10 @@ import pytest
 
 from sglang_cake.cli import main
 from sglang_cake.codec.catalogue import chain_of
+from sglang_cake.codec.chain import is_raw
 from sglang_cake.codec.encoded import HEAD_BYTES, encoded_frame, frame_of
 from sglang_cake.codec.encoders import OneCodec
+from sglang_cake.codec.forms import Forms
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
 from sglang_cake.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.counters import Counters
@@ -21,7 +23,8 @@ from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import Store
-from sglang_cake.store.encoded import EncodedStore, LinkSpeed, open_blocks
+from sglang_cake.store.encoded import EncodedStore, open_blocks
+from sglang_cake.store.forms import LinkSpeed
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
@@ -253,13 +256,17 @@ def test_a_store_without_books_finds_blocks_of_any_length(tmp_path: Path) -> Non
 def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> None:
     broken = np.frombuffer(BLOCK, np.uint16).copy()
     broken[77] = 0x7FC0  # not a number
-    payload = memoryview(bytearray(LAYOUT.block_bytes + 1024))
     int8 = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
-    assert int8.encode(memoryview(BLOCK), payload)[1] == "int8"
-    size, codec = int8.encode(memoryview(broken.tobytes()), payload)
-    assert codec == "raw"
+
+    def payload_of(block: bytes) -> memoryview:
+        room = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
+        return int8.encode(Forms(memoryview(block), lambda: room), 0)
+
+    assert not is_raw(payload_of(BLOCK))
+    payload = payload_of(broken.tobytes())
+    assert is_raw(payload)
     assert b'[["raw",{}]]' in bytes(payload[:64])
-    assert LAYOUT.block_bytes < size <= LAYOUT.block_bytes + 64
+    assert LAYOUT.block_bytes < len(payload) <= LAYOUT.block_bytes + 64
 
 
 @pytest.mark.parametrize("codec", LOSSY)

@@ -28,7 +28,8 @@ from sglang_cake.codec_names import CODECS
 from sglang_cake.counters import Counters
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.layout import BlockLayout
-from sglang_cake.store.encoded import EncodedStore, LinkSpeed
+from sglang_cake.store.encoded import EncodedStore
+from sglang_cake.store.forms import LinkSpeed
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import key_of
@@ -66,7 +67,7 @@ def loops_that_look():
         yield
 
 
-def no_encoding(block, payload):
+def no_encoding(forms, tier):
     raise AssertionError("nothing is put")
 
 

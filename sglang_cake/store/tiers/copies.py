@@ -45,13 +45,15 @@ class CopyQueue:
         """Args: write: stores one block in the tier; it must not raise."""
         self._write, self._buffers, self._threads = write, buffers, threads
         self._turn = asyncio.Semaphore(WRITES_AT_ONCE)
-        self._coming: set[BlockKey] = set()  # being copied into a buffer
+        self._coming: set[BlockKey] = set()  # being made, or copied into a buffer
         self._jobs: dict[BlockKey, asyncio.Task[None]] = {}
 
-    async def offer(self, key: BlockKey, data: memoryview) -> bool:
+    async def offer(self, key: BlockKey, form: Callable[[], Awaitable[memoryview]]) -> bool:
         """Have the block written some time soon; False if there is no room for it.
 
-        `data` is not used after the return; cancelled, it returns once `data` is let go.
+        Args: form: gives the payload; asked only if there is room.
+        The payload is not used after the return; cancelled, it returns once that is let go.
+        Raises: what `form` raises; StoreUnavailable once the threads are shut down.
         """
         if key in self._jobs or key in self._coming:
             return True
@@ -60,6 +62,7 @@ class CopyQueue:
             return False
         self._coming.add(key)
         try:
+            data = await form()
             await run_stoppable(self._threads, functools.partial(_copy, buffer.view, data))
             wanted = key in self._coming
         except BaseException:

@@ -10,6 +10,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
 from sglang_cake.store.events import events_of
+from sglang_cake.store.forms import FormOf, LinkSpeed, same
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.tiers.choice import quickest, soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
@@ -137,12 +139,21 @@ class TieredStore:
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`, of the first tier that takes it. The others get it in the background."""
+        return await self.put_forms(key, same(data))
+
+    def links(self) -> list[LinkSpeed]:
+        """As in `TakesForms`."""
+        return [tier.speed for tier in self._tiers]
+
+    async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
+        """As in `TakesForms`, and as `put`."""
         self._check_open()
         now_s = self._clock()
         usable = [tier for tier in self._tiers if tier.writing.may_try(now_s)]
         usable.sort(key=lambda tier: not tier.writing.is_well)  # a trial must not delay the put
         errors: list[StoreError] = []
         for turn, tier in enumerate(usable):
+            data = await form_of(tier.index)
             try:
                 fresh = await tier.put(key, data)
             except StoreError as error:
@@ -151,7 +162,7 @@ class TieredStore:
             self._where.learn(key, asked=tier.bit, having=tier.bit)
             if fresh:
                 tried = usable[: turn + 1]
-                await self._copy(key, data, [t for t in self._tiers if t not in tried])
+                await self._copy(key, form_of, [t for t in self._tiers if t not in tried])
             return fresh
         raise _most_telling(errors or [StoreUnavailable("all tiers are left out")])
 
@@ -257,19 +268,25 @@ class TieredStore:
     async def _move_up(self, key: BlockKey, data: memoryview, tier: Tier) -> None:
         above = [t for t in self._tiers[: tier.index] if not t.bit & self._where.of(key).having]
         if above and self._rereads.read(key, self._clock()):
-            for target in await self._copy(key, data, above):
+            for target in await self._copy(key, same(data), above):
                 target.counts.moved_up_blocks += 1
 
-    async def _copy(self, key: BlockKey, data: memoryview, targets: list[Tier]) -> list[Tier]:
+    async def _copy(self, key: BlockKey, form_of: FormOf, targets: list[Tier]) -> list[Tier]:
         """Have `targets` get the block in the background; those that will."""
-        copied = []
+        copied, deletes = [], self._deletes
         for target in targets:
             if not target.writing.may_try(self._clock()):
                 target.counts.left_out_blocks += 1
-            elif await target.copies.offer(key, data):
-                copied.append(target)
-            else:
-                target.counts.queue_full_blocks += 1
+                continue
+            try:
+                if deletes != self._deletes:  # it may be this block that must not come back
+                    target.counts.dropped_blocks += 1
+                elif await target.copies.offer(key, functools.partial(form_of, target.index)):
+                    copied.append(target)
+                else:
+                    target.counts.queue_full_blocks += 1
+            except StoreUnavailable:  # the store is being closed; another tier has the block
+                target.counts.dropped_blocks += 1
         return copied
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:

@@ -11,7 +11,7 @@ from sglang_cake.buffers import BufferPool
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store, StoreStats
-from sglang_cake.store.tiers.choice import TierLink
+from sglang_cake.store.forms import LinkSpeed
 from sglang_cake.store.tiers.copies import CopyQueue
 from sglang_cake.store.tiers.health import TierHealth
 
@@ -59,7 +59,8 @@ class Tier:
         when the tier has a block that was copied to it in the background."""
         self.store, self.index, self._clock, self._copied = store, index, clock, copied
         self.reading, self.writing = TierHealth(), TierHealth()
-        self.link, self.counts = TierLink(), TierCounts()
+        self.speed, self.counts = LinkSpeed(clock), TierCounts()
+        self.link = self.speed.read
         self.copies = CopyQueue(self._write_copy, buffers, threads)
 
     @property
@@ -95,13 +96,16 @@ class Tier:
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`; any other failure is a StoreUnavailable."""
+        started_s = self._clock()
         try:
             fresh = await self._watched(self.writing, self.store.put(key, data))
         except StoreFull:
             self.counts.full_blocks += 1
             raise
-        self.counts.put_blocks += fresh
-        self.counts.put_bytes += data.nbytes if fresh else 0
+        if fresh:
+            self.speed.written.landed(data.nbytes, started_s, self._clock())
+            self.counts.put_blocks += 1
+            self.counts.put_bytes += data.nbytes
         return fresh
 
     async def delete(self, key: BlockKey) -> None:
