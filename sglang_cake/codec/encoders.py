@@ -141,8 +141,8 @@ class BestCodec:
     def _decode_s(
         self, layout: BlockLayout, payload: memoryview, outs: list[memoryview], pool: Executor
     ) -> float:
-        """Seconds to decode a payload into each of `outs`, all at once, as loads have it: some
-        decoders keep the GIL, and all share the memory's bandwidth."""
+        """Seconds to decode a payload into each of `outs`, all at once, as loads have it: they
+        share the memory's bandwidth, and would wait for each other where one keeps the GIL."""
         took_s = float("inf")
         for _ in range(DECODE_TURNS):
             begun_s = self._clock()

@@ -8,14 +8,13 @@ whole numbers, so they add no error; a channel whose neighbours differ more than
 mean is coded against the mean; distributions are two-sided geometric ones, of which a block names
 one for each channel, instead of being measured on other prompts.
 
-The coder (`constriction`, range coding) keeps the GIL, so it is called for a few thousand numbers
-at a time.
+The encoder is a library's (`constriction`, range coding). It keeps the GIL, so it is called for a
+few thousand numbers at a time; its decoder does too and is not used, since many threads decode.
 """
 
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,14 +22,13 @@ import numpy.typing as npt
 import xxhash
 
 from sglang_cake.codec.blocks import KINDS, Block, Part, parts_of
+from sglang_cake.codec.distributions import CLASSES, LARGEST, distribution, tables, widest
 from sglang_cake.codec.steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.layout import BlockLayout
 
 Whole = npt.NDArray[np.int32]
 TOKENS = 10  # of a group
-LARGEST = 2**14  # of a number on its grid
-AT_ONCE = 4096  # numbers that the coder is given: about 0.2 ms
-CLASSES = 40  # of distributions: twice as wide every two
+AT_ONCE = 4096  # numbers that the encoder is given: about 0.2 ms
 LAYERS = (0.5, 1.0, 1.5)  # steps of the first, the second, the last third of the layers
 _HEAD = struct.Struct("<8sI")  # XXH3-64 of the differences, bytes of the coded words
 
@@ -90,9 +88,7 @@ class Entropy:
         return at + len(words)
 
     def decode(self, data: Bytes, block: Block) -> None:
-        import constriction
-
-        from sglang_cake.codec.entropy_kernels import restore
+        from sglang_cake.codec import entropy_kernels as kernels
 
         at = _HEAD.size + sum(_side_bytes(part) for part in block.parts)
         if len(data) < at:
@@ -100,7 +96,8 @@ class Entropy:
         digest, count = _HEAD.unpack_from(data.data)
         if len(data) != at + count or count % 4:
             raise Malformed(f"{len(data)} bytes, {at + count} expected")
-        coder = constriction.stream.queue.RangeDecoder(taken(data, at, count // 4, np.uint32))
+        coded = taken(data, at, count // 4, np.uint32)
+        coder = begun(coded)
         hashed = xxhash.xxh3_64()
         at = _HEAD.size
         for part in block.parts:
@@ -112,15 +109,14 @@ class Entropy:
             if np.any((classes & 127) >= CLASSES):
                 raise Malformed("a distribution that there is not")
             at += _side_bytes(part)
+            order = np.argsort(classes & 127, axis=1, kind="stable")  # as in `_runs`
             gaps = np.empty((part.layers, part.channels, part.tokens), np.int32)
-            for layer in range(part.layers):
-                for some, kind in _runs(classes[layer]):
-                    symbols = _decoded(coder, kind, len(some) * part.tokens)
-                    hashed.update(symbols.data)
-                    gaps[layer][some] = symbols.reshape(len(some), part.tokens)
+            if not kernels.decode(coded, coder, order, classes, *tables(), gaps):
+                raise Malformed("words that no encoder wrote")
+            hashed.update(gaps.data)
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
-            restore(*place, block.kind, TOKENS, steps, bases, classes, gaps)
-        # The library may have changed since, or the distributions come out otherwise elsewhere.
+            kernels.restore(*place, block.kind, TOKENS, steps, bases, classes, order, gaps)
+        # The encoder may have changed since, or the distributions come out otherwise elsewhere.
         if hashed.digest() != digest:
             raise Malformed("the coded numbers are not those that were coded")
 
@@ -171,38 +167,8 @@ def _runs(classes: npt.NDArray[np.uint8]) -> Iterator[tuple[npt.NDArray[np.int64
         yield np.flatnonzero(kinds == kind), int(kind)
 
 
-def _decoded(coder: Any, kind: int, count: int) -> Whole:
-    try:
-        pieces = [
-            coder.decode(distribution(kind), min(AT_ONCE, count - first))
-            for first in range(0, count, AT_ONCE)
-        ]
-    except (AssertionError, ValueError) as error:
-        raise Malformed(str(error)) from None
-    return np.asarray(np.concatenate(pieces) - widest(kind), np.int32)
-
-
-def widest(kind: int) -> int:
-    """The largest difference that a class has room for."""
-    return min(2 * LARGEST + 1, 8 + int(32 * _width(kind)))
-
-
-@lru_cache(maxsize=CLASSES)
-def distribution(kind: int) -> Any:
-    """The distribution of a class: `ratio ** |difference|`, and never less than 2^-20 of the most.
-
-    Only products, which every machine rounds alike.
-    """
-    import constriction
-
-    width = _width(kind)
-    falling = np.full(widest(kind) + 1, width / (1 + width))
-    falling[0] = 1.0
-    falling = np.maximum(np.multiply.accumulate(falling), 2.0**-20)
-    both = np.concatenate((falling[:0:-1], falling))
-    return constriction.stream.model.Categorical(both, perfect=False)
-
-
-def _width(kind: int) -> float:
-    root = 1.4142135623730951 if kind % 2 else 1.0
-    return float(np.ldexp(root, kind // 2 - 4))
+def begun(coded: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """A decoder in front of the first number, see `entropy_kernels.decode`."""
+    first = np.zeros(2, np.uint64)
+    first[: len(coded[:2])] = coded[:2]
+    return np.array([int(first[0]) << 32 | int(first[1]), 2**64 - 1, 2], np.uint64)

@@ -8,8 +8,8 @@ A step is a frozen dataclass of its parameters; name and parameters are written 
 encoded block (`chain`), which is all that is needed to decode it.
 
 All of them: encode and decode into memory of the caller, keep nothing of it, and may be called from
-any thread. They let go of the GIL while they work on a block, but for `entropy`: its coder keeps
-it, for a few thousand numbers at a time, so more threads make it no faster.
+any thread. They let go of the GIL while they work on a block, but for the encoder of `entropy`,
+which keeps it for a few thousand numbers at a time.
 """
 
 import threading

@@ -204,7 +204,7 @@ def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly(
 
 
 def test_what_loses_too_much_is_not_timed() -> None:
-    """It is refused anyway; decoders that keep the GIL would hold up the scheduler for nothing."""
+    """It is refused anyway; decoding would take the scheduler's cores for nothing."""
     asked = [0]
 
     def clock() -> float:

@@ -21,8 +21,9 @@ from sglang_cake.codec import (
 from sglang_cake.codec.blocks import parts_of
 from sglang_cake.codec.catalogue import chain_of, left_to_device, parse
 from sglang_cake.codec.chain import RAW_CHAIN, begin, split
+from sglang_cake.codec.distributions import CLASSES
 from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.entropy import CLASSES, Entropy
+from sglang_cake.codec.entropy import Entropy
 from sglang_cake.codec.steps import Malformed
 from sglang_cake.codec_names import CODECS
 from sglang_cake.counters import Counters
@@ -46,7 +47,7 @@ LAYOUTS = (
 )
 CHAINS = [chain_of(codec, LAYOUTS[0], theta) for codec in CODECS for theta in (None, 10000.0)]
 LOOPS = {
-    entropy_kernels: ("restore",),
+    entropy_kernels: ("decode", "restore"),
     group_kernels: ("restore8", "restore4"),
     nonuniform_kernels: ("restore", "put_back"),
     plane_kernels: ("put_together",),
