@@ -1,7 +1,6 @@
 """Servers that come and go on one store folder: what is found again, and what must not be.
 
-Three servers in a row, started as users do. Each fixture is one life; the tests look at what it
-said.
+Three servers in a row. Each fixture is one life; the tests look at what it said.
 """
 
 import os
@@ -89,7 +88,7 @@ def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
 def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> Life:
     """Mode load, the same folder; killed while it writes."""
     flags = _flags(home, "load")
-    with start(home.model, flags, store=home.store, env=standins, warm=False) as live:
+    with start(home.model, flags, store=home.store, env=standins) as live:
         life = Life(live.store)
         life.answers["kept"] = live.ask(KEPT)
         life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
@@ -114,7 +113,7 @@ def third(
         shutil.rmtree(name)
         shutil.copytree(source, name)
     flags = _flags(home, "load")
-    with start(home.model, flags, store=home.store, env=standins, warm=False) as live:
+    with start(home.model, flags, store=home.store, env=standins) as live:
         yield live
 
 

@@ -62,7 +62,7 @@ def pair(
                     ),
                     store=folder / f"runahead-{rank}",
                     bandwidth="2MB/s",
-                    warm=False,  # the imports of a warm one have counted the threads already
+                    warm=False,  # threads are counted when torch is imported
                     env={
                         "OMP_NUM_THREADS": "1",
                         "XDG_CACHE_HOME": str(folder / "cache"),
