@@ -106,7 +106,7 @@ def codecs(result: dict[str, Any]) -> str:
         table(head, [[codec, *cells] for codec, cells in rows.items()])
         + f"\n\nCPU: {result['decoders']} threads, as many as a server decodes with at most. How "
         f"many times as fast as one they are is Amdahl's law on what {result['cores']} cores were "
-        f"measured to gain over one: {gains}. What gains nothing keeps the GIL."
+        f"measured to gain over one: {gains}."
     )
 
 

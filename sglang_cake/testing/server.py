@@ -71,7 +71,6 @@ class Running(Protocol):
     @property
     def returncode(self) -> int | None: ...
     def poll(self) -> int | None: ...
-    def terminate(self) -> None: ...
     def wait(self, timeout: float | None = None) -> int: ...
 
 
@@ -100,6 +99,7 @@ class Server:
         log: file for the server's output; it is overwritten.
         launcher: the command before the flags; fakes in tests replace it.
         run: starts the command, with this environment and the file that its output goes to.
+        stop_signal: SIGTERM, which SGLang looks at every 5 s, or SIGINT, which ends it at once.
     """
 
     def __init__(
@@ -113,9 +113,10 @@ class Server:
         start_timeout_s: float = START_TIMEOUT_S,
         launcher: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
         run: Run = spawned,
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         self.log = log
-        self._run = run
+        self._run, self._stop_signal = run, stop_signal
         self.start_s = 0.0  # how long the last start took
         self.ended = True  # whether, told to stop, it last did so by itself
         self._start_timeout_s = start_timeout_s
@@ -155,7 +156,8 @@ class Server:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
+        if process.poll() is None:
+            os.kill(process.pid, self._stop_signal)
         try:
             process.wait(STOP_TIMEOUT_S)
             self.ended = True

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def start(folder: Path) -> Start:
             env={**(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
             run=Forked if warm else spawned,
+            stop_signal=signal.SIGINT if warm else signal.SIGTERM,
         )
         view = None if store is None else StoreView(store)
         live = Live(server, view, trace)

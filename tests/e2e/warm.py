@@ -46,9 +46,6 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
