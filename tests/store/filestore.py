@@ -1,6 +1,7 @@
 """What the tests of the file store share."""
 
 import asyncio
+import time
 
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.store.file.folder import BlockFolder
@@ -35,6 +36,15 @@ def files_below(folder):
     """All files but the index, which comes and goes in several."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in files if not path.name.startswith("index."))
+
+
+def until_room_is_made(folder):
+    """The background has evicted what it should. Who did it here as well would evict it twice."""
+    deadline_s = time.monotonic() + 60
+    with folder._books.open() as index:
+        while folder._room.ahead_bytes(index) > 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
 
 
 async def put_a(store):

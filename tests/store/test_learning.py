@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from filestore import until_room_is_made
 from test_capacity import DIGEST, STORED_BYTES, opened, put, there
 
 from sglang_cake.store.eviction import Fit, Usage, Use, ident_of
@@ -189,11 +190,7 @@ def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp
     monkeypatch.setattr(books, "AHEAD_AT_ONCE_BYTES", 2 * STORED_BYTES)
     monkeypatch.setattr(rooms.Room, "make", make)
     with contextlib.closing(opened(tmp_path)) as folder:
-        deadline_s = time.monotonic() + 60
-        with folder._books.open() as index:
-            while folder._room.ahead_bytes(index) > 0:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+        until_room_is_made(folder)
         left = there(folder, range(35))
     assert left == list(range(35 - len(left), 35))
     assert max(asked) == 2 * STORED_BYTES

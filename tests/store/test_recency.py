@@ -4,7 +4,7 @@ stored, before a restart and after it."""
 import contextlib
 
 import pytest
-from filestore import A, B
+from filestore import A, B, until_room_is_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
@@ -81,8 +81,7 @@ def test_a_tenant_that_owes_gives_up_tails(tmp_path):
     with contextlib.closing(opened(tmp_path, sharing=sharing)) as folder:
         tell(folder, "one", 4)
         store(folder, "one", 4)
-        with folder._books.open() as index:  # as it may have been done in the background already
-            folder._room.make(index, folder._room.ahead_bytes(index))
+        until_room_is_made(folder)
         assert left(folder, "one", 4) == [0, 1]
 
 
