@@ -7,13 +7,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, TOLERANCE, Live, Start, distance
+from live import (
+    BLOCK,
+    TOLERANCE,
+    Live,
+    Start,
+    StoreView,
+    assert_same,
+    distance,
+    layout_of,
+    until,
+)
 
+from sglang_cake.codec.catalogue import chain_of, decode
+from sglang_cake.codec.chain import Chain
+from sglang_cake.codec.error import relative_error
 from sglang_cake.codec.frame import HEADER_BYTES, read_header
+from sglang_cake.codec_names import CODECS
 
 Make = Callable[[int], list[int]]
 
 CODEC = "kvquant3"  # the one that must know most of the model: its heads, and its RoPE
+MAX_ERROR = 0.02  # of `auto`: more than int8 loses, less than all others do
+# Far below what a busy machine writes to a file, far above the slow tier.
+DECODERS_BYTES_PER_S, SLOW_LINK = 1e6, "0.25MB/s"
+BLOCKS = 4
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +59,86 @@ def test_an_encoded_prompt_is_loaded_and_says_how_much_was_lossy(coded: Live, pr
     assert distance(loaded.logprobs, computed.logprobs) > TOLERANCE / 100
     warm = coded.ask(ids).meta["cake"]  # matched in memory now: what was lossy stays so
     assert warm["lossy_tokens"] == warm["matched_tokens"] > 11 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def slow(folder: Path) -> StoreView:
+    return StoreView(folder / "store-slow")
+
+
+@pytest.fixture(scope="module")
+def choosing(
+    start: Start, models: dict[str, Path], folder: Path, slow: StoreView, standins: dict[str, str]
+) -> Iterator[Live]:
+    """Codec `auto`; below a folder that nothing holds up, the folder `slow`."""
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "8000", "--cake-mode", "load"),
+        *("--cake-codec", "auto", "--cake-max-error", str(MAX_ERROR)),
+        *("--enable-metrics", "--sleep-on-idle"),
+    )
+    with start(
+        models["first"],
+        flags,
+        store=folder / "store-fast",
+        bandwidth="100GB/s",
+        urls=[f"{slow.root.as_uri()}?bandwidth={SLOW_LINK}&min_free=0"],
+        env={**standins, "CAKE_TEST_DECODERS": str(DECODERS_BYTES_PER_S)},
+    ) as live:
+        yield live
+
+
+def test_auto_gives_each_tier_the_form_that_suits_its_link(
+    choosing: Live, slow: StoreView, prompt: Make
+) -> None:
+    # Until it was read, the slow tier is taken to be as fast as it was written.
+    first = prompt(BLOCKS * BLOCK + 5)
+    assert forms(choosing.keep(first)) == forms(stored(slow, first)) == {"raw"}
+    choosing.store.forget(*choosing.store.files(first))
+    assert choosing.again(first).loaded == BLOCKS * BLOCK
+
+    near, far = prompt(BLOCKS * BLOCK + 5), prompt(BLOCKS * BLOCK + 5)
+    computed = {name: choosing.ask(ids) for name, ids in (("near", near), ("far", far))}
+    for ids in (near, far):
+        exact, lossy = choosing.store.until_stored(ids), stored(slow, ids)
+        assert (forms(exact), forms(lossy)) == ({"raw"}, {"int8"})
+        for one, other in zip(exact, lossy, strict=True):
+            error = relative_error(layout_of(one), opened(one)[0], opened(other)[0])
+            assert 0 < error <= MAX_ERROR
+
+    slow.forget(*slow.files(near))
+    loaded = choosing.again(near)
+    assert_same(loaded, computed["near"])
+    choosing.store.forget(*choosing.store.files(far))
+    blurred = choosing.again(far)
+    assert loaded.loaded == blurred.loaded == BLOCKS * BLOCK
+    assert distance(blurred.logprobs, computed["far"].logprobs) > TOLERANCE / 100
+    for answer in (loaded, blurred):  # the namespace may hold either
+        assert answer.meta["cake"]["lossy_tokens"] == answer.loaded
+
+    said = choosing.server.logs()
+    assert "codec auto: blocks are stored as raw in tier 1: " in said
+    assert "codec auto: blocks are stored as int8 in tier 2: " in said
+    until(
+        lambda: choosing.metric("encoded_blocks_total", codec="int8") == 2 * BLOCKS, "all as int8"
+    )
+    assert choosing.metric("auto_refused_blocks_total", codec="int8", reason="slow") > 0
+
+
+def stored(tier: StoreView, ids: list[int]) -> list[Path]:
+    """The files of a prompt's blocks in a tier, once they are all there."""
+    until(tier.places, "a namespace in the tier")
+    return tier.until_stored(ids)
+
+
+def opened(file: Path) -> tuple[memoryview, Chain]:
+    """A block, and how it was stored."""
+    layout = layout_of(file)
+    block = memoryview(bytearray(layout.block_bytes))
+    return block, decode(layout, memoryview(file.read_bytes())[HEADER_BYTES:], block)
+
+
+def forms(files: list[Path]) -> set[str]:
+    """The codecs that made what is in these files."""
+    assert all(read_header(file.read_bytes()[:HEADER_BYTES]).codec == "auto" for file in files)
+    by_chain = {chain_of(name, layout_of(files[0])): name for name in CODECS}
+    return {by_chain[opened(file)[1]] for file in files}
