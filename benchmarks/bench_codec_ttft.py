@@ -16,10 +16,10 @@ bytes need to cross the link.
 import argparse
 import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import requests
 from transformers import AutoTokenizer
@@ -38,9 +38,14 @@ NEW_TOKENS = 4
 RATIOS = ("faster_than_load", "faster_than_compute", "over_better_single", "of_raw")
 KEY_CHARS = 64  # names of block files
 COMPUTE, BASE = "compute", f"{RAW} auto"  # arms that every codec is set beside
-DEFAULT_CODECS = "raw,int8,kvquant3,cachegen2"
-FULL = {"tokens": 3584, "bandwidths": [0.25, 1.0, 4.0], "repeats": 5, "name": "cpu"}
-SMALL = {"tokens": 1024, "bandwidths": [1.0], "repeats": 1, "name": "small"}
+FULL = {
+    "codecs": "raw,int8,kvquant3,cachegen2",
+    "tokens": 3584,
+    "bandwidths": [0.25, 1.0, 4.0],
+    "repeats": 5,
+    "name": "cpu",
+}
+SMALL = {**FULL, "tokens": 1024, "bandwidths": [1.0], "repeats": 1, "name": "small"}
 WAIT_S = 60.0
 KEY = {"Authorization": "Bearer of-the-benchmark"}
 
@@ -58,22 +63,42 @@ def loadable_bytes(folder: Path, prompt_tokens: int) -> int:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--small", action="store_true", help="few tokens, one bandwidth and run")
-    parser.add_argument("--codecs", default=DEFAULT_CODECS, help=f"default {DEFAULT_CODECS}")
-    parser.add_argument("--tokens", type=int, help="of the prompt, default 3584")
+    parser = parser_of(__doc__, FULL)
     parser.add_argument("--bandwidths", type=stats.numbers, help="ratios, default 0.25,1,4")
-    parser.add_argument("--repeats", type=int, metavar="N", help="counted runs (default 5)")
+    return checked(parser, argv, "codec-ttft", full=FULL, small=SMALL)
+
+
+def parser_of(text: str | None, full: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """What this and `bench_codec_share` are told alike."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="few tokens, cells and runs")
+    parser.add_argument("--codecs", help=f"default {full['codecs']}")
+    parser.add_argument("--tokens", type=int, help=f"of the prompt, default {full['tokens']}")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help=f"counted runs (default {full['repeats']})"
+    )
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
+    return parser
+
+
+def checked(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    benchmark: str,
+    *,
+    full: Mapping[str, Any],
+    small: Mapping[str, Any],
+) -> argparse.Namespace:
+    """The arguments, complete; it ends the program where they make no sense."""
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
+    for name, value in (small if args.small else full).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.codecs = args.codecs.split(",")
-    args.out = args.out or facts.RESULTS / f"codec-ttft-{args.name}.json"
+    args.out = args.out or facts.RESULTS / f"{benchmark}-{args.name}.json"
     if RAW not in args.codecs or not set(args.codecs) <= set(CODECS):
         parser.error(f"codecs are some of {', '.join(CODECS)}; raw must be among them")
     args.codecs.sort(key=lambda codec: codec != RAW)
@@ -86,6 +111,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 class Bench:
     """One run: the servers that there are now, by arm: `compute`, or codec and mode."""
 
+    varied: ClassVar[str] = "bandwidth_ratio"
+    chunk_tokens: ClassVar[int] = 256
+
     args: argparse.Namespace
     work: Path
     prompt: list[int]
@@ -97,12 +125,12 @@ class Bench:
     @contextlib.contextmanager
     def arm(self, name: str, codec: str, mode: str) -> Iterator[FrozenServer]:
         """A server, frozen, until the end of the block."""
-        flags = servers.common_flags(256, len(self.prompt))
+        flags = servers.common_flags(self.chunk_tokens, len(self.prompt))
         flags[flags.index("--dtype") + 1] = DTYPE
         flags += [*servers.cake_flags(self._url(codec), mode), "--cake-codec", codec]
         flags += ["--admin-api-key", KEY["Authorization"].removeprefix("Bearer ")]
         log = self.work / f"server-{name.replace(' ', '-')}.log"
-        with FrozenServer(OUT, flags, log=log) as server:
+        with FrozenServer(OUT, flags, log=log, **self.settings()) as server:
             self.progress.say(f"{name}: healthy after {server.start_s:.1f} s")
             self.arms[name] = server
             try:
@@ -111,7 +139,7 @@ class Bench:
                 del self.arms[name]
 
     def cells(self) -> Iterator[dict[str, Any]]:
-        """Every codec at every bandwidth, raw first: it says what balanced is."""
+        """Every codec at every point, raw first: it says what balanced is."""
         with self.arm(COMPUTE, RAW, COMPUTE) as compute, self.arm(BASE, RAW, "auto") as base:
             self._fill(RAW, base)
             compute_s = min(self.cold(compute) for _ in range(3))
@@ -125,8 +153,21 @@ class Bench:
                         auto = stack.enter_context(self.arm(f"{codec} auto", codec, "auto"))
                         self._fill(codec, auto)
                     stack.enter_context(self.arm(f"{codec} load", codec, "load"))
-                    for ratio in self.args.bandwidths:
-                        yield self.cell(codec, ratio)
+                    for point in self.points():
+                        yield self.cell(codec, point)
+
+    def settings(self) -> dict[str, Any]:
+        """Of every server, beside its flags."""
+        return {}
+
+    def points(self) -> Sequence[float]:
+        """What is varied takes these values."""
+        return list(self.args.bandwidths)
+
+    def go_to(self, point: float) -> float:
+        """Have it so for all servers; returns the link's ratio to the balanced one."""
+        self.pace(point)
+        return point
 
     def _fill(self, codec: str, server: FrozenServer) -> None:
         """Have the prompt stored."""
@@ -157,9 +198,9 @@ class Bench:
             requests.post(url, headers=KEY, timeout=WAIT_S).raise_for_status()
             return generate(base, self.prompt, NEW_TOKENS).ttft_s
 
-    def cell(self, codec: str, ratio: float) -> dict[str, Any]:
-        """One codec at one bandwidth, beside `compute` and raw KV: all arms that there are."""
-        self.pace(ratio)
+    def cell(self, codec: str, point: float) -> dict[str, Any]:
+        """One codec at one point, beside `compute` and raw KV: all arms that there are."""
+        ratio = self.go_to(point)
         for server in self.arms.values():
             self.cold(server)
         runs: dict[str, list[float]] = {arm: [] for arm in self.arms}
@@ -170,10 +211,10 @@ class Bench:
                 runs[arm].append(self.cold(self.arms[arm]))
         ttft_s = {arm: statistics.median(times) for arm, times in runs.items()}
         load_s, auto_s = ttft_s[f"{codec} load"], ttft_s[f"{codec} auto"]
-        self.progress.say(f"{codec}: {ratio:g}x measured")
+        self.progress.say(f"{codec}, {self.varied} {point:g}: {auto_s:.3f} s")
         return {
             "codec": codec,
-            "bandwidth_ratio": ratio,
+            self.varied: point,
             "ttft_s": {arm: round(s, 4) for arm, s in ttft_s.items()},
             "runs_s": {arm: [round(s, 4) for s in times] for arm, times in runs.items()},
             "link_limit_s": round(self.stored_bytes[codec] / (ratio * self.balanced), 4),
@@ -213,17 +254,16 @@ def prompt_of(model: Path, tokens: int) -> list[int]:
     return [token for file in files for token in file.ids][: tokens + 1]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; 0."""
-    args = parse_args(argv)
+def run(kind: type[Bench], args: argparse.Namespace, benchmark: str) -> dict[str, Any]:
+    """All cells; the result file is written after each. Returns its content."""
     servers.unwind_when_told_to_end()
     result = facts.header(
-        "codec-ttft", model="small Llama", dtype=DTYPE, block_tokens=BLOCK_TOKENS,
+        benchmark, model="small Llama", dtype=DTYPE, block_tokens=BLOCK_TOKENS,
         tokens=args.tokens, repeats=args.repeats, codecs=args.codecs,
     )  # fmt: skip
     prompt = prompt_of(small_llama(OUT, STEPS), args.tokens)
-    with servers.fresh_folder("codec-ttft") as work:
-        bench = Bench(args, work, prompt, Progress())
+    with servers.fresh_folder(benchmark) as work:
+        bench = kind(args, work, prompt, Progress())
         result["cells"] = []
         for cell in bench.cells():
             result["cells"].append(cell)
@@ -231,6 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             facts.write(args.out, result)  # what there is, should this be stopped
     result["machine"]["load_average_after"] = facts.machine()["load_average"]
     facts.write(args.out, result)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; 0."""
+    args = parse_args(argv)
+    result = run(Bench, args, "codec-ttft")
     print("", text(result["cells"]), f"result: {facts.shown(args.out)}", sep="\n")
     return 0
 

@@ -30,17 +30,16 @@ from typing import Any
 
 from benchmarks import facts
 from benchmarks.bench_http_store import ours, running
+from benchmarks.demos import ARMS, CAKE, demo, said
 from benchmarks.stats import spread
 from sglang_cake.cli.store_tables import table
 from sglang_cake.testing.server import free_port
 
 FULL = {"sizes": [1, 4], "depths": [1, 8], "mib": 256, "repeats": 3, "name": "cpu"}
 SMALL = {"sizes": [1], "depths": [4], "mib": 8, "repeats": 1, "name": "small"}
-CAKE = (sys.executable, "-m", "sglang_cake")
 KEYS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "else"}
 BUCKET = "cake-bench"
 START_S = 60.0
-LIMIT_S = 900.0
 CALLS = ("read", "write")
 LOOPBACK = "loopback"
 
@@ -128,27 +127,9 @@ def by_tool(url: str, args: argparse.Namespace) -> dict[tuple[int, int, str], fl
     command += ["--depths", ",".join(map(str, args.depths))]
     return {
         (run["block_bytes"] >> 20, run["depth"], call): run[f"{call}_bytes_per_s"]
-        for run in json.loads(_said(command))["runs"]
+        for run in json.loads(said(command, KEYS))["runs"]
         for call in CALLS
     }
-
-
-def _said(command: Sequence[str]) -> str:
-    """The last line of what it prints. Raises: SystemExit with its last words if it fails."""
-    done = subprocess.run(
-        command,
-        cwd=facts.ROOT,
-        env=os.environ | KEYS,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
-    if done.returncode != 0:
-        raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
-        )
-    return done.stdout.splitlines()[-1]
 
 
 def loopback(mib: int, depth: int, total_mib: int) -> float:
@@ -239,9 +220,8 @@ def demos(urls: dict[str, str]) -> list[dict[str, Any]]:
     rows = []
     for name, url in urls.items():
         print(f"demo on {name}", file=sys.stderr)
-        command = [*CAKE, "demo", "--prompt-tokens", "2048", "--repeats", "1", "--store", url]
-        said = json.loads(_said(command))
-        rows.append({"store": name, "ttft_s": said["ttft_s"], "same_tokens": said["same_tokens"]})
+        found = demo("--store", url, env=KEYS)
+        rows.append({"store": name, "ttft_s": found["ttft_s"], "same_tokens": found["same_tokens"]})
     return rows
 
 
@@ -263,7 +243,7 @@ def text(result: dict[str, Any]) -> str:
         lines = [
             [
                 row["store"],
-                *(f"{row['ttft_s'][arm]:.2f}" for arm in ("compute", "load", "both")),
+                *(f"{row['ttft_s'][arm]:.2f}" for arm in ARMS),
                 "yes" if row["same_tokens"] else "NO",
             ]
             for row in result["demos"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sglang_cake.testing.server import Reply
@@ -20,8 +19,6 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 from benchmarks import (  # noqa: E402
     __main__,
     bench_burst,
-    bench_codec,
-    bench_codec_ttft,
     bench_file_store,
     bench_fleet,
     bench_http_store,
@@ -30,8 +27,6 @@ from benchmarks import (  # noqa: E402
     bench_runahead,
     bench_serving,
     bench_ttft,
-    codec_report,
-    codec_structure,
     facts,
     file_arms,
     overhead_report,
@@ -41,8 +36,9 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *("attention", "burst", "codec", "codec_ttft", "eviction", "file_store", "fleet", "http_store"),
-    *("overhead", "paper_kvr", "real_grid", "runahead", "sealed", "serving", "stores", "ttft"),
+    *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "eviction"),
+    *("file_store", "fleet", "http_store", "overhead", "paper_kvr", "real_grid", "runahead"),
+    *("sealed", "serving", "stores", "ttft"),
 )
 
 
@@ -465,115 +461,3 @@ def test_runahead_arguments() -> None:
     assert args.out == facts.RESULTS / "runahead-cpu.json"
     with pytest.raises(SystemExit):
         bench_runahead.parse_args(["--lengths", "1000"])
-
-
-CODEC_TOOK_S = {
-    "compute": 2.0,
-    "raw auto": 1.0,
-    "raw load": 2.0,
-    "int8 auto": 0.6,
-    "int8 load": 1.0,
-    "kvquant3 auto": 0.4,
-    "kvquant3 load": 0.5,
-}
-
-
-def test_times_by_codec_are_set_beside_the_single_ways_with_few_servers_at_once(
-    tmp_path: Path,
-) -> None:
-    """Seven servers at once were more than the machine had memory for."""
-    up: list[str] = []
-    most = 0
-
-    class Fake:
-        start_s = 0.0
-
-        def __init__(self, model: Path, flags: list[str], *, log: Path) -> None:
-            self.arm = log.stem.removeprefix("server-").replace("-", " ")
-
-        def __enter__(self) -> "Fake":
-            nonlocal most
-            up.append(self.arm)
-            most = max(most, len(up))
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            up.remove(self.arm)
-
-    def fill(bench: bench_codec_ttft.Bench, codec: str, server: Fake) -> None:
-        assert server.arm == f"{codec} auto"
-        bench.stored_bytes[codec] = {"raw": 200, "int8": 100, "kvquant3": 40}[codec]
-
-    def cold(bench: bench_codec_ttft.Bench, server: Fake) -> float:
-        assert server.arm in up
-        return CODEC_TOOK_S[server.arm]
-
-    args = SimpleNamespace(codecs=["raw", "int8", "kvquant3"], repeats=2, bandwidths=[0.5, 2.0])
-    progress = SimpleNamespace(say=lambda text: None)
-    bench = bench_codec_ttft.Bench(args, tmp_path, [1] * 257, progress)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_codec_ttft, "FrozenServer", Fake)
-        patch.setattr(bench_codec_ttft.Bench, "pace", lambda self, ratio: None)
-        patch.setattr(bench_codec_ttft.Bench, "cold", cold)
-        patch.setattr(bench_codec_ttft.Bench, "_fill", fill)
-        cells = list(bench.cells())
-    assert (most, up) == (4, [])
-    assert [(cell["codec"], cell["bandwidth_ratio"]) for cell in cells] == [
-        (codec, ratio) for codec in args.codecs for ratio in args.bandwidths
-    ]
-    assert {name: cells[2][name] for name in ("link_limit_s", *bench_codec_ttft.RATIOS)} == {
-        "link_limit_s": 2.0,
-        "faster_than_load": 1.667,
-        "faster_than_compute": 3.333,
-        "over_better_single": 0.6,
-        "of_raw": 0.6,
-    }
-    assert cells[2]["ttft_s"].keys() == {"compute", "raw auto", "int8 auto", "int8 load"}
-    assert len(bench_codec_ttft.text(cells).splitlines()) == 1 + len(cells)
-
-
-def test_raw_comes_first_of_the_codecs_that_are_timed() -> None:
-    assert bench_codec_ttft.parse_args(["--codecs", "int8,raw"]).codecs == ["raw", "int8"]
-    assert bench_codec_ttft.parse_args(["--small"]).tokens == 1024
-    with pytest.raises(SystemExit):
-        bench_codec_ttft.parse_args(["--codecs", "int8"])
-
-
-def test_what_codecs_live_on_is_seen_where_it_is_and_not_where_it_is_not() -> None:
-    draw = np.random.default_rng(0)
-    noise = draw.normal(size=(8, 2, 2, 128, 16))
-    smooth = noise.copy()
-    for token in range(1, 128):  # each goes with the one before by nine tenths
-        smooth[..., token, :] = 0.9 * smooth[..., token - 1, :] + 0.436 * noise[..., token, :]
-    smooth[:, 1, 0, :, 3] *= 10  # a channel of K of the second layer
-    smooth[:, :, 1] += 5  # that all are above zero makes no two alike
-    noise[:, :, 1] += 5
-
-    def found(numbers: np.ndarray) -> list[dict[str, float]]:
-        words = (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        return codec_structure.structure(words)
-
-    for row in found(smooth):
-        assert row["k_neighbours"] == pytest.approx(0.9, abs=0.03)
-        assert row["v_neighbours"] == pytest.approx(0.9, abs=0.03)
-    for row in found(noise):
-        assert row["k_neighbours"] == pytest.approx(0, abs=0.05)
-        assert row["v_neighbours"] == pytest.approx(0, abs=0.05)
-        assert row["k_largest_to_median"] < 1.2
-    first, second = (row["k_largest_to_median"] for row in found(smooth))
-    assert first < 1.5
-    assert second == pytest.approx(10, rel=0.25)
-    both = {"structure": {"trained": found(smooth), "random weights": found(noise)}}
-    assert len(codec_report.structure(both)["structure"].splitlines()) == 4
-
-
-def test_blocks_of_another_shape_hold_no_plane_twice() -> None:
-    planes = np.arange(8 * 4 * 2, dtype=np.uint16).reshape(8, 4, 2, 1, 1)
-    planes = np.broadcast_to(planes, (8, 4, 2, 128, 192))
-    shape = bench_codec.Shape("wide", 3, 5, 64)
-    for block in bench_codec.filled(shape, planes, 2):
-        words = np.frombuffer(block, np.uint16).reshape(3, 2, 128, 320)
-        found = [words[layer, part, 0] for layer in range(3) for part in range(2)]
-        assert len(block) == shape.layout.block_bytes
-        assert len({(row[0], row[-1]) for row in found}) == 6
-        assert all(row[0] != row[-1] for row in found)

@@ -82,6 +82,7 @@ def test_the_numbers_of_the_demo(arms: Arms) -> None:
     assert result["ideal_s"] == pytest.approx(6.5, rel=1e-3)
     assert result["ideal_meet_token"] == pytest.approx(512, abs=1)
     assert result["same_tokens"] is True
+    assert (result["agreed_tokens"], result["new_tokens"]) == (2, 2)
     assert (result["computed_tokens"], result["loaded_tokens"]) == (513, 511)
     text = table(arms, result)
     assert "1.69x faster" in text
@@ -113,7 +114,9 @@ def test_different_tokens_are_no_bug_where_kv_was_lossy(arms: Arms) -> None:
     arms.load.replies[0].meta["cake"][0]["lossy_tokens"] = 511
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     assert result["same_tokens"] is False
-    assert "not the same, as may be with a lossy codec" in table(arms, result)
+    assert (result["agreed_tokens"], result["new_tokens"]) == (1, 2)
+    told = "not the same, as may be with a lossy codec: the first 1 of 2 are"
+    assert told in table(arms, result)
     arms.both.replies[0].output_ids[-1] = arms.load.replies[0].output_ids[-1]
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     assert "the same in every run" in table(arms, result)

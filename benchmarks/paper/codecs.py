@@ -1,6 +1,9 @@
-"""Smaller KV: section 5.4 of the anonymous version, and our codecs on the papers' machine."""
+"""Sections 5.3 and 5.4 of the anonymous version (a shared GPU, smaller KV), and our codecs on the
+papers' machine."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,45 +19,89 @@ from sglang_cake.store.encoded import MAX_THREADS
 MEASURED = RESULTS / "codec-speed-cpu.json"
 SHAPE = "LongAlpaca-13B, 6 of 40 layers"
 GBPS = (7.0, 32.0, 100.0)
+Cells = Sequence[dict[str, Any]]
 ASSUMED = {"zstd": 0.80, "int8": 0.516, "int4": 0.266, "kvquant3": 0.203}  # share of raw, theory
 
 
-def section54(cells: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """What section 5.4 states: (what, printed, ours). Args: cells: of `figures.anonymous8`."""
+def section53(cells: Cells) -> list[tuple[str, str, str]]:
+    """What section 5.3, and 5.4 of a tenth of the GPU, state: (what, printed, ours).
+
+    Args: cells: of one length, as those of `figures.anonymous8`.
+    """
     printed = PRINTED["headlines_anonymous"]
-    fourteen = {
-        (cell["util"], cell["gbps"], cell["kv"]): cell for cell in cells if cell["ktokens"] == 14
-    }
-    raw = {where: cell for where, cell in fourteen.items() if where[2] == "raw"}
+    raw = [cell for cell in cells if cell["kv"] == "raw"]
+    slow, fast = (next(c for c in raw if c["util"] == util) for util in (0.1, 0.9))
+    ratio = slow["compute_s"] / fast["compute_s"]
+    more_s = slow["compute_s"] - fast["compute_s"]
+    tenth = [c for c in cells if (c["util"], c["kv"]) == (0.1, "CacheGen")]
+    return [
+        (
+            "computing with 10 % of the GPU instead of 90 %",
+            f"{printed['gpu90_to_10_slowdown_x']}x, +{printed['gpu90_to_10_extra_s']} s",
+            f"{ratio:.2f}x, +{more_s:.2f} s",
+        ),
+        (
+            "shared GPU, less than compute-only",
+            _range(printed["shared_gpu_vs_compute_pct"]),
+            _span(raw, "less_than_compute"),
+        ),
+        (
+            "shared GPU, less than load-only",
+            _range(printed["shared_gpu_vs_io_pct"]),
+            _span(raw, "less_than_load"),
+        ),
+        (
+            "Cake with CacheGen on 10 % of the GPU, faster than computing, at most",
+            f"{printed['cake_cachegen_vs_compute_10pct_x']}x",
+            f"{max(cell['compute_s'] / cell['cake_s'] for cell in tenth):.2f}x",
+        ),
+    ]
+
+
+def section54(cells: Cells) -> list[tuple[str, str, str]]:
+    """What else section 5.4 states, as `section53`."""
+    printed = PRINTED["headlines_anonymous"]
+    found = {(cell["util"], cell["gbps"], cell["kv"]): cell for cell in cells}
+    raw = {where: cell for where, cell in found.items() if where[2] == "raw"}
 
     def beside(kv: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        return [(cell, fourteen[util, gbps, kv]) for (util, gbps, _), cell in raw.items()]
+        return [(cell, found[util, gbps, kv]) for (util, gbps, _), cell in raw.items()]
 
     faster = {
         kv: max(one["load_s"] / other["load_s"] for one, other in beside(kv))
         for kv in ("8 bit", "CacheGen")
     }
     saved = [100 * (1 - other["cake_s"] / one["cake_s"]) for one, other in beside("CacheGen")]
-    whole = [c for (util, _, kv), c in fourteen.items() if (util, kv) == (0.9, "CacheGen")]
+    whole = [cell for (util, _, kv), cell in found.items() if (util, kv) == (0.9, "CacheGen")]
     most = max(100 * cell["less_than_load"] for cell in whole)
     low, high = printed["cake_cachegen_vs_cake_raw_pct"]
     return [
         (
-            "14k: load-only with 8 bit, with CacheGen: faster than with raw, at most",
+            "load-only with 8 bit, with CacheGen: faster than with raw, at most",
             f"{printed['quant8_io_gain_x']}x, {printed['cachegen_io_gain_x']}x",
             f"{faster['8 bit']:.2f}x, {faster['CacheGen']:.2f}x",
         ),
         (
-            "14k: Cake with CacheGen, less than Cake with raw",
+            "Cake with CacheGen, less than Cake with raw",
             f"{low}-{high} %",
             f"{min(saved):.1f}-{max(saved):.1f} %",
         ),
         (
-            "14k, 90 % of the GPU: Cake with CacheGen, less than CacheGen loaded, at most",
+            "Cake with CacheGen on 90 % of the GPU, less than CacheGen loaded, at most",
             f"{printed['cake_cachegen_90pct_vs_cachegen_only_pct']} %",
             f"{most:.1f} %",
         ),
     ]
+
+
+def _range(pair: list[float]) -> str:
+    return f"{pair[0]}-{pair[1]} %"
+
+
+def _span(cells: Cells, key: str) -> str:
+    values = [100 * cell[key] for cell in cells]
+    low, high = math.floor(10 * min(values)) / 10, math.ceil(10 * max(values)) / 10
+    return f"{low:.1f}-{high:.1f} %"
 
 
 def speed_up(faster: float, cores: int, threads: int) -> float:

@@ -4,7 +4,6 @@ Figures are named by the ICML version; the anonymous version's Figures 2, 3 and 
 ICML's 3, 4 and 7, its Figure 6 is a part of its Figure 8.
 """
 
-import math
 import statistics
 import time
 from dataclasses import replace
@@ -206,7 +205,6 @@ def comparisons() -> list[tuple[str, str, str]]:
     """What the anonymous version states in its text: (what, printed, ours)."""
     printed = PRINTED["headlines_anonymous"]
     five, eight = anonymous5(), anonymous8()
-    raw = [cell for cell in eight["cells"] if cell["kv"] == "raw" and cell["ktokens"] == 14]
     rows = []
     for gpu in ("A100", "H100"):
         here = [cell for cell in five["bandwidths"] if cell["hardware"] == gpu]
@@ -227,42 +225,9 @@ def comparisons() -> list[tuple[str, str, str]]:
                 f"{most:.1f} %",
             )
         )
-    slow, fast = (next(c for c in raw if c["util"] == util) for util in (0.1, 0.9))
-    ratio = slow["compute_s"] / fast["compute_s"]
-    more_s = slow["compute_s"] - fast["compute_s"]
-    rows.append(
-        (
-            "14k: computing with 10 % of the GPU instead of 90 %",
-            f"{printed['gpu90_to_10_slowdown_x']}x, +{printed['gpu90_to_10_extra_s']} s",
-            f"{ratio:.2f}x, +{more_s:.2f} s",
-        )
-    )
-    rows.append(
-        (
-            "14k, shared GPU: less than compute-only",
-            _range(printed["shared_gpu_vs_compute_pct"]),
-            _span(raw, "less_than_compute"),
-        )
-    )
-    rows.append(
-        (
-            "14k, shared GPU: less than load-only",
-            _range(printed["shared_gpu_vs_io_pct"]),
-            _span(raw, "less_than_load"),
-        )
-    )
-    best = max(
-        c["compute_s"] / c["cake_s"]
-        for c in eight["cells"]
-        if c["util"] == 0.1 and c["kv"] == "CacheGen"
-    )
-    rows.append(
-        (
-            "10 % of the GPU, CacheGen: faster than computing, at most",
-            f"{printed['cake_cachegen_vs_compute_10pct_x']}x",
-            f"{best:.2f}x",
-        )
-    )
+    fourteen = [cell for cell in eight["cells"] if cell["ktokens"] == 14]
+    stated = [*codecs.section53(fourteen), *codecs.section54(fourteen)]
+    rows += [(f"14k: {what}", printed, ours) for what, printed, ours in stated]
     first, last = five["lengths"][0], five["lengths"][-1]
     falls = 100 * (first["computed_share"] - last["computed_share"])
     rows.append(
@@ -280,17 +245,7 @@ def comparisons() -> list[tuple[str, str, str]]:
             f"{100 * ratio:.0f} %",
         )
     )
-    return [*rows, *codecs.section54(eight["cells"])]
-
-
-def _range(pair: list[float]) -> str:
-    return f"{pair[0]}-{pair[1]} %"
-
-
-def _span(cells: list[dict[str, Any]], key: str) -> str:
-    values = [100 * cell[key] for cell in cells]
-    low, high = math.floor(10 * min(values)) / 10, math.ceil(10 * max(values)) / 10
-    return f"{low:.1f}-{high:.1f} %"
+    return rows
 
 
 FIGURES = {

@@ -1,6 +1,8 @@
 """What the demo's runs amount to: numbers, a table and the picture."""
 
+import itertools
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +94,7 @@ def evaluate(
     replies = [reply for arm in arms for reply in arm.replies]
     replies += [] if cold is None else [cold]
     outputs = {tuple(reply.output_ids) for reply in replies}
+    exact = arms.compute.replies[0].output_ids
     trace = arms.load.trace
     stored_bytes = prompt_bytes * trace.stored_tokens // trace.prompt_tokens
     return {
@@ -101,6 +104,8 @@ def evaluate(
         "over_ideal": ttft_s["both"] / ideal.ttft_s,
         "speedup": {arm: ttft_s[arm] / ttft_s["both"] for arm in ("compute", "load")},
         "same_tokens": len(outputs) == 1,
+        "new_tokens": len(exact),
+        "agreed_tokens": min(_agreed(exact, output) for output in outputs),
         # The servers say so: `auto` may have got a bound from the environment.
         "lossy": any(reply.cake.get("lossy_tokens") for reply in replies),
         "prompt_tokens": trace.prompt_tokens,
@@ -145,8 +150,18 @@ def _sameness(result: dict[str, Any]) -> str:
     if result["same_tokens"]:
         return "the same in every run"
     if result["lossy"]:
-        return "not the same, as may be with a lossy codec"
+        return (
+            f"not the same, as may be with a lossy codec: the first {result['agreed_tokens']} of "
+            f"{result['new_tokens']} are"
+        )
     return "NOT THE SAME: this is a bug"
+
+
+def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens are the same before the first that is not: what follows one has other text
+    in front of it."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def draw(arms: Arms, result: dict[str, Any], out: Path) -> list[Path]:
