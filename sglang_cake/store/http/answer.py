@@ -8,6 +8,8 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+from sglang_cake.store.http.protocol import BLOCK_TYPE
+
 
 class SentAnswer(web.StreamResponse):
     """What aiohttp is told of an answer that has left already, all of it."""
@@ -25,6 +27,22 @@ class SentAnswer(web.StreamResponse):
 
     async def write_eof(self, data: bytes | bytearray | memoryview = b"") -> None:
         """It has left."""
+
+
+def block_fields(count: int) -> dict[str, str]:
+    """The header fields of an answer with `count` bytes of a block."""
+    return {
+        "Accept-Ranges": "bytes",
+        "Content-Type": BLOCK_TYPE,
+        "Content-Length": str(count),
+    }
+
+
+def plain_answer(status: int, text: str) -> bytes:
+    """A whole answer, for people."""
+    body = text.encode()
+    fields = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(body))}
+    return head_of(status, fields, keep_alive=True) + body
 
 
 def head_of(status: int, fields: Mapping[str, str], *, keep_alive: bool) -> bytes:

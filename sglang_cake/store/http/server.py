@@ -1,15 +1,17 @@
 """The HTTP store's server: what every path and method does, over a folder of blocks."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from urllib.parse import parse_qs
 
 from aiohttp import web
 
-from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import EVICTION_COUNTS, BlockInfo, EvictionCounts, StoreStats
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
@@ -18,6 +20,7 @@ from sglang_cake.store.http.auth import Gate
 from sglang_cake.store.http.bodies import STUCK_S, Refused, read_body
 from sglang_cake.store.http.metrics import metrics_text
 from sglang_cake.store.http.protocol import Kind, Target
+from sglang_cake.store.http.refusal import refusal_of
 from sglang_cake.store.http.server_blocks import BlockService
 from sglang_cake.store.http.tally import Row
 from sglang_cake.store.request import RequestFacts
@@ -51,76 +54,58 @@ class StoreServer:
         namespace_quota_bytes: int | None = None,
     ) -> None:
         """Args: counts: this process's, of all that answer for the same server."""
-        self._folder, self._gate, self.counts = folder, gate, counts
+        self._folder, self.lets_pass, self.counts = folder, gate.lets_pass, counts
         # By who had this row earlier.
         self._evicted_before = {name: counts[name] for name in EVICTION_COUNTS}
-        self._blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
+        self.blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._claimed: set[Digest] = set()
         self._under_way = 0
-        self._stopping = False
+        self.is_stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def close(self) -> None:
         """Once no request is under way any more. Blocks until the threads are done."""
-        self._blocks.close()
+        self.blocks.close()
 
     async def drained(self) -> None:
         """From now on every connection ends with its request; return when none is under way."""
-        self._stopping = True
+        self.is_stopping = True
         await self._idle.wait()
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request, whatever it is."""
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """While a request is being answered, and cannot be cut off."""
         self._under_way += 1
         self._idle.clear()
         try:
-            response = await self._answer_or_error(request)
+            yield
         finally:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
-            if self._stopping:
-                request.protocol.close()
-        self.counts.answered(request.method, response.status)
-        return response
 
-    async def _answer_or_error(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request, whatever it is."""
         response: web.StreamResponse
-        try:
-            response = await self._answer(request)
-        except Refused as error:
-            response = _error(error.status, str(error))
-            response.headers.update(error.headers or {})
-        except BlockMissing:
-            response = _error(404, "no such block")
-        except BlockCorrupt as error:
-            if request.method == "PUT":
-                response = _error(400, f"the block {error}")
-            else:
-                response = _error(404, "no such block")
-        except StoreFull as error:
-            response = _error(507, str(error))
-        except StoreUnavailable as error:
-            logger.warning("%s %s: %s", request.method, request.path, error)
-            response = _error(503, str(error))
-        except TimeoutError:
-            response = _error(408, "too slow")
-        except web.RequestPayloadError:
-            response = _error(400, "the body broke off")
-        except ConnectionError:
-            response = _error(400, "the connection broke off")
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
-            response = _error(500, "the server failed; its log says how")
+        with self.under_way():
+            try:
+                response = await self._answer(request)
+            except Exception as error:
+                refused = refusal_of(error, request.method, request.path)
+                response = web.Response(status=refused.status, text=f"{refused}\n")
+                response.headers.update(refused.headers or {})
+        if self.is_stopping:
+            request.protocol.close()
+        self.counts.answered(request.method, response.status)
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         target = protocol.parse_path(request.rel_url.raw_path)
         if target is not None and target.kind is Kind.HEALTH:  # for whoever watches, without token
             return web.Response(text="ok\n")
-        if not self._gate.lets_pass(request.headers.get("Authorization")):
+        if not self.lets_pass(request.headers.get("Authorization")):
             raise Refused(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
         if target is None:
             raise Refused(404, "no such path")
@@ -141,12 +126,12 @@ class StoreServer:
 
     async def _block(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         if request.method == "PUT":
-            return await self._blocks.put(request, target.digest, target.key)
+            return await self.blocks.put(request, target.digest, target.key)
         if request.method == "POST":
-            return await self._blocks.check(target.digest, target.key)
+            return await self.blocks.check(target.digest, target.key)
         if request.method == "DELETE":
-            return await self._blocks.delete(target.digest, target.key)
-        return await self._blocks.get(request, target.digest, target.key)
+            return await self.blocks.delete(target.digest, target.key)
+        return await self.blocks.get(request, target.digest, target.key)
 
     async def _contains(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         sizes = parse_qs(request.query_string).get("bytes", [])
@@ -156,7 +141,7 @@ class StoreServer:
         async with self._lookups:
             keys = await _read_keys(request)
             found = await run_stoppable(
-                self._blocks.askers,
+                self.blocks.askers,
                 lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
             )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
@@ -175,7 +160,7 @@ class StoreServer:
         def some(stop: threading.Event) -> list[BlockInfo]:
             return list(itertools.islice(blocks, LIST_AT_ONCE))
 
-        batch = await run_stoppable(self._blocks.askers, some)
+        batch = await run_stoppable(self.blocks.askers, some)
         response = web.StreamResponse()
         response.content_type = protocol.LIST_TYPE
         await response.prepare(request)
@@ -183,7 +168,7 @@ class StoreServer:
             while batch:
                 async with asyncio.timeout(STUCK_S):
                     await response.write(b"".join(map(protocol.write_block_line, batch)))
-                batch = await run_stoppable(self._blocks.askers, some)
+                batch = await run_stoppable(self.blocks.askers, some)
         except (StoreUnavailable, OSError) as error:
             # Too late for a status. Without the last chunk no client takes it for whole.
             logger.warning("a list broke off: %s", error)
@@ -193,7 +178,7 @@ class StoreServer:
 
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
-            fields = await run_stoppable(self._blocks.askers, lambda stop: self._fields(digest))
+            fields = await run_stoppable(self.blocks.askers, lambda stop: self._fields(digest))
             if fields is None:
                 raise Refused(404, "no such namespace")
             return web.json_response(fields)
@@ -206,16 +191,14 @@ class StoreServer:
             self._claimed.add(digest)
 
         try:
-            await run_stoppable(self._blocks.askers, claim)
+            await run_stoppable(self.blocks.askers, claim)
         except ConfigError:
             raise Refused(409, "the namespace.json that is here says something else") from None
         return web.Response(status=204)
 
     async def _about(self, kind: Kind) -> web.Response:
         if kind is Kind.NAMESPACES:
-            spaces = await run_stoppable(
-                self._blocks.askers, lambda stop: self._folder.namespaces()
-            )
+            spaces = await run_stoppable(self.blocks.askers, lambda stop: self._folder.namespaces())
             return web.json_response(protocol.write_namespaces(spaces))
         stats = await self._stats()
         if kind is Kind.STATS:
@@ -225,7 +208,7 @@ class StoreServer:
         return web.Response(text=text, content_type="text/plain")
 
     async def _stats(self) -> StoreStats:
-        stats = await run_stoppable(self._blocks.askers, lambda stop: self._folder.stats())
+        stats = await run_stoppable(self.blocks.askers, lambda stop: self._folder.stats())
         self.count_evicted()
         total = self.counts.tally.total
         evictions = EvictionCounts(*(total(name) for name in EVICTION_COUNTS))
@@ -262,7 +245,3 @@ async def _read_keys(request: web.BaseRequest) -> list[BlockKey]:
     if keys is None:
         raise Refused(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
     return keys
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.Response(status=status, text=message + "\n")

@@ -18,7 +18,7 @@ from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.file.blockfile import NewFile
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.http import protocol
-from sglang_cake.store.http.answer import SentAnswer, head_of
+from sglang_cake.store.http.answer import SentAnswer, block_fields, head_of
 from sglang_cake.store.http.bodies import (
     Refused,
     accept_body,
@@ -97,25 +97,41 @@ class BlockService:
             pool.shutdown(cancel_futures=True)
         self._writers.shutdown(cancel_futures=True)
 
+    def is_there(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the block has a file, which may then be opened without a thread. Of one that has
+        none, the books may have to be told, which can take its time."""
+        return self._folder.has_file(digest, key)
+
+    def reading(
+        self, digest: Digest, key: BlockKey, *, counts: bool
+    ) -> AbstractContextManager[int]:
+        """As `BlockFolder.reading`."""
+        return self._folder.reading(digest, key, counts=counts)
+
+    async def in_thread(self, work: Callable[[threading.Event], T]) -> T:
+        """Have one of the threads for reads do `work`, as `run_stoppable` does."""
+        return await run_stoppable(self._readers, work)
+
+    async def bring_in(self, fd: int, start: int, stop: int) -> None:
+        """Have bytes of a file in the page cache. Raises: OSError."""
+        await self.in_thread(functools.partial(read_in, fd, start, stop))
+
     async def get(
         self, request: web.BaseRequest, digest: Digest, key: BlockKey
     ) -> web.StreamResponse:
         """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
-        # A file that is there is opened at once: the way to a thread and back takes longer. A block
-        # that is not may have to be struck from the books, which can take its time.
-        pool = None if self._folder.has_file(digest, key) else self._readers
+        pool = None if self.is_there(digest, key) else self._readers
         told_so = request.headers.get(protocol.USE_HEADER) == protocol.NO_USE
         counts = request.method == "GET" and not told_so
-        async with entered(pool, self._folder.reading(digest, key, counts=counts)) as fd:
+        async with entered(pool, self.reading(digest, key, counts=counts)) as fd:
             size = os.fstat(fd).st_size
-            status, fields = 200, {"Accept-Ranges": "bytes", "Content-Type": protocol.BLOCK_TYPE}
-            start, stop = 0, size
+            status, start, stop, place = 200, 0, size, {}
             if (asked := wanted_slice(request)) is not None:
                 start, stop, _ = asked.indices(size)
                 if start >= stop:
                     raise Refused(416, "no such bytes", {"Content-Range": f"bytes */{size}"})
-                status, fields["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
-            fields["Content-Length"] = str(stop - start)
+                status, place = 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+            fields = block_fields(stop - start) | place
             if request.method == "HEAD" or start == stop:
                 return web.StreamResponse(status=status, headers=fields)
             keep_alive = request.keep_alive
@@ -132,8 +148,7 @@ class BlockService:
             return
         try:
             if not is_cached(fd, start, start + count):
-                work = functools.partial(read_in, fd, start, start + count)
-                await run_stoppable(self._readers, work)
+                await self.bring_in(fd, start, start + count)
             drain = request.writer.drain
             if transport.get_write_buffer_size():  # of an answer that nobody takes
                 async with while_it_moves():

@@ -77,7 +77,10 @@ class Wire:
     ) -> None:
         """Args: on_outage: called when the breaker opens; the server may come back as another."""
         self._endpoint, self._on_outage = endpoint, on_outage
-        self._session: aiohttp.ClientSession | None = None
+        # Reads have connections of their own: our server answers those that carry nothing else
+        # without aiohttp (connection.py).
+        self._reads: aiohttp.ClientSession | None = None
+        self._others: aiohttp.ClientSession | None = None
         self._closed = False
         self._breaker = Breaker(failures=5, first_s=1.0, last_s=60.0)
         self.lookups, self.reads, self.writes = Pace(patience), Pace(patience), Pace(patience)
@@ -86,8 +89,9 @@ class Wire:
 
     async def close(self) -> None:
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._reads, self._others):
+            if session is not None:
+                await session.close()
 
     async def call(
         self, pace: Pace, size_bytes: int, attempt: Callable[[], Awaitable[T]], tries: int = TRIES
@@ -171,7 +175,9 @@ class Wire:
 
         Args: keep: the response goes on to live after the block; whoever keeps it closes it.
         """
-        response = await self._send(method, path, data, headers, expect100)
+        if self._others is None:
+            self._others = self._session()
+        response = await self._send(self._others, method, path, data, headers, expect100)
         try:
             yield response
         except BaseException:
@@ -187,7 +193,9 @@ class Wire:
         """One GET, or two when the first takes unusually long to be answered; the first to be
         answered goes on, the other is given up before anything of its body was read."""
         started_s = time.monotonic()
-        response = await self._first_answer(path)
+        if self._reads is None:
+            self._reads = self._session()
+        response = await self._first_answer(self._reads, path)
         self._hedging.answered(time.monotonic() - started_s)
         try:
             yield response
@@ -196,17 +204,19 @@ class Wire:
             raise
         response.release()
 
-    async def _first_answer(self, path: str) -> aiohttp.ClientResponse:
+    async def _first_answer(
+        self, session: aiohttp.ClientSession, path: str
+    ) -> aiohttp.ClientResponse:
         delay_s = self._hedging.delay_s()
         if delay_s is None:
-            return await self._send("GET", path)
-        asked = [asyncio.ensure_future(self._send("GET", path))]
+            return await self._send(session, "GET", path)
+        asked = [asyncio.ensure_future(self._send(session, "GET", path))]
         winner: asyncio.Task[aiohttp.ClientResponse] | None = None
         try:
             await asyncio.wait(asked, timeout=delay_s)
             if not asked[0].done() and self._hedging.take():
                 self.counters.hedges += 1
-                asked.append(asyncio.ensure_future(self._send("GET", path)))
+                asked.append(asyncio.ensure_future(self._send(session, "GET", path)))
             winner = await _first_good(asked)
             self.counters.hedges_won += winner is not asked[0]
             return winner.result()
@@ -218,6 +228,7 @@ class Wire:
 
     async def _send(
         self,
+        session: aiohttp.ClientSession,
         method: str,
         path: str,
         data: object = None,
@@ -225,7 +236,7 @@ class Wire:
         expect100: bool = False,
     ) -> aiohttp.ClientResponse:
         self.counters.requests += 1
-        return await self._opened().request(
+        return await session.request(
             method,
             self._endpoint.base + path,
             data=data,
@@ -234,28 +245,26 @@ class Wire:
             allow_redirects=False,  # a token goes to nobody else
         )
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            headers = {"Accept-Encoding": "identity"}
-            if self._endpoint.token is not None:
-                headers["Authorization"] = f"Bearer {self._endpoint.token}"
-            if not self._endpoint.reads_count:
-                headers[protocol.USE_HEADER] = protocol.NO_USE
-            self._session = aiohttp.ClientSession(
-                # No limit of its own: whoever calls has one for each kind of request, so that a
-                # lookup never waits for a connection behind reads.
-                connector=aiohttp.TCPConnector(
-                    limit=0,
-                    keepalive_timeout=KEEPALIVE_S,
-                    ssl=True if self._endpoint.tls is None else self._endpoint.tls,
-                ),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers=headers,
-                read_bufsize=READ_BYTES,
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
+    def _session(self) -> aiohttp.ClientSession:
+        headers = {"Accept-Encoding": "identity"}
+        if self._endpoint.token is not None:
+            headers["Authorization"] = f"Bearer {self._endpoint.token}"
+        if not self._endpoint.reads_count:
+            headers[protocol.USE_HEADER] = protocol.NO_USE
+        return aiohttp.ClientSession(
+            # No limit of its own: whoever calls has one for each kind of request, so that a lookup
+            # never waits for a connection behind reads.
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=KEEPALIVE_S,
+                ssl=True if self._endpoint.tls is None else self._endpoint.tls,
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            headers=headers,
+            read_bufsize=READ_BYTES,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
 
 async def _first_good(

@@ -14,6 +14,7 @@ from sglang_cake.errors import CakeError
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.http.auth import Gate
 from sglang_cake.store.http.bodies import STUCK_S
+from sglang_cake.store.http.connection import BlockConnection
 from sglang_cake.store.http.crew import CONNECTION, CUT_S, END_S, READY, REFUSE, STOP
 from sglang_cake.store.http.server import StoreServer
 from sglang_cake.store.http.tally import Row
@@ -76,6 +77,7 @@ class _Dealt:
         self._stopping, self._abandoned = stopping, False
         self._greeting: set[asyncio.Task[None]] = set()
         self._http = _CountedServer(server, self._closed)
+        self._reading: set[BlockConnection] = set()
 
     async def answer(self) -> None:
         """Until the end."""
@@ -93,6 +95,8 @@ class _Dealt:
             async with asyncio.timeout(0 if self._abandoned else END_S):
                 await self._server.drained()
         loop.remove_reader(self._channel)
+        for connection in list(self._reading):
+            connection.abort()
         await runner.cleanup()
         counting.cancel()
         self._server.count_evicted()
@@ -129,7 +133,9 @@ class _Dealt:
         connection.setblocking(False)
         # Also bytes that wait here while nobody handles the connection must leave some time.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STUCK_S))
-        made: Callable[[], asyncio.Protocol] = _Refusal if refuse else self._http
+        made: Callable[[], asyncio.BaseProtocol] = self._http if self._tls else self._new
+        if refuse:
+            made = _Refusal
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 made,
@@ -143,6 +149,11 @@ class _Dealt:
         if refuse:
             self._server.counts["refused_connections"] += 1
             self._closed()
+
+    def _new(self) -> BlockConnection:
+        return BlockConnection(
+            self._server, self._http, self._reading, self._closed, idle_s=KEEPALIVE_S
+        )
 
     def _closed(self) -> None:
         self._server.counts["closed_connections"] += 1
