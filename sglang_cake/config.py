@@ -70,8 +70,9 @@ class CakeConfig:
     runahead_secret: str | None = None
     """File with what all members know and nobody else does, 16 bytes or more, mode 0600; None: the
     one in the user's config folder, made there if all members are on this machine."""
-    runahead_transport: Literal["tcp", "mooncake"] = "tcp"
-    """What carries KV from member to member: a TCP connection, or Mooncake's transfer engine."""
+    runahead_transport: Literal["tcp", "mooncake", "cuda-ipc"] = "tcp"
+    """What carries KV from member to member: a TCP connection, Mooncake's transfer engine, or
+    copies from GPU to GPU in one machine."""
 
     @property
     def lossy(self) -> bool:
@@ -306,7 +307,7 @@ _READERS: Final[dict[str, Callable[[str, object], Any]]] = {
     "runahead_rank": _rank,
     "runahead_peers": _path,
     "runahead_secret": _path,
-    "runahead_transport": _one_of("tcp", "mooncake"),
+    "runahead_transport": _one_of("tcp", "mooncake", "cuda-ipc"),
 }
 
 

@@ -51,7 +51,7 @@ _HELP = {
     "runahead_rank": "KV-Runahead: this server's place among the peers. Default: found out.",
     "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
     "runahead_secret": "KV-Runahead: file of the group's secret. Default: in your config folder.",
-    "runahead_transport": "KV-Runahead: what carries KV, tcp or mooncake.",
+    "runahead_transport": "KV-Runahead: what carries KV: tcp, mooncake or cuda-ipc.",
 }
 _METAVARS = {
     "store": "URL",
@@ -185,6 +185,8 @@ def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> A
     _check_places(config)
     if not _wants_cake(record):  # a sealed record must not be written, not even with the same
         record.radix_cache_backend = BACKEND
+    if config.runahead_peers is not None and record.cuda_graph_backend_prefill is None:
+        record.cuda_graph_backend_prefill = "disabled"  # a shared forward may end between layers
     _keep(record, "_cake_config", config)
     _keep(record, "_cake_on_cli", on_cli)
     hand_over(config)
@@ -211,7 +213,7 @@ def _reason_when_resolved(record: Any) -> str | None:
     if view.model_path.lower() not in ("none", "dummy"):  # as SGLang spells "no model"
         facts = ModelFacts.of(model_config_of(record))
     reason = unsupported(view, facts, config.block_tokens)
-    return reason or unsupported_group(view, config) or unsupported_codec(view, config)
+    return reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
 
 
 def _reason_despite_failure(record: Any) -> str | None:

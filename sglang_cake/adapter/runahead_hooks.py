@@ -5,16 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_cake.adapter.pools import DeviceKV
 from sglang_cake.adapter.runahead import Runahead
+from sglang_cake.adapter.runahead_cuda import CudaGate, CudaRows
+from sglang_cake.adapter.runahead_ipc import IpcEngine
 from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
 from sglang_cake.cache_folder import cache_folder
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
-from sglang_cake.runahead import mooncake
 from sglang_cake.runahead.messages import Message
-from sglang_cake.runahead.setting import GroupSetting, group_setting
+from sglang_cake.runahead.mooncake import MooncakeEngine
+from sglang_cake.runahead.ring import RingTransport, apart
+from sglang_cake.runahead.setting import CUDA_IPC, TCP, GroupSetting, group_setting
 from sglang_cake.runahead.table import WatchedTable, table_path
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
@@ -49,12 +54,12 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
     if setting is None:
         return None
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    transport = _transport(setting, engine)
+    rows, gate = _pool(engine.kv, pool, on_device=setting.transport == CUDA_IPC)
     here = Runahead(
         setting.rank,
-        transport,
-        PoolRows(engine.kv),
-        LayerGate(pool),
+        _transport(setting, engine, rows),
+        rows,
+        gate,
         pace=engine.pace,
         counters=engine.counters,
         namespace=engine.namespace_hex,
@@ -70,31 +75,43 @@ def start(ctx: "TreeCacheBuildContext", engine: "Engine", config: CakeConfig) ->
     return here
 
 
-def _transport(setting: GroupSetting, engine: "Engine") -> Transport:
+def _pool(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:
+    if kv.device.type == "cpu":
+        return PoolRows(kv), LayerGate(pool)
+    rows = CudaRows(kv, on_device=on_device)
+    return rows, CudaGate(pool, rows)
+
+
+def _transport(setting: GroupSetting, engine: "Engine", rows: PoolRows) -> Transport:
     host, port = setting.peers[setting.rank]
 
     def connect(greeting: Callable[[int], Message] | None = None) -> TcpTransport:
-        namespace = engine.namespace_digest
+        namespace, tcp = engine.namespace_digest, setting.transport == TCP
         try:
             return TcpTransport(
                 setting.rank,
                 setting.peers,
                 secret=setting.secret,
-                namespace=namespace if greeting is None else mooncake.apart(namespace),
+                namespace=namespace if tcp else apart(namespace, setting.transport),
                 greeting=greeting,
+                new_buffer=rows.buffer if tcp else bytearray,
             )
         except OSError as error:
             raise ConfigError(
                 f"--cake-runahead-peers: cannot listen on {host}:{port}: {error.strerror or error}"
             ) from None
 
-    if setting.transport == "tcp":
+    if setting.transport == TCP:
         return connect()
     others = frozenset(range(len(setting.peers))) - {setting.rank}
     try:
-        return mooncake.MooncakeTransport(connect, others, mooncake.Engine(host))
+        if setting.transport == CUDA_IPC:
+            device = engine.kv.device
+            ipc = IpcEngine(device, len(others), torch.cuda.Stream(device))
+            return RingTransport(connect, others, ipc)
+        return RingTransport(connect, others, MooncakeEngine(host))
     except OSError as error:
-        raise ConfigError(f"--cake-runahead-transport mooncake: {error}") from None
+        raise ConfigError(f"--cake-runahead-transport {setting.transport}: {error}") from None
 
 
 def _table_path(engine: "Engine") -> Path | None:

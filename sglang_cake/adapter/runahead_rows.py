@@ -5,12 +5,16 @@ from typing import Any
 
 import torch
 
-from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.adapter.pools import Copy, DeviceKV
 from sglang_cake.runahead.hop import Hop
+from sglang_cake.runahead.transport import Payload
 
 
 class PoolRows:
-    """`hop.Rows` over a pool in CPU memory. Slots are int64 tensors."""
+    """`runahead.rows.Rows` over a pool in CPU memory: every copy is complete when the call returns.
+
+    Slots are int64 tensors.
+    """
 
     def __init__(self, kv: DeviceKV) -> None:
         self._planes = len(kv.layout.parts)
@@ -19,33 +23,47 @@ class PoolRows:
         self.layers = kv.layout.layers
         self.token_bytes = sum(self._plane_bytes)
 
-    def read(self, layer: int, slots: torch.Tensor, out: memoryview) -> None:
-        with torch.inference_mode():
-            for rows, plane in self._parts(layer, out):
-                torch.index_select(rows, 0, slots, out=plane)
+    def buffer(self, size_bytes: int) -> Payload:
+        return memoryview(bytearray(size_bytes))
 
-    def write(self, layer: int, slots: torch.Tensor, payload: memoryview, skip: int) -> None:
-        with torch.inference_mode():
-            for rows, plane in self._parts(layer, payload):
-                rows.index_copy_(0, slots, plane[skip:])
+    def begin(self) -> None:
+        pass
 
-    def _parts(self, layer: int, bytes_: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The layer's planes in the pool, and in `bytes_`, in the same words."""
-        whole = torch.frombuffer(bytes_, dtype=torch.uint8)
-        tokens = len(bytes_) // self.token_bytes
+    def read(self, layer: int, slots: torch.Tensor, out: Payload) -> None:
+        with torch.inference_mode():
+            self._gather(layer, slots, torch.frombuffer(out, dtype=torch.uint8))
+
+    def write(self, layer: int, slots: torch.Tensor, payload: Payload, skip: int) -> Copy:
+        with torch.inference_mode():
+            self._scatter(layer, slots, torch.frombuffer(payload, dtype=torch.uint8), skip)
+        return Copy()
+
+    def _gather(self, layer: int, slots: torch.Tensor, part: torch.Tensor) -> None:
+        for rows, plane in self._planes_of(layer, part):
+            torch.index_select(rows, 0, slots, out=plane)
+
+    def _scatter(self, layer: int, slots: torch.Tensor, part: torch.Tensor, skip: int) -> None:
+        for rows, plane in self._planes_of(layer, part):
+            rows.index_copy_(0, slots, plane[skip:])
+
+    def _planes_of(
+        self, layer: int, part: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The layer's planes in the pool, and in a part (uint8 `[bytes]`), in the same words."""
+        tokens = part.numel() // self.token_bytes
         first, offset = layer * self._planes, 0
         for rows, token_bytes in zip(
             self._rows[first : first + self._planes], self._plane_bytes, strict=True
         ):
             size = tokens * token_bytes
-            plane = whole[offset : offset + size].view(rows.dtype).view(tokens, -1)
-            yield rows, plane
+            yield rows, part[offset : offset + size].view(rows.dtype).view(tokens, -1)
             offset += size
 
 
 class LayerGate:
     """A layer-transfer counter for the pool: attention passes it after it has written K and V of
-    its own tokens of a layer, and before it reads any. One forward runs at a time."""
+    its own tokens of a layer, and before it reads any, as `torch_native` does. One forward runs at
+    a time."""
 
     def __init__(self, pool: Any) -> None:
         self.consumer_index = -1  # SGLang's counters have one; nothing here reads it

@@ -4,9 +4,11 @@ A helper's forward is no request of SGLang's. It runs between two steps, in the 
 on slots of its own, and gives all back before it returns: to the tree, if every layer is there.
 """
 
+import contextlib
 import copy
 import logging
 from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from sglang_cake.runahead.member import Helping, Member
 from sglang_cake.runahead.messages import Offer
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger("sglang_cake")
@@ -153,7 +155,15 @@ class SpanRunner:
             scheduler.spec_algorithm,
         )
         batch.prepare_for_extend()
-        batch.input_ids, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
+        with _forward_stream(scheduler):
+            self._forward(scheduler, helping, req, batch)
+        helping.hop.drain(DRAIN_TIMEOUT_S)
+
+    def _forward(
+        self, scheduler: "Scheduler", helping: Helping, req: "Req", batch: "ScheduleBatch"
+    ) -> None:
+        inputs, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
+        batch.input_ids = inputs.to(batch.device, non_blocking=True)
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
         keep = req.prefix_len  # all before is in the tree, shared: nothing may write there
         start = max(keep, helping.span.start)
@@ -164,7 +174,6 @@ class SpanRunner:
         hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
         with self._gate(hop):
             run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
-        hop.drain(DRAIN_TIMEOUT_S)
 
     def _count(self, helping: Helping) -> None:
         sent = helping.hop.outflow
@@ -179,6 +188,21 @@ class SpanRunner:
         else:
             tree.unlock(req.lock)
             req.lock = None
+
+
+@contextlib.contextmanager
+def _forward_stream(scheduler: "Scheduler") -> Iterator[None]:
+    """Launch where SGLang launches its own forwards: after all that the scheduler has launched, and
+    before all that it launches next."""
+    if not scheduler.enable_overlap:
+        yield
+        return
+    with scheduler.forward_stream_ctx:
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        try:
+            yield
+        finally:
+            scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
 def _is_busy(scheduler: "Scheduler") -> bool:

@@ -29,12 +29,17 @@ class ModelFacts:
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an indexer's cache beside K and V
     is_ngram: bool = False  # keeps a table of earlier tokens per request
+    is_mla: bool = False
 
     @classmethod
     def of(cls, model: "ModelConfig") -> "ModelFacts":
         """Facts as SGLang itself derives them from the model's configuration."""
         from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
-        from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
+        from sglang.srt.configs.model_config import (
+            AttentionArch,
+            is_deepseek_dsa,
+            is_minimax_sparse,
+        )
 
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
@@ -44,6 +49,7 @@ class ModelFacts:
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
+            is_mla=model.attention_arch == AttentionArch.MLA,
         )
 
 
@@ -103,6 +109,9 @@ _RULES: tuple[_Rule, ...] = (
     ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
 )
 
+# How a member of a group computes: which attention passes a gate before it reads KV of a layer.
+_GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
+
 _MODEL_RULES: tuple[tuple[str, str], ...] = (
     ("is_encoder_decoder", "encoder-decoder models (cross-attention KV)"),
     # SGLang keys image tokens by 64 bits of a hash of the features, which a caller may also set.
@@ -135,22 +144,38 @@ def unsupported(args: Any, model: ModelFacts | None, block_tokens: int) -> str |
     return _page_mismatch(args.page_size, block_tokens)
 
 
-def unsupported_group(args: Any, config: CakeConfig) -> str | None:
+def unsupported_group(args: Any, model: ModelFacts | None, config: CakeConfig) -> str | None:
     """Why this server cannot be a member of the group that the settings name, if they name one.
 
     Args:
         args: resolved.
+        model: None if there is none.
     """
     if config.runahead_peers is None:
         return None
-    if args.device != "cpu" or args.attention_backend != "torch_native":
-        return (
-            "KV-Runahead runs with --device cpu --attention-backend torch_native in this version: "
-            "remove --cake-runahead-peers"
-        )
+    reason = _unfit_device(args, model)
+    if reason is None and config.runahead_transport == "cuda-ipc" and args.device != "cuda":
+        reason = "needs --device cuda for --cake-runahead-transport cuda-ipc: set tcp or mooncake"
+    if reason is not None:
+        return f"KV-Runahead {reason}, or remove --cake-runahead-peers"
     for field in ("tp_size", "dp_size"):
         if getattr(args, field) > 1:
             return f"KV-Runahead needs one server a worker: set --{field.replace('_', '-')} 1"
+    return None
+
+
+def _unfit_device(args: Any, model: ModelFacts | None) -> str | None:
+    backend = _GROUP_BACKENDS.get(args.device)
+    if backend is None:
+        return "runs with --device cpu or cuda: set one of them"
+    if (args.prefill_attention_backend or args.attention_backend) != backend:
+        return f"needs --attention-backend {backend} with --device {args.device}: set it"
+    if args.device == "cpu":
+        return None
+    if args.cuda_graph_config.prefill.backend != "disabled":
+        return "stops a forward between layers, and a graph cannot be: disable prefill CUDA graphs"
+    if model is not None and model.is_mla:
+        return "supports MLA models on CPUs only: set --device cpu"
     return None
 
 
@@ -197,9 +222,10 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         reason = _unsupported_model(kinds)
     else:
         view = resolving_view(ctx.server_args)
-        reason = unsupported(view, ModelFacts.of(ctx.model_config), config.block_tokens)
+        facts = ModelFacts.of(ctx.model_config)
+        reason = unsupported(view, facts, config.block_tokens)
         reason = reason or _page_mismatch(params.page_size, config.block_tokens)
-        reason = reason or unsupported_group(view, config) or unsupported_codec(view, config)
+        reason = reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
     if reason is not None:
         raise ConfigError(reason)
 

@@ -11,7 +11,7 @@ that failed raises there, so that a forward ends within a layer.
 
 Threads: the forward's; the transport's readers, which write parts into slots that belong to the
 forward's request alone; one sender for each hop that sends. After `close` nobody reads or writes
-slots any more: they may be given to others.
+slots any more, a device neither: they may be given to others.
 
 What ends a hop names a culprit where there is one: the worker that is to be left out, whoever it is
 that noticed.
@@ -21,11 +21,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.transport import MAX_PART_BYTES
+from sglang_cake.runahead.rows import Rows, Slots
+from sglang_cake.runahead.transport import MAX_PART_BYTES, Payload
 from sglang_cake.spans import Span
 
 logger = logging.getLogger("sglang_cake")
@@ -66,32 +67,6 @@ class Source(NamedTuple):
     span: Span
 
 
-# Rows of the pool, one a token. Only `Rows` looks inside; here they are cut by tokens.
-Slots = Any
-
-
-class Rows(Protocol):
-    """The KV pool, a layer at a time."""
-
-    @property
-    def layers(self) -> int:
-        """How many layers there are."""
-        ...
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer, all planes."""
-        ...
-
-    def read(self, layer: int, slots: Slots, out: memoryview) -> None:
-        """Copy slots into `out`, plane after plane, each `[tokens, bytes]`. Any thread."""
-        ...
-
-    def write(self, layer: int, slots: Slots, payload: memoryview, skip: int) -> None:
-        """Copy `payload` without its first `skip` tokens into slots. Any thread."""
-        ...
-
-
 class Inflow:
     """What one worker gets from the one before it: all layers of all spans of `sources`.
 
@@ -116,13 +91,14 @@ class Inflow:
     def bind(self, slots: Slots, keep: int) -> None:
         """From now on parts are written: `slots` are those of tokens `[keep, span.stop)`.
 
-        What is before `keep` is in the pool already.
+        What is before `keep` is in the pool already. The forward's thread.
         """
+        self._rows.begin()
         with self._changed:
             self._slots, self._keep = slots, keep
             self._changed.notify_all()
 
-    def part(self, part: LayerPart, payload: memoryview) -> None:
+    def part(self, part: LayerPart, payload: Payload) -> None:
         """A part came; returns when it is in its slots. Raises: Broken."""
         span, before = Span(part.start, part.stop), self._sources[-1].rank
         inside = self._span.start <= span.start and span.stop <= self._span.stop
@@ -140,17 +116,25 @@ class Inflow:
             self._writing += 1
             slots, keep = self._slots, self._keep
         try:
-            first = max(span.start, keep)
+            first, copy = max(span.start, keep), None
             if first < span.stop:
                 own = slots[first - keep : span.stop - keep]
-                self._rows.write(part.layer, own, payload, first - span.start)
+                copy = self._rows.write(part.layer, own, payload, first - span.start)
             with self._changed:
                 self.bytes += len(payload)
                 self._missing[part.layer] -= span.tokens
+                self._changed.notify_all()  # the forward need not wait for the copy: it follows it
+            if copy is not None:
+                copy.wait()
         finally:
             with self._changed:
                 self._writing -= 1
                 self._changed.notify_all()
+
+    def has(self, layer: int) -> bool:
+        """Whether the whole layer is there."""
+        with self._changed:
+            return not self._missing[layer]
 
     def wait(self, layer: int, patience_s: float, look: Callable[[], None]) -> None:
         """Until the whole layer is there.
@@ -223,7 +207,7 @@ class Outflow:
         self,
         rows: Rows,
         job: str,
-        send: Callable[[LayerPart, memoryview], None],
+        send: Callable[[LayerPart, Payload], None],
         failed: Callable[[str], None],
     ) -> None:
         self._rows, self._job, self._send, self._failed = rows, job, send, failed
@@ -249,7 +233,7 @@ class Outflow:
             self._ready = max(self._ready, layer)
             self._changed.notify_all()
 
-    def forward(self, part: LayerPart, payload: memoryview) -> None:
+    def forward(self, part: LayerPart, payload: Payload) -> None:
         """Hand on what was received, from the thread that received it. Raises: PeerGone."""
         if not self._closed:
             self._send(part, payload)
@@ -274,7 +258,7 @@ class Outflow:
             pass
 
     def _run(self) -> None:
-        buffer = memoryview(bytearray(self._part_tokens * self._rows.token_bytes))
+        buffer = self._rows.buffer(self._part_tokens * self._rows.token_bytes)
         try:
             for layer in range(self._rows.layers):
                 with self._changed:
@@ -349,7 +333,7 @@ class Hop:
         if self.watch is not None:
             self.watch()
 
-    def on_part(self, part: LayerPart, payload: memoryview) -> None:
+    def on_part(self, part: LayerPart, payload: Payload) -> None:
         """A part of this job came. A transport's thread."""
         if self._broken is not None or self.inflow is None:
             return
@@ -371,8 +355,20 @@ class Hop:
         Raises: RunaheadError if it must not.
         """
         self.check()
+        self.wrote(layer)
+        self.wait(layer)
+
+    def wrote(self, layer: int) -> None:
+        """K and V of the own tokens of `layer` may be sent."""
         if self.outflow is not None:
             self.outflow.ready(layer)
+
+    def has(self, layer: int) -> bool:
+        """Whether all that is before the own tokens of `layer` is there."""
+        return self.inflow is None or self.inflow.has(layer)
+
+    def wait(self, layer: int) -> None:
+        """Until it is. Raises: RunaheadError if there is nothing to go on for."""
         if self.inflow is not None:
             try:
                 self.inflow.wait(layer, self.patience_s, self.check)

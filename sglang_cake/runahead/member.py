@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_cake.errors import RunaheadError
-from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Rows, Source
+from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Source
 from sglang_cake.runahead.messages import (
     Accept,
     Cancel,
@@ -35,6 +35,7 @@ from sglang_cake.runahead.messages import (
     new_job,
 )
 from sglang_cake.runahead.partition import Partition
+from sglang_cake.runahead.rows import Rows
 from sglang_cake.runahead.transport import PeerGone, Transport
 from sglang_cake.spans import Span
 

@@ -10,7 +10,7 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
@@ -18,6 +18,9 @@ from sglang_cake.runahead.messages import MAX_MEMBERS
 from sglang_cake.runahead.mooncake import check_installed
 from sglang_cake.secret_file import read_secret_file
 
+TCP: Final = "tcp"
+MOONCAKE: Final = "mooncake"
+CUDA_IPC: Final = "cuda-ipc"
 MIN_SECRET_BYTES = 16
 _MAX_FILE_BYTES = 65_536
 _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE), and copy it to every member"
@@ -30,7 +33,7 @@ class GroupSetting:
     rank: int
     peers: tuple[tuple[str, int], ...]
     secret: bytes = field(repr=False)
-    transport: Literal["tcp", "mooncake"] = "tcp"
+    transport: str = TCP
 
 
 def group_setting(config: CakeConfig) -> GroupSetting | None:
@@ -40,7 +43,7 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
     """
     rank, peers, secret = config.runahead_rank, config.runahead_peers, config.runahead_secret
     if peers is None:
-        if (rank, secret, config.runahead_transport) != (None, None, "tcp"):
+        if (rank, secret, config.runahead_transport) != (None, None, TCP):
             raise ConfigError(
                 "KV-Runahead needs --cake-runahead-peers HOST:PORT,... of all members, this one "
                 "among them"
@@ -54,12 +57,17 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
             f"--cake-runahead-rank {rank}: there are {len(known)} peers, so ranks 0 to "
             f"{len(known) - 1}"
         )
-    if config.runahead_transport == "mooncake":
+    if config.runahead_transport == MOONCAKE:
         check_installed()
+    elif config.runahead_transport == CUDA_IPC and not _are_here(known):
+        raise ConfigError(
+            "--cake-runahead-transport cuda-ipc is for members on one machine, and "
+            "--cake-runahead-peers names others: set tcp or mooncake"
+        )
     if secret is not None:
         return GroupSetting(rank, known, _secret(Path(secret)), config.runahead_transport)
     path = default_secret_path()
-    if all(_is_here(host) for host in {host for host, _ in known}):
+    if _are_here(known):
         _make_secret(path)
     return GroupSetting(rank, known, _secret(path), config.runahead_transport)
 
@@ -90,6 +98,10 @@ def _own_rank(peers: tuple[tuple[str, int], ...]) -> int:
         f"of the members that --cake-runahead-peers names, {found} can be on this machine: say "
         f"which one this is by --cake-runahead-rank, 0 to {len(peers) - 1}"
     )
+
+
+def _are_here(peers: tuple[tuple[str, int], ...]) -> bool:
+    return all(_is_here(host) for host in {host for host, _ in peers})
 
 
 def _is_here(host: str) -> bool:

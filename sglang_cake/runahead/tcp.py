@@ -64,6 +64,7 @@ class TcpTransport:
         namespace: of all members' KV; others are not talked to.
         listener: a bound socket to listen on, instead of the own address.
         greeting: made for each member that comes, and sent to it.
+        new_buffer: `(size in bytes)` makes the memory that parts are received into.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class TcpTransport:
         namespace: Digest,
         listener: socket.socket | None = None,
         greeting: Callable[[int], Message] | None = None,
+        new_buffer: Callable[[int], bytearray | memoryview] = bytearray,
     ) -> None:
         self._rank, self._peers = rank, list(peers)
         self._secret, self._namespace, self._greeting = secret, namespace, greeting
+        self._new_buffer = new_buffer
         # Bound here, so that an address that is taken fails the start of the server.
         self._listener = listener or socket.create_server(peers[rank], reuse_port=False)
         self._outgoing = {r: _Outgoing(self, r, peers[r]) for r in range(len(peers)) if r != rank}
@@ -214,9 +217,7 @@ class TcpTransport:
         with self._lock:
             older = self._incoming.get(rank)
             self._incoming[rank] = connection
-        if (
-            older is not None
-        ):  # it dialed anew: what is left of the old connection is not waited for
+        if older is not None:  # it dialed anew: what is left of the old one is not waited for
             _end(older)
         self.update_presence(rank, "")
         reason = "closed"
@@ -263,7 +264,7 @@ class TcpTransport:
         connection.settimeout(SILENCE_S)
         # So that a payload starts on a word, as copies into the pool want it.
         pad = -PART_HEAD_BYTES % 16
-        parts = memoryview(bytearray(pad + PART_HEAD_BYTES + MAX_PART_BYTES))[pad:]
+        parts = memoryview(self._new_buffer(pad + PART_HEAD_BYTES + MAX_PART_BYTES))[pad:]
         while not self.closed.is_set():
             frame = wire.Frame.parse(wire.received(connection, wire.HEAD.size))
             if frame.kind == wire.PART:

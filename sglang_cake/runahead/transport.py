@@ -10,12 +10,15 @@
 Handlers are called from the transport's threads, one at a time for each peer.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20
+
+# The bytes of a part: a memoryview, or, with a transport between GPUs, a tensor of uint8 on ours.
+Payload = Any
 
 
 class PeerGone(RunaheadError):
@@ -31,7 +34,7 @@ class Handler(Protocol):
         """A message came. Must not wait."""
         ...
 
-    def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+    def on_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
         """A part came. `payload` is the transport's, and only until this returns.
 
         Waiting here holds the sender up, and whatever else it has for this member.
@@ -62,7 +65,7 @@ class Transport(Protocol):
         """Queue a message. Raises: PeerGone."""
         ...
 
-    def send_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+    def send_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
         """Send at most MAX_PART_BYTES; when this returns, `payload` may be reused.
 
         Raises: PeerGone.

@@ -37,6 +37,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             if case.get("resolve"):
                 args.resolve_once()
         result |= {"backend": args.radix_cache_backend, "env": cake_environment()}
+        result["graphs"] = args.cuda_graph_backend_prefill
     except SystemExit as error:
         result["exit"] = error.code
     except ConfigError as error:

@@ -289,6 +289,24 @@ def test_a_lossy_codec_of_an_8_bit_cache_is_refused_when_settings_are_resolved(
     assert "exit" not in exact
 
 
+def test_a_member_of_a_group_computes_without_graphs_of_prefill(
+    probe: Probe, tmp_path: Path, llama: str
+) -> None:
+    argv = ["--model-path", llama, *CPU, "--enable-cake"]
+    peers = {"SGLANG_CAKE_RUNAHEAD_PEERS": "127.0.0.1:7000,127.0.0.1:7001"}
+    peers |= {"SGLANG_CAKE_RUNAHEAD_RANK": "0", "XDG_CONFIG_HOME": str(tmp_path)}
+    by_hand = {"model_path": llama, **CPU_KEYWORDS, "radix_cache_backend": "cake"}
+    member, asked, no_member, raw = probe(
+        {"argv": argv, "env": peers, "resolve": True},
+        {"argv": [*argv, "--cuda-graph-backend-prefill", "full"], "env": peers},
+        {"argv": argv, "resolve": True},
+        {"raw": by_hand, "env": peers, "resolve": True},
+    )
+    assert [each["graphs"] for each in (member, raw)] == ["disabled"] * 2
+    assert asked["graphs"] == "full"  # which is refused where it matters
+    assert no_member["graphs"] is None
+
+
 def test_without_cake_nothing_changes(tmp_path: Path, llama: str) -> None:
     script = f"""
 import json, os

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_cake.adapter import runahead as module
+from sglang_cake.adapter.pools import Copy
 from sglang_cake.adapter.runahead import Runahead
 from sglang_cake.adapter.runahead_rows import LayerGate
 from sglang_cake.counters import Counters
@@ -31,8 +32,11 @@ class Rows:
     def read(self, *args: object) -> None:
         raise AssertionError("the owner sends nothing")
 
-    def write(self, *args: object) -> None:
+    def begin(self) -> None:
         pass
+
+    def write(self, *args: object) -> Copy:
+        return Copy()
 
 
 class Helper:

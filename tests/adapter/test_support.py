@@ -145,23 +145,55 @@ def test_scheduler_refuses_in_one_line(changes: dict[str, Any]) -> None:
         check_context(_context(**changes), CakeConfig())
 
 
+def _graphs(backend: str) -> dict[str, Any]:
+    prefill = SimpleNamespace(backend=backend)
+    return {"cuda_graph_config": SimpleNamespace(prefill=prefill)}
+
+
+# A server on a CPU that can be a member, and what is different on a GPU.
+MEMBER = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "tp_size": 1,
+    "dp_size": 1,
+} | _graphs("disabled")
+GPU = {"device": "cuda", "attention_backend": "flashinfer"}
+
+
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
-        ({"device": "cuda"}, "--device cpu"),
+        ({"device": "xpu"}, "--device cpu or cuda"),
         ({"attention_backend": "intel_amx"}, "--attention-backend torch_native"),
+        ({"prefill_attention_backend": "intel_amx"}, "--attention-backend torch_native"),
         ({"tp_size": 2}, "set --tp-size 1"),
         ({"dp_size": 2}, "set --dp-size 1"),
+        (GPU | {"attention_backend": "fa3"}, "--attention-backend flashinfer"),
+        (GPU | {"attention_backend": "torch_native"}, "--attention-backend flashinfer"),
+        (GPU | _graphs("breakable"), "prefill CUDA graphs"),
+        (GPU | _graphs("full"), "prefill CUDA graphs"),
+        (GPU | {"tp_size": 2}, "set --tp-size 1"),
     ],
 )
 def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], advice: str) -> None:
-    fields = {"device": "cpu", "attention_backend": "torch_native", "tp_size": 1, "dp_size": 1}
     member = CakeConfig(runahead_peers="a:1,b:1")
-    assert unsupported_group(SimpleNamespace(**fields), member) is None
-    reason = unsupported_group(SimpleNamespace(**fields | changes), member)
+    args = SimpleNamespace(**MEMBER | changes)
+    reason = unsupported_group(args, PLAIN, member)
     assert reason is not None
     assert advice in reason
-    assert unsupported_group(SimpleNamespace(**fields | changes), CakeConfig()) is None
+    assert "\n" not in reason
+    assert unsupported_group(args, PLAIN, CakeConfig()) is None
+
+
+@pytest.mark.parametrize("device", [{}, GPU])
+def test_a_member_computes_on_a_cpu_or_a_gpu(device: dict[str, Any]) -> None:
+    member = CakeConfig(runahead_peers="a:1,b:1")
+    args = SimpleNamespace(**MEMBER | device)
+    assert unsupported_group(args, None, member) is None
+    assert unsupported_group(args, PLAIN, member) is None
+    reason = unsupported_group(args, replace(PLAIN, is_mla=True), member)
+    assert (reason is not None) == bool(device)
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -184,3 +216,5 @@ def test_the_rules_name_fields_that_sglang_has() -> None:
     args = ServerArgs(model_path="none")
     assert unsupported(args, None, 128) is None
     assert unsupported_codec(args, CakeConfig(codec="int4")) is None
+    for field in MEMBER:
+        getattr(args, field)

@@ -9,8 +9,16 @@ import numpy as np
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member, Owned
+from sglang_cake.runahead.transport import Payload
 
 PLANES, TOKEN = 2, 12  # bytes of a token in each plane
+
+
+class Done:
+    """A copy that was complete at once."""
+
+    def wait(self) -> None:
+        pass
 
 
 class FakeRows:
@@ -27,13 +35,20 @@ class FakeRows:
         taken, self._free = self._free[:tokens], self._free[tokens:]
         return [int(slot) for slot in taken]
 
+    def buffer(self, size_bytes: int) -> memoryview:
+        return memoryview(bytearray(size_bytes))
+
+    def begin(self) -> None:
+        pass
+
     def read(self, layer: int, slots: Sequence[int], out: memoryview) -> None:
         out[:] = self.pool[layer][:, list(slots)].tobytes()
 
-    def write(self, layer: int, slots: Sequence[int], payload: memoryview, skip: int) -> None:
-        planes = np.frombuffer(payload, np.uint8).reshape(PLANES, -1, TOKEN)
+    def write(self, layer: int, slots: Sequence[int], payload: Payload, skip: int) -> Done:
+        planes = np.asarray(payload).reshape(PLANES, -1, TOKEN)
         self.pool[layer][:, list(slots)] = planes[:, skip:]
         self.writes += 1
+        return Done()
 
     def put(self, layer: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
         self.pool[layer][:, list(slots)] = truth(layer, tokens)

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_cake.keys import Digest
 from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.messages import LayerPart, Message
-from sglang_cake.runahead.mooncake import Engine, MooncakeTransport, apart
+from sglang_cake.runahead.mooncake import MooncakeEngine
+from sglang_cake.runahead.ring import Engine, RingTransport, apart
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
 
@@ -43,7 +45,7 @@ class Ear:
 
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
         self.open.wait(20)
-        self.heard.append((rank, part, bytes(payload)))
+        self.heard.append((rank, part, np.asarray(payload).tobytes()))
 
     def on_gone(self, rank: int, reason: str) -> None:
         self.gone.append(rank)
@@ -67,13 +69,17 @@ def loopback_group(size: int) -> list[Transport]:
 
 
 @cache
-def engine(rank: int) -> Engine:
+def engine(rank: int) -> MooncakeEngine:
     """As of a process of its own; ending one takes a second, so they last."""
-    return Engine("127.0.0.1")
+    return MooncakeEngine("127.0.0.1")
 
 
 def mooncake_group(size: int) -> list[Transport]:
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    return ring_group(size, engine)
+
+
+def ring_group(size: int, engine_of: Callable[[int], Engine]) -> list[Transport]:
     listeners, peers = addresses(size)
 
     def one(rank: int) -> Transport:
@@ -82,15 +88,27 @@ def mooncake_group(size: int) -> list[Transport]:
                 rank,
                 peers,
                 secret=SECRET,
-                namespace=apart(NAMESPACE),
+                namespace=apart(NAMESPACE, "ring"),
                 listener=listeners[rank],
                 greeting=greeting,
             )
 
         others = frozenset(range(size)) - {rank}
-        return MooncakeTransport(connect, others, engine(rank))
+        return RingTransport(connect, others, engine_of(rank))
 
     return [one(rank) for rank in range(size)]
 
 
-GROUPS = {"tcp": tcp_group, "loopback": loopback_group, "mooncake": mooncake_group}
+def ipc_group(size: int) -> list[Transport]:
+    pytest.importorskip("torch")
+    from host_ipc import HostIpc
+
+    return ring_group(size, lambda rank: HostIpc(size - 1))
+
+
+GROUPS = {
+    "tcp": tcp_group,
+    "loopback": loopback_group,
+    "mooncake": mooncake_group,
+    "ipc": ipc_group,
+}

@@ -341,14 +341,21 @@ def test_an_inflow_takes_parts_in_any_order_once_and_nothing_else(data: st.DataO
         inflow.part(LayerPart("", 0, 10, 11), memoryview(bytes(5)))
 
 
-def test_close_waits_for_the_write_under_way() -> None:
-    from fake_pool import FakeRows
+@pytest.mark.parametrize("at_once", [True, False])
+def test_close_waits_for_the_write_under_way(at_once: bool) -> None:
+    from fake_pool import Done, FakeRows
 
-    class Slow(FakeRows):
-        def write(self, *args: object) -> None:
+    class Later:
+        def wait(self) -> None:
             started.set()
             release.wait(10)
-            super().write(*args)  # type: ignore[arg-type]
+
+    class Slow(FakeRows):
+        def write(self, *args: object) -> Done | Later:  # type: ignore[override]
+            if at_once:
+                Later().wait()
+            done = super().write(*args)  # type: ignore[arg-type]
+            return done if at_once else Later()
 
     started, release, closed = threading.Event(), threading.Event(), threading.Event()
     rows = Slow(1)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from members import JOB, NAMESPACE, SECRET, Ear, addresses, engine, mooncake_group, until
 
-from sglang_cake.runahead import mooncake as module
+from sglang_cake.runahead import ring as module
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, Ring
-from sglang_cake.runahead.mooncake import SLOTS, Engine, MooncakeTransport, apart
+from sglang_cake.runahead.mooncake import MooncakeEngine
+from sglang_cake.runahead.ring import SLOTS, RingTransport, apart
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
@@ -65,14 +66,14 @@ def test_kv_that_changed_on_the_way_is_not_delivered(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members, ears = pair
-    write = Engine.write
+    write = MooncakeEngine.write
 
-    def spoil(self: Engine, *args: Any) -> bool:
+    def spoil(self: MooncakeEngine, *args: Any) -> bool:
         ok = write(self, *args)
         members[1]._links[0].landing[7] ^= 4
         return ok
 
-    monkeypatch.setattr(Engine, "write", spoil)
+    monkeypatch.setattr(MooncakeEngine, "write", spoil)
     members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: ears[1].gone, "the receiver ends it")
     assert ears[1].heard == []
@@ -84,14 +85,14 @@ def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
     members, ears = pair
     monkeypatch.setattr(module, "SEND_TIMEOUT_S", 0.05)
     let_go, slots = threading.Event(), []
-    write = Engine.write
+    write = MooncakeEngine.write
 
-    def slow(self: Engine, session: str, source: int, target: int, size: int) -> bool:
+    def slow(self: MooncakeEngine, session: str, source: int, target: int, size: int) -> bool:
         slots.append(target)
         let_go.wait(20)
         return write(self, session, source, target, size)
 
-    monkeypatch.setattr(Engine, "write", slow)
+    monkeypatch.setattr(MooncakeEngine, "write", slow)
     for _ in range(SLOTS + 2):
         with pytest.raises(PeerGone):
             members[0].send_part(1, PART, memoryview(DATA))
@@ -121,10 +122,10 @@ def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(pair: Pair
 
     def connect(greeting: Any) -> TcpTransport:
         return TcpTransport(
-            1, tcp._peers, secret=SECRET, namespace=apart(NAMESPACE), greeting=greeting
+            1, tcp._peers, secret=SECRET, namespace=apart(NAMESPACE, "ring"), greeting=greeting
         )
 
-    again, ear = MooncakeTransport(connect, frozenset({0}), engine(1)), Ear()
+    again, ear = RingTransport(connect, frozenset({0}), engine(1)), Ear()
     again.start(ear)
     try:
         until(lambda: members[0].reachable() == {1}, "it is back")
@@ -144,12 +145,12 @@ def test_members_with_another_transport_are_refused(caplog: pytest.LogCaptureFix
             1,
             peers,
             secret=SECRET,
-            namespace=apart(NAMESPACE),
+            namespace=apart(NAMESPACE, "ring"),
             listener=listeners[1],
             greeting=greeting,
         )
 
-    other = MooncakeTransport(connect, frozenset({0}), engine(1))
+    other = RingTransport(connect, frozenset({0}), engine(1))
     for each in (plain, other):
         each.start(Ear())
     try:

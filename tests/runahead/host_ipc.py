@@ -1,0 +1,37 @@
+"""The engine of transports between GPUs, on memory of the host: files that processes share."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sglang_cake.adapter.runahead_ipc import IpcEngine
+from sglang_cake.runahead.transport import Payload
+
+
+class HostIpc(IpcEngine):
+    """What is CUDA's alone is left out: handles, streams, and that payloads are on a device."""
+
+    def __init__(self, peers: int) -> None:
+        super().__init__(torch.device("cpu"), peers, stream=None)  # type: ignore[arg-type]
+
+    def fill(self, slot: torch.Tensor, payload: Payload) -> None:
+        super().fill(slot, torch.from_numpy(np.array(payload)))
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source)
+
+    def _export(self, memory: torch.Tensor) -> str:
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "memory"
+        path.write_bytes(bytes(memory.numel()))
+        self._memory = self._open(str(path))
+        return str(path)
+
+    def _open(self, session: str) -> torch.Tensor:
+        try:
+            size = Path(session).stat().st_size
+        except OSError as error:
+            raise RuntimeError("as CUDA says it") from error
+        return torch.from_file(session, shared=True, size=size, dtype=torch.uint8)

@@ -1,0 +1,105 @@
+"""Parts from process to process by memory that the receiver lends: as between GPUs, without any."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from host_ipc import HostIpc
+from members import JOB, NAMESPACE, SECRET, Ear, addresses, until
+
+from sglang_cake.adapter.runahead_ipc import read, spelled
+from sglang_cake.runahead.messages import LayerPart
+from sglang_cake.runahead.ring import RingTransport
+from sglang_cake.runahead.tcp import TcpTransport
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
+
+HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
+
+
+def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> Transport:
+    def connect(greeting: Any) -> TcpTransport:
+        return TcpTransport(
+            rank, peers, secret=SECRET, namespace=NAMESPACE, greeting=greeting, **settings
+        )
+
+    return RingTransport(connect, frozenset({1 - rank}), HostIpc(1))
+
+
+def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
+    """Takes parts until it is told, and one a time."""
+    ear = Ear()
+    here = member(1, peers)
+    here.start(ear)
+    while True:
+        wanted = pipe.recv()
+        until(lambda wanted=wanted: len(ear.heard) >= wanted, "parts")
+        pipe.send([payload[:4] for _, _, payload in ear.heard])
+        ear.open.clear()  # from now on nothing is taken
+
+
+def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
+    listeners, peers = addresses(2)
+    listeners[1].close()
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    child = multiprocessing.get_context("spawn").Process(
+        target=other_process, args=(peers, theirs), daemon=True
+    )
+    child.start()
+    ear = Ear()
+    here = member(0, peers, listener=listeners[0])
+    here.start(ear)
+    try:
+        until(lambda: here.reachable() == {1}, "the other process is there", 60.0)
+        payload = bytearray(MAX_PART_BYTES)
+        for layer in range(5):
+            payload[:4] = bytes([layer]) * 4
+            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
+        ours.send(5)
+        assert ours.poll(20)
+        assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGSTOP)
+        for layer in range(2):  # as many as there are slots
+            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(PeerGone):
+            here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(payload))
+        until(lambda: ear.gone == [1], "it is told as gone")
+    finally:
+        child.kill()
+        here.close()
+
+
+def test_memory_that_cannot_be_opened_is_a_peer_that_takes_nothing() -> None:
+    engine = HostIpc(1)
+    address, ring = engine.lend()
+    assert not engine.write("/no/such/memory", address, 0, 4)
+    assert not engine.write(engine.session, address, 2 * len(ring) - 2, 4)  # beyond its end
+    assert engine.write(engine.session, address, 0, 4)
+
+
+def test_memory_of_peers_that_started_anew_is_let_go() -> None:
+    ours, theirs = HostIpc(2), [HostIpc(2) for _ in range(4)]
+    for other in theirs:
+        assert ours.write(other.session, 0, 0, 4)
+    assert list(ours._theirs) == [other.session for other in theirs[-2:]]
+
+
+def test_a_handle_is_read_as_it_was_spelled() -> None:
+    assert tuple(read(spelled(HANDLE))) == HANDLE
+    assert len(spelled(HANDLE)) < 512  # what a message may hold
+
+
+NONE = ["", "7", "[]", "[1", "[1,2,3,4,5,6,7,8]", "[1,[],3,4,5,6,7,8]"]
+
+
+@pytest.mark.parametrize("text", [*NONE, spelled(HANDLE).replace("true", '"yes"')])
+def test_a_handle_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no handle"):
+        read(text)
