@@ -155,7 +155,7 @@ class SpanRunner:
             scheduler.spec_algorithm,
         )
         batch.prepare_for_extend()
-        with _forward_stream(scheduler):
+        with forward_stream(scheduler):
             self._forward(scheduler, helping, req, batch)
         helping.hop.drain(DRAIN_TIMEOUT_S)
 
@@ -191,7 +191,7 @@ class SpanRunner:
 
 
 @contextlib.contextmanager
-def _forward_stream(scheduler: "Scheduler") -> Iterator[None]:
+def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
     """Launch where SGLang launches its own forwards: after all that the scheduler has launched, and
     before all that it launches next."""
     if not scheduler.enable_overlap:

@@ -1,13 +1,15 @@
 """What a helper refuses before it touches anything of its own."""
 
+import contextlib
 from array import array
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_cake.adapter.runahead_span import SpanRunner
+from sglang_cake.adapter.runahead_span import SpanRunner, forward_stream
 from sglang_cake.counters import Counters
 from sglang_cake.runahead.messages import Offer, new_job
 
@@ -71,3 +73,38 @@ def test_an_offer_that_cannot_be_served_is_refused(scheduler: Any, offer: Offer,
     runner.serve(scheduler, OWNER, offer)
     (reason,) = member.reasons
     assert says in reason
+
+
+class _Stream:
+    """Says what waits for what."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said = name, said
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self._said.append(f"{self.name} after {other.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_span_is_computed_where_sglang_computes(overlap: bool, fails: bool) -> None:
+    """The scheduler launches on another stream than the forward's, if it overlaps them."""
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def current() -> Iterator[None]:
+        said.append("to the forward's")
+        yield
+
+    scheduler: Any = SimpleNamespace(
+        enable_overlap=overlap,
+        forward_stream_ctx=current(),
+        forward_stream=_Stream("forward", said),
+        schedule_stream=_Stream("schedule", said),
+    )
+    with contextlib.suppress(MemoryError), forward_stream(scheduler):
+        said.append("compute")
+        if fails:
+            raise MemoryError
+    around = ["to the forward's", "forward after schedule", "compute", "schedule after forward"]
+    assert said == (around if overlap else ["compute"])

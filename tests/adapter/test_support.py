@@ -194,6 +194,9 @@ def test_a_member_computes_on_a_cpu_or_a_gpu(device: dict[str, Any]) -> None:
     assert unsupported_group(args, PLAIN, member) is None
     reason = unsupported_group(args, replace(PLAIN, is_mla=True), member)
     assert (reason is not None) == bool(device)
+    between = replace(member, runahead_transport="cuda-ipc")
+    reason = unsupported_group(args, PLAIN, between)
+    assert (reason is not None) == (not device)
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])

@@ -56,6 +56,24 @@ def test_a_transport_that_is_not_installed_is_one_line(
         group_setting(config)
 
 
+def test_copies_from_gpu_to_gpu_are_for_members_on_one_machine(secret: Path) -> None:
+    def transport(peers: str) -> str:
+        found = group_setting(
+            CakeConfig(
+                runahead_rank=0,
+                runahead_peers=peers,
+                runahead_secret=str(secret),
+                runahead_transport="cuda-ipc",
+            )
+        )
+        assert found is not None
+        return found.transport
+
+    assert transport("127.0.0.1:7000,localhost:7001") == "cuda-ipc"
+    with pytest.raises(ConfigError, match=r"set tcp or mooncake$"):
+        transport("127.0.0.1:7000,240.0.0.1:7000")
+
+
 def test_the_only_member_that_can_be_on_this_machine_is_this_one(secret: Path) -> None:
     found = setting("240.0.0.1:7000,127.0.0.1:7000,..:7000", secret, rank=None)
     assert found is not None
