@@ -1,5 +1,6 @@
 """The engine of transports between GPUs, on memory of the host: files that processes share."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ class HostIpc(IpcEngine):
         super().__init__(torch.device("cpu"), peers, stream=None)  # type: ignore[arg-type]
 
     def fill(self, slot: torch.Tensor, payload: Payload) -> None:
-        super().fill(slot, torch.from_numpy(np.array(payload)))
+        super().fill(slot, torch.from_numpy(np.asarray(payload).copy()))
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
@@ -25,7 +26,8 @@ class HostIpc(IpcEngine):
     def _export(self, memory: torch.Tensor) -> str:
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "memory"
-        path.write_bytes(bytes(memory.numel()))
+        path.touch()
+        os.truncate(path, memory.numel())
         self._memory = self._open(str(path))
         return str(path)
 
