@@ -11,7 +11,7 @@ setup-tests:
 	@.ci/setup-tests
 
 test: setup setup-tests
-	.venv/bin/python -m pytest -v $(ARGS)
+	.venv/bin/python -m pytest -v -n 2 $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

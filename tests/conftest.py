@@ -20,6 +20,42 @@ settings.register_profile("hours", max_examples=100_000, print_blob=True)
 NO_SKIPS = "CAKE_NO_SKIPS"
 MISSING = re.compile(r"not installed|cannot be loaded|could not import")
 
+# `make test` has two workers of pytest-xdist. A file's tests run in one of them, in order, so that
+# they share what they start; and these files share servers.
+SERVERS = "tests/e2e/"
+SHARING = {
+    f"{SERVERS}test_{name}.py"
+    for name in (
+        *("exactness", "life_and_death", "endpoints", "sglang_kits"),
+        *("not_enabled", "store_swap"),
+    )
+}
+
+
+def _unit(nodeid: str) -> str:
+    """The tests that run in one worker."""
+    file = nodeid.partition("::")[0]
+    return SERVERS if file in SHARING else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit(nodeid)
+
+    config.option.loadscopereorder = False  # by the number of tests; here the order is kept
+    return ByUnit(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """The longest first, so that no worker is left alone with it at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: (_unit(item.nodeid) != SERVERS, SERVERS not in item.nodeid))
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():

@@ -31,6 +31,7 @@ TESTS = {
 }
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize(
     ("value", "status", "said"),
     [
@@ -38,11 +39,11 @@ TESTS = {
         ("", 0, "5 skipped, 1 xfailed"),
     ],
 )
-def test_what_is_missing_fails_where_nothing_may_be_skipped(tmp_path, value, status, said):
+def test_what_is_missing_fails_where_nothing_may_be_skipped(tmp_path, value, status, said, workers):
     shutil.copy(HERE / "conftest.py", tmp_path)
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text.replace("\n        ", "\n"))
-    options = ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+    options = ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-n", workers)
     done = subprocess.run(
         [*(sys.executable, "-m", "pytest", *options), str(tmp_path)],
         env=os.environ | {"CAKE_NO_SKIPS": value},

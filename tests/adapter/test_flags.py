@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from warm import run_forked
 
 pytest.importorskip("sglang")
 
@@ -19,6 +19,8 @@ PROBE = Path(__file__).with_name("probe_flags.py")
 ANSWER = "answer "
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+FORKED = "forked"  # in place of the interpreter: importing SGLang takes seconds
+FORKED_LAUNCH, FORKED_SERVE = (FORKED, *LAUNCH[1:]), (FORKED, *SERVE)
 CPU = ["--device", "cpu", "--attention-backend", "torch_native"]
 CPU += ["--cuda-graph-backend-decode", "disabled"]
 CPU_KEYWORDS = {
@@ -91,41 +93,45 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
 
 
 REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
-    (LAUNCH, ["--enable-cake", "--cake-mode", "laod"], "--cake-mode: 'laod' is not possible"),
-    (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
-    (SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
     (LAUNCH, ["--enable-cake", "--page-size", "48"], "no multiple of the page size 48"),
+    (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
+    (
+        FORKED_LAUNCH,
+        ["--enable-cake", "--cake-mode", "laod"],
+        "--cake-mode: 'laod' is not possible",
+    ),
+    (FORKED_SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
 ]
 
 
-def test_launchers_exit_with_2_and_one_line(tmp_path: Path, llama: str) -> None:
+@pytest.mark.parametrize(("command", "flags", "line"), REFUSED)
+def test_launchers_exit_with_2_and_one_line(
+    tmp_path: Path, llama: str, command: tuple[str, ...], flags: list[str], line: str
+) -> None:
+    _check_refused(_launch(tmp_path, command, ["--model-path", llama, *CPU, *flags]), line)
+
+
+def test_a_model_that_is_not_supported_is_refused_before_it_loads(tmp_path: Path) -> None:
+    """There are no weights."""
     window = {**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-    cases = [(command, ["--model-path", llama, *flags], line) for command, flags, line in REFUSED]
-    # Before it loads: there are no weights.
-    model = ["--model-path", _model(tmp_path / "window", window), "--enable-cake"]
-    cases.append((LAUNCH, model, "cake does not support models with a KV pool"))
-    for done, line in _all_launched(tmp_path, cases):
-        ours = [each for each in done.stderr.splitlines() if each.startswith("sglang-cake: error:")]
-        assert done.returncode == 2, done.stderr[-3000:]
-        assert len(ours) == 1
-        assert line in ours[0]
-        assert "usage:" not in done.stderr
-        assert "Traceback" not in done.stderr
-        assert "Load weight" not in done.stderr
+    flags = ["--model-path", _model(tmp_path / "window", window), "--enable-cake", *CPU]
+    done = _launch(tmp_path, FORKED_LAUNCH, flags)
+    _check_refused(done, "cake does not support models with a KV pool")
 
 
-def _all_launched(
-    tmp_path: Path, cases: Sequence[tuple[tuple[str, ...], list[str], str]]
-) -> Iterator[tuple[subprocess.CompletedProcess[str], str]]:
-    """Side by side: importing SGLang takes each of them seconds."""
-    with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(_launch, tmp_path, c, [*CPU, *flags]) for c, flags, _ in cases]
-        for future, (_, _, line) in zip(done, cases, strict=True):
-            yield future.result(), line
+def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
+    said = done.stdout
+    ours = [each for each in said.splitlines() if each.startswith("sglang-cake: error:")]
+    assert done.returncode == 2, said[-3000:]
+    assert len(ours) == 1
+    assert line in ours[0]
+    assert "usage:" not in said
+    assert "Traceback" not in said
+    assert "Load weight" not in said
 
 
 def test_help_shows_the_group(tmp_path: Path) -> None:
-    done = _launch(tmp_path, LAUNCH, ["--help"])
+    done = _launch(tmp_path, FORKED_LAUNCH, ["--help"])
     text = " ".join(done.stdout.split())
     assert done.returncode == 0
     assert "sglang_cake:" in text
@@ -137,11 +143,16 @@ def test_help_shows_the_group(tmp_path: Path) -> None:
 def _launch(
     tmp_path: Path, command: tuple[str, ...], flags: list[str]
 ) -> subprocess.CompletedProcess[str]:
+    """Both streams are in `stdout`."""
+    env = _environment(tmp_path / "home")
+    if command[0] == FORKED:
+        return run_forked([*command, *flags], env, tmp_path, timeout_s=180)
     return subprocess.run(
         [*command, *flags],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        env=_environment(tmp_path / "home"),
+        env=env,
         timeout=180,
         check=False,
     )
@@ -308,7 +319,8 @@ def test_a_member_of_a_group_computes_without_graphs_of_prefill(
 
 
 def test_without_cake_nothing_changes(tmp_path: Path, llama: str) -> None:
-    script = f"""
+    script = tmp_path / "program.py"
+    script.write_text(f"""
 import json, os
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -327,16 +339,9 @@ print(json.dumps({{
     "registered": registered_radix_cache_backends(),
     "env": [n for n in os.environ if n.startswith("SGLANG_CAKE_")],
 }}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=_environment(tmp_path / "home"),
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+""")
+    done = _launch(tmp_path, (FORKED, str(script)), [])
+    assert done.returncode == 0, done.stdout[-4000:]
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["backend"] is None
     assert got["env"] == []

@@ -124,6 +124,7 @@ def start(folder: Path) -> Start:
         env: dict[str, str] | None = None,
         strict: bool = True,
         warm: bool = True,  # forked from a process that has the imports behind it
+        stop: signal.Signals = signal.SIGINT,
     ) -> Iterator[Live]:
         nonlocal count
         count += 1
@@ -144,7 +145,7 @@ def start(folder: Path) -> Start:
             env={**(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
             run=Forked if warm else spawned,
-            stop_signal=signal.SIGINT if warm else signal.SIGTERM,
+            stop_signal=stop,
         )
         view = None if store is None else StoreView(store)
         live = Live(server, view, trace)
@@ -174,9 +175,12 @@ def plain(
 
 @pytest.fixture(scope="session")
 def racing(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
-    """Mode `both`: who provides a block is a matter of speed. Page size 1, overlap scheduling."""
-    store = folder / "store-both"
-    with start(models["first"], _flags("both"), store=store, warm=False) as live:
+    """Mode `both`: who provides a block is a matter of speed. Page size 1, overlap scheduling.
+
+    Started and ended as a user would.
+    """
+    store, stop = folder / "store-both", signal.SIGTERM
+    with start(models["first"], _flags("both"), store=store, warm=False, stop=stop) as live:
         yield live
 
 

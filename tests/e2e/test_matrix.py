@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from live import BLOCK, TOLERANCE, Answer, Asking, Live, Start, assert_same, falsify
+from warm import run_forked
 
 from sglang_cake.testing.models import build_llama
 
@@ -209,20 +209,15 @@ def test_an_engine_in_process_with_float16_kv(folder: Path, tmp_path: Path) -> N
     model = build_llama(folder / "half" / "model", hidden=128, layers=2, heads=4, kv_heads=2)
     program = tmp_path / "program.py"
     program.write_text(ENGINE)
-    done = subprocess.run(
+    here = {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    done = run_forked(
         [sys.executable, str(program), str(model), str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={
-            **os.environ,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
-        },
+        os.environ | {"SGLANG_USE_CPU_ENGINE": "1"} | here,
+        tmp_path,
+        timeout_s=300,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    assert lines, done.stdout[-4000:]
     cold, *_, warm, lie = map(Answer.of, json.loads(lines[0].removeprefix("ANSWERS ")))
     assert warm.loaded > 0
     assert_same(warm, cold, HALF_TOLERANCE)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 from live import CHUNK, Answer, Live, assert_same, request
+from warm import run_forked
 
 Make = Callable[[int], list[int]]
 NO_PLUGIN = {"SGLANG_PLUGINS": "none", "SGLANG_USE_CPU_ENGINE": "1"}  # no plugin has that name
@@ -86,8 +87,9 @@ def test_answers_are_those_of_sglang_without_the_plugin(
         assert answer.cached == reference.cached
 
 
-def test_loaded_plugins_leave_scheduler_and_registry_alone() -> None:
-    program = """
+def test_loaded_plugins_leave_scheduler_and_registry_alone(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -103,13 +105,7 @@ assert all("cake" not in getattr(registry, name) for name in known), "registry"
 assert "sglang_cake.adapter.scheduling" not in sys.modules
 assert "sglang_cake.adapter.tree" not in sys.modules
 print("as it was")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
-    )
-    assert "as it was" in done.stdout, done.stderr[-2000:]
+""")
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    done = run_forked([sys.executable, str(program)], env, tmp_path, timeout_s=240)
+    assert "as it was" in done.stdout, done.stdout[-2000:]

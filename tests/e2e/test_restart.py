@@ -65,6 +65,7 @@ def home(folder: Path, models: dict[str, Path], adapters: dict[str, Path]) -> Ho
 def _flags(home: Home, mode: str) -> list[str]:
     return [
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
+        "--sleep-on-idle",
         *("--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"a={home.adapter}"),
     ]
 
@@ -72,8 +73,8 @@ def _flags(home: Home, mode: str) -> list[str]:
 @pytest.fixture(scope="module")
 def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
     """Mode compute; ended by SIGTERM while it writes."""
-    flags = _flags(home, "compute")
-    with start(home.model, flags, store=home.store, env=standins, warm=False) as live:
+    flags, stop = _flags(home, "compute"), signal.SIGTERM
+    with start(home.model, flags, store=home.store, env=standins, stop=stop) as live:
         life = Life(live.store)
         life.answers["kept"] = live.ask(KEPT)
         life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)

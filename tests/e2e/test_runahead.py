@@ -1,4 +1,4 @@
-"""KV-Runahead in two real servers on one machine, one thread each."""
+"""KV-Runahead in two real servers on one machine."""
 
 import contextlib
 import os
@@ -62,9 +62,7 @@ def pair(
                     ),
                     store=folder / f"runahead-{rank}",
                     bandwidth="2MB/s",
-                    warm=False,  # threads are counted when torch is imported
                     env={
-                        "OMP_NUM_THREADS": "1",
                         "XDG_CACHE_HOME": str(folder / "cache"),
                         "XDG_CONFIG_HOME": str(folder / "config"),  # where the first makes a secret
                         **standins,

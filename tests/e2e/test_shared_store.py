@@ -176,13 +176,12 @@ def test_a_data_parallel_worker_loads_what_another_has_computed(
 ) -> None:
     source = random.Random(12)
     ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
-    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--dp", "2")
+    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--dp", "2", "--sleep-on-idle")
     with start(
         models["first"],
         (*flags, "--cake-mode", "load"),
         store=folder / "store-dp",
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
-        warm=False,  # its controller starts processes in its turn
     ) as live:
         live.keep(ids, routed_dp_rank=1)
         here, there = (live.ask(ids, routed_dp_rank=rank) for rank in (0, 1))
