@@ -1,8 +1,8 @@
 """Trouble at a chosen layer of a KV-Runahead forward; a plugin of SGLang, for tests alone.
 
 In the folder that CAKE_TEST_LAYERS names, `order` says `WHAT LAYER`. The next shared forward that
-comes to that layer takes the order away, makes the file `reached`, and does it: `stop` and `kill`
-its own process, `raise` as if memory ran out, or `hold` until there is a file `go`.
+comes to that layer takes the order away, writes its process id to `reached`, and does it: `stop`
+and `kill` its own process, `raise` as if memory ran out, or `hold` until there is a file `go`.
 """
 
 import os
@@ -38,7 +38,9 @@ def _obey(folder: Path, layer: int) -> None:
     if layer != int(wanted):
         return
     order.unlink()
-    (folder / "reached").touch()
+    draft = folder / "draft-reached"
+    draft.write_text(str(os.getpid()))
+    draft.rename(folder / "reached")
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "kill":
