@@ -1,6 +1,7 @@
 # `make demo` on a fresh machine sets everything up and shows what the package does.
 #   make demo MODEL=/path/to/model ARGS="--repeats 5"
 #   make test ARGS="tests/test_ideal.py"
+#   make test ARGS="-n 0"    in one process, as a debugger wants it
 .PHONY: setup setup-tests test lint demo bench clean
 .DEFAULT_GOAL := demo
 

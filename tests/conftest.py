@@ -20,22 +20,24 @@ settings.register_profile("hours", max_examples=100_000, print_blob=True)
 NO_SKIPS = "CAKE_NO_SKIPS"
 MISSING = re.compile(r"not installed|cannot be loaded|could not import")
 
-# `make test` has two workers of pytest-xdist. A file's tests run in one of them, in order, so that
-# they share what they start; and these files share servers.
-SERVERS = "tests/e2e/"
+# `make test` has two workers of pytest-xdist. A unit's tests run in one of them, in order, so that
+# they share what they start: a unit is a file, but these files share servers, and tests/gpu a GPU.
+SHARED = "tests/e2e/"
 SHARING = {
-    f"{SERVERS}test_{name}.py"
+    f"tests/e2e/test_{name}.py"
     for name in (
-        *("exactness", "life_and_death", "endpoints", "sglang_kits"),
-        *("not_enabled", "store_swap"),
+        *("endpoints", "exactness", "life_and_death", "not_enabled", "sglang_kits"),
+        "store_swap",  # only to see that a server without an admin key refuses
     )
 }
+GPU = "tests/gpu/"
 
 
 def _unit(nodeid: str) -> str:
-    """The tests that run in one worker."""
     file = nodeid.partition("::")[0]
-    return SERVERS if file in SHARING else file
+    if file in SHARING:
+        return SHARED
+    return GPU if file.startswith(GPU) else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,9 +54,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """The longest first, so that no worker is left alone with it at the end."""
+    """What takes long first, so that no worker is left alone with it at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (_unit(item.nodeid) != SERVERS, SERVERS not in item.nodeid))
+        items.sort(key=lambda item: (_unit(item.nodeid) != SHARED, SHARED not in item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,6 @@ it forks becomes what `python -m sglang.launch_server` would have become, or `py
 the leader of a session, with its own command line, environment and log, that runs the module as
 `__main__`. The processes that it starts in its turn (SGLang's scheduler, detokenizer, ...) are
 forked, too, each from its parent as that was before it ran, where they would have been spawned.
-All compute with one thread each: two workers run these tests, on machines with two cores.
 Servers started as a user starts them are in the tests, too (`start(..., warm=False)`).
 """
 
@@ -25,6 +24,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
 
+# Tests run in two workers, on machines with two cores: more threads would wait for each other.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
 
 class Forked:
     """`subprocess.Popen` as far as a `Server` needs it.
@@ -35,9 +37,8 @@ class Forked:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["warm_imports"])
-        # Threads are counted when torch is imported.
-        first = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-        with mock.patch.dict(os.environ, first):
+        first = {"PYTHONPATH": str(Path(__file__).parent)}
+        with mock.patch.dict(os.environ, first | ONE_THREAD):  # counted when torch is imported
             forkserver.ensure_running()
         self._process = context.Process(
             target=_become, args=(list(command[1:]), dict(env), out.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
-from warm import Forked
+from warm import ONE_THREAD, Forked
 
 from sglang_cake.testing.models import build_llama
 from sglang_cake.testing.server import Server, spawned
@@ -142,7 +142,7 @@ def start(folder: Path) -> Start:
         server = Server(
             model,
             (*FLAGS, *cake, *flags),
-            env={**(STRICT if strict else {}), **(env or {})},
+            env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
             run=Forked if warm else spawned,
             stop_signal=stop,
