@@ -5,15 +5,18 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 from warm import ONE_THREAD, Forked
 
 from sglang_cake.testing.models import build_llama
-from sglang_cake.testing.server import Server, spawned
+from sglang_cake.testing.server import Running, Server, spawned
 
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {
@@ -109,7 +112,22 @@ def write_adapter(path: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(folder: Path) -> Start:
+def tell_guard() -> Iterator[Callable[[int], None]]:
+    """Says to `guard` which server has started or ended."""
+    command = [sys.executable, str(Path(__file__).with_name("guard.py"))]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+    def tell(group: int) -> None:
+        assert guard.stdin is not None
+        guard.stdin.write(f"{group}\n")
+        guard.stdin.flush()
+
+    with guard:
+        yield tell
+
+
+@pytest.fixture(scope="session")
+def start(folder: Path, tell_guard: Callable[[int], None]) -> Start:
     """Starts servers; at the end of each its log is checked."""
     count = 0
 
@@ -139,18 +157,28 @@ def start(folder: Path) -> Start:
                 *("--cake-min-load-tokens", str(BLOCK)),
                 *("--cake-trace-file", str(trace)),
             ]
+        started: list[int] = []
+
+        def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
+            process: Running = (Forked if warm else spawned)(command, env, out)
+            started.append(process.pid)
+            tell_guard(process.pid)
+            return process
+
         server = Server(
             model,
             (*FLAGS, *cake, *flags),
             env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
-            run=Forked if warm else spawned,
+            run=run,
             stop_signal=stop,
         )
         view = None if store is None else StoreView(store)
         live = Live(server, view, trace)
         with server:
             yield live
+        for group in started:
+            tell_guard(-group)
         if not live.killed:  # what it says while it ends counts, too
             live.check_log()
             assert server.ended

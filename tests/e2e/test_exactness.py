@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 
 import pytest
-from live import BLOCK, CHUNK, TOLERANCE, Live, assert_same, distance, falsify, until
+from live import BLOCK, CHUNK, TOLERANCE, Answer, Live, assert_same, distance, falsify, until
 
 Make = Callable[[int], list[int]]
 
@@ -184,17 +184,23 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
 def test_one_prompt_is_computed_and_loaded_at_once(racing: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(40 * BLOCK + 5)
     files = racing.keep(ids)
-    answer = racing.again(ids)
+    answer = _from_both_ends(racing, ids)
     assert_same(answer, plain.know(ids))
-    assert answer.computed >= CHUNK
-    assert answer.loaded >= 2 * BLOCK
     assert CHUNK <= answer.meta["cake"]["meet_token"] < len(ids)
     for file in files:  # the control
         falsify(file)
-    lie = racing.again(ids)
+    lie = _from_both_ends(racing, ids)
     racing.store.forget(*files)
-    assert min(lie.computed, lie.loaded) > 0
     assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+
+
+def _from_both_ends(live: Live, ids: list[int], tries: int = 20) -> Answer:
+    """Ask until each side had its part: on a busy machine all may be loaded before a chunk is."""
+    for _ in range(tries):
+        answer = live.again(ids)
+        if answer.computed >= CHUNK and answer.loaded >= 2 * BLOCK:
+            return answer
+    raise AssertionError("never from both ends")
 
 
 def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt: Make) -> None:
