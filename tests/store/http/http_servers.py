@@ -56,6 +56,15 @@ def with_client(base, test, **kwargs):
     return asyncio.run(main())
 
 
+def is_open(name):
+    """Whether this process has such a file open."""
+    names = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.append(os.readlink(fd))
+    return any(name in path for path in names)
+
+
 def poll(condition, what):
     """Wait until `condition()` is true."""
     until_s = time.monotonic() + WAIT_S

@@ -1,14 +1,12 @@
 """Plain GETs of blocks are answered without aiohttp, and anything else is still answered by it."""
 
 import asyncio
-import contextlib
 import os
 import socket
 import threading
-from pathlib import Path
 
 import pytest
-from http_servers import BIG_FRAME, WAIT_S, A, framed, poll
+from http_servers import BIG_FRAME, WAIT_S, A, framed, is_open, poll
 
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.source import FileSource
@@ -156,15 +154,6 @@ def answer(connection):
         assert piece, f"closed after {len(body)} of {left} bytes"
         body += piece
     return int(head.split()[1]), bytes(body)
-
-
-def is_open(name):
-    """Whether this process has such a file open."""
-    names = []
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            names.append(os.readlink(fd))
-    return any(name in path for path in names)
 
 
 def test_one_connection_gets_block_after_block(root, without_http):

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 from aiohttp import web
-from http_servers import BIG_FRAME, WAIT_S, A, poll, read_status, start_put, start_request
+from http_servers import BIG_FRAME, WAIT_S, A, is_open, poll, read_status, start_put, start_request
 
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.source import FileSource
@@ -108,15 +106,6 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(bodies, "STUCK_S", 0.2)
     with ImpatientServer(tmp_path) as it:
         yield it
-
-
-def is_open(name):
-    """Whether this process has such a file open."""
-    names = []
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            names.append(os.readlink(fd))
-    return any(name in path for path in names)
 
 
 def test_a_put_that_is_stuck_gives_up_its_place(server, tmp_path):
