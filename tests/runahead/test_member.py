@@ -33,7 +33,11 @@ class Group:
             threading.Thread(
                 target=self.workers[rank].serve, args=(self.stop,), daemon=True
             ).start()
-        until(lambda: len(self.owner.helpers()) == SIZE - 1, "everybody is there")
+        until(
+            lambda: all(len(t.reachable()) == SIZE - 1 for t in self.transports),
+            "everybody sees everybody",  # not only the owner: helpers send to each other
+        )
+        until(lambda: len(self.owner.helpers()) == SIZE - 1, "all are free")
 
     @property
     def owner(self) -> Member:
