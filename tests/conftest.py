@@ -11,8 +11,8 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
 # `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py
-# tests/store/http/test_http_hostile.py` looks for hours.
-settings.register_profile("hours", max_examples=100_000, print_blob=True)
+# tests/store/http/test_http_hostile.py` looks for about two hours.
+settings.register_profile("hours", max_examples=10_000, print_blob=True)
 
 # .ci/run sets it where all of .ci/packages is installed: a test that finds something missing is a
 # failure then, and no reason to skip it. Without a GPU, where nothing may be mounted, or where

@@ -4,7 +4,7 @@ touched. Writing may rest; where the index is plainly not ours it is made anew."
 import asyncio
 import sqlite3
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 
 import pytest
 from filestore import A, B, put_a, read_a, with_store
@@ -109,6 +109,50 @@ def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, s
     assert index.read_bytes() == before
     assert f"{index} " in caplog.text
     assert "remove it" in caplog.text
+
+
+NOT_UTF8 = [
+    (b"CREATE TABLE blocks", True),  # SQLite's own message quotes it, and Python cannot read that
+    (b"never used again", False),  # a schema that is not ours to the letter
+]
+
+
+@pytest.mark.parametrize(("text", "made_anew"), NOT_UTF8)
+def test_a_schema_that_is_no_text(tmp_path, text, made_anew, caplog):
+    with_store(tmp_path, put_a)
+    rewrite(
+        tmp_path / "index.db", lambda bytes_: bytes_.replace(text, text[:2] + b"\xdc" + text[3:])
+    )
+
+    async def test(store):
+        assert await read_a(store) == block_of("a")
+        if made_anew:
+            await store.put(B, block_of("b"))
+            assert await store.contains([A, B]) == [True, True]
+        else:
+            with pytest.raises(StoreUnavailable):
+                await store.put(B, block_of("b"))
+
+    with patched_wait() if not made_anew else nullcontext():
+        with_store(tmp_path, test)
+    assert ("beginning anew" if made_anew else "remove it") in caplog.text
+
+
+def test_text_in_a_row_that_is_no_text(tmp_path):
+    async def test(store):
+        await put_a(store)
+        with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+            index.execute("UPDATE blocks SET workload = CAST(x'dcdc' AS TEXT)")
+            index.execute("UPDATE agreed SET boot = CAST(x'dcdc' AS TEXT)")
+
+    with_store(tmp_path, test)
+
+    async def again(store):
+        assert await read_a(store) == block_of("a")
+        await store.put(B, block_of("b"))
+        assert await store.contains([A, B]) == [True, True]
+
+    with_store(tmp_path, again)
 
 
 def test_damage_that_shows_while_the_index_is_used_makes_it_anew(tmp_path):

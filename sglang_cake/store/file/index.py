@@ -24,7 +24,9 @@ from sglang_cake.store.file.schema import (
     SCHEMA,
     SCHEMA_VERSION,
     DamagedIndexError,
+    any_text,
     check_ours,
+    readable_errors,
 )
 
 _SET_USE = "".join(f", {name} = ?" for name in Use._fields)
@@ -84,15 +86,17 @@ class BlockIndex:
         check_ours(path)
         self._path = path
         self.inode = path.stat().st_ino
-        self._writer, self._reader = self._connect(), self._connect()
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
-        self._writer.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+        with readable_errors():
+            self._writer, self._reader = self._connect(), self._connect()
+            self._writer.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
         self._namespaces: dict[Digest, int] = {}
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
+        connection.text_factory = any_text
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
@@ -105,7 +109,7 @@ class BlockIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock:
+        with self._write_lock, readable_errors():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -115,7 +119,7 @@ class BlockIndex:
             self._writer.execute("COMMIT")
 
     def _ask(self, sql: str, *values: object) -> list[Any]:
-        with self._read_lock:
+        with self._read_lock, readable_errors():
             return self._reader.execute(sql, values).fetchall()
 
     def namespace(self, digest: Digest) -> int:
@@ -289,12 +293,11 @@ class BlockIndex:
 
     def totals(self, digest: Digest | None = None) -> tuple[int, int]:
         """(blocks, booked bytes) of one namespace, or of all."""
-        with self._read_lock:
-            blocks, used_bytes = self._reader.execute(
-                "SELECT coalesce(sum(blocks), 0), coalesce(sum(used_bytes + folder_bytes), 0) "
-                "FROM namespaces WHERE digest = coalesce(?, digest)",
-                (digest,),
-            ).fetchone()
+        ((blocks, used_bytes),) = self._ask(
+            "SELECT coalesce(sum(blocks), 0), coalesce(sum(used_bytes + folder_bytes), 0) "
+            "FROM namespaces WHERE digest = coalesce(?, digest)",
+            digest,
+        )
         return _count(blocks), _count(used_bytes)
 
     def check(self) -> None:

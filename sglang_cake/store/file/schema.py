@@ -1,7 +1,8 @@
 """The tables of a folder's books, and whether a file has them."""
 
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 SCHEMA_VERSION = 2
@@ -64,7 +65,8 @@ def check_ours(path: Path) -> None:
 
     To the letter: with somebody else's views and triggers, what we ask might never end.
     """
-    with closing(sqlite3.connect(path, timeout=BUSY_S)) as found:
+    with readable_errors(), closing(sqlite3.connect(path, timeout=BUSY_S)) as found:
+        found.text_factory = any_text
         version = found.execute("PRAGMA user_version").fetchone()[0]
         schema = _schema(found)
     if version == 0 and not schema:
@@ -78,6 +80,20 @@ def check_ours(path: Path) -> None:
         made.executescript(SCHEMA)
         if schema != _schema(made):
             raise ForeignIndexError(f"{path} is not an index of blocks: remove it")
+
+
+def any_text(text: bytes) -> str:
+    """A `text_factory`: text in a damaged file need not be UTF-8, and then is no text of ours."""
+    return text.decode(errors="replace")
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """SQLite's message may quote a damaged file, and then Python cannot read the message."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DamagedIndexError(f"an error whose message is no text: {error.object!r}") from error
 
 
 def _schema(books: sqlite3.Connection) -> set[tuple[str, ...]]:
