@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from sglang_copy import Copies, cut_out  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 BACKEND = "sglang/srt/layers/attention/torch_native_backend.py"
 METHODS = {"_run_sdpa_forward_extend", "_make_sliding_window_mask", "_causal_lower_right"}
@@ -97,10 +98,12 @@ def test_random_batches_are_equal(
     torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
 
 
-# Around the block of 256 queries, and a decode-like single token of a mixed batch.
-@pytest.mark.parametrize("new", [1, 255, 256, 257, 512, 600])
-@pytest.mark.parametrize("prefix", [0, 1, 300])
-def test_block_borders_are_equal(backends: SimpleNamespace, prefix: int, new: int) -> None:
+# Around the kernel's blocks of 32 and 256 queries and 512 keys, and one token of a mixed batch.
+@pytest.mark.parametrize("new", [1, 32, 33, 255, 256, 257, 600])
+@pytest.mark.parametrize("prefix", [0, 1, 300, 513])
+def test_sizes_around_the_blocks_are_equal(
+    backends: SimpleNamespace, prefix: int, new: int
+) -> None:
     released, repaired = run_both(backends, [(prefix, new), (5, 3)])
     torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
 
@@ -144,10 +147,26 @@ def test_a_chunk_without_prefix_makes_the_released_call(backends: SimpleNamespac
     assert torch.equal(repaired, released)
 
 
-def test_work_no_longer_grows_with_the_prefix(backends: SimpleNamespace) -> None:
-    run_both(backends, [(900, 300)])
-    assert backends.released.sdpa.query_lens == [1200]
-    assert backends.repaired.sdpa.query_lens == [256, 44]
+class Pairs(TorchDispatchMode):
+    """Counts the (query, key) pairs of every call of the CPU kernel, per head of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, key = args[:2]
+            self.calls.append((query.shape[1] * query.shape[2], key.shape[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_work_no_longer_grows_with_the_square_of_the_position(backends: SimpleNamespace) -> None:
+    with Pairs() as seen:
+        run_both(backends, [(900, 300)], heads=4, kv_heads=2)
+    released, *repaired = seen.calls
+    assert released == (4 * 1200, 1200)
+    assert repaired == [(4 * 300, 900), (4 * 300, 300)]
 
 
 def test_a_mask_off_by_one_would_be_seen(backends: SimpleNamespace) -> None:
