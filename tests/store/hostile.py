@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import tempfile
@@ -76,7 +77,23 @@ def use(root):
         finally:
             await store.close()
 
-    asyncio.run(main())
+    with no_mistakes():
+        asyncio.run(main())
+
+
+@contextmanager
+def no_mistakes():
+    """Nothing unforeseen happens to the thread that keeps the books; it would only log it."""
+    found = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = found.append
+    logger = logging.getLogger("sglang_cake.store.file")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    assert not found, logging.Formatter().format(found[0])
 
 
 async def _use(store):

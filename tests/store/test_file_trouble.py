@@ -15,6 +15,7 @@ from hostile import patched_wait
 
 from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.store.file.books import Books
 from sglang_cake.store.file.pause import Pause
 from sglang_cake.store.file.space import FRESH_S, FreeSpace
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
@@ -386,3 +387,19 @@ def test_a_write_that_a_slow_disk_holds_holds_up_nothing_else(tmp_path, slow):
         assert await read_a(store) == block_of("a")
 
     with_store(tmp_path, test, threads=2)
+
+
+def test_a_mistake_of_ours_does_not_end_the_keeping_of_books(tmp_path, monkeypatch, caplog):
+    tick, mistakes = Books._tick, []
+
+    def once(books):
+        if not mistakes:
+            mistakes.append(books)
+            raise KeyError("a mistake")
+        tick(books)
+
+    monkeypatch.setattr(Books, "_tick", once)
+    with_store(tmp_path, put_a)
+    assert mistakes
+    with_store(tmp_path, read_a)
+    assert "KeyError: 'a mistake'" in caplog.text

@@ -133,6 +133,9 @@ class Books:
                 self._damaged |= _is_damage(error)
                 self._complain(error)
                 self._closing.wait(TICK_S)  # whatever is asked meanwhile, a broken disk rests
+            except Exception:  # a mistake of ours; without this thread nothing could be written
+                logger.exception("store %s: index", self._root)
+                self._closing.wait(TICK_S)
             self._wake.wait(TICK_S)
             self._wake.clear()
         with (
