@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import facts
 from benchmarks.paper.pictures import GREY, draw
 from sglang_cake.cli.picture import COMPUTE, LOAD, MEET
-from sglang_cake.runahead.chain import Link, Worker, run_chain, sequence_parallel_ttft
+from sglang_cake.runahead.chain import Link, Worker, run_chain
 from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.spans import Span
 
@@ -41,7 +41,7 @@ def _panel(
 ) -> dict[str, Any]:
     link, rows = fitted.link(bytes_per_s), []
     for k in ktokens:
-        tsp_s = sequence_parallel_ttft(k * K, workers, fitted.worker, link, fitted.kv)
+        tsp_s = fitted.tsp(k * K, workers, bytes_per_s)
         searched_s = fitted.search(k * K, workers, link).ttft_s
         rows.append(
             {
