@@ -1,17 +1,22 @@
 """`testing.server` against a stand-in for SGLang: streaming, failures, nothing left running."""
 
+import json
 import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from sglang_cake.testing import server as module
 from sglang_cake.testing.server import Server, ServerDied, flush_cache, generate
 
 # Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
 STAND_IN = r"""
-import http.server, json, subprocess, sys, time
+import http.server, json, pathlib, subprocess, sys, time
+seen = pathlib.Path(__file__).with_name("seen")
 port = int(sys.argv[sys.argv.index("--port") + 1])
 child = subprocess.Popen([sys.executable, "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
@@ -35,7 +40,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             event = {"output_ids": ids, "meta_info": meta}
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             self.wfile.flush()
-            time.sleep(1)
+            for _ in range(2000):  # the next event is sent when this one was seen
+                if seen.exists():
+                    break
+                time.sleep(0.01)
         self.wfile.write(b"data: [DONE]\n\n")
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -56,7 +64,13 @@ def gone(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_streams_and_stops_the_whole_tree(tmp_path: Path) -> None:
+def test_streams_and_stops_the_whole_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(text: bytes) -> Any:
+        (tmp_path / "seen").touch()
+        return json.loads(text)
+
+    # Events are read when the time of the first one was taken.
+    monkeypatch.setattr(module, "json", SimpleNamespace(dumps=json.dumps, loads=loads))
     with server(tmp_path, STAND_IN) as running:
         reply = generate(running.base_url, [1, 2, 3])
         assert reply.output_ids == [5, 6]

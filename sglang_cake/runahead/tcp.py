@@ -9,11 +9,13 @@ import hmac
 import logging
 import os
 import queue
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from sglang_cake.keys import Digest
 from sglang_cake.runahead import wire
@@ -27,7 +29,9 @@ from sglang_cake.runahead.messages import (
     encode,
     encode_part,
 )
+from sglang_cake.runahead.presence import Presence
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone
+from sglang_cake.runahead.wire import end
 
 logger = logging.getLogger("sglang_cake")
 
@@ -84,10 +88,11 @@ class TcpTransport:
         # Bound here, so that an address that is taken fails the start of the server.
         self._listener = listener or socket.create_server(peers[rank], reuse_port=False)
         self._outgoing = {r: _Outgoing(self, r, peers[r]) for r in range(len(peers)) if r != rank}
-        self._incoming: dict[int, socket.socket] = {}
-        self._present: set[int] = set()
+        self._presence = {
+            r: Presence(outgoing, partial(self._came, r), partial(self._went, r))
+            for r, outgoing in self._outgoing.items()
+        }
         self._rates: dict[int, float] = {}  # bytes per second; each reader writes its own
-        self._lock = threading.Lock()
         self._handler: Handler | None = None
         self._strangers = threading.BoundedSemaphore(2 * len(peers) + 2)  # handshakes at once
         self.closed = threading.Event()
@@ -102,8 +107,7 @@ class TcpTransport:
             _thread(f"cake-runahead-to-{outgoing.rank}", outgoing.run)
 
     def reachable(self) -> frozenset[int]:
-        with self._lock:
-            return frozenset(self._present)
+        return frozenset(rank for rank, presence in self._presence.items() if presence.is_here)
 
     def bytes_per_s(self, rank: int) -> float | None:
         return self._rates.get(rank)
@@ -126,12 +130,8 @@ class TcpTransport:
         with contextlib.suppress(OSError):  # wakes `accept`
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for outgoing in self._outgoing.values():
-            outgoing.close()
-        with self._lock:
-            incoming = list(self._incoming.values())
-        for connection in incoming:
-            _end(connection)
+        for presence in self._presence.values():
+            presence.close()
 
     # ---- presence ----
 
@@ -139,23 +139,19 @@ class TcpTransport:
         if rank not in self.reachable():
             raise PeerGone(f"member {rank} cannot be reached")
 
-    def update_presence(self, rank: int, reason: str) -> None:
-        """A connection of this peer came up or went down. One alone is of no use: both end."""
-        with self._lock:
-            both = self._outgoing[rank].up and rank in self._incoming
-            before = rank in self._present
-            incoming = self._incoming.get(rank)
-            (self._present.add if both else self._present.discard)(rank)
-        if both and not before:
-            logger.info("cake runahead: member %d is here", rank)
-            if self._greeting is not None:
-                with contextlib.suppress(PeerGone):
-                    self.send(rank, self._greeting(rank))
-        elif before and not both and not self.closed.is_set():
+    def judge(self, rank: int, reason: str) -> None:
+        """The connection to this peer came up, or went down."""
+        self._presence[rank].judge(reason)
+
+    def _came(self, rank: int) -> None:
+        logger.info("cake runahead: member %d is here", rank)
+        if self._greeting is not None:
+            with contextlib.suppress(PeerGone):
+                self.send(rank, self._greeting(rank))
+
+    def _went(self, rank: int, reason: str) -> None:
+        if not self.closed.is_set():
             logger.warning("cake runahead: member %d is gone: %s", rank, reason)
-            self._outgoing[rank].close()
-            if incoming is not None:
-                _end(incoming)
             assert self._handler is not None
             self._handler.on_gone(rank, reason)
 
@@ -214,12 +210,7 @@ class TcpTransport:
             logger.debug("cake runahead: refused a connection: %s", error)
             connection.close()
             return
-        with self._lock:
-            older = self._incoming.get(rank)
-            self._incoming[rank] = connection
-        if older is not None:  # it dialed anew: what is left of the old one is not waited for
-            _end(older)
-        self.update_presence(rank, "")
+        self._presence[rank].answered(connection)
         reason = "closed"
         try:
             self._read(rank, connection)
@@ -227,10 +218,7 @@ class TcpTransport:
             reason = "silent" if isinstance(error, TimeoutError) else str(error)
         finally:
             connection.close()
-            with self._lock:
-                if self._incoming.get(rank) is connection:
-                    del self._incoming[rank]
-            self.update_presence(rank, reason)
+            self._presence[rank].ended(connection, reason)
 
     def _answer(self, connection: socket.socket) -> int:
         """The rank of whoever dialed. Raises: OSError, BadMessage."""
@@ -324,23 +312,31 @@ class _Outgoing:
                 continue
             pause_s, self._said = RETRY_S[0], ""
             self.up = True
-            self._owner.update_presence(self.rank, "")
+            self._owner.judge(self.rank, "")
             reason = "closed"
             try:
                 self._write(self._connection)
             except OSError as error:
                 reason = str(error)
-            self._connection.close()
             self._drop_queued()
-            self._owner.update_presence(self.rank, reason)
+            self._connection.close()
+            self._owner.judge(self.rank, reason)
+
+    def is_alive(self) -> bool:
+        with self._state:
+            if not self.up or self._connection is None:
+                return False
+            # Whoever writes notices an end two pings later. But the peer says nothing here: what
+            # can be read is the end.
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            return not poll.poll(0)
 
     def close(self) -> None:
         with self._state:
-            # At once: whoever writes may notice only at the next ping, and until then the peer's
-            # next connection would count as one of a pair with this dead one.
             self.up = False
         if self._connection is not None:
-            _end(self._connection)
+            end(self._connection)
 
     def _write(self, connection: socket.socket) -> None:
         ping = _framed(wire.PING).pieces
@@ -388,12 +384,6 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
-
-
-def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # wakes whoever reads or writes
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 def _thread(name: str, target: object, *args: object) -> None:

@@ -5,7 +5,7 @@
 - `send` never waits for the peer. `send_part` waits while the peer is not taking: what is in flight
   is bounded, by one part and the buffers of the operating system.
 - What arrives was checked: it is what a member of this group sent.
-- A peer that is gone is told as gone, once, and may come back.
+- A peer that is gone is told as gone, once, and before it is back.
 
 Handlers are called from the transport's threads, one at a time for each peer.
 """

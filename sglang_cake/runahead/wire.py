@@ -16,6 +16,7 @@ The checksum is XXH3-64 over kind, length and body. Nothing is encrypted, and fr
 the network between members must be one that nobody else writes to (docs/runahead.md).
 """
 
+import contextlib
 import hashlib
 import hmac
 import socket
@@ -123,3 +124,10 @@ def received(connection: socket.socket, size: int) -> bytearray:
     buffer = bytearray(size)
     receive(connection, memoryview(buffer))
     return buffer
+
+
+def end(connection: socket.socket) -> None:
+    """Close it, and wake whoever reads or writes."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

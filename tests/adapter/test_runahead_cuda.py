@@ -144,8 +144,9 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hop_module, "MAX_PART_BYTES", 1024)  # several parts of each layer
+    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", 20.0)  # two slow cores
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -16,7 +16,7 @@ from sglang_cake.adapter.runahead import Runahead
 from sglang_cake.adapter.runahead_rows import LayerGate
 from sglang_cake.counters import Counters
 from sglang_cake.read.cost import PrefillCost
-from sglang_cake.runahead import hop
+from sglang_cake.runahead import hop, member
 from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
 from sglang_cake.runahead.table import WatchedTable
@@ -208,6 +208,7 @@ def test_a_shared_step_computes_the_last_span_alone(setup: Callable[..., Setup])
 def test_what_a_helper_failed_at_is_computed_in_the_same_step(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(member, "LEFT_OUT_S", (60.0, 120.0))
     one = setup(fail_after_one_layer)
     monkeypatch.setattr(module, "run_part", lambda worker, part: one.compute(worker, part))
     assert one.run() == (SPLIT, STOP)

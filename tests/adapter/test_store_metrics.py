@@ -12,6 +12,8 @@ from sglang_cake.errors import StoreUnavailable
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 from sglang_cake.store.base import EvictionCounts, StoreStats
 from sglang_cake.store.encoded import open_blocks
+from sglang_cake.store.http import wire
+from sglang_cake.store.http.breaker import Breaker
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.recording import RecordingStore
 from sglang_cake.store.sources import parse_sources
@@ -119,7 +121,9 @@ def test_every_counter_is_there_from_the_start_and_follows_what_happens():
     assert sample(registry, "unstored_blocks_total", reason="queue_full") == 0
 
 
-def test_what_an_http_store_goes_through_is_counted_also_while_it_is_down(metrics, tmp_path):
+def test_what_an_http_store_goes_through_is_counted_also_while_it_is_down(
+    metrics, tmp_path, monkeypatch
+):
     """Behind everything that may stand before it: tiers, a link of limited bandwidth, encryption,
     a codec."""
     store_metrics, registry = metrics
@@ -130,6 +134,8 @@ def test_what_an_http_store_goes_through_is_counted_also_while_it_is_down(metric
     key = tmp_path / "key"
     key.write_text("ab" * 32 + "\n")
     key.chmod(0o600)
+    # It stays open: a probe that fails opens it once more.
+    monkeypatch.setattr(wire, "Breaker", lambda **given: Breaker(**given | {"first_s": 60.0}))
     down = f"http://127.0.0.1:{free_port()}?bandwidth=1GB/s&key_file={key}"
     near = f"file://{tmp_path}/near?min_free=0"
 

@@ -32,18 +32,21 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> 
 
 
 class Ear:
-    """Hears everything; `hold` makes it wait with the next part."""
+    """Hears everything; while `open` is cleared, it waits with parts."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, Message | LayerPart, bytes]] = []
         self.gone: list[int] = []
         self.open = threading.Event()
         self.open.set()
+        self.holds = threading.Event()  # a part waits, or has waited
 
     def on_message(self, rank: int, message: Message) -> None:
         self.heard.append((rank, message, b""))
 
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+        if not self.open.is_set():
+            self.holds.set()
         self.open.wait(20)
         self.heard.append((rank, part, np.asarray(payload).tobytes()))
 

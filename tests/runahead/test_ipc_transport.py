@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,15 +15,16 @@ from host_ipc import HostIpc
 from members import JOB, NAMESPACE, SECRET, Ear, addresses, until
 
 from sglang_cake.adapter.runahead_ipc import read, spelled
+from sglang_cake.runahead import tcp
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.ring import RingTransport
 from sglang_cake.runahead.tcp import TcpTransport
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
 
 
-def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> Transport:
+def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> RingTransport:
     def connect(greeting: Any) -> TcpTransport:
         return TcpTransport(
             rank, peers, secret=SECRET, namespace=NAMESPACE, greeting=greeting, **settings
@@ -31,10 +33,11 @@ def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> Transpor
     return RingTransport(connect, frozenset({1 - rank}), HostIpc(1))
 
 
-def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
+def other_process(peers: list[tuple[str, int]], listener: socket.socket, pipe: Connection) -> None:
     """Takes parts until it is told, and one a time."""
+    tcp.SILENCE_S = 60.0
     ear = Ear()
-    here = member(1, peers)
+    here = member(1, peers, listener=listener)
     here.start(ear)
     while True:
         wanted = pipe.recv()
@@ -45,12 +48,12 @@ def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
 
 def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
     listeners, peers = addresses(2)
-    listeners[1].close()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     child = multiprocessing.get_context("spawn").Process(
-        target=other_process, args=(peers, theirs), daemon=True
+        target=other_process, args=(peers, listeners[1], theirs), daemon=True
     )
     child.start()
+    listeners[1].close()  # the child has it
     ear = Ear()
     here = member(0, peers, listener=listeners[0])
     here.start(ear)
@@ -63,6 +66,8 @@ def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
         ours.send(5)
         assert ours.poll(20)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
+        # A part is heard before its slot is given back; from a stopped process none comes back.
+        until(lambda: not here._links[1]._used, "all slots are free")
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)
         for layer in range(2):  # as many as there are slots

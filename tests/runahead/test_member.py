@@ -1,9 +1,11 @@
 """Chains of members on both transports: KV arrives whole, and every kind of trouble ends well."""
 
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from fake_pool import Worker
@@ -17,7 +19,7 @@ from sglang_cake.runahead import member as member_module
 from sglang_cake.runahead.hop import Broken, Inflow, Late, Source
 from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.member import Member, Owned
-from sglang_cake.runahead.messages import Failed, LayerPart, Offer, new_job
+from sglang_cake.runahead.messages import Failed, LayerPart, Message, Offer, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.spans import Span
 
@@ -29,10 +31,12 @@ class Group:
         self.transports = GROUPS[kind](SIZE)
         self.workers = [Worker(rank, t) for rank, t in enumerate(self.transports)]
         self.stop = threading.Event()
-        for rank in range(SIZE - 1):
-            threading.Thread(
-                target=self.workers[rank].serve, args=(self.stop,), daemon=True
-            ).start()
+        self.schedulers = [
+            threading.Thread(target=worker.serve, args=(self.stop,), daemon=True)
+            for worker in self.workers[:-1]
+        ]
+        for scheduler in self.schedulers:
+            scheduler.start()
         until(
             lambda: all(len(t.reachable()) == SIZE - 1 for t in self.transports),
             "everybody sees everybody",  # not only the owner: helpers send to each other
@@ -62,6 +66,13 @@ class Group:
         for worker in self.workers:
             worker.pause.set()
             worker.member.close()
+
+
+@pytest.fixture(autouse=True)
+def settings_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slow cores: what a part may wait for comes, however late."""
+    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(member_module, "FIRST_WAIT_S", 20.0)
 
 
 @pytest.fixture(params=GROUPS)
@@ -105,17 +116,22 @@ def test_every_layer_of_every_token_reaches_the_owner(
     assert not any(worker.errors for worker in group.workers)
 
 
-def test_a_helper_that_stops_is_not_waited_for_longer_than_it_is_worth(group: Group) -> None:
+def test_a_helper_that_stops_is_not_waited_for_longer_than_it_is_worth(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "LEFT_OUT_S", (60.0, 120.0))
     group.workers[1].dies_at = 2
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=1.0)
     agreed(owned)
+    slots = group.workers[-1].bind(owned, tokens)
+    until(group.workers[1].pause_reached.is_set, "it has stopped")
+    until(lambda: owned.hop.has(0) and owned.hop.has(1), "what was sent before that")
     with pytest.raises(Late):
-        group.workers[-1].own(owned, tokens)
+        group.workers[-1].compute(owned, slots, tokens)
     group.owner.end_owned(owned, "cancelled")
     assert group.owner.helpers() == (0,)  # who was not late stays
     writes = group.workers[-1].rows.writes
-    until(lambda: not group.workers[1].pause.is_set(), "it has stopped")
     group.workers[1].pause.set()  # it comes to itself, and sends what it has
     one = group.workers[1]
     until(lambda: one.errors or one.computed, "it hears that the job is over, or ends it")
@@ -164,6 +180,7 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     until(lambda: len(group.owner.helpers()) == SIZE - 1, "it is asked again")
     tried = group.propose(tokens, even(Span(0, 90), 3))
     agreed(tried)
+    assert tried.agreed
     group.workers[-1].own(tried, tokens)
     group.owner.end_owned(tried, "done")
     assert left_out(group) == []  # it has helped: forgiven
@@ -219,6 +236,7 @@ def test_two_of_a_group_of_three_share_while_the_third_is_not_there() -> None:
     stop = threading.Event()
     threading.Thread(target=one.serve, args=(stop,), daemon=True).start()
     until(lambda: owner.member.helpers() == (0,), "the first is there")
+    until(lambda: transports[0].reachable() == {2}, "and sees the owner")
     tokens = prompt(50)
     owned = owner.member.propose(
         (0, 2),
@@ -246,6 +264,9 @@ def test_a_cancelled_job_stops_its_helpers(group: Group) -> None:
     until(lambda: not group.workers[0].pause.is_set(), "it is in the middle")
     group.owner.end_owned(owned, "cancelled", "aborted by its user")
     until(lambda: group.workers[1].errors, "the one that waits stops")
+    helping = group.workers[0].member._helping
+    assert helping is not None
+    until(lambda: helping.hop.broken, "the one that computes has heard")
     group.workers[0].pause.set()
     for worker in group.workers[:-1]:
         until(lambda w=worker: w.errors, "it stops")
@@ -298,13 +319,17 @@ def test_who_cannot_be_reached_is_not_asked(group: Group) -> None:
     assert group.owner.next_offer() is None
 
 
-def test_offers_for_others_are_refused(group: Group) -> None:
+def test_offers_for_others_are_refused(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, Message]] = []
+    monkeypatch.setattr(group.owner, "on_message", lambda *said: heard.append(said))
     tokens = prompt(10)
     wrong = Offer(new_job(), (1, 2), (0, 10, 20), "00", None, None, tokens)
     group.transports[2].send(0, wrong)  # this member is not in the chain
     ours = Offer(new_job(), (0, 1), (0, 10, 20), "00", None, None, tokens)
     group.transports[2].send(0, ours)  # its owner is somebody else
-    until(lambda: group.workers[0].member.next_offer() is None, "looked at")
+    until(lambda: len(heard) == 2, "answers")
+    assert heard == [(0, Refuse(each.job, "this offer is not for me")) for each in (wrong, ours)]
+    assert group.workers[0].member.next_offer() is None
     assert group.workers[0].computed == []
 
 
@@ -407,12 +432,19 @@ def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
         worker.member.close()
 
 
-def test_who_does_not_answer_is_not_asked_again_at_once(group: Group) -> None:
+def test_who_does_not_answer_is_not_asked_again_at_once(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "BUSY_S", 60.0)
     group.stop.set()  # their schedulers are in a long step
+    for scheduler in group.schedulers:
+        scheduler.join()
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
     group.owner.end_owned(owned, "cancelled", "no answer")
     assert group.owner.helpers() == ()
-    until(lambda: len(group.owner.helpers()) == SIZE - 1, "they are asked again later")
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61.0)
+    monkeypatch.setattr(member_module, "time", later)
+    assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
 
 
 def test_the_link_is_measured_by_what_it_carries(group: Group) -> None:

@@ -3,9 +3,11 @@
 import contextlib
 import socket
 import struct
+import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from sglang_cake.runahead.messages import (
     Cancel,
     Failed,
     LayerPart,
+    Message,
     Offer,
     Refuse,
     decode,
@@ -28,6 +31,7 @@ from sglang_cake.runahead.messages import (
     encode_part,
 )
 from sglang_cake.runahead.tcp import TcpTransport
+from sglang_cake.runahead.wire import end
 
 
 @pytest.fixture
@@ -161,58 +165,158 @@ def test_a_flipped_bit_in_a_part_is_not_delivered(member: Member) -> None:
 
 
 def test_silence_is_absence_and_who_returns_is_there_again(
-    monkeypatch: pytest.MonkeyPatch,
+    member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    own, ear, peers, listener = member
+    mute = TcpTransport(1, peers, secret=SECRET, namespace=NAMESPACE, listener=listener)
+    incoming, _ = listener.accept()
+    mute._answer(incoming)
+    until(own._outgoing[1].is_alive, "one direction is up")
     monkeypatch.setattr(tcp, "SILENCE_S", 0.3)
-    monkeypatch.setattr(tcp, "PING_S", 0.05)
-    listeners, peers = addresses(2)
-    ear = Ear()
-    own = TcpTransport(0, peers, secret=SECRET, namespace=NAMESPACE, listener=listeners[0])
-    own.start(ear)
-    other = second(peers, listeners[1])
+    outgoing = mute.dial(0, peers[0])  # and the other one; both stay open
+    until(lambda: ear.gone == [1], "it came and said nothing")
+    assert own.reachable() == frozenset()
+    monkeypatch.undo()
+    again = second(peers, listener)
     try:
-        until(lambda: own.reachable() == {1}, "it is there")
-        monkeypatch.setattr(tcp._Outgoing, "_write", lambda self, connection: own.closed.wait(5))
-        # What is written already goes on; a new connection is silent, as a stopped process is.
-        other._outgoing[0].close()
-        until(lambda: ear.gone, "it is silent")
-        assert own.reachable() == frozenset()
-        monkeypatch.undo()
-        other.close()
-        again = second(peers, socket.create_server(peers[1]))
-        try:
-            until(lambda: own.reachable() == {1}, "it is back")
-            own.send(1, Cancel(JOB, "x"))
-        finally:
-            again.close()
+        until(lambda: own.reachable() == {1}, "it is back")
+        own.send(1, Cancel(JOB, "x"))
     finally:
-        own.close()
-        other.close()
+        again.close()
+        incoming.close()
+        outgoing.close()
 
 
-def test_a_cut_link_comes_back_once_and_stays() -> None:
-    """A dead connection that nobody has written to yet is none of the new pair."""
-    listeners, peers = addresses(2)
-    ears = [Ear(), Ear()]
-    members = [
-        TcpTransport(rank, peers, secret=SECRET, namespace=NAMESPACE, listener=listeners[rank])
-        for rank in range(2)
-    ]
-    try:
-        for member, ear in zip(members, ears, strict=True):
+class Two:
+    """Members that know each other, and what they hear; not started."""
+
+    def __init__(self, ear: type[Ear] = Ear, greeting: Message | None = None) -> None:
+        listeners, peers = addresses(2)
+        self.ears = [ear(), ear()]
+        greet = None if greeting is None else lambda rank: greeting
+        self.members = [
+            TcpTransport(
+                rank, peers, secret=SECRET, namespace=NAMESPACE, listener=each, greeting=greet
+            )
+            for rank, each in enumerate(listeners)
+        ]
+
+    def start(self) -> None:
+        for member, ear in zip(self.members, self.ears, strict=True):
             member.start(ear)
-        together = [frozenset({1}), frozenset({0})]
-        for cut in range(1, 4):
-            until(lambda: [m.reachable() for m in members] == together, "both are there")
-            tcp._end(members[0]._incoming[1])
-            until(lambda: all(len(e.gone) == cut for e in ears), "both have noticed")  # noqa: B023
-        until(lambda: [m.reachable() for m in members] == together, "both are there")
+
+    def cut(self, rank: int) -> None:
+        """A member finds that it can read no more."""
+        presence = self.members[rank]._presence[1 - rank]
+        connection = until(lambda: presence._incoming, "a connection")
+        end(connection)
+        until(lambda: presence._incoming is not connection, "it has found out")
+
+    def meet(self) -> None:
+        until(self._are_together, "both are there")
+
+    def stay(self) -> None:
         time.sleep(4 * tcp.PING_S)  # in which every dead connection would be found out
-        assert [len(ear.gone) for ear in ears] == [3, 3]
-        assert [m.reachable() for m in members] == together
-    finally:
-        for member in members:
+        assert self._are_together()
+
+    def _are_together(self) -> bool:
+        return [member.reachable() for member in self.members] == [{1}, {0}]
+
+
+@pytest.fixture
+def two() -> Iterator[Callable[..., Two]]:
+    made: list[Two] = []
+
+    def make(**settings: Any) -> Two:
+        made.append(Two(**settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for ear in each.ears:
+            ear.open.set()
+        for member in each.members:
             member.close()
+
+
+def test_a_cut_link_comes_back_once_and_stays(two: Callable[..., Two]) -> None:
+    """A dead connection that nobody has written to yet is none of the new pair."""
+    pair = two()
+    pair.start()
+    for cut in range(1, 4):
+        pair.meet()
+        pair.cut(0)
+        until(lambda: all(len(e.gone) == cut for e in pair.ears), "both have noticed")  # noqa: B023
+    pair.meet()
+    pair.stay()
+    assert [len(ear.gone) for ear in pair.ears] == [3, 3]
+
+
+def test_a_cut_link_comes_back_once_though_one_side_is_busy_with_a_part(
+    two: Callable[..., Two],
+) -> None:
+    """Who is dialed anew parts from what was before, and not from the new connection."""
+    pair = two()
+    pair.start()
+    pair.meet()
+    busy = pair.ears[1]
+    busy.open.clear()
+    pair.members[0].send_part(1, LayerPart(JOB, 0, 0, 4), memoryview(bytes(64)))
+    until(busy.holds.is_set, "it reads nothing else now")
+    pair.cut(0)
+    until(lambda: all(ear.gone for ear in pair.ears), "both have noticed")
+    busy.open.set()
+    pair.meet()
+    pair.stay()
+    assert [ear.gone for ear in pair.ears] == [[1], [0]]
+
+
+def test_what_ended_before_its_pair_was_there_is_half_of_none(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, may_dial, dial = two(), threading.Event(), TcpTransport.dial
+
+    def later(self: TcpTransport, *peer: Any) -> socket.socket:
+        if self is pair.members[1]:
+            may_dial.wait(20)
+        return dial(self, *peer)
+
+    monkeypatch.setattr(TcpTransport, "dial", later)
+    pair.start()
+    until(pair.members[0]._outgoing[1].is_alive, "one direction is up")
+    pair.cut(1)
+    may_dial.set()
+    pair.meet()
+    pair.stay()
+    assert [ear.gone for ear in pair.ears] == [[], []]
+
+
+def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
+    told: list[str] = []
+    may_tell = threading.Event()
+
+    class Slow(Ear):
+        def on_message(self, rank: int, message: Message) -> None:
+            if self is pair.ears[0]:
+                told.append("is greeted")
+
+        def on_gone(self, rank: int, reason: str) -> None:
+            super().on_gone(rank, reason)
+            if self is pair.ears[0]:
+                may_tell.wait(20)
+                told.append("is told")
+
+    pair = two(ear=Slow, greeting=Cancel(JOB, "welcome"))
+    pair.start()
+    pair.meet()
+    until(lambda: told == ["is greeted"], "the greeting")
+    pair.cut(0)
+    until(lambda: all(ear.gone for ear in pair.ears), "both have noticed")
+    until(pair.members[1]._outgoing[0].is_alive, "the other one has dialed anew")
+    time.sleep(2 * tcp.PING_S)  # in which it would be greeted again
+    may_tell.set()
+    until(lambda: len(told) == 3, "they meet")
+    assert told == ["is greeted", "is told", "is greeted"]
 
 
 def test_strangers_that_say_nothing_are_few(member: Member) -> None:
@@ -236,8 +340,6 @@ def test_an_address_that_is_taken_is_said_at_once() -> None:
 
 
 def test_close_leaves_no_thread() -> None:
-    import threading
-
     before = threading.active_count()
     members = tcp_group(3)
     for member in members:

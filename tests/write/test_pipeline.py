@@ -140,6 +140,7 @@ def test_nothing_is_stored_before_the_copies_are_complete(desk: Desk) -> None:
     desk.offer(TOKENS, (2,))  # a job that is ready does not wait for one that is not
     while not desk.stored():
         desk.io.run(desk.store.contains([]), PATIENCE_S)
+    desk.io.run(desk.store.contains([]), PATIENCE_S)  # its buffer is given back in the same turn
     assert list(desk.stored()) == [KEYS[2]]
     assert desk.writer.pending_blocks == 2
     go_on.set()
