@@ -441,6 +441,25 @@ def test_a_namespace_that_the_server_forgot_is_told_once_more_and_not_for_ever()
     against(ours(answers(409)), always)
 
 
+def test_telling_the_namespace_may_take_the_server_longer_than_a_lookup():
+    """It brings it to its disk; also where that was quick the last time."""
+    stores, usual = [], ours(answers(204))
+
+    async def answer(asked):
+        if asked.method == "GET":  # the last lookup before it is told
+            stores[0]._wire.lookups.timeout_s = lambda size_bytes: 0.0
+        await usual(asked)
+
+    async def test(store, server):
+        stores.append(store)
+        assert await store.put(A, block_of("a")) is False
+        pace = opened(server.base, floor_s=2.0)._describing
+        pace.answered(1, 0.001)
+        assert pace.timeout_s(1) == WAIT_S
+
+    against(answer, test)
+
+
 def test_a_namespace_that_means_something_else_there_is_unavailable():
     async def test(store, server):
         with pytest.raises(StoreUnavailable, match="another namespace"):
