@@ -33,10 +33,10 @@ def free_ports(count):
 class Master:
     """Forgets everything when it is started again."""
 
-    def __init__(self, ports):
+    def __init__(self, ports, client_ttl_s=CLIENT_TTL_S):
         self.ports = ports
         command = [sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1"]
-        command += ["--metrics_host=127.0.0.1", f"--client_ttl={CLIENT_TTL_S}"]
+        command += ["--metrics_host=127.0.0.1", f"--client_ttl={client_ttl_s}"]
         command += [f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
