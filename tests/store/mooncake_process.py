@@ -103,8 +103,12 @@ async def how_it_ends(store, key, data):
 
 
 async def serve(url):
+    from sglang_cake.store.mooncake import store as store_module  # needs Mooncake's library
+
     (source,) = parse_sources(url)
     store = source.open(FRAME, depth=4)
+    # To join and to put on a busy machine. Reads keep their limit: they may ask who is dead.
+    store._writes._patience_s = store_module.PATIENCE_S = 60.0
     while (line := await asyncio.to_thread(sys.stdin.readline)) not in ("", "end\n"):
         verb, count = line.split()
         answers = []
