@@ -15,6 +15,7 @@ import numpy as np
 import requests
 
 from sglang_cake.codec.frame import HEADER_BYTES, check_header, make_header, payload_checksum
+from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest, KeySeed, block_keys
 from sglang_cake.layout import BlockLayout
 from sglang_cake.store.file.folder import BlockFolder
@@ -138,7 +139,10 @@ def _names(file: Path) -> tuple[Digest, BlockKey]:
 
 def _is_booked(folder: BlockFolder, file: Path) -> bool:
     digest, key = _names(file)
-    folder.stats()  # the books are open: what follows is their answer
+    try:
+        folder.stats()  # the books are open: what follows is their answer
+    except StoreUnavailable:  # they are not yet, on a busy disk
+        return False
     return folder.contains(digest, [key], 0, threading.Event()) == [True]
 
 

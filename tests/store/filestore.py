@@ -1,6 +1,7 @@
 """What the tests of the file store share."""
 
 import asyncio
+import contextlib
 import time
 
 from sglang_cake.codec.frame import BlockFrame
@@ -45,6 +46,15 @@ def until_room_is_made(folder):
         while folder._room.ahead_bytes(index) > 0:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def nobody_evicts(*folders):
+    """What several questions find out fits together: the background makes no room meanwhile."""
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            held.enter_context(folder._room._lock)
+        yield
 
 
 async def put_a(store):

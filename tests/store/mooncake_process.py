@@ -33,10 +33,10 @@ def free_ports(count):
 class Master:
     """Forgets everything when it is started again."""
 
-    def __init__(self, ports):
+    def __init__(self, ports, client_ttl_s=CLIENT_TTL_S):
         self.ports = ports
         command = [sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1"]
-        command += ["--metrics_host=127.0.0.1", f"--client_ttl={CLIENT_TTL_S}"]
+        command += ["--metrics_host=127.0.0.1", f"--client_ttl={client_ttl_s}"]
         command += [f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -103,8 +103,12 @@ async def how_it_ends(store, key, data):
 
 
 async def serve(url):
+    from sglang_cake.store.mooncake import store as store_module  # needs Mooncake's library
+
     (source,) = parse_sources(url)
     store = source.open(FRAME, depth=4)
+    # To join and to put on a busy machine. Reads keep their limit: they may ask who is dead.
+    store._writes._patience_s = store_module.PATIENCE_S = 60.0
     while (line := await asyncio.to_thread(sys.stdin.readline)) not in ("", "end\n"):
         verb, count = line.split()
         answers = []

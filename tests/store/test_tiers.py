@@ -25,13 +25,19 @@ from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, k
 DOWN = StoreUnavailable("down")
 
 
+def opened(sources, frame=FRAME, *, depth=2):
+    """Real stores. However busy their disks are, no tier is passed over for a late answer."""
+    store = open_store(sources, frame, depth=depth)
+    assert isinstance(store, TieredStore)
+    store._late_answer_s = 60.0
+    return store
+
+
 class TestTieredFileStores(StoreContract):
     urls = "file://{0}/fast?min_free=0,file://{0}/slow?min_free=0"
 
     def open(self, folder):
-        store = open_store(parse_sources(self.urls.format(folder)), self.frame, depth=2)
-        assert isinstance(store, TieredStore)
-        return store
+        return opened(parse_sources(self.urls.format(folder)), self.frame)
 
 
 class TestThreeTiersOneOfThemPaced(TestTieredFileStores):
@@ -459,7 +465,7 @@ def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
         )
         (tmp_path / "a").write_text("in the way of the folder")
         clock = Clock()
-        store = open_store(sources, FRAME, depth=1)
+        store = opened(sources, depth=1)
         store._clock = clock
         for tier in store._tiers:
             tier._clock = clock
@@ -499,7 +505,7 @@ def test_a_tier_that_describes_something_else_is_refused_and_the_others_are_clos
 def test_two_servers_that_share_a_lower_tier_have_each_others_blocks(tmp_path):
     def server(name):
         urls = f"file://{tmp_path}/{name}?min_free=0,file://{tmp_path}/shared?min_free=0"
-        return open_store(parse_sources(urls), FRAME, depth=2)
+        return opened(parse_sources(urls))
 
     async def main():
         one, other = server("one"), server("other")

@@ -5,12 +5,13 @@ import contextlib
 import json
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from filestore import A, B, opened, until_room_is_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_capacity import DIGEST, put
+from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.keys import BlockKey
@@ -18,6 +19,7 @@ from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Use, Worth
 from sglang_cake.store.eviction.admission import Admission
 from sglang_cake.store.eviction.reuse import POOLED
 from sglang_cake.store.eviction.tenants import Sharing
+from sglang_cake.store.file.index import BlockIndex
 from sglang_cake.store.file.touches import MOST_REQUESTS, Touches
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.recording import RecordingStore, TraceFile
@@ -60,6 +62,26 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
             assert folder._room.learn(index, time.sleep)
         folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
         assert [usage.use.turn for usage in booked(folder, (0, 1))] == [2, 2]
+
+
+def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, monkeypatch):
+    touch, evictions = BlockIndex.touch, []
+
+    def slow(index, touches):
+        evictions.append(pool.submit(folder.evict, STORED_BYTES))
+        wait(evictions, 0.5)  # who does not wait for the books has evicted by then
+        return touch(index, touches)
+
+    folder = opened_folder(tmp_path, policy="lru")
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(folder):
+        put(folder, 0)
+        put(folder, 1)
+        monkeypatch.setattr(BlockIndex, "touch", slow)
+        get(folder, 0)
+        with folder._books.open() as index:
+            folder._books.flush(index)  # here, or in the background already
+        assert evictions[0].result(60) == STORED_BYTES
+        assert there(folder, (0, 1)) == [0]
 
 
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):

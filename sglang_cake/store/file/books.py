@@ -53,6 +53,7 @@ class Books:
         self._opened, self._closing = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._reads: deque[Touch] = deque(maxlen=MAX_UNWRITTEN_READS)
+        self._flushing = threading.Lock()  # taken before the locks of the index and the room
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self._complained, self._damaged = "", False
@@ -97,12 +98,12 @@ class Books:
         self._wake.set()
 
     def flush(self, index: BlockIndex) -> None:
-        """Write down what was read."""
-        reads: list[Touch] = []
-        with contextlib.suppress(IndexError):  # somebody else may be at it
-            reads.extend(self._reads.popleft() for _ in range(len(self._reads)))
-        if reads:
-            self._room.touched(index.touch(reads))
+        """Write down what was read. Returns when what somebody else took to write down is written
+        as well: who evicts next must not take a block that was just used."""
+        with self._flushing:
+            reads = [self._reads.popleft() for _ in range(len(self._reads))]
+            if reads:
+                self._room.touched(index.touch(reads))
 
     def close(self) -> None:
         """Blocks until the thread has ended."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import aiohttp
@@ -13,7 +14,7 @@ from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.http import protocol
-from sglang_cake.store.http.timing import Patience
+from sglang_cake.store.http.timing import Pace, Patience
 from sglang_cake.store.http.wire import (
     Endpoint,
     HttpCounters,
@@ -48,6 +49,10 @@ class HttpStore:
         self._frame = frame
         self._patience = patience or Patience()
         self._wire = Wire(endpoint, self._patience, self._forget_server)
+        # Our server brings a description to its disk before it answers: however small it is, and
+        # however fast the last one was, that takes as long as the disk takes.
+        floor_s = max(self._patience.first_s, self._patience.floor_s)
+        self._describing = Pace(replace(self._patience, floor_s=floor_s))
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
@@ -243,7 +248,7 @@ class HttpStore:
 
         found = await self._small(look)
         if found is None:
-            await self._small(tell)
+            await self._small(tell, self._describing)
         elif found != fields:
             raise StoreUnavailable(f"{path} on the server describes another namespace")
         self._claimed = True
@@ -290,6 +295,7 @@ class HttpStore:
     async def close(self) -> None:
         await self._wire.close()
 
-    async def _small(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _small(self, attempt: Callable[[], Awaitable[T]], pace: Pace | None = None) -> T:
         async with self._asking:
-            return await self._wire.call(self._wire.lookups, protocol.KEY_BYTES, attempt)
+            pace = pace or self._wire.lookups
+            return await self._wire.call(pace, protocol.KEY_BYTES, attempt)

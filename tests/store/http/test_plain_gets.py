@@ -262,7 +262,7 @@ def test_a_token_is_asked_for(root):
 
 
 def test_a_connection_without_a_request_ends(root, monkeypatch, without_http):
-    monkeypatch.setattr(worker, "KEEPALIVE_S", 0.3)
+    monkeypatch.setattr(worker, "KEEPALIVE_S", 3.0)  # the request comes well before
     with Worker(root) as it:
         connection = it.connect()
         connection.sendall(PLAIN)
@@ -288,7 +288,7 @@ def test_a_reader_that_reads_no_more_is_cut_off(root, monkeypatch, without_http)
 def test_a_reader_that_leaves_the_last_bytes_holds_nothing(root, monkeypatch, without_http):
     """All of the answer has left the worker, and its last 32 KiB wait in the system for room at
     the reader's, which never comes."""
-    monkeypatch.setattr(worker, "STUCK_S", 0.5)  # what the system is told
+    monkeypatch.setattr(worker, "STUCK_S", 3.0)  # what the system is told; also while we read
     with Worker(root) as it:
         connection = it.connect(receive_bytes=1 << 12)
         connection.sendall(PLAIN)
