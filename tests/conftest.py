@@ -11,7 +11,7 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
 # `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py
-# tests/store/http/test_http_hostile.py` looks for about two hours.
+# tests/store/http/test_http_hostile.py` looks a hundred times as much: about an hour on two cores.
 settings.register_profile("hours", max_examples=10_000, print_blob=True)
 
 # .ci/run sets it where all of .ci/packages is installed: a test that finds something missing is a
