@@ -3,8 +3,8 @@
     python -m benchmarks.bench_real_grid [--small] [--mha] [--out FILE]
 
 Tables 3 to 5 of Cake on this machine, with a small model. A budget is the tokens of a step
-(`--chunked-prefill-size`): half the budget is half the device, as in the paper, since a step's
-fixed cost does not shrink with it. Bandwidths are ratios to the balanced one, at which loading the
+(`--chunked-prefill-size`), the paper's share of the device. On a CPU a step's time grows with its
+tokens, so half the budget slows computing only by the fixed part of twice as many steps. Bandwidths are ratios to the balanced one, at which loading the
 longest prompt takes as long as computing it in the largest steps. Every run starts cold, as in
 `bench_ttft`; arms take turns, and servers that are not measured are stopped.
 
