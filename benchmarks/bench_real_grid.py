@@ -4,9 +4,10 @@
 
 Tables 3 to 5 of Cake on this machine, with a small model. A budget is the tokens of a step
 (`--chunked-prefill-size`), the paper's share of the device. On a CPU a step's time grows with its
-tokens, so half the budget slows computing only by the fixed part of twice as many steps. Bandwidths are ratios to the balanced one, at which loading the
-longest prompt takes as long as computing it in the largest steps. Every run starts cold, as in
-`bench_ttft`; arms take turns, and servers that are not measured are stopped.
+tokens, so half the budget slows computing only by the fixed part of twice as many steps. Bandwidths
+are ratios to the balanced one, at which loading the longest prompt takes as long as computing it in
+the largest steps. Every run starts cold, as in `bench_ttft`; arms take turns, and servers that are
+not measured are stopped.
 
 Noise: `compute` runs twice in every round, on the same server. The ratio of the medians of those
 two arms, over all cells, says what identical arms differ by: `noise` is its 95th percentile, and a
