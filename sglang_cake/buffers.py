@@ -22,6 +22,10 @@ def on_page(size_bytes: int) -> memoryview:
     return memoryview(raw)[start : start + size_bytes]
 
 
+# Told how many bytes of a buffer have come so far.
+Progress = Callable[[int], object]
+
+
 class Buffer(Protocol):
     """One block of host memory. The adapter makes it (pinned when there is a GPU), on a page."""
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import xxhash
 
-from sglang_cake.buffers import is_on_page, on_page
+from sglang_cake.buffers import Progress, is_on_page, on_page
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.layout import BlockLayout
@@ -223,14 +223,26 @@ class Incoming:
     hand over bytes by `feed`. At the end `finish` says whether `out` may be used.
     """
 
-    def __init__(self, frame: BlockFrame, key: BlockKey, out: memoryview) -> None:
-        """Args: out: writable, of `frame.payload_bytes`; undefined until `finish` has returned."""
+    def __init__(
+        self,
+        frame: BlockFrame,
+        key: BlockKey,
+        out: memoryview,
+        progress: Progress | None = None,
+    ) -> None:
+        """Args:
+        out: writable, of `frame.payload_bytes`; undefined until `finish` has returned.
+        progress: as in `Store.get_into`; of a header that was wrong it hears nothing more.
+        """
         assert out.nbytes == frame.payload_bytes, out.nbytes
         self._frame, self._key = frame, key
         self._head, self._body = on_page(HEADER_BYTES), out.cast("B")
         self._hashed = PayloadHasher()
         self._header: Header | None = None
+        self._progress = progress
         self.done = 0  # bytes that have come
+        if progress is not None:
+            progress(0)
 
     @property
     def is_on_pages(self) -> bool:
@@ -254,6 +266,8 @@ class Incoming:
         before, self.done = self.done, self.done + count
         if before < HEADER_BYTES <= self.done:
             self._header = self._frame.check(bytes(self._head), self._key)
+        if self._progress is not None and self.done > HEADER_BYTES:
+            self._progress(self.done - HEADER_BYTES)
         return self._body[max(0, before - HEADER_BYTES) : max(0, self.done - HEADER_BYTES)]
 
     def check(self, payload: memoryview) -> None:

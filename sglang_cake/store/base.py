@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, Protocol
 
+from sglang_cake.buffers import Progress
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.keys import BlockKey, Digest
 
@@ -66,8 +67,15 @@ class Store(Protocol):
         """
         ...
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         """Fill `out` (caller-owned, writable, of `frame.payload_bytes`) with checked bytes.
+
+        Args:
+            progress: of a store that fills `out` from its start, it is told how many leading bytes
+                are there that nobody has checked yet: 0 when the bytes begin to come, then more and
+                more; 0 once more if they come anew. In any thread, before the return; it is quick.
 
         Returns how many: all of `out`, unless the frame `varies`; what is behind them is undefined.
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable; `out` is then undefined.

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 
+from sglang_cake.buffers import Progress
 from sglang_cake.errors import BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
@@ -21,12 +22,18 @@ class MemoryStore:
         self._check_open()
         return [key in self._blocks for key in keys]
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         self._check_open()
         block = self._blocks.get(key)
         if block is None:
             raise BlockMissing(key.hex())
+        if progress is not None:
+            progress(0)
         out.cast("B")[: len(block)] = block
+        if progress is not None:
+            progress(len(block))
         return len(block)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:

@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+from sglang_cake.buffers import Progress
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
 from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
+
+PIECE_BYTES = 1 << 18  # by which bytes are told to cross the link
 
 
 class PacedStore:
@@ -44,7 +47,9 @@ class PacedStore:
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(self._inner, keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         async with self._link:
             begun_s = self._clock()
             try:
@@ -52,6 +57,10 @@ class PacedStore:
             except BlockCorrupt:  # found out only after the bytes had come over
                 await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
                 raise
+            if progress is not None:
+                for at_bytes in range(0, size_bytes, PIECE_BYTES):
+                    await self._keep_link(begun_s + at_bytes / self._bytes_per_s)
+                    progress(at_bytes)
             await self._keep_link(begun_s + size_bytes / self._bytes_per_s)
             return size_bytes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from sglang_cake.buffers import on_page
+from sglang_cake.buffers import Progress, on_page
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.codec.sealed import (
     FIELD,
@@ -88,9 +88,11 @@ class SealedStore:
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(self._inner, keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
-        """As in `Store`. A block that was forged is deleted: unlike one that was damaged, the inner
-        store has no way to notice."""
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
+        """As in `Store`, without progress. A block that was forged is deleted: unlike one that was
+        damaged, the inner store has no way to notice."""
         assert out.nbytes == self._block_bytes, out.nbytes
         async with self._buffer(self._reading) as sealed:
             size_bytes = await self._inner.get_into(key, sealed) - SEALED_BYTES

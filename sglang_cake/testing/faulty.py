@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from sglang_cake.buffers import Progress
 from sglang_cake.errors import BlockMissing, StoreError
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
@@ -17,8 +18,10 @@ class PassingStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self.inner.contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
-        return await self.inner.get_into(key, out)
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
+        return await self.inner.get_into(key, out, progress)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         return await self.inner.put(key, data)
@@ -45,7 +48,9 @@ class SlowStore(PassingStore):
         self._gates: dict[BlockKey, asyncio.Event] = {}
         self._changed = asyncio.Event()
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         """A cancelled read leaves `waiting`."""
         self.waiting.append(key)
         self._changed.set()
@@ -53,7 +58,7 @@ class SlowStore(PassingStore):
             await self._gate(key).wait()
         finally:
             self.waiting.remove(key)
-        return await self.inner.get_into(key, out)
+        return await self.inner.get_into(key, out, progress)
 
     async def until_waiting(self, count: int) -> None:
         """Return once at least `count` reads wait."""
@@ -94,13 +99,15 @@ class FaultyStore(PassingStore):
         """
         self._flipped.add(key)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         view = out.cast("B")
         error = BlockMissing(key.hex()) if key in self._lost else self._errors.get(key)
         if error is not None:
             view[:] = b"\xa5" * len(view)  # `out` is undefined after an error: show it
             raise error
-        size_bytes = await self.inner.get_into(key, out)
+        size_bytes = await self.inner.get_into(key, out, progress)
         if key in self._flipped:
             view[size_bytes // 2] ^= 1
         return size_bytes
@@ -126,9 +133,11 @@ class RecordingStore(PassingStore):
         self.calls += [("contains", key) for key in keys]
         return await super().contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         self.calls.append(("get", key))
-        return await super().get_into(key, out)
+        return await super().get_into(key, out, progress)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         self.calls.append(("put", key))
@@ -151,9 +160,11 @@ class OutageStore(PassingStore):
         await self._outage()
         return await super().contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         await self._outage()
-        return await super().get_into(key, out)
+        return await super().get_into(key, out, progress)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         await self._outage()

@@ -239,9 +239,9 @@ def test_each_tier_measures_its_own_reads_and_writes():
                 tiers.clock.now_s += 4.0
                 return await super().put(key, data)
 
-            async def get_into(self, key, out):
+            async def get_into(self, key, out, progress=None):
                 tiers.clock.now_s += 2.0
-                return await super().get_into(key, out)
+                return await super().get_into(key, out, progress)
 
         tiers.store._tiers[1].store = Slow(tiers.memory[1])
         fast, slow = tiers.store.links()

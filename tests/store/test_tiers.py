@@ -270,12 +270,12 @@ def test_when_all_fail_the_most_telling_error_is_raised(errors, told):
 
 def test_never_two_writers_on_one_buffer():
     class Watched(PassingStore):
-        async def get_into(self, key, out):
+        async def get_into(self, key, out, progress=None):
             inside.append(self)
             assert len(inside) == 1
             try:
                 await asyncio.sleep(0)
-                return await super().get_into(key, out)
+                return await super().get_into(key, out, progress)
             finally:
                 inside.remove(self)
 
@@ -318,11 +318,11 @@ def test_reads_keep_both_links_busy():
             super().__init__(inner)
             self.clock, self.block_s, self.free_s, self.served = clock, block_s, 0.0, 0
 
-        async def get_into(self, key, out):
+        async def get_into(self, key, out, progress=None):
             self.free_s = max(self.free_s, self.clock.now_s) + self.block_s
             self.served += 1
             await self.clock.until(self.free_s)
-            return await super().get_into(key, out)
+            return await super().get_into(key, out, progress)
 
     async def test(tiers):
         clock, names = tiers.clock, range(80)

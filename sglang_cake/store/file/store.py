@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+from sglang_cake.buffers import Progress
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
@@ -46,9 +47,11 @@ class FileStore:
         """As in `Attentive`; waits for nothing."""
         self._folder.touched(self._frame.digest, keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         """As in `Store`. Cancelled, it returns once its thread has let go of `out`."""
-        return await run_stoppable(self._readers, functools.partial(self._get, key, out))
+        return await run_stoppable(self._readers, functools.partial(self._get, key, out, progress))
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Cancelled, it returns once its thread has let go of `data`."""
@@ -84,12 +87,14 @@ class FileStore:
         frame = self._frame
         return self._folder.contains(frame.digest, keys, frame.known_bytes, stop)
 
-    def _get(self, key: BlockKey, out: memoryview, stop: threading.Event) -> int:
+    def _get(
+        self, key: BlockKey, out: memoryview, progress: Progress | None, stop: threading.Event
+    ) -> int:
         with self._folder.reading(self._frame.digest, key, counts=self._reads_count) as fd:
             size = os.fstat(fd).st_size
             if not self._frame.fits(size):
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
-            block = Incoming(self._frame, key, out)
+            block = Incoming(self._frame, key, out, progress)
             return read_framed(fd, block, size, stop, self._checkers)
 
     def _put(self, key: BlockKey, data: memoryview, stop: threading.Event) -> bool:

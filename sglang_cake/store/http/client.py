@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import aiohttp
 
+from sglang_cake.buffers import Progress
 from sglang_cake.codec.frame import BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -138,13 +139,17 @@ class HttpStore:
     def _may_be(self, framed_bytes: int | None) -> bool:
         return framed_bytes is None or self._frame.fits(framed_bytes)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         """As in `Store`. Only this call's own task writes `out`, and it is done when this returns
         or raises, cancelled or not."""
         try:
             async with self._reading:
                 return await self._wire.call(
-                    self._wire.reads, self._frame.framed_bytes, lambda: self._get(key, out)
+                    self._wire.reads,
+                    self._frame.framed_bytes,
+                    lambda: self._get(key, out, progress),
                 )
         except BlockCorrupt:
             await self._report(key)
@@ -162,7 +167,7 @@ class HttpStore:
             async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
                 pass  # whatever it says: the block is computed now
 
-    async def _get(self, key: BlockKey, out: memoryview) -> int:
+    async def _get(self, key: BlockKey, out: memoryview, progress: Progress | None) -> int:
         async with self._wire.hedged_get(protocol.block_path(self._frame.digest, key)) as response:
             if response.status in (404, 410):
                 raise BlockMissing(key.hex())
@@ -171,7 +176,7 @@ class HttpStore:
             length = response.content_length
             if not self._may_be(length):
                 raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
-            block = Incoming(self._frame, key, out)
+            block = Incoming(self._frame, key, out, progress)
             async for piece in response.content.iter_any():
                 self.counters.received_bytes += len(piece)
                 block.feed(piece)

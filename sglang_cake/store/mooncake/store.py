@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+from sglang_cake.buffers import Progress
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -44,10 +45,12 @@ class MooncakeStore:
         names = [self._name(key) for key in keys]
         return await self._call(self._asks, lambda engine, hold: engine.exist(names))
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         try:
             return await self._call(
-                self._reads, lambda engine, hold: self._get(engine, key, out, hold)
+                self._reads, lambda engine, hold: self._get(engine, key, out, progress, hold)
             )
         except BlockCorrupt:
             # If that fails, the next reader finds it again.
@@ -118,13 +121,20 @@ class MooncakeStore:
 
     # What follows runs in the crews' threads.
 
-    def _get(self, engine: Engine, key: BlockKey, out: memoryview, hold: Hold) -> int:
+    def _get(
+        self,
+        engine: Engine,
+        key: BlockKey,
+        out: memoryview,
+        progress: Progress | None,
+        hold: Hold,
+    ) -> int:
         with self._slots.one() as slot:
             count = engine.get_into(self._name(key), slot)
             if not self._frame.fits(count):
                 raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
-                block = Incoming(self._frame, key, out)
+                block = Incoming(self._frame, key, out, progress)
                 for start in range(0, count, PIECE_BYTES):
                     block.feed(slot.view[start : min(start + PIECE_BYTES, count)])
                 return block.finish()

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from sglang_cake.buffers import Progress
 from sglang_cake.codec.frame import BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -44,9 +45,11 @@ class S3Store:
         self._check_open()
         return found
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         try:
-            return await self._read(key, out)
+            return await self._read(key, out, progress)
         except BlockCorrupt:
             # Where that is not allowed either, the next reader finds it again.
             with contextlib.suppress(StoreError):
@@ -96,7 +99,7 @@ class S3Store:
     async def _has(self, key: BlockKey) -> bool:
         return await self._bucket.has(self._name(key))
 
-    async def _read(self, key: BlockKey, out: memoryview) -> int:
+    async def _read(self, key: BlockKey, out: memoryview, progress: Progress | None) -> int:
         body = await self._bucket.open_object(self._name(key))
         try:
             if body.length_bytes is None:
@@ -106,7 +109,7 @@ class S3Store:
                 raise BlockCorrupt(
                     f"{body.length_bytes} bytes, a block has {self._frame.framed_bytes}"
                 )
-            block = Incoming(self._frame, key, out)
+            block = Incoming(self._frame, key, out, progress)
             while data := await body.read(READ_BYTES):
                 block.feed(data)
             return block.finish()

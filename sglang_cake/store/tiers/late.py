@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from sglang_cake.buffers import Progress
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -29,8 +30,10 @@ class LateStore:
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await tell(await self._opened(), keys, facts)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
-        return await (await self._opened()).get_into(key, out)
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
+        return await (await self._opened()).get_into(key, out, progress)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         return await (await self._opened()).put(key, data)

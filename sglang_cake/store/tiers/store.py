@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from typing import Any, TypeVar
 
-from sglang_cake.buffers import BufferPool
+from sglang_cake.buffers import BufferPool, Progress
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
@@ -113,7 +113,9 @@ class TieredStore:
             found[known] = tier.index if tier else 0
         return [found[self._where.of(key)] for key in keys]
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         self._check_open()
         known, deletes = self._where.of(key), self._deletes
         left = [tier for tier in self._tiers if not tier.bit & known.lacking]
@@ -125,7 +127,7 @@ class TieredStore:
                 break
             left.remove(tier)
             try:
-                size_bytes = await tier.get_into(key, out)
+                size_bytes = await tier.get_into(key, out, progress)
             except StoreError as error:
                 errors.append(error)
                 if isinstance(error, BlockMissing | BlockCorrupt):

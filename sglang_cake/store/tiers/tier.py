@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sglang_cake.buffers import BufferPool
+from sglang_cake.buffers import BufferPool, Progress
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store, StoreStats
@@ -75,12 +75,14 @@ class Tier:
             raise self._broken(self.reading, f"{len(found)} answers to {len(keys)} keys")
         return found
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         """As in `Store`; any other failure is a StoreUnavailable."""
         started_s = self._clock()
         self.link.started(out.nbytes)
         try:
-            size_bytes = await self._watched(self.reading, self.store.get_into(key, out))
+            size_bytes = await self._watched(self.reading, self.store.get_into(key, out, progress))
         except BlockMissing:
             self.counts.missing_blocks += 1
             raise
