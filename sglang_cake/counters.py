@@ -9,11 +9,14 @@ from sglang_cake.codec_names import CODECS, REFUSALS
 # two labels has both values in one text, with a space between.
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
+OVERLAP_REASONS = ("lost", "late", "layers")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
 RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
     "computed_tokens": ("",),
+    "overlapped_tokens": ("",),
+    "overlap_failures": OVERLAP_REASONS,
     "wasted_bytes": WASTE_REASONS,
     "load_failures": FAILURE_REASONS,
     "fallback": ("compute", "load"),

@@ -3,6 +3,7 @@
 CakeError
 ├── ConfigError        a user's mistake: one line that says what to do, exit status 2
 ├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
+├── OverlapError       a last step lacks KV that was on its way: compute what is missing
 ├── RunaheadError      a chain of workers cannot go on; to its owner: compute what is missing
 └── StoreError         what a store can answer instead of doing it; to a reader: compute the block
     ├── BlockMissing       the store does not have the block (any more)
@@ -22,6 +23,14 @@ class ConfigError(CakeError):
 
 class PatchError(CakeError):
     """A CPU repair does not fit the installed SGLang. The message is one line."""
+
+
+class OverlapError(CakeError):
+    """A last step lacks KV that was on its way. `reason` labels the metrics."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RunaheadError(CakeError):

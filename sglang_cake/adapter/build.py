@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from sglang_cake.adapter import runahead_hooks
+from sglang_cake.adapter import forwards, runahead_hooks
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.identity import (
@@ -23,12 +23,13 @@ from sglang_cake.adapter.identity import (
     weights_digest,
 )
 from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.last_step import LastStep
 from sglang_cake.adapter.metrics import Metrics, StoreMetrics
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.pools import CudaKV, DeviceKV
 from sglang_cake.adapter.saving import Saving
 from sglang_cake.adapter.story import Storyteller
-from sglang_cake.adapter.support import check_context
+from sglang_cake.adapter.support import check_context, may_overlap
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.buffers import BufferPool
 from sglang_cake.cache_folder import cache_folder
@@ -42,6 +43,7 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.cost_file import CostFile
 from sglang_cake.read.loader import Loader
+from sglang_cake.runahead.setting import CUDA_IPC, group_setting
 from sglang_cake.store.base import Store, StoreStats
 from sglang_cake.store.encoded import open_blocks
 from sglang_cake.store.recording import RecordingStore, TraceFile
@@ -72,8 +74,30 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     assert isinstance(tree, CakeRadixCache)
     engine = Engine(ctx, tree, config)
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
-    tree.runahead = engine.runahead = runahead_hooks.start(ctx, engine, config)
+    _take_part(ctx, tree, engine, config)
     return tree
+
+
+def _take_part(
+    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, engine: "Engine", config: CakeConfig
+) -> None:
+    """What has a hand in forwards. Raises: ConfigError."""
+    setting, overlaps = group_setting(config), may_overlap(ctx, config)
+    if setting is None and not overlaps:
+        return
+    on_device = setting is not None and setting.transport == CUDA_IPC
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    rows, gate = forwards.gated(engine.kv, pool, on_device=on_device)
+    if setting is not None:
+        tree.runahead = engine.runahead = runahead_hooks.start(
+            ctx, engine, config, setting, rows, gate
+        )
+    if overlaps and not on_device:
+        tree.last_step = LastStep(
+            engine.coordinator, engine.loader, engine.landing, rows, gate, engine.counters
+        )
+        engine.pace.overlap = 1 - 1 / rows.layers
+    forwards.Here.runahead, forwards.Here.last_step = tree.runahead, tree.last_step
 
 
 class Engine:
@@ -122,9 +146,12 @@ class Engine:
         self.saving = Saving(self.kv, self.writer)
         self.pace = _pace(ctx, self.loader)
         self._recall()
+        self.landing = Landing(
+            self.kv, allocator, tree.evict_own, self.counters, self.loader.copied
+        )
         self.coordinator = Coordinator(
             self.loader,
-            Landing(self.kv, allocator, tree.evict_own, self.counters, self.loader.copied),
+            self.landing,
             config=config,
             namespace=namespace.digest(),
             page_tokens=ctx.params.page_size,

@@ -8,15 +8,16 @@ islands that the front touches), `plan` (how far to compute) and `claimed`.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_cake.adapter.agree import Agreement, Facts
+from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.facts import facts_of, keyable, seed_of, tenant_of
+from sglang_cake.adapter.inbox import Inbox
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
@@ -25,13 +26,12 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
 from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest, KeyChain
-from sglang_cake.read.events import Found, Landed, LoaderEvent
 from sglang_cake.read.fair import TenantTokens
 from sglang_cake.read.loader import Loader, Prompt
-from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Step
+from sglang_cake.read.meet import Meet
+from sglang_cake.read.plan import Step, room
 from sglang_cake.read.share import Claimant
-from sglang_cake.read.staging import StagedBlock
+from sglang_cake.spans import Span
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -76,11 +76,9 @@ class Coordinator:
         self._adapter_digest = adapter_digest
         self.suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
-        # By what the loader calls them: one that comes back under its id is another load.
-        self._tickets: dict[str, Restore] = {}
+        self.inbox = Inbox(loader, landing, teller)
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
-        self._now_s = 0.0  # as agreed in the last step that needed it
         self._others_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()  # not in these
         self._served: Restore | None = None  # the link works for it before all others
         self.waiting = False  # a request was held back in this step
@@ -122,7 +120,8 @@ class Coordinator:
                 front=matched(tokens, limit),
             ),
         )
-        self._restores[req.rid] = self._tickets[restore.ticket] = restore
+        self._restores[req.rid] = restore
+        self.inbox.expect(restore)
         self._tenants.arrives(restore.facts.tenant)
         self._loader.begin(
             Prompt(
@@ -140,9 +139,8 @@ class Coordinator:
     def end(self, rid: str) -> None:
         """The request is over, aborted or retracted: give everything back. Unknown ids are fine."""
         if (restore := self._restores.pop(rid, None)) is not None:
-            del self._tickets[restore.ticket]
+            self.inbox.forget(restore)
             self._tenants.leaves(restore.facts.tenant)
-            self._stop_loading(restore, "ended")
             self._teller.ended(restore)
 
     def end_all(self) -> None:
@@ -186,14 +184,15 @@ class Coordinator:
             costs=self.pace.own,
         )
         self.step_s = 0.0
-        for event in self._loader.drain():
-            self._receive(event)
+        self.inbox.take()
         self._landing.release_copied()
         contending = [r for r in self._restores.values() if r.contending]
         if contending:
             facts = self.pace.agree(contending, self._agreement)
             for restore, fact in zip(contending, facts, strict=True):
-                self._apply(restore, fact)
+                self.inbox.apply(restore, fact)
+                if (fact.stored or fact.landed or fact.lost) and restore.meet.racing:
+                    restore.remaining_s = self.pace.remaining_s(restore)
         served = [r for r in map(self._restores.get, serving) if r is not None and r.contending]
         self._loader.order([restore.ticket for restore in served])
         for restore in served[1:]:
@@ -244,15 +243,10 @@ class Coordinator:
                     restore.meet.dropped(block)
                 continue
             slots = self._landing.take(restore, span)
-            restore.meet.attach(span)
-            restore.meet_token = span.start if restore.meet_token is None else restore.meet_token
-            restore.loaded_tokens += span.tokens
-            self._tenants.charge(restore.facts.tenant, span.tokens)
-            self._counters.add("loaded_tokens", span.tokens)
-            self._teller.tell(restore, "attach", start=span.start, stop=span.stop)
+            self._attached(restore, span)
             attach(req, slots, span.stop)
             self._advance(restore, req)  # the tree may have matched more by now
-        self._fence(restore, restore.meet.fence)
+        self.inbox.fence(restore, restore.meet.fence)
 
     def plan(self, req: "Req", chunk_tokens: int) -> Step | None:
         """The next step of a settled request; None: compute as usual, nothing is to come."""
@@ -272,6 +266,11 @@ class Coordinator:
             restore.keep_from(step.keep)
             self._loader.keep(restore.ticket, step.keep)
         return step
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a whole block."""
+        return self._config.block_tokens
 
     @property
     def adaptive(self) -> bool:
@@ -307,7 +306,7 @@ class Coordinator:
         live, turn = self._restores.get(req.rid), 0
         if self.fair:
             turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
-        now_s = self._now_s
+        now_s = self.inbox.now_s
         if live is not None:
             own = live.claimant(self.pace.chunk_tokens, now_s)
         else:
@@ -316,84 +315,66 @@ class Coordinator:
 
     def claimed(self, req: "Req", stop: int) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`."""
-        tokens = stop - req.prefix_len
-        self.pace.claimed(req.prefix_len, stop)
+        start = req.prefix_len
+        self.pace.claimed(start, stop)
         if (restore := self._restores.get(req.rid)) is None:
             return
-        self._advance(restore, req)
-        self._fence(restore, restore.meet.claim(stop))
-        restore.stood_aside, restore.computed_tokens = False, restore.computed_tokens + tokens
-        self._tenants.charge(restore.facts.tenant, tokens)
-        self._counters.add("computed_tokens", tokens)
-        self._teller.tell(restore, "claim", start=req.prefix_len, stop=stop)
-        if stop >= len(restore.tokens):
-            self._prefilled(req, restore)
+        restore.stood_aside = False
+        self._computed(restore, Span(start, stop))
+        if restore.overlap is None:
+            self._advance(restore, req)
+            self._claim(req, restore, stop)
+
+    def overlapped(self, req: "Req", stop: int, landed: Collection[int]) -> None:
+        """The step that began before all blocks were there is computed, up to `stop`: of those that
+        were on their way it took `landed`, and computed the others."""
+        restore = self._restores[req.rid]
+        overlap, restore.overlap = restore.overlap, None
+        assert overlap is not None
+        for block in overlap.readings:
+            if block in landed:
+                restore.meet.landed(block)
+                restore.arrived.pop(block).release(used=True)
+            else:
+                restore.meet.lost(block)
+        while (front := restore.meet.front) < overlap.span.stop:
+            if (span := restore.meet.island()) is not None:
+                self._attached(restore, span)
+            else:
+                span = Span(front, min(room(restore.meet.view()), overlap.span.stop))
+                restore.meet.claim(span.stop)
+                self._computed(restore, span)
+        self._claim(req, restore, stop)
+        self.pace.helped()  # it waited: what it took says nothing of other steps
 
     # ---- inside ----
 
     def _advance(self, restore: Restore, req: "Req") -> None:
         self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
 
+    def _attached(self, restore: Restore, span: Span) -> None:
+        restore.meet.attach(span)
+        restore.meet_token = span.start if restore.meet_token is None else restore.meet_token
+        restore.loaded_tokens += span.tokens
+        self._tenants.charge(restore.facts.tenant, span.tokens)
+        self._counters.add("loaded_tokens", span.tokens)
+        self._teller.tell(restore, "attach", start=span.start, stop=span.stop)
+
+    def _computed(self, restore: Restore, span: Span) -> None:
+        restore.computed_tokens += span.tokens
+        self._tenants.charge(restore.facts.tenant, span.tokens)
+        self._counters.add("computed_tokens", span.tokens)
+        self._teller.tell(restore, "claim", start=span.start, stop=span.stop)
+
+    def _claim(self, req: "Req", restore: Restore, stop: int) -> None:
+        self.inbox.fence(restore, restore.meet.claim(stop))
+        if stop >= len(restore.tokens):
+            self._prefilled(req, restore)
+
     def _prefilled(self, req: "Req", restore: Restore) -> None:
         restore.prefill_s = time.monotonic() - restore.arrived_s
-        self._stop_loading(restore, "overtaken")
+        self.inbox.stop_loading(restore, "overtaken")
         if restore.side is not None:
             self._counters.add("fallback", label=restore.side)
         self._teller.prefilled(restore)
         req.customized_info = {**(req.customized_info or {}), "cake": [restore.story()]}
-
-    def _stop_loading(self, restore: Restore, reason: str) -> None:
-        self._loader.end(restore.ticket)
-        for block in list(restore.arrived):
-            self._refuse(restore, restore.arrived.pop(block), reason)
-        self._landing.discard(restore, {*restore.staged, *restore.slots}, reason)
-
-    def _fence(self, restore: Restore, fence: int) -> None:
-        self._loader.fence(restore.ticket, fence)
-        for block in [b for b in restore.arrived if b < fence]:
-            self._refuse(restore, restore.arrived.pop(block), "overtaken")
-
-    def _refuse(self, restore: Restore, staged: StagedBlock, reason: str) -> None:
-        """Bytes that landed and are of no use to this request."""
-        restore.wasted_bytes += len(staged.buffer.view)
-        staged.release(used=False, reason=reason)
-
-    def _receive(self, event: LoaderEvent) -> None:
-        restore = self._tickets.get(event.rid)
-        if restore is None or restore.prefill_s is not None:
-            if isinstance(event, Landed):
-                event.staged.release(used=False, reason="ended")
-        elif isinstance(event, Found):
-            restore.answer = (event.stored, event.load)
-            self._teller.tell(restore, "found", stored_blocks=sum(event.stored))
-        elif isinstance(event, Landed):
-            restore.arrived[event.block] = event.staged
-            restore.landed_s = max(restore.landed_s, event.at_s)
-            self._teller.tell(restore, "land", at_s=event.at_s, block=event.block)
-        else:
-            restore.failed.add(event.block)
-            self._teller.tell(restore, "lost", block=event.block, reason=event.reason)
-
-    def _apply(self, restore: Restore, facts: Facts) -> None:
-        self._now_s, restore.elapsed_s, restore.load = facts.now_s, facts.elapsed_s, facts.cost
-        restore.since_s = restore.since_s or facts.now_s
-        restore.begun |= bool(facts.landed)
-        if facts.stored is not None:
-            restore.known, restore.stored = True, facts.stored
-            if facts.load:
-                restore.meet.found(facts.stored)
-            else:  # too little is stored, for one rank at least
-                self._stop_loading(restore, "peer")
-        for block in facts.landed:
-            staged = restore.arrived.pop(block)
-            if restore.meet.landed(block):
-                restore.staged[block] = staged
-            else:
-                self._refuse(restore, staged, "overtaken")
-        for block in facts.lost:
-            if restore.meet.state(block) is BlockState.WANTED:
-                restore.meet.lost(block)
-            if block in restore.arrived:  # another rank could not get its part
-                self._refuse(restore, restore.arrived.pop(block), "peer")
-        if (facts.stored or facts.landed or facts.lost) and restore.meet.racing:
-            restore.remaining_s = self.pace.remaining_s(restore)

@@ -6,7 +6,7 @@ it, `reclaim` gives slots up, and their blocks are computed instead.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,45 @@ class Landing:
         What the blocks hold beside the span is freed. Whatever the scheduler launches next sees
         the copies complete.
         """
-        first = span.start // self._block_tokens
-        last = -(-span.stop // self._block_tokens)
-        slots = torch.cat([restore.slots.pop(b) for b in range(first, last)])
-        self.held_tokens -= len(slots)
+        lent = {b: restore.slots.pop(b) for b in self._blocks_of(span)}
+        self.held_tokens -= len(lent) * self._block_tokens
+        return self.keep(lent, span)
+
+    def lend(
+        self, restore: Restore, span: Span, coming: Collection[int]
+    ) -> dict[int, torch.Tensor] | None:
+        """Slots of the blocks of `span`, by block: those of what has landed, and new ones for what
+        is `coming`. They are the caller's until `keep` or `take_back`. None: not enough memory."""
+        blocks = self._blocks_of(span)
+        landed = [b for b in blocks if b not in coming]
+        if not self.place(restore, landed):
+            return None
+        fresh: dict[int, torch.Tensor] = {}
+        for block in coming:
+            slots = self._allocate(self._block_tokens)
+            if slots is None:
+                self._free(list(fresh.values()))
+                return None
+            fresh[block] = slots
+        self.held_tokens -= len(landed) * self._block_tokens
+        return fresh | {b: restore.slots.pop(b) for b in landed}
+
+    def keep(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
+        """As `take`, of slots that were lent."""
+        slots = torch.cat([lent[b] for b in self._blocks_of(span)])
         self._kv.order_after_copies()
-        offset = span.start - first * self._block_tokens
+        offset = span.start % self._block_tokens
         self._free([slots[:offset], slots[offset + span.tokens :]])
         return slots[offset : offset + span.tokens]
+
+    def take_back(
+        self, restore: Restore, lent: dict[int, torch.Tensor], coming: Collection[int]
+    ) -> None:
+        """What was lent is not needed now."""
+        self._free([slots for block, slots in lent.items() if block in coming])
+        landed = {block: slots for block, slots in lent.items() if block not in coming}
+        restore.slots |= landed
+        self.held_tokens += len(landed) * self._block_tokens
 
     def discard(self, restore: Restore, blocks: Iterable[int], reason: str) -> None:
         """Give up landed blocks, wherever they are; their bytes count as wasted."""
@@ -123,6 +154,9 @@ class Landing:
             self._copied(copy.seconds() / len(blocks))
             for staged in blocks:
                 staged.release(used=True)
+
+    def _blocks_of(self, span: Span) -> range:
+        return range(span.start // self._block_tokens, -(-span.stop // self._block_tokens))
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
         short = tokens - self._allocator.available_size()

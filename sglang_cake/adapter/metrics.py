@@ -21,6 +21,8 @@ NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _HELP = {
     "loaded_tokens": "Prompt tokens whose KV came from the store.",
     "computed_tokens": "Prompt tokens whose KV was computed.",
+    "overlapped_tokens": "Prompt tokens whose KV came while the prompt's last step ran.",
+    "overlap_failures": "Last steps that were run once more, since KV did not come, by reason.",
     "wasted_bytes": "Bytes loaded in vain, by reason.",
     "load_failures": "Blocks or lookups that the store failed, by reason.",
     "fallback": "Prompts of whose stored KV one side alone got everything.",

@@ -32,6 +32,7 @@ class Pace:
         self._began_s = 0.0
         self._work = StepWork()  # of the step being scheduled or under way
         self.agreed = self._fit.cost
+        self.overlap = 0.0  # share of a last step that may run before the loads are over
 
     @property
     def own(self) -> Costs:
@@ -63,7 +64,8 @@ class Pace:
 
     def costs(self, restore: Restore) -> Costs:
         """The agreed costs of a request's next part in the step being scheduled."""
-        return Costs(self.agreed, restore.load, pipelined=self._pipelined).beside(self._work)
+        costs = Costs(self.agreed, restore.load, pipelined=self._pipelined, overlap=self.overlap)
+        return costs.beside(self._work)
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
@@ -92,7 +94,7 @@ class Pace:
         prefill, least = self.agreed, max(1, config.min_load_tokens // config.block_tokens)
 
         def worth(stored: Sequence[bool], load: LoadCost) -> bool:
-            costs = Costs(prefill, load)
+            costs = Costs(prefill, load, overlap=self.overlap)
             if config.mode == "compute" or sum(stored[view.first :]) < least:
                 return False
             return config.mode != "auto" or worth_loading(view, stored, self.chunk_tokens, costs)
@@ -104,6 +106,6 @@ class Pace:
         return look_ahead(
             restore.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, restore.load),
+            costs=Costs(self.agreed, restore.load, overlap=self.overlap),
             progress=restore.progress,
         ).best_s

@@ -1,6 +1,5 @@
 """The entry point of group `sglang.srt.plugins`: SGLang calls `register` once in every process."""
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -8,7 +7,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_cake.adapter import flags
 from sglang_cake.adapter.handover import is_handed_over
-from sglang_cake.config import as_variable
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -31,13 +29,12 @@ def register() -> None:
         # Only here: these imports are heavy, and a server without cake must stay as it is.
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sglang_cake.adapter import responses, runahead_hooks, scheduling
+        from sglang_cake.adapter import forwards, responses, scheduling
 
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduling.install()
         responses.install()
-        if as_variable("runahead_peers") in os.environ:
-            runahead_hooks.install()
+        forwards.install()
 
 
 def _build(ctx: "TreeCacheBuildContext") -> "BasePrefixCache":

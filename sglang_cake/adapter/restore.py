@@ -11,13 +11,25 @@ from sglang_cake.keys import KeyChain
 from sglang_cake.read.cost import Costs, LoadCost
 from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.plan import Mode, Progress, Step, next_step
+from sglang_cake.read.reading import Reading
 from sglang_cake.read.share import Claimant
 from sglang_cake.read.staging import StagedBlock
+from sglang_cake.spans import Span
 from sglang_cake.store.request import RequestFacts
 
 # How long a new request may wait for its lookup before it is scheduled without. Lookups take about
 # a millisecond; this only bounds what a store that hangs can cost.
 LOOKUP_PATIENCE_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Overlap:
+    """A last step that begins before the last blocks are there."""
+
+    span: Span  # stored tokens that it finds, or that come while it runs
+    readings: dict[int, Reading]  # the blocks that come, all of them in `span`
+    patience_s: float  # how long the step may take, before what has not come is computed
+    slots: torch.Tensor | None = None  # int64 `[span.tokens]`, once the step is scheduled
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +57,7 @@ class Restore:
     # What the ranks have agreed on:
     staged: dict[int, StagedBlock] = field(default_factory=dict)
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # int64 [block_tokens] each
+    overlap: Overlap | None = None  # from the time the step is scheduled until it has run
     next_write: int = 0  # blocks before this one were offered to the store, or skipped for good
     # Story, for the log and for meta_info:
     arrived_s: float = field(default_factory=time.monotonic)
@@ -63,6 +76,7 @@ class Restore:
     matched_tokens: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0
+    overlapped_tokens: int = 0  # of these: came while the last step ran
     wasted_bytes: int = 0
     meet_token: int | None = None
     prefill_s: float | None = None
@@ -174,6 +188,7 @@ class Restore:
         return {
             "computed_tokens": self.computed_tokens,
             "loaded_tokens": self.loaded_tokens,
+            "overlapped_tokens": self.overlapped_tokens,
             "matched_tokens": self.matched_tokens,
             "meet_token": self.meet_token,
             "lossy_tokens": lossy_tokens,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from sglang_cake.adapter.pools import Copy, DeviceKV
-from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
-from sglang_cake.runahead.hop import Broken, Hop
+from sglang_cake.adapter.runahead_rows import LayerGate, Passage, PoolRows
+from sglang_cake.runahead.hop import Broken
 from sglang_cake.runahead.transport import Payload
 
 
@@ -76,7 +76,6 @@ class CudaRows(PoolRows):
         self._written[layer] = self._event(self._current())
 
     def follow(self, layer: int) -> None:
-        """What is launched from now on comes after what was written into `layer`."""
         landed = self._landed.get(layer)
         if landed is not None:
             self._current().wait_event(landed)
@@ -115,19 +114,19 @@ class CudaGate(LayerGate):
         super().__init__(pool)
 
     def wait_until(self, layer: int) -> None:
-        hop = self._hop
-        if hop is None or layer <= self._layer:
+        passage = self._passage
+        if passage is None or layer <= self._layer:
             return
         if layer > self._layer + 1:
             raise Broken(f"attention comes to layer {layer} after layer {self._layer}")
         self._rows.pass_gate()
         if layer > 0:
-            self._wrote(hop, layer - 1)
+            self._wrote(passage, layer - 1)
         self._layer = layer
-        hop.check()
-        if not hop.has(layer):
+        passage.check()
+        if not passage.has(layer):
             self._rows.catch_up()
-        hop.wait(layer)
+        passage.wait(layer)
         self._rows.follow(layer)
 
     def __enter__(self) -> None:
@@ -135,13 +134,13 @@ class CudaGate(LayerGate):
         self._layer = -1
 
     def __exit__(self, *error: object) -> None:
-        hop, self._hop = self._hop, None
-        if hop is None or error[0] is not None:
+        passage, self._passage = self._passage, None
+        if passage is None or error[0] is not None:
             return
         if self._layer != self._rows.layers - 1:  # it has read what may not have come
             raise Broken(f"attention ended with layer {self._layer}")
-        self._wrote(hop, self._layer)
+        self._wrote(passage, self._layer)
 
-    def _wrote(self, hop: Hop, layer: int) -> None:
+    def _wrote(self, passage: Passage, layer: int) -> None:
         self._rows.wrote(layer)
-        hop.wrote(layer)
+        passage.wrote(layer)

@@ -1,12 +1,11 @@
 """SGLang's KV pool as a chain sees it: layers of rows, and the gate that every layer passes."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_cake.adapter.pools import Copy, DeviceKV
-from sglang_cake.runahead.hop import Hop
 from sglang_cake.runahead.transport import Payload
 
 
@@ -38,13 +37,16 @@ class PoolRows:
             self._scatter(layer, slots, torch.frombuffer(payload, dtype=torch.uint8), skip)
         return Copy()
 
+    def follow(self, layer: int) -> None:
+        """What is launched from now on comes after what was written into `layer`."""
+
     def _gather(self, layer: int, slots: torch.Tensor, part: torch.Tensor) -> None:
         for rows, plane in self._planes_of(layer, part):
             torch.index_select(rows, 0, slots, out=plane)
 
     def _scatter(self, layer: int, slots: torch.Tensor, part: torch.Tensor, skip: int) -> None:
         for rows, plane in self._planes_of(layer, part):
-            rows.index_copy_(0, slots, plane[skip:])
+            rows.index_copy_(0, slots, plane[skip : skip + len(slots)])
 
     def _planes_of(
         self, layer: int, part: torch.Tensor
@@ -60,6 +62,32 @@ class PoolRows:
             offset += size
 
 
+class Passage(Protocol):
+    """What a forward needs of elsewhere, layer by layer (a `Hop` is one). What it raises ends the
+    forward."""
+
+    def reach(self, layer: int) -> None:
+        """The forward has written K and V of its own tokens of `layer`, and goes on to read: until
+        all that is before them is there."""
+        ...
+
+    def check(self) -> None:
+        """Whether to go on at all."""
+        ...
+
+    def wrote(self, layer: int) -> None:
+        """K and V of the own tokens of `layer` are in the pool."""
+        ...
+
+    def has(self, layer: int) -> bool:
+        """Whether all that is before the own tokens of `layer` is there."""
+        ...
+
+    def wait(self, layer: int) -> None:
+        """Until it is."""
+        ...
+
+
 class LayerGate:
     """A layer-transfer counter for the pool: attention passes it after it has written K and V of
     its own tokens of a layer, and before it reads any, as `torch_native` does. One forward runs at
@@ -67,21 +95,21 @@ class LayerGate:
 
     def __init__(self, pool: Any) -> None:
         self.consumer_index = -1  # SGLang's counters have one; nothing here reads it
-        self._hop: Hop | None = None
+        self._passage: Passage | None = None
         pool.register_layer_transfer_counter(self)
 
     def wait_until(self, layer: int) -> None:
-        """Called by the pool. Raises: RunaheadError, out of the forward."""
-        if self._hop is not None:
-            self._hop.reach(layer)
+        """Called by the pool. Raises: what the passage raises, out of the forward."""
+        if self._passage is not None:
+            self._passage.reach(layer)
 
-    def __call__(self, hop: Hop) -> "LayerGate":
-        """`with gate(hop):` a forward of this hop."""
-        self._hop = hop
+    def __call__(self, passage: Passage) -> "LayerGate":
+        """`with gate(passage):` a forward of it."""
+        self._passage = passage
         return self
 
     def __enter__(self) -> None:
-        assert self._hop is not None
+        assert self._passage is not None
 
     def __exit__(self, *error: object) -> None:
-        self._hop = None
+        self._passage = None

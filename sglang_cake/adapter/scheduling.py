@@ -12,6 +12,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_cake.adapter import turns
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.errors import CakeError
+from sglang_cake.spans import Span
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -57,6 +58,10 @@ class CakePrefillAdder(PrefillAdder):
             cake.settle(req, tree.attach_running)
             step = cake.plan(req, self.rem_chunk_tokens)
         waits = step is not None and step.wait
+        early = self._early(req) if waits else None
+        if early is not None:
+            cake.step_s += time.perf_counter() - started_s
+            return self._overlap_running(req, early)
         aside = first is not None
         if waits and room is not None:
             aside = turns.may_stand_aside(req, queue, cake, room)
@@ -100,7 +105,13 @@ class CakePrefillAdder(PrefillAdder):
         if not restored:
             return super().add_one_req(req, has_chunked_req, truncation_align_size)
         step = cake.plan(req, self.rem_chunk_tokens)
+        early = None
+        if step is not None and step.wait and not has_chunked_req:
+            with self._lock_node(req.last_node):
+                early = self._early(req)
         cake.step_s += time.perf_counter() - started_s
+        if early is not None:
+            return self._overlap_waiting(req, early, truncation_align_size)
         if step is not None:
             # To end before the prompt ends is to be chunked, and SGLang knows one such request.
             taken = has_chunked_req or self.new_chunked_req is not None
@@ -128,6 +139,49 @@ class CakePrefillAdder(PrefillAdder):
         self._stop = extent.stop
         self.rem_chunk_tokens += tree.runahead.helped_tokens(req.rid)  # computed elsewhere
         result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        self.rem_chunk_tokens = 0  # nobody joins this step
+        return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
+
+    def _early(self, req: "Req") -> Span | None:
+        """What counts as there of a request that waits for its loads, if its last step begins now.
+        That holds the device, so nobody else may want it."""
+        last, scheduler = self._cake()[0].last_step, self._scheduler
+        if last is None or self.can_run_list or self._decodes:
+            return None
+        if any(other is not req for other in scheduler.waiting_queue):
+            return None
+        if any(not other.finished() for other in self.running_batch.reqs):
+            return None
+        return last.begin(req, self.rem_chunk_tokens)
+
+    def _overlap_running(self, req: "Req", early: Span) -> "Req | None":
+        """Admit the last step of the chunked request."""
+        tree, cake = self._cake()
+        assert tree.last_step is not None
+        req.prefix_len = early.stop
+        rest = super().add_chunked_req(req)
+        if req not in self.can_run_list:
+            tree.last_step.give_up(req)
+            req.prefix_len = req.extend_end = early.start
+        else:
+            tree.lend_running(req, tree.last_step.keep(req), early.start)
+            cake.claimed(req, req.extend_end)
+        self.rem_chunk_tokens = 0  # nobody joins this step
+        return rest
+
+    def _overlap_waiting(
+        self, req: "Req", early: Span, truncation_align_size: int | None
+    ) -> AddReqResult:
+        """Admit the last step of a request from the queue."""
+        last = self._cake()[0].last_step
+        assert last is not None
+        req.prefix_len = early.stop
+        result = super().add_one_req(req, False, truncation_align_size)
+        if req not in self.can_run_list:
+            last.give_up(req)
+            req.prefix_len = early.start
+            return result
+        last.keep(req)
         self.rem_chunk_tokens = 0  # nobody joins this step
         return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
 

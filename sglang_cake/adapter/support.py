@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_cake.codec_names import LOSSY
+from sglang_cake.codec_names import LOSSY, RAW
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 
@@ -228,6 +228,17 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         reason = reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
     if reason is not None:
         raise ConfigError(reason)
+
+
+def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
+    """Whether last steps may begin before the last loads are over: one rank decides for itself,
+    blocks come as they lie in memory, and attention passes a gate at each layer. The modes that
+    benchmarks compare with are left as the paper has them."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    if config.mode != "auto" or config.codec != RAW or ctx.tp_size > 1:
+        return False
+    return _unfit_device(resolving_view(ctx.server_args), ModelFacts.of(ctx.model_config)) is None
 
 
 def _unsupported_model(model: ModelFacts) -> str | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_cake.adapter.build import Engine
     from sglang_cake.adapter.coordinator import Coordinator
+    from sglang_cake.adapter.last_step import LastStep
     from sglang_cake.adapter.runahead import Runahead
     from sglang_cake.adapter.saving import Saving
 
@@ -33,15 +34,28 @@ class CakeRadixCache(UnifiedRadixCache):
     saving: "Saving | None" = None
     engine: "Engine | None" = None
     runahead: "Runahead | None" = None
+    last_step: "LastStep | None" = None
     releasing: str | None = None  # gives its row back and goes on waiting (`turns.put_back`)
 
     # ---- what SGLang calls ----
 
+    def prefix_device_indices(self, req: "Req") -> torch.Tensor:
+        restore = None if self.coordinator is None else self.coordinator.restore(req.rid)
+        if restore is None or (overlap := restore.overlap) is None or overlap.slots is None:
+            own: torch.Tensor = super().prefix_device_indices(req)
+            return own
+        prefix_len, req.prefix_len = req.prefix_len, overlap.span.start
+        matched = super().prefix_device_indices(req)
+        req.prefix_len = prefix_len
+        return torch.cat([matched, overlap.slots])
+
     def checkpoint(self, req: "Req", *, up_to: int, **kwargs: Any) -> None:
+        restore = None if self.coordinator is None else self.coordinator.restore(req.rid)
+        if restore is not None and restore.overlap is not None:
+            raise RuntimeError(f"the step of {req.rid} ran past cake, without all of its KV")
         super().checkpoint(req, up_to=up_to, **kwargs)
         if self.coordinator is None or self.saving is None:
             return
-        restore = self.coordinator.restore(req.rid)
         if restore is not None and req.kv.holds_kv:
             started_s = time.perf_counter()
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
@@ -103,6 +117,12 @@ class CakeRadixCache(UnifiedRadixCache):
         req.extend_end = stop
         self.checkpoint(req, up_to=stop)
         req.prefix_len = stop
+
+    def lend_running(self, req: "Req", slots: torch.Tensor, start: int) -> None:
+        """Give `slots` to the row of a request between two chunks, from token `start` on: they are
+        its own, and join the tree with what it computes next."""
+        row = (req.kv.req_pool_idx, slice(start, start + len(slots)))
+        self.req_to_token_pool.write(row, slots.to(torch.int32))
 
     def attach_waiting(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
         """Give `slots` to the tree, below the prefix that a waiting request has matched."""

@@ -216,12 +216,15 @@ class Costs:
         others_s: what a step takes that does the others' part of these steps alone; 0: they have
             none, the device rests when this prompt waits.
         pipelined: steps are planned while the one before runs, so that none begins at once.
+        overlap: share of a prompt's last step that may run before its loads are over: of all layers
+            but the first (theory C.2).
     """
 
     prefill: PrefillCost
     load: LoadCost
     others_s: float = 0.0
     pipelined: bool = False
+    overlap: float = 0.0
 
     def beside(self, others: StepWork) -> "Costs":
         """Of a prompt in steps that do `others` as well."""

@@ -24,6 +24,7 @@ from sglang_cake.keys import BlockKey, KeyChain
 from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.read.load_fits import LoadFits
+from sglang_cake.read.reading import Reading
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.base import Store
 from sglang_cake.store.request import RequestFacts, tell
@@ -61,6 +62,7 @@ class _Lane:
     todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
     sources: list[int] = field(default_factory=list)  # of `keys`: where each will be read from
     ahead: Counter[int] = field(default_factory=Counter)  # blocks still to come, by source
+    readings: dict[int, Reading] = field(default_factory=dict)  # under way; I/O thread writes
 
     def look_ahead(self) -> None:
         """Count `ahead` anew; the last ones count until they have landed."""
@@ -75,8 +77,18 @@ class _Flight:
 
     key: BlockKey
     store: Store
-    waiters: list[tuple[_Lane, int]]
+    reading: Reading
+    waiters: list[tuple[_Lane, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
+
+    def board(self, lane: _Lane, block: int) -> None:
+        self.waiters.append((lane, block))
+        lane.readings[block] = self.reading
+
+    def end(self, *, whole: bool) -> None:
+        for lane, block in self.waiters:
+            lane.readings.pop(block, None)
+        self.reading.end(whole=whole)
 
 
 class Loader:
@@ -161,6 +173,11 @@ class Loader:
             lane.keep, before = block, lane.keep
             if block < before:
                 self._io.post(self._pump)
+
+    def under_way(self, rid: str) -> dict[int, Reading]:
+        """The prompt's reads that have begun and are not over, by block."""
+        lane = self._by_rid.get(rid)
+        return {} if lane is None else lane.readings.copy()
 
     def order(self, rids: Sequence[str]) -> None:
         """The link works for these prompts in this order; the first may use every buffer."""
@@ -259,12 +276,13 @@ class Loader:
             return True
         flight = self._flights.get(key)
         if flight is not None:
-            flight.waiters.append((lane, block))
+            flight.board(lane, block)
             return True
         buffer = self._staging.take()
         if buffer is None:
             return False
-        flight = _Flight(key, lane.store, [(lane, block)])
+        flight = _Flight(key, lane.store, Reading(buffer))
+        flight.board(lane, block)
         self._flights[key] = flight
         flight.task = asyncio.ensure_future(self._fetch(flight, buffer))
         flight.task.add_done_callback(lambda task: self._done(flight, buffer, task))
@@ -280,7 +298,7 @@ class Loader:
         started_s = time.monotonic()
         try:
             (source,) = sources_of(flight.store, [flight.key])
-            await flight.store.get_into(flight.key, buffer.view)
+            await flight.store.get_into(flight.key, buffer.view, flight.reading.came)
         except asyncio.CancelledError:
             # An upper bound: how much of the block had been read is not known here.
             self._counters.add("wasted_bytes", len(buffer.view), label="cancelled")
@@ -324,8 +342,10 @@ class Loader:
         staged.release(used=False, reason="cancelled")
         for lane, block in takers:
             self._outbox.append(Landed(lane.prompt.rid, block, staged, time.monotonic()))
+        flight.end(whole=True)
 
     def _give_up(self, flight: _Flight, buffer: Buffer, reason: str | None) -> None:
+        flight.end(whole=False)  # before the buffer is anybody else's
         self._staging.give(buffer)
         if reason is not None:
             self._counters.add("load_failures", label=reason)
@@ -345,6 +365,8 @@ class Loader:
 
     def _trim(self, lane: _Lane) -> None:
         """Stop what compute has overtaken."""
+        for block in [b for b in lane.readings if b < lane.fence]:
+            del lane.readings[block]
         for flight in list(self._flights.values()):
             before = len(flight.waiters)
             flight.waiters = [(w, b) for w, b in flight.waiters if w is not lane or b >= lane.fence]

@@ -97,24 +97,29 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     def load_s(border: int) -> float:
         return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
 
+    unbroken, early_s = _early_last_step(view, later, chunk_tokens, costs)
+
+    def link_s(border: int) -> float:  # until the last step can begin
+        return max(0.0, load_s(border) - (early_s if border >= unbroken else 0.0))
+
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
 
     def both_s(border: int) -> float:
         x = token(border)
-        device_s, link_s = compute_s(now, view.front, x), load_s(border)
-        return max(device_s, link_s + _to_next_step_s(link_s, device_s, costs)) + rest_s(x)
+        device_s, loads_s = compute_s(now, view.front, x), link_s(border)
+        return max(device_s, loads_s + _to_next_step_s(loads_s, device_s, costs)) + rest_s(x)
 
     def rest_s(x: int) -> float:  # what no store has, right of x
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range(wanted.rfind(1) + 2)
-    meet = bisect_left(borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - load_s(b))
+    meet = bisect_left(borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - link_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
     if costs.others_s:  # a border further off may be better, if loads end with a step of others
         least_s = both_s(best)
         for border in range(best - 1, -1, -1):
-            if load_s(border) >= least_s:
+            if link_s(border) >= least_s:
                 break
             if (took_s := both_s(border)) < least_s:
                 best, least_s = border, took_s
@@ -122,10 +127,23 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
         compute_s=compute_s(now, view.front, view.prompt_tokens),
-        load_s=load_s(0) + _to_next_step_s(load_s(0), 0.0, costs) + rest_s(view.front),
+        load_s=link_s(0) + _to_next_step_s(link_s(0), 0.0, costs) + rest_s(view.front),
         both_s=both_s(best),
         meet_token=max(token(best), meet_token),
     )
+
+
+def _early_last_step(
+    view: View, later: bytes, chunk_tokens: int, costs: Costs
+) -> tuple[int, float]:
+    """(border from which on all is stored, up to the last step; by how much that step may begin
+    before the loads are over): while one block comes, if nobody else wants the device."""
+    stop = later.rfind(1) + 1
+    end = min((view.first + stop) * view.block_tokens, view.limit)
+    if not stop or costs.others_s or view.prompt_tokens - end > chunk_tokens:
+        return 0, 0.0
+    last_s = costs.prefill.step_s(end, view.prompt_tokens)
+    return later.rfind(0, 0, stop) + 1, min(costs.load.block_s, costs.overlap * last_s)
 
 
 def _to_next_step_s(link_s: float, device_s: float, costs: Costs) -> float:

@@ -1,0 +1,184 @@
+"""The last step of a prompt, begun while its last blocks are still on their way (theory C.2).
+
+To SGLang it is a step over what no store has: the prefix before it counts as there. Slots of the
+prefix belong to the request alone, as those of what it computes do; they join the tree with those,
+when the step is over and every byte has passed its check. The forward waits at each layer for the
+KV that it reads there. If something does not come, or turns out wrong, the same forward computes
+it, and then the step again: nobody else notices.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.restore import Overlap, Restore
+from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
+from sglang_cake.adapter.runahead_span import run_part
+from sglang_cake.adapter.tail import Piece, Tail
+from sglang_cake.counters import Counters
+from sglang_cake.errors import OverlapError, RunaheadError
+from sglang_cake.read.last_step import early_last_step
+from sglang_cake.read.loader import Loader
+from sglang_cake.spans import Span
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger("sglang_cake")
+
+
+class LastStep:
+    """Last steps that overlap with loads, one at a time. The scheduler thread owns it."""
+
+    def __init__(
+        self,
+        cake: Coordinator,
+        loader: Loader,
+        landing: Landing,
+        rows: PoolRows,
+        gate: LayerGate,
+        counters: Counters,
+    ) -> None:
+        self._cake, self._loader, self._landing = cake, loader, landing
+        self._rows, self._gate, self._counters = rows, gate, counters
+        self._block_tokens = cake.block_tokens
+        self._lent: dict[int, torch.Tensor] = {}  # by block, until the step is scheduled
+        self._due: Req | None = None  # its step is scheduled, and has not run
+
+    # ---- while a step is scheduled ----
+
+    def begin(self, req: "Req", chunk_tokens: int) -> Span | None:
+        """The stored tokens that may count as there for a last step of a settled request, which is
+        alone; None: it is no time for that, or there is no memory. `keep` or `give_up` must follow.
+        """
+        restore = self._cake.restore(req.rid)
+        if restore is None or self._due is not None:
+            return None
+        costs, readings = self._cake.pace.costs(restore), self._loader.under_way(restore.ticket)
+        coming = {block: reading for block, reading in readings.items() if reading.begun}
+        span = early_last_step(
+            restore.meet.view(),
+            coming=coming,
+            chunk_tokens=chunk_tokens,
+            costs=costs,
+            progress=restore.progress,
+        )
+        if span is None:
+            return None
+        wanted = {b: coming[b] for b in restore.meet.blocks_of(span) if b in coming}
+        lent = self._landing.lend(restore, span, wanted)
+        if lent is None:
+            return None
+        self._lent = lent
+        size = self._block_tokens
+        tail = Span(min(wanted) * size, (max(wanted) + 1) * size)
+        # As long as it is predicted to take, and as computing what comes would take once more.
+        patience_s = (
+            restore.to_land_s
+            + costs.prefill.step_s(span.stop, len(restore.tokens))
+            + costs.prefill.span_s(*tail, chunk_tokens)
+        )
+        restore.overlap = Overlap(span, wanted, patience_s)
+        return span
+
+    def keep(self, req: "Req") -> torch.Tensor:
+        """The step is scheduled. Returns the slots of the tokens that count as there (int64
+        `[tokens]`), which are the request's from now on."""
+        _, overlap = self._mine(req)
+        overlap.slots = self._landing.keep(self._lent, overlap.span)
+        self._lent, self._due = {}, req
+        return overlap.slots
+
+    def give_up(self, req: "Req") -> None:
+        """The step is not scheduled."""
+        restore, overlap = self._mine(req)
+        self._landing.take_back(restore, self._lent, overlap.readings)
+        self._lent, restore.overlap = {}, None
+
+    # ---- the forward ----
+
+    def is_due(self, batch: Any) -> bool:
+        """Whether a batch is the step that was scheduled."""
+        return self._due is not None and batch is not None and self._due in batch.reqs
+
+    def forward(self, original: Callable[..., Any], worker: Any, batch: Any, **kwargs: Any) -> Any:
+        """AROUND a worker's `forward_batch_generation`, of a batch that is due."""
+        (req,) = batch.reqs
+        restore, overlap = self._mine(req)
+        self._due = None
+        pieces = self._pieces(overlap)
+        until_s = time.monotonic() + overlap.patience_s
+        tail = Tail(self._rows, pieces, block_tokens=self._block_tokens, until_s=until_s)
+        self._rows.begin()
+        try:
+            with self._gate(tail):
+                result = original(worker, batch, **kwargs)
+            tail.finish()
+            landed = {piece.block for piece in pieces}
+            self._cake.inbox.take()
+        except (OverlapError, RunaheadError) as error:
+            reason = error.reason if isinstance(error, OverlapError) else "layers"
+            self._counters.add("overlap_failures", label=reason)
+            logger.warning("cake: request %s, last step once more: %s", req.rid, error)
+            landed = self._complete(worker, batch, restore, tail, pieces)
+            result = original(worker, batch, **kwargs)
+        tokens = sum(len(piece.slots) for piece in pieces if piece.block in landed)
+        restore.overlapped_tokens += tokens
+        self._counters.add("overlapped_tokens", tokens)
+        self._cake.overlapped(req, batch.prefix_lens[0] + batch.extend_lens[0], landed)
+        return result
+
+    # ---- inside ----
+
+    def _mine(self, req: "Req") -> tuple[Restore, Overlap]:
+        restore = self._cake.restore(req.rid)
+        assert restore is not None
+        assert restore.overlap is not None
+        return restore, restore.overlap
+
+    def _pieces(self, overlap: Overlap) -> list[Piece]:
+        assert overlap.slots is not None
+        size, (start, stop), pieces = self._block_tokens, overlap.span, []
+        for block, reading in overlap.readings.items():
+            first, last = max(start, block * size), min(stop, (block + 1) * size)
+            slots = overlap.slots[first - start : last - start]
+            pieces.append(Piece(block, reading, slots, first - block * size))
+        return pieces
+
+    def _complete(
+        self, worker: Any, batch: Any, restore: Restore, tail: Tail, pieces: Sequence[Piece]
+    ) -> set[int]:
+        """Bring what has come by now to its slots, once more, and compute the rest; returns the
+        blocks that have come."""
+        self._cake.inbox.take()
+        landed = {piece.block for piece in pieces if piece.block in restore.arrived}
+        tail.write_whole([piece for piece in pieces if piece.block in landed])
+        for piece in sorted(pieces, key=lambda piece: piece.block):
+            if piece.block not in landed:
+                start = piece.block * self._block_tokens + piece.skip
+                span = Span(start, start + len(piece.slots))
+                run_part(worker, _part_before(batch, restore, span, piece.slots))
+        return landed
+
+
+def _part_before(batch: Any, restore: Restore, span: Span, slots: torch.Tensor) -> Any:
+    """A batch of one request that computes `span` of the prefix of what `batch` computes."""
+    part = copy.copy(batch)
+    tokens = torch.tensor(restore.tokens[span.start : span.stop], dtype=batch.input_ids.dtype)
+    part.input_ids = tokens.to(batch.input_ids.device)
+    part.out_cache_loc = slots.to(batch.out_cache_loc.dtype)
+    part.prefix_lens, part.extend_lens = [span.start], [span.tokens]
+    part.extend_num_tokens = span.tokens
+    part.seq_lens = torch.full_like(batch.seq_lens, span.stop)
+    part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, span.stop)
+    part.seq_lens_sum = span.stop
+    part.return_logprob = False
+    part.extend_logprob_start_lens = [0] if batch.extend_logprob_start_lens is not None else None
+    part.extend_input_logprob_token_ids = None
+    return part

@@ -1,0 +1,94 @@
+"""Blocks that come while a forward runs: each layer of them goes to its slots before attention
+reads it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_cake.adapter.pools import HostBuffer
+from sglang_cake.adapter.runahead_rows import PoolRows
+from sglang_cake.errors import OverlapError
+from sglang_cake.read.reading import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block that is on its way."""
+
+    block: int
+    reading: Reading
+    slots: torch.Tensor  # int64, of those of its tokens that are needed
+    skip: int  # tokens before these
+
+
+class Tail:
+    """A `Passage`: what one forward finds on its way. The forward's thread.
+
+    Args:
+        block_tokens: of a whole block.
+        until_s: monotonic; what has not come by then is not waited for.
+    """
+
+    def __init__(
+        self, rows: PoolRows, pieces: Sequence[Piece], *, block_tokens: int, until_s: float
+    ) -> None:
+        self._rows, self._pieces, self._until_s = rows, pieces, until_s
+        self._layer_bytes = rows.token_bytes * block_tokens
+        self._written = 0  # layers
+
+    def reach(self, layer: int) -> None:
+        self.wait(layer)
+
+    def check(self) -> None:
+        pass  # who waits looks
+
+    def wrote(self, layer: int) -> None:
+        pass  # nobody else wants them
+
+    def has(self, layer: int) -> bool:
+        come_bytes = (layer + 1) * self._layer_bytes
+        return all(piece.reading.has(come_bytes) for piece in self._pieces)
+
+    def wait(self, layer: int) -> None:
+        """Until the layer is there, and in its slots. Raises: OverlapError."""
+        if layer < self._written:
+            return
+        if layer > self._written:
+            raise OverlapError(f"attention skipped layer {self._written}", "layers")
+        for piece in self._pieces:
+            if not piece.reading.wait((layer + 1) * self._layer_bytes, self._until_s):
+                raise self._missing(piece)
+        self._write(self._pieces, layer)
+        self._written += 1
+
+    def finish(self) -> None:
+        """The forward has run: until every byte that it used has passed the check.
+
+        Raises: OverlapError; what the forward computed means nothing then.
+        """
+        if self._written != self._rows.layers:
+            raise OverlapError(f"attention ended before layer {self._written}", "layers")
+        for piece in self._pieces:
+            if not piece.reading.wait_whole(self._until_s):
+                raise self._missing(piece)
+
+    def write_whole(self, pieces: Sequence[Piece]) -> None:
+        """Copy pieces whose reads have ended well, whatever was copied of them before. What is
+        launched next comes after that."""
+        for layer in range(self._rows.layers):
+            self._write(pieces, layer)
+            self._rows.follow(layer)
+
+    def _write(self, pieces: Sequence[Piece], layer: int) -> None:
+        size = self._layer_bytes
+        for piece in pieces:
+            buffer = piece.reading.buffer
+            assert isinstance(buffer, HostBuffer)
+            part = buffer.view[layer * size : (layer + 1) * size]
+            self._rows.write(layer, piece.slots, part, piece.skip)
+
+    def _missing(self, piece: Piece) -> OverlapError:
+        late = time.monotonic() >= self._until_s
+        return OverlapError(f"block {piece.block} did not come", "late" if late else "lost")
