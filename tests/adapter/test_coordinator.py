@@ -28,11 +28,13 @@ from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.fair import TURN_TOKENS
 from sglang_cake.read.loader import Loader
+from sglang_cake.store.base import Store
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
 
 BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 20.0
 NAMESPACE = Digest(b"n" * 32)
+PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
 
 
 @dataclass(eq=False)
@@ -68,7 +70,10 @@ class Desk:
         staging: int = 6,
         mode: Any = "both",
         priority: Any = "adaptive",
+        prefill: PrefillCost = PREFILL,
+        store: Callable[[Store], Store] | None = None,
     ) -> None:
+        """Args: store: is put in front of what is stored."""
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
@@ -77,24 +82,26 @@ class Desk:
         self.memory = MemoryStore()
         self.slow = SlowStore(self.memory)
         self.faulty = FaultyStore(self.slow)
+        self.front: Any = self.faulty if store is None else store(self.memory)
         self.io = IoThread("test-io")
         self.peer: Callable[[torch.Tensor], None] | None = None
         self.counters = Counters()
         self.staging = BufferPool(staging, self.kv.new_buffer)
-        loader = Loader(
-            self.faulty,
+        loader = self.loader = Loader(
+            self.front,
             self.staging,
             self.io,
             self.counters,
             queue_depth=2,
             prior=LoadCost(0.0, 0.05, error=0.0, depth=2),
         )
-        self.pace = Pace(
-            loader, PrefillCost(0.0, 1e-3, 1e-9, error=0.0), chunk_tokens=64, pipelined=False
+        self.pace = Pace(loader, prefill, chunk_tokens=64, pipelined=False)
+        self.landing = Landing(
+            self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied
         )
         self.cake = Coordinator(
             loader,
-            Landing(self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied),
+            self.landing,
             config=CakeConfig(
                 mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK, priority=priority
             ),
