@@ -70,6 +70,7 @@ def standins(folder: Path) -> dict[str, str]:
         "[sglang.srt.plugins]\ncake_test_standins = cake_test_standins:register\n"
         "cake_test_layers = cake_test_layers:register\n"
         "cake_test_decoders = cake_test_decoders:register\n"
+        "cake_test_slow = cake_test_slow:register\n"
     )
     module = Path(__file__).parent / "standins"
     paths = [str(info.parent), str(module), os.environ.get("PYTHONPATH", "")]

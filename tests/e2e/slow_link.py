@@ -1,0 +1,85 @@
+"""A link of a stated bandwidth between a server and its store, which may break."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+PIECE_BYTES = 8192
+
+
+class SlowLink:
+    """Hands bytes on over TCP. What comes from the store shares `bytes_per_s` among all
+    connections."""
+
+    def __init__(self, port: int, bytes_per_s: float) -> None:
+        """Args: port: of the store, on this machine."""
+        self._store, self._bytes_per_s = port, bytes_per_s
+        self._free_s = 0.0  # when the link has sent what it was given
+        self._cut_bytes: int | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self.port = 0
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self._thread.start()
+        assert ready.wait(60)
+
+    def cut_after(self, count: int) -> None:
+        """Once, when so many bytes more have come from the store, every connection breaks."""
+        self._loop.call_soon_threadsafe(setattr, self, "_cut_bytes", count)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether that has happened."""
+        return self._cut_bytes is None
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+
+    def _run(self, ready: threading.Event) -> None:
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.port = server.sockets[0].getsockname()[1]
+        ready.set()
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        server.close()
+        self._loop.run_until_complete(asyncio.sleep(0.05))
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            theirs, ours = await asyncio.open_connection("127.0.0.1", self._store)
+            self._writers |= {writer, ours}
+            try:
+                await asyncio.gather(
+                    self._copy(reader, ours, paced=False), self._copy(theirs, writer, paced=True)
+                )
+            finally:
+                for each in (writer, ours):
+                    self._writers.discard(each)
+                    each.close()
+
+    async def _copy(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, paced: bool
+    ) -> None:
+        while data := await source.read(PIECE_BYTES):
+            if paced:
+                self._free_s = max(self._free_s, time.monotonic()) + len(data) / self._bytes_per_s
+                await asyncio.sleep(self._free_s - time.monotonic())
+                self._count(len(data))
+            target.write(data)
+            await target.drain()
+        if target.can_write_eof():
+            target.write_eof()
+
+    def _count(self, count: int) -> None:
+        if self._cut_bytes is None:
+            return
+        self._cut_bytes -= count
+        if self._cut_bytes <= 0:
+            self._cut_bytes = None
+            for writer in self._writers:
+                writer.transport.abort()

@@ -1,0 +1,21 @@
+"""A device that takes its time: each layer of each forward takes CAKE_TEST_LAYER_S longer, twice,
+once for K and once for V. A plugin of SGLang, for tests alone."""
+
+import os
+import time
+from typing import Any
+
+
+def register() -> None:
+    slow_s = float(os.environ.get("CAKE_TEST_LAYER_S", "0"))
+    if not slow_s:
+        return
+    from sglang_cake.adapter.runahead_rows import LayerGate
+
+    reach = LayerGate.wait_until
+
+    def wait_until(gate: Any, layer: int) -> None:
+        time.sleep(slow_s)
+        reach(gate, layer)
+
+    LayerGate.wait_until = wait_until  # type: ignore[method-assign]

@@ -1,0 +1,229 @@
+"""Last steps that begin while the last blocks are still on their way, in a real server.
+
+Its layers are slowed down, so that a step takes longer than the last blocks do: loads win, and the
+last step may begin as soon as the last blocks have begun to come.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from live import (
+    BLOCK,
+    CHUNK,
+    TOLERANCE,
+    Answer,
+    Asking,
+    Live,
+    Start,
+    assert_same,
+    distance,
+    falsify,
+)
+from slow_link import SlowLink
+from test_shared_store import SharedStore
+
+Make = Callable[[int], list[int]]
+DOCUMENT = 20 * BLOCK
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A server whose store is behind a slow link."""
+
+    live: Live
+    link: SlowLink
+
+    def until_repeated(self, ask: Callable[[], Answer], tries: int = 30) -> Answer:
+        """Ask until a last step lacked what had begun to come."""
+        before = self.live.metric("overlap_failures_total")
+        for _ in range(tries):
+            answer = ask()
+            if self.live.metric("overlap_failures_total") > before:
+                return answer
+        raise AssertionError("no last step ever failed")
+
+
+def last_loaded(answer: Answer) -> int:
+    """The block that came last: loads come from the end."""
+    return int(answer.meta["cake"]["meet_token"]) // BLOCK
+
+
+def environment(folder: Path, standins: dict[str, str]) -> dict[str, str]:
+    """Layers take 10 ms more."""
+    cache = folder / "cache-of-last-steps"
+    return {**standins, "CAKE_TEST_LAYER_S": "0.005", "XDG_CACHE_HOME": str(cache)}
+
+
+@pytest.fixture(scope="module")
+def eager(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Live]:
+    env, store = environment(folder, standins), folder / "store-eager"
+    with start(models["first"], FLAGS, store=store, bandwidth="20MB/s", env=env) as live:
+        yield live
+        live.check_log()
+
+
+def overlapped(answer: Answer) -> int:
+    return int(answer.meta["cake"]["overlapped_tokens"])
+
+
+def until_overlapped(ask: Callable[[], Answer], tries: int = 20) -> Answer:
+    """Ask until loads have won: at first the server has to learn what things cost."""
+    for _ in range(tries):
+        answer = ask()
+        if overlapped(answer):
+            return answer
+    raise AssertionError("the last step never began early")
+
+
+@pytest.mark.parametrize("tail", [1, 5, BLOCK - 1, BLOCK + 1, CHUNK - 1])
+def test_a_last_step_that_begins_early_gives_the_same_answer(
+    eager: Live, plain: Live, prompt: Make, tail: int
+) -> None:
+    document = prompt(DOCUMENT)
+    eager.keep(document)
+    ids = document + prompt(tail)
+
+    def ask() -> Answer:
+        eager.flush()
+        assert eager.store is not None
+        eager.store.forget(*eager.store.files(ids)[DOCUMENT // BLOCK :])
+        return eager.ask(ids)
+
+    answer = until_overlapped(ask)
+    assert_same(answer, plain.know(ids))
+    assert answer.loaded + answer.computed == len(ids)
+    assert answer.cached == answer.loaded
+    assert overlapped(answer) <= answer.loaded
+    # What came so late is in the tree like any KV.
+    more = ids + prompt(9)
+    again = eager.ask(more)
+    assert again.cached >= len(ids) - 1
+    assert_same(again, plain.know(more))
+
+
+def test_a_step_between_chunks_may_be_the_last_one(eager: Live, plain: Live, prompt: Make) -> None:
+    """What is not stored at the front is computed first: the request has its row by then."""
+    ids = prompt(DOCUMENT + 30)
+    files = eager.keep(ids)
+    eager.store.forget(*files[: CHUNK // BLOCK])  # type: ignore[union-attr]
+
+    def ask() -> Answer:
+        answer = eager.again(ids)
+        eager.store.forget(*files[: CHUNK // BLOCK])  # type: ignore[union-attr]
+        return answer
+
+    answer = until_overlapped(ask)
+    assert answer.computed >= CHUNK
+    assert_same(answer, plain.know(ids))
+    assert_same(eager.ask(ids), plain.know(ids))
+
+
+def test_what_the_tree_has_is_not_loaded(eager: Live, plain: Live, prompt: Make) -> None:
+    ids = prompt(DOCUMENT + 7)
+    eager.keep(ids)
+
+    def ask() -> Answer:
+        eager.again(ids[: 2 * BLOCK + 11])
+        return eager.ask(ids)
+
+    answer = until_overlapped(ask)
+    assert answer.meta["cake"]["matched_tokens"] == 2 * BLOCK + 11
+    assert_same(answer, plain.know(ids))
+
+
+def test_wrong_kv_would_be_seen(eager: Live, plain: Live, prompt: Make) -> None:
+    """The control."""
+    ids = prompt(DOCUMENT + 12)
+    for file in eager.keep(ids):
+        falsify(file)
+    lie = until_overlapped(lambda: eager.again(ids))
+    assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+
+
+def test_who_is_not_alone_waits_for_all(eager: Live, plain: Live, prompt: Make) -> None:
+    """The device is for the others meanwhile; answers are the same."""
+    ids, other = prompt(DOCUMENT + 25), prompt(40)
+    eager.keep(ids)
+    until_overlapped(lambda: eager.again(ids))
+    eager.flush()
+    long = Asking(eager, other, new_tokens=60, rid="long")
+    long.until("arrive")
+    answer = eager.ask(ids)
+    decoding = long.under_way
+    assert_same(answer, plain.know(ids))
+    assert_same(long.answer(), plain.know(other, 60))
+    if decoding:
+        assert overlapped(answer) == 0
+
+
+@pytest.fixture(scope="module")
+def remote(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Remote]:
+    store = SharedStore(folder / "store-remote")
+    link = SlowLink(int(store.url.rpartition(":")[2]), 20e6)
+    try:
+        url = f"http://127.0.0.1:{link.port}"
+        flags = (*FLAGS, "--enable-cake", "--cake-store", url, "--cake-block-tokens", str(BLOCK))
+        flags += ("--cake-min-load-tokens", str(BLOCK))
+        with start(models["first"], flags, env=environment(folder, standins)) as live:
+            live.store = store.view
+            yield Remote(live, link)
+            live.check_log()
+    finally:
+        link.close()
+        assert store.stop() == 0
+
+
+def test_blocks_that_share_a_link_all_come_while_the_step_runs(
+    remote: Remote, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(DOCUMENT + 100)
+    remote.live.keep(ids)
+    answer = until_overlapped(lambda: remote.live.again(ids))
+    assert_same(answer, plain.know(ids))
+    assert_same(remote.live.ask(ids), plain.know(ids))
+
+
+def test_a_last_block_that_is_wrong_at_its_end_is_computed(
+    remote: Remote, plain: Live, prompt: Make
+) -> None:
+    """Its first layers were used by then."""
+    ids = prompt(DOCUMENT + 40)
+    files = remote.live.keep(ids)
+
+    def ask() -> Answer:
+        last = last_loaded(until_overlapped(lambda: remote.live.again(ids)))
+        good = files[last].read_bytes()
+        files[last].write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        answer = remote.live.again(ids)
+        remote.live.flush()  # what was found wrong is stored anew, if it was
+        files[last].write_bytes(good)
+        remote.live.store.until_stored(ids)  # type: ignore[union-attr]
+        return answer
+
+    assert_same(remote.until_repeated(ask), plain.know(ids))
+    more = [*ids, 1, 2, 3]
+    assert_same(remote.live.ask(more), plain.know(more))
+
+
+def test_a_connection_that_breaks_in_the_middle_changes_nothing(
+    remote: Remote, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(DOCUMENT + 60)
+    files = remote.live.keep(ids)
+    block_bytes = files[0].stat().st_size
+
+    def ask() -> Answer:
+        blocks = until_overlapped(lambda: remote.live.again(ids)).loaded // BLOCK
+        remote.live.flush()
+        remote.link.cut_after(blocks * block_bytes - block_bytes // 2)
+        return remote.live.ask(ids)
+
+    assert_same(remote.until_repeated(ask), plain.know(ids))
+    assert_same(remote.live.ask(ids), plain.know(ids))
