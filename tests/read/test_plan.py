@@ -12,6 +12,7 @@ from sglang_cake.read.meet import BlockState, View
 from sglang_cake.read.plan import (
     COMPUTE_SLACK,
     Mode,
+    Outlook,
     Progress,
     Step,
     look_ahead,
@@ -85,6 +86,30 @@ def test_what_is_there_costs_nothing_and_what_nobody_has_must_be_computed() -> N
     assert outlook.load_s == 300 + 100 + 50
 
 
+def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
+    def outlook(last: int, **settings: float) -> Outlook:
+        known = replace(costs(100), **settings)
+        view = view_of([WANTED] * 10, rest=last)
+        return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+
+    # Compute and load meet in the middle as before, the last step being a border's time at most.
+    assert outlook(40).load_s == 1000 + 40
+    assert outlook(40, overlap=0.75).load_s == 1000 - 30 + 40
+    assert outlook(300, overlap=0.75).load_s == 1000 - 100 + 300  # while one block comes
+    assert outlook(600, overlap=0.75).load_s == 1000 + 600  # two steps
+    assert outlook(40, overlap=0.75, others_s=1.0).load_s == 1040  # others want the device
+    assert outlook(40, overlap=0.75).compute_s == outlook(40).compute_s
+    # 500 tokens computed, 500 loaded. Nothing would be won by beginning early: compute ends then.
+    assert outlook(40, overlap=0.75).both_s == 500 + 40
+    odd = view_of([WANTED] * 11, rest=40)
+    plain, early = (
+        look_ahead(odd, chunk_tokens=500, costs=known, progress=Progress())
+        for known in (costs(100), replace(costs(100), overlap=0.75))
+    )
+    assert (plain.meet_token, plain.both_s) in [(500, 640), (600, 640)]
+    assert (early.meet_token, early.both_s) == (500, 570 + 40)
+
+
 def test_loads_that_end_within_a_step_of_others_wait_for_its_end() -> None:
     def loading_s(known: Costs) -> float:
         view = view_of([WANTED] * 10)
@@ -106,7 +131,9 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
     chunk = data.draw(st.integers(50, 800))
     alone = PrefillCost(data.draw(st.floats(0, 50)), 1.0, data.draw(st.floats(0, 0.01)), error=0.0)
     block_s, pipelined = data.draw(st.floats(1, 1000)), data.draw(st.booleans())
-    known = Costs(alone, LoadCost(0.0, block_s, error=0.0), pipelined=pipelined)
+    overlap = data.draw(st.sampled_from([0.0, 0.75]))
+    load = LoadCost(0.0, block_s, error=0.0)
+    known = Costs(alone, load, pipelined=pipelined, overlap=overlap)
     known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
     prefill = known.prefill
 
@@ -125,6 +152,12 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
         x, end = border * 100, len(states) * 100 + 50
         device_s = compute_s(0, x, held={LANDED})
         link_s = known.load.load_s(states[border:].count(WANTED))
+        held = [state in (WANTED, LANDED) for state in states[border:]]
+        stop = len(states) - next((i for i, it in enumerate(reversed(states)) if it != GONE), 0)
+        if WANTED in states[border:] and all(held[: max(0, stop - border)]):
+            last_s = prefill.step_s(stop * 100, end)
+            if end - stop * 100 <= chunk and not known.others_s:
+                link_s = max(0.0, link_s - min(block_s, overlap * last_s))
         if known.others_s and link_s > device_s:
             turn_s = known.others_s
             steps = ceil((link_s - device_s) / turn_s)
@@ -163,6 +196,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
         "costs": Costs(
             PrefillCost(draw(cost), draw(cost), draw(cost), error=error),
             LoadCost(draw(cost), draw(cost), draw(cost), error),
+            overlap=draw(st.sampled_from([0.0, 0.9])),
         ),
         "progress": Progress(draw(st.floats(0, 5)), draw(st.booleans())),
     }
