@@ -37,7 +37,16 @@ from benchmarks import (  # noqa: E402
 
 BENCHES = (
     *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "eviction"),
-    *("file_store", "fleet", "http_store", "overhead", "paper_kvr", "real_grid", "runahead"),
+    *(
+        "file_store",
+        "fleet",
+        "http_store",
+        "last_step",
+        "overhead",
+        "paper_kvr",
+        "real_grid",
+        "runahead",
+    ),
     *("sealed", "serving", "stores", "ttft"),
 )
 

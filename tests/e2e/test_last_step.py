@@ -21,8 +21,9 @@ from live import (
     distance,
     falsify,
 )
-from slow_link import SlowLink
 from test_shared_store import SharedStore
+
+from sglang_cake.testing.slow_link import SlowLink
 
 Make = Callable[[int], list[int]]
 DOCUMENT = 20 * BLOCK

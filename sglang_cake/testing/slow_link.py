@@ -9,12 +9,15 @@ PIECE_BYTES = 8192
 
 
 class SlowLink:
-    """Hands bytes on over TCP. What comes from the store shares `bytes_per_s` among all
-    connections."""
+    """Hands bytes on over TCP, in a thread of its own. What comes from the store shares the
+    bandwidth among all connections, piece by piece; what goes there is not held up.
 
-    def __init__(self, port: int, bytes_per_s: float) -> None:
-        """Args: port: of the store, on this machine."""
-        self._store, self._bytes_per_s = port, bytes_per_s
+    `port` is the one to connect to, on this machine.
+    """
+
+    def __init__(self, store: int, bytes_per_s: float) -> None:
+        """Args: store: the port of the store, on this machine."""
+        self._store, self.bytes_per_s = store, bytes_per_s
         self._free_s = 0.0  # when the link has sent what it was given
         self._cut_bytes: int | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -35,6 +38,7 @@ class SlowLink:
         return self._cut_bytes is None
 
     def close(self) -> None:
+        """Every connection ends. Blocks until they have."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
 
@@ -67,7 +71,7 @@ class SlowLink:
     ) -> None:
         while data := await source.read(PIECE_BYTES):
             if paced:
-                self._free_s = max(self._free_s, time.monotonic()) + len(data) / self._bytes_per_s
+                self._free_s = max(self._free_s, time.monotonic()) + len(data) / self.bytes_per_s
                 await asyncio.sleep(self._free_s - time.monotonic())
                 self._count(len(data))
             target.write(data)
