@@ -156,6 +156,7 @@ class LastStep:
     ) -> set[int]:
         """Bring what has come by now to its slots, once more, and compute the rest; returns the
         blocks that have come."""
+        tail.settle()
         self._cake.inbox.take()
         landed = {piece.block for piece in pieces if piece.block in restore.arrived}
         tail.write_whole([piece for piece in pieces if piece.block in landed])

@@ -76,6 +76,7 @@ class CudaRows(PoolRows):
         self._written[layer] = self._event(self._current())
 
     def follow(self, layer: int) -> None:
+        """What is launched from now on comes after what was written into `layer`."""
         landed = self._landed.get(layer)
         if landed is not None:
             self._current().wait_event(landed)

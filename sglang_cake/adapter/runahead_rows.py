@@ -37,9 +37,6 @@ class PoolRows:
             self._scatter(layer, slots, torch.frombuffer(payload, dtype=torch.uint8), skip)
         return Copy()
 
-    def follow(self, layer: int) -> None:
-        """What is launched from now on comes after what was written into `layer`."""
-
     def _gather(self, layer: int, slots: torch.Tensor, part: torch.Tensor) -> None:
         for rows, plane in self._planes_of(layer, part):
             torch.index_select(rows, 0, slots, out=plane)

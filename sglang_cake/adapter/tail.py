@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_cake.adapter.pools import HostBuffer
+from sglang_cake.adapter.pools import Copy, HostBuffer
 from sglang_cake.adapter.runahead_rows import PoolRows
 from sglang_cake.errors import OverlapError
 from sglang_cake.read.reading import Reading
@@ -37,6 +37,7 @@ class Tail:
         self._rows, self._pieces, self._until_s = rows, pieces, until_s
         self._layer_bytes = rows.token_bytes * block_tokens
         self._written = 0  # layers
+        self._copies: list[Copy] = []
 
     def reach(self, layer: int) -> None:
         self.wait(layer)
@@ -73,13 +74,18 @@ class Tail:
         for piece in self._pieces:
             if not piece.reading.wait_whole(self._until_s):
                 raise self._missing(piece)
+        self.settle()
+
+    def settle(self) -> None:
+        """Until nothing is copied any more: buffers may be reused, and slots written by others."""
+        while self._copies:
+            self._copies.pop().wait()
 
     def write_whole(self, pieces: Sequence[Piece]) -> None:
-        """Copy pieces whose reads have ended well, whatever was copied of them before. What is
-        launched next comes after that."""
+        """Copy pieces whose reads have ended well, whatever was copied of them before."""
         for layer in range(self._rows.layers):
             self._write(pieces, layer)
-            self._rows.follow(layer)
+        self.settle()
 
     def _write(self, pieces: Sequence[Piece], layer: int) -> None:
         size = self._layer_bytes
@@ -87,7 +93,7 @@ class Tail:
             buffer = piece.reading.buffer
             assert isinstance(buffer, HostBuffer)
             part = buffer.view[layer * size : (layer + 1) * size]
-            self._rows.write(layer, piece.slots, part, piece.skip)
+            self._copies.append(self._rows.write(layer, piece.slots, part, piece.skip))
 
     def _missing(self, piece: Piece) -> OverlapError:
         late = time.monotonic() >= self._until_s
