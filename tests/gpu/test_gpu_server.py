@@ -56,3 +56,29 @@ def test_the_arms_agree(model: Path, tmp_path: Path, extra: tuple[str, ...]) -> 
             assert reply.cake["loaded_tokens"] > 0
             # bfloat16 at other chunk borders may tip a close call late; the first must not differ.
             assert reply.output_ids[:2] == cold.output_ids[:2]
+
+
+@pytest.mark.timeout(1800)
+def test_a_last_step_begins_while_the_last_blocks_come(model: Path, tmp_path: Path) -> None:
+    """The answer is that of computing; `auto` loads, since the link is quick enough."""
+    document = _prompt()
+    flags = (
+        *("--enable-cake", "--cake-store", f"file://{tmp_path}/store?bandwidth=400MB/s"),
+        *("--chunked-prefill-size", "1024", "--max-total-tokens", "32768"),
+        *("--mem-fraction-static", "0.3", "--attention-backend", "flashinfer"),
+        *("--disable-prefill-cuda-graph", "--dtype", "bfloat16"),
+    )
+    overlapped = 0
+    with Server(model, flags, env=STRICT, log=tmp_path / "auto.log", gpu=True) as server:
+        for turn in range(12):
+            source = random.Random(100 + turn)
+            asked = document + [source.randrange(256) for _ in range(900)]
+            flush_cache(server.base_url)
+            reply = generate(server.base_url, asked, max_new_tokens=8)
+            again = generate(server.base_url, asked, max_new_tokens=8)  # from the tree
+            assert again.output_ids[:2] == reply.output_ids[:2]
+            overlapped += int(reply.cake["overlapped_tokens"])
+        flush_cache(server.base_url)
+        assert "leak detected" not in server.logs().lower()
+        assert "last step once more" not in server.logs()
+    assert overlapped > 0
