@@ -122,11 +122,12 @@ def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
             if data.draw(st.booleans()):
                 block.feed(piece)
                 continue
+            before = len(piece)
             for view in block.room(len(piece)):  # as `readv` would
                 taken = min(len(view), len(piece))
                 view[:taken] = piece[:taken]
                 piece = piece[taken:]
-                block.advance(taken)
+            block.advance(before - len(piece))
             block.feed(piece)  # what there was no room for
         block.finish()
         return True
