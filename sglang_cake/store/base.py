@@ -75,7 +75,8 @@ class Store(Protocol):
         Args:
             progress: of a store that fills `out` from its start, it is told how many leading bytes
                 are there that nobody has checked yet: 0 when the bytes begin to come, then more and
-                more; 0 once more if they come anew. In any thread, before the return; it is quick.
+                more; 0 once more if they come anew, from wherever. A store that does not fill it so
+                tells nothing. In any thread, before the return; it is quick.
 
         Returns how many: all of `out`, unless the frame `varies`; what is behind them is undefined.
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable; `out` is then undefined.

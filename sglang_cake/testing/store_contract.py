@@ -50,12 +50,34 @@ async def read(store: Store, key: BlockKey, layout: BlockLayout = LAYOUT) -> byt
     return bytes(out)
 
 
+class Told:
+    """A `Progress` of a read of `block` into `out`: notes what it is told, and if that is true then
+    and there. In any thread."""
+
+    def __init__(self, out: bytearray | memoryview, block: bytes | memoryview) -> None:
+        self._out, self._block = memoryview(out), bytes(block)
+        self.counts: list[int] = []
+        self.wrong: list[int] = []  # those of `counts` of which not all bytes were there
+
+    def __call__(self, count: int) -> None:
+        self.counts.append(count)
+        if count > len(self._block) or bytes(self._out[:count]) != self._block[:count]:
+            self.wrong.append(count)
+
+    @property
+    def grew(self) -> bool:
+        """Whether it was 0 at first, and then more and more."""
+        return self.counts[:1] == [0] and self.counts == sorted(set(self.counts))
+
+
 class StoreContract:
     """Subclass it, and define `open`."""
 
     frame = FRAME  # of the store to be opened
 
     can_list = True  # False: the server cannot; `list_blocks` then raises StoreUnavailable
+
+    tells_progress = True  # False: it does not fill `out` from its start as bytes come
 
     def open(self, folder: Path) -> Store:
         """An empty store of blocks of `self.frame`; `folder` is its own, if it wants one."""
@@ -100,9 +122,11 @@ class StoreContract:
             assert all(await store.contains([key_of(size) for size in sizes]))
             for size in sizes:
                 out = bytearray(most + 64)
-                assert await store.get_into(key_of(size), memoryview(out)[:most]) == size
+                told = Told(out, block[:size])
+                assert await store.get_into(key_of(size), memoryview(out)[:most], told) == size
                 assert out[:size] == block[:size]
                 assert out[most:] == bytes(64)
+                self._check(told)
 
         self.run(tmp_path, test)
 
@@ -193,6 +217,43 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
+    def test_progress_is_told_of_what_is_there(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            async def told_of(name: int) -> tuple[Told, int]:
+                out = bytearray(LAYOUT.block_bytes)
+                told = Told(out, block_of(name))
+                await store.get_into(key_of(name), memoryview(out), told)
+                return told, len(told.counts)
+
+            names = range(8)
+            for name in names:
+                await store.put(key_of(name), block_of(name))
+            reads = await asyncio.gather(*(told_of(name) for name in names))
+            assert [await read(store, key_of(n)) for n in names] == [block_of(n) for n in names]
+            for told, count in reads:
+                self._check(told)
+                assert len(told.counts) == count, "told after the call had returned"
+
+        self.run(tmp_path, test)
+
+    def _check(self, told: Told) -> None:
+        """Of a read without failures."""
+        assert told.wrong == []
+        if self.tells_progress:
+            assert told.grew, told.counts
+        else:
+            assert told.counts == []
+
+    def test_of_a_block_that_does_not_come_no_progress_is_told(self, tmp_path: Path) -> None:
+        async def test(store: Store) -> None:
+            out = bytearray(LAYOUT.block_bytes)
+            told = Told(out, block_of("a"))
+            with pytest.raises((BlockMissing, StoreUnavailable)):
+                await store.get_into(key_of("a"), memoryview(out), told)
+            assert told.counts == []
+
+        self.run(tmp_path, test)
+
     def test_many_at_once(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             names = range(40)
@@ -215,10 +276,11 @@ class StoreContract:
         async def test(store: Store) -> None:
             for turns in range(6):  # how far each call gets before it is cancelled
                 key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
+                told = Told(out, block_of("old"))
                 await store.put(key_of("old"), block_of("old"))
                 calls: list[asyncio.Task[object]] = [
                     asyncio.create_task(store.put(key, block_of(turns))),
-                    asyncio.create_task(store.get_into(key_of("old"), memoryview(out))),
+                    asyncio.create_task(store.get_into(key_of("old"), memoryview(out), told)),
                     asyncio.create_task(store.contains([key])),
                 ]
                 for _ in range(turns):
@@ -226,11 +288,14 @@ class StoreContract:
                 for call in calls:
                     call.cancel()
                 await asyncio.wait(calls)
+                counts = list(told.counts)
                 out[:] = bytes(len(out))
                 assert await read(store, key_of("old")) == block_of("old")
                 if (await store.contains([key]))[0]:
                     assert await read(store, key) == block_of(turns)
                 assert bytes(out) == bytes(len(out)), "written after the call had returned"
+                assert told.counts == counts, "told after the call had returned"
+                assert told.wrong == []
 
         self.run(tmp_path, test)
 

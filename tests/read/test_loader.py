@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.buffers import BufferPool
+from sglang_cake.buffers import BufferPool, Progress
 from sglang_cake.counters import Counters
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.io_thread import IoThread
@@ -19,12 +20,14 @@ from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.read.cost import LoadCost
 from sglang_cake.read.events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.read.loader import Loader, Prompt
+from sglang_cake.read.reading import Reading
 from sglang_cake.read.staging import StagedBlock
 from sglang_cake.store.base import Store
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
 
 BLOCK, BYTES, PATIENCE_S = 4, 32, 20.0
+NOW_S = 0.0  # long ago: who waits until then does not wait
 SEED = KeySeed(Digest(b"n" * 32))
 
 
@@ -63,8 +66,25 @@ class BrokenStore(PassingStore):
             raise ZeroDivisionError
         return await super().contains(keys)
 
-    async def get_into(self, key: BlockKey, out: memoryview) -> int:
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
         raise ZeroDivisionError
+
+
+class TellingStore(PassingStore):
+    """Bytes that have come are told of by the test."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.told: dict[BlockKey, Progress] = {}
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+    ) -> int:
+        assert progress is not None
+        self.told[key] = progress
+        return await super().get_into(key, out)
 
 
 class Desk:
@@ -333,9 +353,12 @@ def test_no_read_starts_behind_the_fence_even_in_the_narrowest_gap(desk: Desk) -
 
     desk.io.post(turn)
     assert entered.wait(PATIENCE_S)
+    taken_up = desk.loader.under_way("a")[1]
     desk.loader.fence("a", 2)
     go_on.set()
     assert desk.read_keys() == [keys[3], keys[2]]
+    assert desk.loader.under_way("a").keys() == {3, 2}
+    assert not taken_up.wait_whole(time.monotonic() + PATIENCE_S)
     desk.loader.end("a")
     desk.settle()
     assert desk.pool.free == desk.pool.capacity
@@ -351,11 +374,15 @@ def test_a_read_cancelled_before_it_began_gives_its_buffer_back(desk: Desk) -> N
     def turn() -> None:
         desk.loader._depth = 3
         desk.loader._pump()  # takes block 1 up ...
+        taken_up.append(lane.readings[1])
         lane.fence = 2
         desk.loader._trim(lane)  # ... and cancels it before its task has run at all
 
+    taken_up: list[Reading] = []
     desk.io.post(turn)
     assert desk.read_keys() == [keys[3], keys[2]]
+    assert desk.loader.under_way("a").keys() == {3, 2}
+    assert not taken_up[0].wait_whole(time.monotonic() + PATIENCE_S)
     assert desk.pool.free == desk.pool.capacity - 2
     assert desk.wasted() == {}  # nothing was read
     desk.loader.end("a")
@@ -468,6 +495,141 @@ def test_nobody_boards_a_read_that_has_just_failed(
     desk.open(*keys)
     assert Lost("b", 0, "missing") in desk.news()
     assert desk.pool.free == desk.pool.capacity
+
+
+# ---- reads that are under way ----
+
+
+def test_what_has_come_of_a_read_is_seen_while_it_is_under_way(desk: Desk) -> None:
+    tokens = tokens_of(0, 3)
+    keys = desk.fill(tokens)
+    store = TellingStore(desk.store)
+    desk.loader = desk.new_loader(store)
+    assert desk.loader.under_way("a") == {}
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[2], keys[1]]
+    readings = desk.loader.under_way("a")
+    assert readings.keys() == {2, 1}, "block 0 waits for its turn"
+    assert not any(reading.begun for reading in readings.values())
+    store.told[keys[2]](0)
+    store.told[keys[2]](8)
+    assert (readings[2].begun, readings[2].has(8), readings[2].has(9)) == (True, True, False)
+    assert not readings[1].begun
+    desk.open(keys[2])
+    assert desk.loader.under_way("a").keys() == {1, 0}
+    assert readings[2].wait_whole(NOW_S)
+    assert desk.landed() == [("a", 2)]
+    assert desk.held[0].staged.buffer is readings[2].buffer
+
+
+def test_prompts_that_share_a_read_see_the_same(desk_of: Callable[..., Desk]) -> None:
+    desk = desk_of(depth=4)
+    tokens = tokens_of(0, 2)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens)
+    desk.waiting()
+    readings = desk.loader.under_way("a")
+    assert readings.keys() == {1, 0}
+    assert desk.loader.under_way("b") == readings
+    desk.loader.fence("a", 1)
+    desk.settle()
+    assert desk.loader.under_way("a").keys() == {1}
+    assert desk.loader.under_way("b") == readings, "for b it goes on"
+    desk.loader.end("a")
+    assert desk.loader.under_way("a") == {}
+    desk.settle()
+    assert desk.loader.under_way("b") == readings
+    desk.open(*keys)
+    assert desk.loader.under_way("b") == {}
+    assert all(reading.wait_whole(NOW_S) for reading in readings.values())
+    assert sorted(desk.landed()) == [("b", 0), ("b", 1)]
+
+
+def test_who_joins_a_read_sees_what_has_come_of_it(desk: Desk) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    store = TellingStore(desk.store)
+    desk.loader = desk.new_loader(store)
+    desk.begin("a", tokens)
+    desk.settle()
+    store.told[keys[0]](0)
+    store.told[keys[0]](8)
+    desk.begin("b", tokens)
+    desk.settle()
+    assert desk.loader.under_way("b")[0].has(8)
+    desk.open(*keys)
+    desk.begin("c", tokens)
+    assert ("c", 0) in desk.landed()
+    assert desk.loader.under_way("c") == {}, "what is there is not read again"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What the thread finds that is woken by the end of a read."""
+
+    reading: Reading
+    whole: bool
+    news: list[LoaderEvent]
+    free: int  # buffers
+
+
+@pytest.fixture
+def ends(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[End]:
+    def end(reading: Reading, *, whole: bool) -> None:
+        real(reading, whole=whole)
+        found.append(End(reading, whole, desk.loader.drain(), desk.pool.free))
+
+    found: list[End] = []
+    real = Reading.end
+    monkeypatch.setattr(Reading, "end", end)
+    return found
+
+
+def test_who_sees_a_read_end_well_finds_the_block_landed(desk: Desk, ends: list[End]) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens)
+    desk.waiting()
+    desk.news()
+    reading = desk.loader.under_way("a")[0]
+    desk.open(*keys)
+    (end,) = ends
+    assert (end.reading, end.whole) == (reading, True)
+    first, second = end.news
+    assert isinstance(first, Landed)
+    assert isinstance(second, Landed)
+    assert (first.rid, second.rid) == ("a", "b")
+    assert first.staged is second.staged
+    assert first.staged.buffer is reading.buffer
+    assert bytes(reading.buffer.view) == bytes_of(keys[0])
+
+
+@pytest.mark.parametrize("how", ["missing", "broken", "fence", "end"])
+def test_who_sees_a_read_fail_can_still_read_its_buffer(
+    desk: Desk, ends: list[End], how: str
+) -> None:
+    """What is there means nothing. But it is nobody else's, as long as somebody may copy it."""
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    if how == "broken":
+        desk.loader = desk.new_loader(BrokenStore(desk.memory, lookups=False))
+    elif how == "missing":
+        desk.faulty.fail(keys[0], BlockMissing("gone"))
+    desk.begin("a", tokens)
+    desk.settle()
+    if how == "fence":
+        desk.loader.fence("a", 1)
+    elif how == "end":
+        desk.loader.end("a")
+    desk.settle()
+    (end,) = ends
+    assert not end.whole
+    assert end.free == desk.pool.capacity - 1
+    assert desk.pool.free == desk.pool.capacity
+    assert desk.loader.under_way("a") == {}
+    assert not any(isinstance(event, Landed) for event in [*end.news, *desk.news()])
 
 
 # ---- buffers ----
@@ -728,6 +890,7 @@ def play(desk: Desk, actions: list[tuple[str, int, int]]) -> None:
     keys = [desk.fill(tokens) for tokens in prompts]
     live: set[int] = set()
     fence = [0, 0, 0]
+    readings: set[Reading] = set()
     for action, who, number in actions:
         rid = str(who)
         if action == "begin" and who not in live:
@@ -752,6 +915,7 @@ def play(desk: Desk, actions: list[tuple[str, int, int]]) -> None:
             desk.news()
         else:
             desk.release(used=bool(number % 2))
+        readings |= seen_under_way(desk)
         assert 0 <= desk.pool.free <= desk.pool.capacity
     # Whoever is left still gets all that it may have: no wake-up is lost.
     for tokens_keys in keys:
@@ -776,3 +940,18 @@ def play(desk: Desk, actions: list[tuple[str, int, int]]) -> None:
     assert not desk.loader._flights
     assert not desk.loader._staged
     assert not desk.loader._lanes
+    assert all(reading._whole is not None for reading in readings), "somebody would wait forever"
+
+
+def seen_under_way(desk: Desk) -> set[Reading]:
+    """All reads that are under way; every prompt sees those that are made for it."""
+
+    async def look() -> set[Reading]:
+        flights = desk.loader._flights.values()
+        for lane in desk.loader._lanes:
+            its = {b: flight.reading for flight in flights for w, b in flight.waiters if w is lane}
+            assert lane.readings == its
+        assert all(flight.reading._whole is None for flight in flights)
+        return {flight.reading for flight in flights}
+
+    return desk.io.run(look(), PATIENCE_S)

@@ -20,7 +20,7 @@ from sglang_cake.store.file.direct import is_cached, set_direct
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.file.store import FileStore
-from sglang_cake.testing.store_contract import block_of, key_of
+from sglang_cake.testing.store_contract import Told, block_of, key_of
 
 A = key_of("a")
 SMALL = PAGE_BYTES * 2  # pieces, so that small blocks have several
@@ -126,6 +126,24 @@ def test_every_size_comes_back_bit_for_bit(tmp_path, small_pieces, size, new_out
         if is_cold:
             await stored.make_cold()
         assert await stored.read(new_out(size)) == stored.data
+
+    with_block(tmp_path, size, test)
+
+
+@pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
+def test_what_has_come_is_told_piece_by_piece(tmp_path, small_pieces, is_cold):
+    size = 3 * SMALL + 100
+
+    async def test(stored):
+        if is_cold:
+            await stored.make_cold()
+        out = on_page(size)
+        told = Told(out, stored.data)
+        await stored.store.get_into(A, out, told)
+        assert told.wrong == []
+        assert told.grew
+        assert len(told.counts) >= 4, "0 and the end, and more than one between them"
+        assert told.counts[-1] == size
 
     with_block(tmp_path, size, test)
 

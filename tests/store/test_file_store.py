@@ -14,7 +14,15 @@ from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.file import blockfile
 from sglang_cake.store.file.folder import MAX_SET_ASIDE
-from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
+from sglang_cake.testing.store_contract import (
+    FRAME,
+    LAYOUT,
+    NAMESPACE,
+    Told,
+    block_of,
+    key_of,
+    read,
+)
 
 
 def test_names_and_modes(tmp_path):
@@ -100,6 +108,33 @@ def test_wrong_bytes_are_corrupt_set_aside_and_healed(tmp_path, change, reason):
     with_store(tmp_path, test)
     aside = tmp_path / NAMESPACE.digest().hex() / "corrupt" / A.hex()
     assert aside.read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        (lambda raw: flipped(raw, 0), [0]),
+        (lambda raw: flipped(raw, HEADER_BYTES - 1), [0]),
+        (lambda raw: FRAME.header(B, block_of("a")) + bytes(block_of("a")), [0]),
+        (lambda raw: flipped(raw, HEADER_BYTES), [0, LAYOUT.block_bytes]),
+        (lambda raw: flipped(raw, len(raw) - 1), [0, LAYOUT.block_bytes]),
+    ],
+)
+def test_bytes_are_told_of_before_they_are_checked_but_not_behind_a_wrong_header(
+    tmp_path, change, counts
+):
+    path = spoiled(tmp_path, change)
+    payload = path.read_bytes()[HEADER_BYTES:]
+
+    async def test(store):
+        out = bytearray(LAYOUT.block_bytes)
+        told = Told(out, payload)
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(A, memoryview(out), told)
+        assert told.counts == counts
+        assert told.wrong == []
+
+    with_store(tmp_path, test)
 
 
 @pytest.mark.parametrize("size", [0, HEADER_BYTES, HEADER_BYTES + 5])

@@ -7,11 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.codec import frame
-from sglang_cake.codec.frame import HEADER_BYTES, check_header, make_header, payload_checksum
+from sglang_cake.codec.frame import (
+    HEADER_BYTES,
+    Incoming,
+    check_header,
+    make_header,
+    payload_checksum,
+)
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, NAMESPACE, block_of, key_of
 
 DIGEST = NAMESPACE.digest()
 KEY = key_of("a")
@@ -88,6 +94,38 @@ def test_every_wrong_byte_of_a_payload_is_seen(at, mask):
 def test_a_header_of_another_length_is_refused(size):
     with pytest.raises(BlockCorrupt, match=f"{size} bytes"):
         check((HEADER * 2)[:size])
+
+
+def told_of(raw, pieces):
+    """What is told of `raw`, fed in so many pieces, and what comes of it."""
+    counts = []
+    block = Incoming(FRAME, KEY, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
+    size = -(-len(raw) // pieces)
+    try:
+        for start in range(0, len(raw), size):
+            block.feed(raw[start : start + size])
+        return counts, block.finish()
+    except BlockCorrupt as error:
+        return counts, str(error)
+
+
+@pytest.mark.parametrize("pieces", [1, 7, HEADER_BYTES])
+def test_payload_is_told_of_before_its_checksum_is_known(pieces):
+    raw = FRAME.header(KEY, block_of("a")) + bytes(block_of("a"))
+    counts, size_bytes = told_of(raw, pieces)
+    assert size_bytes == LAYOUT.block_bytes
+    assert counts[0] == 0
+    assert counts[-1] == LAYOUT.block_bytes
+    assert counts == sorted(set(counts))
+    assert pieces == 1 or len(counts) > 2
+    wrong = FRAME.header(KEY, block_of("b")) + bytes(block_of("a"))
+    assert told_of(wrong, pieces) == (counts, "the payload's checksum does not match")
+
+
+@pytest.mark.parametrize("pieces", [1, 7, HEADER_BYTES])
+@pytest.mark.parametrize("header", [bytes(HEADER_BYTES), FRAME.header(key_of("b"), block_of("a"))])
+def test_behind_a_wrong_header_no_payload_is_told_of(header, pieces):
+    assert told_of(header + bytes(block_of("a")), pieces)[0] == [0]
 
 
 OTHER_LAYOUT = BlockLayout(2, (("k", (8, 2)), ("v", (8, 2))), "bfloat16", 8)

@@ -10,7 +10,7 @@ from sglang_cake.codec.frame import HEADER_BYTES, Incoming, payload_checksum, re
 from sglang_cake.codec.sealed import SEALED_BYTES, sealed_frame
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.store.sealed import Sealer
-from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, Told, block_of, key_of
 
 MANY = settings(deadline=None, max_examples=3 * settings.default.max_examples)
 KEY = key_of("a")
@@ -111,7 +111,9 @@ def damaged(draw, whole=FRAMED):
 @given(damaged(), st.lists(st.integers(0, 1500), max_size=30), st.data())
 def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
     around = bytearray(b"\x11" * (len(PAYLOAD) + 64))
-    block = Incoming(FRAME, KEY, memoryview(around)[32:-32])
+    out = memoryview(around)[32:-32]
+    told = Told(out, raw[HEADER_BYTES:][: len(PAYLOAD)])
+    block = Incoming(FRAME, KEY, out, told)
 
     def fill():
         rest = memoryview(raw)
@@ -120,11 +122,12 @@ def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
             if data.draw(st.booleans()):
                 block.feed(piece)
                 continue
+            before = len(piece)
             for view in block.room(len(piece)):  # as `readv` would
                 taken = min(len(view), len(piece))
                 view[:taken] = piece[:taken]
                 piece = piece[taken:]
-                block.advance(taken)
+            block.advance(before - len(piece))
             block.feed(piece)  # what there was no room for
         block.finish()
         return True
@@ -132,7 +135,13 @@ def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
     assert (verdict(fill) is not None) == (raw == FRAMED)
     if raw == FRAMED:
         assert around[32:-32] == PAYLOAD
+        assert told.counts[-1] == len(PAYLOAD)
     assert around[:32] == around[-32:] == b"\x11" * 32
+    assert told.wrong == []
+    assert told.counts == [0, *sorted(told.counts[1:])]
+    assert 0 not in told.counts[1:], "it came once"
+    if verdict(lambda: FRAME.check(raw[:HEADER_BYTES], KEY)) is None:
+        assert told.counts == [0]
 
 
 SEALER = Sealer(bytes(32), SEALED_FRAME.digest)

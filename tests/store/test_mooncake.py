@@ -20,10 +20,20 @@ from mooncake_process import Client, Master, free_ports, how_it_ends
 from storetools import write_key_file
 
 from sglang_cake.cli import main
+from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.layout import BlockLayout
 from sglang_cake.store.mooncake import store as store_module
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
+from sglang_cake.testing.store_contract import (
+    FRAME,
+    NAMESPACE,
+    StoreContract,
+    Told,
+    block_of,
+    key_of,
+    read,
+)
 
 A, B = key_of("a"), key_of("b")
 HEAL_S = 120  # bound for what needs seconds
@@ -147,9 +157,27 @@ class TestMooncakeStore(StoreContract):
 class TestSealedMooncakeStore(TestMooncakeStore):
     """With `key_file=`: encrypted before they leave this process."""
 
+    tells_progress = False
+
     @pytest.fixture(autouse=True)
     def served(self, sealed):
         self.shared = sealed
+
+
+def test_what_has_come_is_told_piece_by_piece(shared):
+    layout = BlockLayout(1, (("kv", (4 * store_module.PIECE_BYTES,)),), "uint8", 1)
+
+    async def test(store):
+        data, out = block_of("a", layout), bytearray(layout.block_bytes)
+        await store.put(A, data)
+        told = Told(out, data)
+        await store.get_into(A, memoryview(out), told)
+        assert told.wrong == []
+        assert told.grew
+        assert len(told.counts) >= 4
+        assert told.counts[-1] == layout.block_bytes
+
+    shared.run(test, BlockFrame(NAMESPACE, layout))
 
 
 DAMAGE = {

@@ -16,13 +16,14 @@ from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreErr
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.s3.bucket import S3Bucket
-from sglang_cake.store.s3.store import PROBES_AT_ONCE
+from sglang_cake.store.s3.store import PROBES_AT_ONCE, READ_BYTES
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,
     NAMESPACE,
     StoreContract,
+    Told,
     block_of,
     key_of,
     read,
@@ -96,6 +97,8 @@ class TestS3StoreWholeBucketOneAtATime(TestS3Store):
 
 class TestSealedS3Store(TestS3Store):
     """With `key_file=`: encrypted before they leave this machine."""
+
+    tells_progress = False
 
     def open(self, folder):
         options = f"&key_file={write_key_file(folder)}"
@@ -248,6 +251,20 @@ def test_a_cancelled_read_leaves_its_buffer_alone_and_its_connection_to_nobody(s
             assert not any(out)
 
     with_store(server.open(bucket, LARGE_FRAME, depth=1), test)
+
+
+def test_what_has_come_is_told_piece_by_piece(server, bucket):
+    async def test(store):
+        data, out = block_of("large", LARGE), bytearray(LARGE.block_bytes)
+        await store.put(A, data)
+        told = Told(out, data)
+        await store.get_into(A, memoryview(out), told)
+        assert told.wrong == []
+        assert told.grew
+        assert len(told.counts) > LARGE.block_bytes // READ_BYTES
+        assert told.counts[-1] == LARGE.block_bytes
+
+    with_store(server.open(bucket, LARGE_FRAME), test)
 
 
 def test_many_readers_and_writers_share_a_bounded_pool(server, bucket):

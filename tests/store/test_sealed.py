@@ -73,7 +73,7 @@ def sealed_memory(inner=None, secret=SECRET, depth=2, frame=FRAME):
 
 
 class TestSealedFileStore(StoreContract):
-    options = ""
+    options, tells_progress = "", False
 
     def open(self, folder):
         sources = parse_sources(url_of(folder, options=self.options))
@@ -92,11 +92,15 @@ class TestSealedPacedFileStore(TestSealedFileStore):
 
 
 class TestSealedMemoryStore(StoreContract):
+    tells_progress = False
+
     def open(self, folder):
         return sealed_memory(frame=self.frame)
 
 
 class TestSealedMemoryStoreOneAtATime(StoreContract):
+    tells_progress = False
+
     def open(self, folder):
         return sealed_memory(depth=1, frame=self.frame)
 

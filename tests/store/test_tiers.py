@@ -6,6 +6,7 @@ import itertools
 import threading
 
 import pytest
+from storetools import flip, write_key_file
 from tiering import BLOCK, Clock, Tiers, run, until
 
 from sglang_cake.errors import (
@@ -14,9 +15,11 @@ from sglang_cake.errors import (
     ConfigError,
     StoreUnavailable,
 )
+from sglang_cake.read.reading import Reading
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.open import open_store
 from sglang_cake.store.sources import parse_sources
+from sglang_cake.store.tiers.copies import PlainBuffer
 from sglang_cake.store.tiers.health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.store.tiers.store import TieredStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
@@ -266,6 +269,127 @@ def test_when_all_fail_the_most_telling_error_is_raised(errors, told):
             await read(tiers.store, key_of("a"))
 
     run(test)
+
+
+class BreaksOff(PassingStore):
+    """Half of a block comes, told of, and none of it is right."""
+
+    def __init__(self, inner, error):
+        super().__init__(inner)
+        self.error = error
+
+    async def get_into(self, key, out, progress=None):
+        progress(0)
+        out[: BLOCK // 2] = bytes(BLOCK // 2)
+        progress(BLOCK // 2)
+        raise self.error
+
+
+class TellsNothing(PassingStore):
+    """As one whose blocks are sealed."""
+
+    async def get_into(self, key, out, progress=None):
+        return await super().get_into(key, out)
+
+
+def reading_of(tiers, name):
+    """A block's read as the loader makes it; `await read()` ends it."""
+    buffer = PlainBuffer(BLOCK)
+    reading = Reading(buffer)
+
+    async def read():
+        size_bytes = await tiers.store.get_into(key_of(name), buffer.view, reading.came)
+        assert buffer.view[:size_bytes] == block_of(name)
+        reading.end(whole=True)
+
+    return reading, read
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("error", [BlockCorrupt("bad"), DOWN, OSError("not one of ours")])
+def test_bytes_of_a_tier_that_breaks_off_are_not_taken_for_those_of_the_next(error, silent, used):
+    class Looked(BreaksOff):
+        """Somebody uses the first bytes as soon as they are there."""
+
+        async def get_into(self, key, out, progress=None):
+            try:
+                return await super().get_into(key, out, progress)
+            finally:
+                if used:
+                    assert reading.wait(BLOCK // 2, 0.0)
+
+    async def test(tiers):
+        nonlocal reading
+        await tiers.fill(1, "a")
+        tiers.store._tiers[0].store = Looked(tiers.memory[0], error)
+        if silent:
+            tiers.store._tiers[1].store = TellsNothing(tiers.memory[1])
+        reading, read = reading_of(tiers, "a")
+        await read()
+        assert reading.wait_whole(0.0) is not used
+
+    reading = None
+    run(test)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_progress_begins_anew_with_the_next_tier_of_which_bytes_come(silent):
+    async def test(tiers):
+        await tiers.fill(2, "a")
+        tiers.store._tiers[0].store = BreaksOff(tiers.memory[0], DOWN)
+        if silent:
+            tiers.store._tiers[2].store = TellsNothing(tiers.memory[2])
+        counts = []
+        await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
+        anew = counts.index(0, 1)
+        assert counts[:anew] == [0, BLOCK // 2]
+        assert sorted(set(counts[anew:])) == ([0] if silent else [0, BLOCK])
+        assert counts[anew:] == sorted(counts[anew:])
+
+    run(test, count=3)
+
+
+def test_damaged_bytes_of_one_tier_are_not_taken_for_those_of_a_sealed_one(tmp_path):
+    """A sealed store tells nothing of its bytes: only that they begin to come anew is said."""
+    key_file = write_key_file(tmp_path)
+    urls = f"file://{tmp_path}/a?min_free=0,file://{tmp_path}/b?min_free=0&key_file={key_file}"
+    buffer = PlainBuffer(BLOCK)
+    reading = Reading(buffer)
+    taken = []
+
+    def came(count):
+        reading.came(count)
+        if reading.wait(BLOCK, 0.0):
+            taken.append(bytes(buffer.view))
+
+    async def main():
+        tiers = opened(parse_sources(urls))
+        assert await tiers.put(key_of("a"), block_of("a"))
+        await until(lambda: not any(tier.copies._jobs for tier in tiers._tiers))
+        (path,) = (tmp_path / "a").rglob(key_of("a").hex())
+        flip(path)
+        assert await tiers.get_into(key_of("a"), buffer.view, came) == BLOCK
+        reading.end(whole=True)
+        await tiers.close()
+
+    asyncio.run(main())
+    assert buffer.view == block_of("a")
+    assert len(taken) == 1
+    assert taken != [block_of("a")]
+    assert not reading.wait_whole(0.0)
+
+
+def test_of_tiers_without_the_block_no_progress_is_told():
+    async def test(tiers):
+        await tiers.fill(2, "a")
+        tiers.outage[1].error = DOWN
+        tiers.store._tiers[2].store = TellsNothing(tiers.memory[2])
+        counts = []
+        await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
+        assert counts == []
+
+    run(test, count=3)
 
 
 def test_never_two_writers_on_one_buffer():

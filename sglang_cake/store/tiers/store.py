@@ -29,7 +29,7 @@ from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.tiers.choice import quickest, soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
 from sglang_cake.store.tiers.memory import Known, SecondRead, Whereabouts
-from sglang_cake.store.tiers.tier import Tier
+from sglang_cake.store.tiers.tier import ProgressOfTries, Tier
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,6 +119,7 @@ class TieredStore:
         self._check_open()
         known, deletes = self._where.of(key), self._deletes
         left = [tier for tier in self._tiers if not tier.bit & known.lacking]
+        told = None if progress is None else ProgressOfTries(progress)
         errors: list[StoreError] = []
         while left:
             tier = self._next_to_read(left, known, out.nbytes)
@@ -127,9 +128,11 @@ class TieredStore:
                 break
             left.remove(tier)
             try:
-                size_bytes = await tier.get_into(key, out, progress)
+                size_bytes = await tier.get_into(key, out, told)
             except StoreError as error:
                 errors.append(error)
+                if told is not None:
+                    told.broke_off()
                 if isinstance(error, BlockMissing | BlockCorrupt):
                     self._where.learn(key, asked=tier.bit, having=0)
                 continue

@@ -39,6 +39,24 @@ class TierCounts:
     left_out: int = 0  # times that it was
 
 
+class ProgressOfTries:
+    """A `Progress` of a block that is read from one tier after another, some of which may tell
+    nothing."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._begun = progress, False
+
+    def __call__(self, count: int) -> None:
+        self._begun = True
+        self._progress(count)
+
+    def broke_off(self) -> None:
+        """What was told of is not what comes next."""
+        if self._begun:
+            self._begun = False
+            self._progress(0)
+
+
 class Tier:
     """A store with its health, its link and its queue of copies. Belongs to one event loop.
 

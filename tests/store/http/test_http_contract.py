@@ -89,6 +89,8 @@ class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
 
 
 class TestSealedHttpStore(TestHttpStore):
+    tells_progress = False
+
     @pytest.fixture(autouse=True)
     def _serve(self, open_server, places):
         path = places / "key"

@@ -1,14 +1,18 @@
 """Whose bytes end up in the caller's memory, when reads are hedged, cancelled or many."""
 
 import asyncio
+import itertools
 
 import pytest
 from bad_server import bad_server, until
 from http_servers import FRAMED_BYTES, A, framed, opened
 
+from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockCorrupt, StoreUnavailable
+from sglang_cake.read.reading import Reading
 from sglang_cake.store.http.timing import Hedging
-from sglang_cake.testing.store_contract import LAYOUT, block_of, read
+from sglang_cake.store.tiers.copies import PlainBuffer
+from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
 
 GOOD = framed("a")
 BAD = GOOD[:-100] + bytes(100)
@@ -186,6 +190,71 @@ def test_closing_ends_what_is_under_way():
     against(answer, test)
 
 
+def test_what_has_come_is_told_while_the_rest_is_on_its_way():
+    async def answer(asked):
+        asked.answer(200, GOOD[:100], length=FRAMED_BYTES)
+        for begin, end in itertools.pairwise((100, *parts)):
+            await until(lambda begin=begin: told.counts[-1:] == [max(0, begin - HEADER_BYTES)])
+            asked.send(GOOD[begin:end])
+
+    async def test(store, server):
+        await store.get_into(A, memoryview(out), told)
+        assert told.wrong == []
+        assert told.grew
+        assert {part - HEADER_BYTES for part in parts} <= set(told.counts)
+
+    parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
+    out = bytearray(LAYOUT.block_bytes)
+    told = Told(out, block_of("a"))
+    against(answer, test)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_read_that_is_tried_again_begins_with_nothing(used):
+    async def answer(asked):
+        tries.append(asked)
+        if len(tries) > 1:
+            asked.answer(200, GOOD)
+            return
+        asked.answer(200, BAD[:-50], length=FRAMED_BYTES)
+        await until(lambda: reading.has(LAYOUT.block_bytes - 50))
+        assert not used or reading.wait(LAYOUT.block_bytes - 50, 0.0)
+        asked.reset()
+
+    async def test(store, server):
+        def came(count):
+            counts.append(count)
+            reading.came(count)
+
+        await store.get_into(A, buffer.view, came)
+        reading.end(whole=True)
+        assert store.counters.retries == 1
+        assert buffer.view == block_of("a")
+        second = counts.index(0, 1)
+        for tried in (counts[:second], counts[second:]):
+            assert tried == sorted(set(tried))
+        assert counts[second - 1] == LAYOUT.block_bytes - 50
+        assert counts[-1] == LAYOUT.block_bytes
+        assert reading.wait_whole(0.0) is not used
+
+    tries, counts, buffer = [], [], PlainBuffer(LAYOUT.block_bytes)
+    reading = Reading(buffer)
+    against(answer, test)
+
+
+def test_behind_a_wrong_header_nothing_is_told_of():
+    async def answer(asked):
+        asked.answer(200, framed("b"))
+
+    async def test(store, server):
+        counts = []
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(A, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
+        assert counts == [0]
+
+    against(answer, test)
+
+
 def test_out_is_undefined_but_never_taken_for_good():
     """The last byte decides: all that came before it was in `out` already."""
 
@@ -194,8 +263,10 @@ def test_out_is_undefined_but_never_taken_for_good():
 
     async def test(store, server):
         out = bytearray(LAYOUT.block_bytes)
+        counts = []
         with pytest.raises(BlockCorrupt):
-            await store.get_into(A, memoryview(out))
+            await store.get_into(A, memoryview(out), counts.append)
         assert any(out)
+        assert counts[-1] == LAYOUT.block_bytes
 
     against(answer, test)
