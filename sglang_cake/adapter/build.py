@@ -124,17 +124,7 @@ class Engine:
         if config.record_trace is not None and ctx.tp_rank == 0:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self._store: Store | None = self._open(namespace)
-        self.loader = Loader(
-            self._store,
-            BufferPool(
-                max(config.queue_depth + 1, config.staging_bytes // self.kv.load_buffer_bytes),
-                self.kv.new_load_buffer,
-            ),
-            self._io,
-            self.counters,
-            queue_depth=config.queue_depth,
-            prior=_load_prior(self.kv, config),
-        )
+        self.loader = _loader(self._store, self.kv, self._io, self.counters, config)
         self.writer = Writer(
             self._store,
             BufferPool(
@@ -338,9 +328,20 @@ def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
     return stream if isinstance(stream, torch.cuda.Stream) else None
 
 
-def _load_prior(kv: DeviceKV, config: CakeConfig) -> LoadCost:
-    block_s = kv.layout.block_bytes / PRIOR_BYTES_PER_S
-    return LoadCost(0.0, block_s, depth=config.queue_depth)
+def _loader(
+    store: Store, kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig
+) -> Loader:
+    depth, block_s = config.queue_depth, kv.layout.block_bytes / PRIOR_BYTES_PER_S
+    return Loader(
+        store,
+        BufferPool(
+            max(depth + 1, config.staging_bytes // kv.load_buffer_bytes), kv.new_load_buffer
+        ),
+        io,
+        counters,
+        queue_depth=depth,
+        prior=LoadCost(0.0, block_s, depth=depth),
+    )
 
 
 def _pace(ctx: "TreeCacheBuildContext", loader: Loader) -> Pace:

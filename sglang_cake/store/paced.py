@@ -11,7 +11,8 @@ from sglang_cake.store.base import BlockInfo, Store, StoreStats
 from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 
-PIECE_BYTES = 1 << 18  # by which bytes are told to cross the link
+# By what bytes are told to cross the link: so many, or what crosses it in so long, if that is more.
+PIECE_BYTES, PIECE_S = 1 << 16, 0.002
 
 
 class PacedStore:
@@ -39,6 +40,7 @@ class PacedStore:
         assert bytes_per_s > 0, bytes_per_s
         self._inner, self._clock, self._sleep = inner, clock, sleep
         self._bytes_per_s, self._block_bytes = bytes_per_s, block_bytes
+        self._piece_bytes = max(PIECE_BYTES, int(bytes_per_s * PIECE_S))
         self._link = asyncio.Lock()  # hands itself on in the order of asking
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -58,7 +60,7 @@ class PacedStore:
                 await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
                 raise
             if progress is not None:
-                for at_bytes in range(0, size_bytes, PIECE_BYTES):
+                for at_bytes in range(0, size_bytes, self._piece_bytes):
                     await self._keep_link(begun_s + at_bytes / self._bytes_per_s)
                     progress(at_bytes)
             await self._keep_link(begun_s + size_bytes / self._bytes_per_s)
