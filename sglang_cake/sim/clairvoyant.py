@@ -3,9 +3,11 @@
 What can be loaded, the first `stored` tokens, is computed on `[0, x)` and loaded on `[x, stored)`;
 then one more part of a step, or several, computes the rest, at least the last token. Both sides run
 without a pause, chunks and blocks are divisible, and a step's fixed cost is shared out among the
-tokens that a full step holds. So no schedule of whole chunks and blocks is faster, whatever the
-speeds of device and links do meanwhile (`Machine.noise` must not be below 1). Exact: only the
-instant at which both sides meet is found by bisection.
+tokens that a full step holds. Where KV comes layer by layer (`Machine.layers`), the loads may go on
+until the last layer of the step after them begins, all of them layer by layer: C(x) + S (1 - 1/L) =
+l (n - x) (theory C.2). So no schedule of whole chunks and blocks is faster, whatever the speeds of
+device and links do meanwhile (`Machine.noise` must not be below 1). Exact: only the instant at
+which both sides meet is found by bisection.
 """
 
 from bisect import bisect_right
@@ -36,9 +38,11 @@ def clairvoyant(
     stored = limit if stored_tokens is None else min(stored_tokens, limit)
     computed = _compute_progress(machine, prompt_tokens, chunk_tokens)
     last = _Last(machine, chunk_tokens)
+    ahead_s = last.ahead_s(stored, prompt_tokens)
 
-    def meets(when_s: float) -> bool:
-        return computed(when_s) + _loaded(machine, when_s, block_tokens) >= stored
+    def meets(when_s: float) -> bool:  # the device is through with its part at `when_s`
+        load_s = machine.device.done_s(when_s, ahead_s)
+        return computed(when_s) + _loaded(machine, load_s, block_tokens) >= stored
 
     meet_s = _first(meets)
     split_s = last.done_s(meet_s, stored, prompt_tokens)
@@ -54,6 +58,13 @@ class _Last:
     def __init__(self, machine: Machine, chunk_tokens: int) -> None:
         self._machine = machine
         self._chunk = chunk_tokens
+
+    def ahead_s(self, start: int, stop: int) -> float:
+        """Of the first step's work, what may be done before the loads are over."""
+        if self._machine.others is not None:
+            return 0.0  # the device does not wait for one among others
+        first_s = self._machine.prefill.step_s(start, min(stop, start + self._chunk))
+        return first_s * (1 - 1 / self._machine.layers)
 
     def done_s(self, begin_s: float, start: int, stop: int) -> float:
         if self._machine.others is None:

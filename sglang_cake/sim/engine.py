@@ -1,76 +1,32 @@
 """A server with many prompts on a virtual clock, decided by the very code that decides in the real
 one.
 
-`Meet`, `worth_loading`, `next_step`, `look_ahead`, `Claimant.of`, `order`, `PrefillFit` and
-`LoadFit` are the server's own. Only the clock, the device, the links and the forming of a batch are
-models: a step carries decoding requests first, then prompts in the order that the policy gives,
-until its token budget is used up (as SGLang does with mixed chunks); blocks cross each link one
-after another, last block first. A device that waits looks again when something lands, and once in a
-block's time.
+`Meet`, `worth_loading`, `next_step`, `early_last_step`, `look_ahead`, `Claimant.of`, `order`,
+`PrefillFit` and `LoadFit` are the server's own. Only the clock, the device, the links and the
+forming of a batch are models: a step carries decoding requests first, then prompts in the order
+that the policy gives, until its token budget is used up (as SGLang does with mixed chunks); blocks
+cross each link one after another, last block first. A device that waits looks again when something
+lands, and once in a block's time; as often as a real one while a last step may begin early.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Literal
 
 from sglang_cake.read.cost import Costs, StepWork, work_of
-from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Mode, Progress, look_ahead, next_step, worth_loading
+from sglang_cake.read.last_step import early_last_step
+from sglang_cake.read.meet import Meet
+from sglang_cake.read.plan import Mode, look_ahead, next_step, worth_loading
 from sglang_cake.read.share import Claimant, order
+from sglang_cake.sim.layered import layered_end_s
+from sglang_cake.sim.live import Crossing, Live
 from sglang_cake.sim.machine import Clock, Knowledge, Machine, Source
 from sglang_cake.sim.records import Lap, Prompt, Race, StepRecord
 
 Policy = Literal["adaptive", "fcfs"]
 NOTHING = StepWork(0, 0.0)
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A prompt that is not finished."""
-
-    race: Race
-    meet: Meet
-    stored: int
-    ready_s: float  # when its first block can begin to cross a link
-    keep: int | None = 0
-    since_s: float | None = None  # since when the link owes it a block; None: is not being served
-    begun: bool = False
-    waits_since_s: float | None = None
-    decoded: int = 0
-    reading: set[int] = field(default_factory=set)
-
-    def progress(self, now: float) -> Progress:
-        since_s = 0.0 if self.since_s is None else now - self.since_s
-        return Progress(since_s, self.begun, self.keep or 0)
-
-    @property
-    def in_prefill(self) -> bool:
-        return self.meet.front < self.race.prompt.prompt_tokens
-
-    def wanted(self, source: Source) -> int | None:
-        """The block to read next, the last one first."""
-        if self.keep is None:
-            return None
-        view = self.meet.view()
-        end = len(view.states)
-        while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
-            block, end = view.first + found, found
-            if block < self.keep:
-                return None
-            held = source.holds is None or block < source.holds
-            if block not in self.reading and held:
-                return block
-        return None
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """A block that crosses a link."""
-
-    live: _Live
-    block: int
-    began_s: float
-    first: bool
+POLL_S = 0.0005  # how often a real server looks while nothing can run but a load is awaited
 
 
 class Server:
@@ -101,12 +57,14 @@ class Server:
         self._mode: Mode = mode
         self._policy = policy
         self._known = knowledge or Knowledge.of(machine)
-        self._lives: list[_Live] = []
-        self._ranks: list[_Live] = []
-        self._links: list[tuple[Source, list[_Reading]]] = [(s, []) for s in machine.sources]
+        # As in the real server: the modes that benchmarks compare with do without.
+        self._overlap = 1 - 1 / machine.layers if mode == "auto" else 0.0
+        self._lives: list[Live] = []
+        self._ranks: list[Live] = []
+        self._links: list[tuple[Source, list[Crossing]]] = [(s, []) for s in machine.sources]
         self._landed_s = 0.0  # the last time that anything did
         self._busy = False
-        self._polls = False
+        self._poll_s = math.inf  # when it will look next
 
     def submit(self, prompt: Prompt) -> Race:
         """`prompt` will arrive at its time; its race fills in as the clock runs."""
@@ -126,7 +84,7 @@ class Server:
             prompt_tokens=prompt.prompt_tokens,
         )
         count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
-        live = _Live(race, meet, count, self._clock.now + self._known_latency_s())
+        live = Live(race, meet, count, self._clock.now + self._known_latency_s())
         stored = [b < count for b in range(meet.blocks)]
         loads = self._mode != "compute" and any(stored)
         if loads and self._mode == "auto":
@@ -141,27 +99,27 @@ class Server:
     def _known_latency_s(self) -> float:
         return min(source.load.latency_s for source in self._machine.sources)
 
-    def _landed(self, link: int, reading: _Reading) -> None:
+    def _landed(self, link: int, crossing: Crossing) -> None:
         source, carried = self._links[link]
-        if not carried or carried[0] is not reading:
+        if not carried or carried[0] is not crossing:
             return  # it was cancelled
         carried.clear()
         self._left(source)
-        live, now = reading.live, self._clock.now
-        live.reading.discard(reading.block)
-        took_s = now - max(reading.began_s, min(self._landed_s, now))
-        if reading.first:
-            took_s = now - reading.began_s + self._known_latency_s()
-        self._known.load.landed(took_s, first=reading.first)
+        live, now = crossing.live, self._clock.now
+        live.reading.discard(crossing.block)
+        took_s = now - max(crossing.began_s, min(self._landed_s, now))
+        if crossing.first:
+            took_s = now - crossing.began_s + self._known_latency_s()
+        self._known.load.landed(took_s, first=crossing.first)
         self._landed_s = live.since_s = now
         live.begun = True
-        live.race.landings.append((now, reading.block))
-        if not live.meet.landed(reading.block):
+        live.race.landings.append((now, crossing.block))
+        if not live.meet.landed(crossing.block):
             live.race.wasted_blocks += 1
         self._feed()
         self._step()
 
-    def _stepped(self, work: StepWork, laps: Sequence[tuple[_Live, Lap]], begin_s: float) -> None:
+    def _stepped(self, work: StepWork, laps: Sequence[tuple[Live, Lap]], begin_s: float) -> None:
         now = self._clock.now
         self._busy = False
         self._known.prefill.observe(work, now - begin_s)
@@ -176,21 +134,26 @@ class Server:
         self._feed()
         self._step()
 
-    def _decoded(self, live: _Live) -> None:
+    def _decoded(self, live: Live) -> None:
         live.decoded += 1
         if live.decoded == live.race.prompt.new_tokens:
             live.race.finish_s = self._clock.now
             self._lives.remove(live)
 
-    def _polled(self) -> None:
-        self._polls = False
-        self._step()
+    def _polled(self, due_s: float) -> None:
+        if due_s == self._poll_s:  # else it has looked earlier
+            self._poll_s = math.inf
+            self._step()
 
     # ---- what is decided ----
 
     def _own_costs(self, others: StepWork) -> Costs:
         """As they are for a prompt in a step that does `others` as well."""
-        return self._known.costs.beside(others)
+        return self._costs.beside(others)
+
+    @property
+    def _costs(self) -> Costs:
+        return replace(self._known.costs, overlap=self._overlap)
 
     def _rank(self) -> None:
         """Who comes first, with the device and with the links."""
@@ -201,7 +164,7 @@ class Server:
             return
         self._ranks = [waiting[i] for i in order([self._claimant(x, now) for x in waiting])]
 
-    def _claimant(self, live: _Live, now: float) -> Claimant:
+    def _claimant(self, live: Live, now: float) -> Claimant:
         prompt, view = live.race.prompt, live.meet.view()
         waited_s = now - prompt.arrive_s
         if not live.stored:
@@ -211,7 +174,7 @@ class Server:
             return look_ahead(
                 view,
                 chunk_tokens=self._chunk,
-                costs=self._known.costs,
+                costs=self._costs,
                 progress=live.progress(now),
             ).best_s
 
@@ -245,19 +208,20 @@ class Server:
                     live.since_s = now
                 first = False
 
-    def _read(self, number: int, source: Source, live: _Live, block: int) -> None:
+    def _read(self, number: int, source: Source, live: Live, block: int) -> None:
         now = self._clock.now
-        reading = _Reading(live, block, now, first=not live.begun and not live.reading)
+        first = not live.begun and not live.reading
         live.reading.add(block)
         live.since_s = now if live.since_s is None else live.since_s
-        work = source.load.block_s
+        work_s = source.load.block_s
         if source.hub is not None:
             source.hub.active += 1
-            work *= source.hub.slowdown
-        self._links[number][1].append(reading)
-        self._clock.at(source.speed.done_s(now, work), lambda: self._landed(number, reading))
+            work_s *= source.hub.slowdown
+        crossing = Crossing(live, block, source, now, work_s, first)
+        self._links[number][1].append(crossing)
+        self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
 
-    def _fence(self, live: _Live) -> None:
+    def _fence(self, live: Live) -> None:
         """What compute has claimed is not loaded: reads of it end here."""
         for source, carried in self._links:
             if carried and carried[0].live is live and carried[0].block < live.meet.fence:
@@ -279,25 +243,26 @@ class Server:
         decodes = sum(1 for live in self._lives if live.decoded)
         taken = self._machine.others(number) if self._machine.others else 0
         work = StepWork(taken, 0.0, decodes)
-        parts: list[tuple[_Live, int, int]] = []
+        parts: list[tuple[Live, int, int]] = []
         for live in list(self._ranks):
             left = self._chunk - decodes - work.tokens
             if not live.in_prefill:
                 continue
-            self._attach(live)
+            live.attach()
             start, stop = live.meet.front, self._decide(live, left, work) if left > 0 else 0
             if stop > start:
                 parts.append((live, start, stop))
                 work += work_of(start, stop)
         if not parts and not decodes and self._machine.others is None:
-            self._poll()
+            if not self._begin_last_early(number):
+                self._poll()
             self._feed()
             return
         self._begin(number, work, parts, taken)
         self._rank()
         self._feed()
 
-    def _decide(self, live: _Live, left: int, work: StepWork) -> int:
+    def _decide(self, live: Live, left: int, work: StepWork) -> int:
         """How far this prompt computes in the step being formed."""
         now = self._clock.now
         step = next_step(
@@ -310,29 +275,18 @@ class Server:
         live.keep = step.keep
         if step.keep is None:
             live.meet.give_up()
-        if step.wait:
-            live.waits_since_s = now if live.waits_since_s is None else live.waits_since_s
-        elif live.waits_since_s is not None:
-            live.race.waited_s += now - live.waits_since_s
-            live.waits_since_s = None
+        live.waits(step.wait, now)
         return step.stop
 
-    def _attach(self, live: _Live) -> None:
-        while (span := live.meet.island()) is not None:
-            live.race.loaded_tokens += span.tokens
-            live.meet.attach(span)
-
     def _begin(
-        self, number: int, work: StepWork, parts: Sequence[tuple[_Live, int, int]], taken: int
+        self, number: int, work: StepWork, parts: Sequence[tuple[Live, int, int]], taken: int
     ) -> None:
         now = self._clock.now
         took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
         end_s = self._machine.device.done_s(now, took_s + self._machine.meet_s * len(parts))
         laps = []
         for live, start, stop in parts:
-            live.meet.claim(stop)
-            live.race.computed_tokens += stop - start
-            self._fence(live)
+            self._claim(live, start, stop)
             laps.append((live, Lap(start, stop, now, end_s)))
         stored = sum(stop - start for live, start, stop in parts if live.stored)
         plain = sum(stop - start for live, start, stop in parts if not live.stored)
@@ -340,11 +294,66 @@ class Server:
         self._busy = True
         self._clock.at(end_s, lambda: self._stepped(work, laps, now))
 
+    def _claim(self, live: Live, start: int, stop: int) -> None:
+        live.meet.claim(stop)
+        live.race.computed_tokens += stop - start
+        self._fence(live)
+
+    def _begin_last_early(self, number: int) -> bool:
+        """Begin the last step of a prompt that waits for its last blocks, if it is time for that.
+        It holds the device, so nobody else may want it."""
+        if not self._overlap or len(self._lives) > 1:
+            return False
+        (live,), machine, now = self._lives, self._machine, self._clock.now
+        coming = {c.block: c for _, carried in self._links for c in carried}
+        span = early_last_step(
+            live.meet.view(),
+            coming=coming,
+            chunk_tokens=self._chunk,
+            costs=self._own_costs(NOTHING),
+            progress=live.progress(now),
+        )
+        if span is None:
+            return False
+        live.waits(False, now)
+        tail = [c for c in coming.values() if c.block in live.meet.blocks_of(span)]
+        start, stop = span.stop, live.race.prompt.prompt_tokens
+        took_s = machine.prefill.work_s(work_of(start, stop)) * machine.noise(number)
+        end_s = layered_end_s(
+            now,
+            took_s + machine.meet_s,
+            machine.layers,
+            machine.device,
+            lambda share: max(crossing.there_s(share) for crossing in tail),
+        )
+        lap = Lap(start, stop, now, end_s)
+        self.steps.append(StepRecord(now, end_s, 0, 0, stop - start))
+        self._busy = True
+        self._clock.at(end_s, lambda: self._overlapped(live, lap, [c.block for c in tail]))
+        return True
+
+    def _overlapped(self, live: Live, lap: Lap, tail: Sequence[int]) -> None:
+        """The last step is over, which began while the blocks of `tail` were on their way."""
+        before = live.meet.front
+        live.attach()
+        size, end = self._block, live.meet.front
+        assert end == lap.start
+        live.race.overlapped_tokens += sum(
+            min(end, (block + 1) * size) - max(before, block * size) for block in tail
+        )
+        self._claim(live, lap.start, lap.stop)
+        # It waited: what it took says nothing of other steps.
+        self._stepped(StepWork(), [(live, lap)], lap.begin_s)
+
     def _poll(self) -> None:
-        if not self._polls:
-            self._polls = True
-            block_s = min(source.load.block_s for source in self._machine.sources)
-            self._clock.at(self._clock.now + max(0.0005, block_s), self._polled)
+        # As often as a real server only while a few ms matter: while a last step may begin early.
+        alone = len(self._lives) == 1 and self._lives[0].to_land <= len(self._links)
+        block_s = min(source.load.block_s for source in self._machine.sources)
+        wait_s = 0.0 if self._overlap and alone else block_s
+        due_s = self._clock.now + max(POLL_S, wait_s)
+        if due_s < self._poll_s:
+            self._poll_s = due_s
+            self._clock.at(due_s, lambda: self._polled(due_s))
 
 
 def serve(

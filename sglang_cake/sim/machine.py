@@ -70,6 +70,8 @@ class Machine:
         others: `(step)` is how many tokens of the budget of the step of that number other users
             take. The device never rests then: it steps for them while the simulated prompts wait.
             None: the device has only the simulated prompts.
+        layers: of the model whose KV comes layer by layer; 1: a step begins only when all that it
+            reads is there.
     """
 
     prefill: PrefillCost
@@ -81,6 +83,7 @@ class Machine:
     others: Callable[[int], int] | None = None
     further: tuple[Source, ...] = ()
     hub: Hub | None = None
+    layers: int = 1
 
     @property
     def sources(self) -> tuple[Source, ...]:

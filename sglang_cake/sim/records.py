@@ -34,6 +34,7 @@ class Race:
     """What happened to one prompt; times are the clock's.
 
     Attributes:
+        overlapped_tokens: of those loaded, what came while the last step ran.
         waited_s: its turn came and it waited for its loads instead of computing.
         landings: (when, block), discarded ones included.
     """
@@ -43,6 +44,7 @@ class Race:
     finish_s: float = 0.0
     computed_tokens: int = 0
     loaded_tokens: int = 0
+    overlapped_tokens: int = 0
     wasted_blocks: int = 0
     waited_s: float = 0.0
     laps: list[Lap] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +42,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     share=st.floats(0, 1),
     chunk=st.sampled_from([256, 512, 2048]),
     mode=st.sampled_from(["auto", "both", "compute", "load"]),
+    layers=st.sampled_from([1, 2, 40]),
 )
 def test_no_race_beats_the_clairvoyant(
     cost: PrefillCost,
@@ -52,8 +54,10 @@ def test_no_race_beats_the_clairvoyant(
     share: float,
     chunk: int,
     mode: Mode,
+    layers: int,
 ) -> None:
-    machine = Machine(cost, load, device, link, further=(Source(load),) if further else ())
+    more = (Source(load),) if further else ()
+    machine = Machine(cost, load, device, link, further=more, layers=layers)
     stored = int(share * (tokens // 128))
     race = run_race(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)
     ideal = clairvoyant(machine, tokens, chunk_tokens=chunk, stored_tokens=128 * stored)
@@ -87,6 +91,17 @@ def test_constant_speeds_give_the_closed_form() -> None:
 def test_it_does_not_load_what_computing_overtakes() -> None:
     machine = Machine(PrefillCost(0.0, 1e-6, 0.0), LoadCost(10.0, 1.0))
     assert clairvoyant(machine, 10_000, chunk_tokens=512).ttft_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("layers", [2, 40])
+def test_among_others_no_step_is_begun_for_who_still_loads(layers: int) -> None:
+    one = Machine(PrefillCost(0.01, 1e-4, 0.0), LoadCost(0.0, 0.01))
+    for others, gains in ((None, True), (lambda step: 100, False)):
+        plain_s, early_s = (
+            clairvoyant(replace(one, others=others, layers=count), 8192, chunk_tokens=512).ttft_s
+            for count in (1, layers)
+        )
+        assert (early_s < plain_s) == gains
 
 
 def _trace(draw: random.Random, gap_s: float, low: float) -> Speed:

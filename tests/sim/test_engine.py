@@ -40,16 +40,20 @@ prompts = st.lists(
     policy=st.sampled_from(["adaptive", "fcfs"]),
     mode=st.sampled_from(["auto", "both", "compute", "load"]),
     others=st.sampled_from([None, 0, 200, 448]),
+    layers=st.sampled_from([1, 32]),
 )
 def test_every_token_comes_once_and_every_prompt_ends(
-    given_prompts: list[Prompt], policy: Policy, mode: Mode, others: int | None
+    given_prompts: list[Prompt], policy: Policy, mode: Mode, others: int | None, layers: int
 ) -> None:
-    machine = Machine(PREFILL, MACHINE.load, others=None if others is None else lambda step: others)
+    taken = None if others is None else lambda step: others
+    machine = Machine(PREFILL, MACHINE.load, others=taken, layers=layers)
     server = serve(machine, given_prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
     for race in server.races:
         assert race.computed_tokens + race.loaded_tokens == race.prompt.prompt_tokens
         assert race.prompt.arrive_s < race.first_token_s <= race.finish_s
         assert race.ttft_s >= race.kv_s > 0
+        assert race.overlapped_tokens <= race.loaded_tokens
+        assert len({block for _, block in race.landings}) == len(race.landings)
         spans = [(lap.start, lap.stop) for lap in race.laps]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     for step in server.steps:
