@@ -17,7 +17,7 @@ from sglang_cake.adapter.restore import Restore
 from sglang_cake.read.cost import LoadCost, PrefillCost
 
 _NS = 1e9
-_LOAD_NUMBERS = 4  # of LoadCost: all but the depth, which is a setting
+_LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
 _HEAD = 4 + _LOAD_NUMBERS  # what of a restore comes before its blocks
 
 
@@ -88,8 +88,8 @@ def _pack_load(cost: LoadCost) -> list[int]:
 
 
 def _unpack_load(numbers: Sequence[int], own: LoadCost) -> LoadCost:
-    latency_s, block_s, copy_s, error = _floats(numbers)
-    return LoadCost(latency_s, block_s, copy_s, error, own.depth)
+    latency_s, block_s, copy_s, error, coming_s = _floats(numbers)
+    return LoadCost(latency_s, block_s, copy_s, error, coming_s, own.depth)
 
 
 def _bits(*values: float) -> list[int]:

@@ -71,6 +71,12 @@ def add_machine(parser: Any) -> None:
         metavar="TIMES",
         help="how many times smaller than BF16 the KV is stored (a codec; default 1)",
     )
+    parser.add_argument(
+        "--early-last-step",
+        action="store_true",
+        help="the last step begins while the last block comes, as on a server with FlashInfer and "
+        "without prefill CUDA graphs",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ def read_machine(args: argparse.Namespace) -> Asked:
     _within("--block-tokens", args.block_tokens, 1, 65536)
     _within("--utilisation", args.utilisation, 0.01, 1)
     _within("--smaller", args.smaller, 0.1, 100)
+    if args.early_last_step and (args.gpus > 1 or args.smaller != 1):
+        raise ConfigError("--early-last-step: needs --gpus 1 and no --smaller, as a server does")
     shape = find_shape(args.model)
     cost = prefill_cost(shape, find_gpu(args.gpu), gpus=args.gpus, efficiency=args.efficiency)
     loads = [
@@ -103,6 +111,7 @@ def read_machine(args: argparse.Namespace) -> Asked:
         loads[0],
         others=(lambda step: taken) if taken else None,
         further=tuple(Source(load) for load in loads[1:]),
+        layers=shape.layers if args.early_last_step else 1,
     )
     return Asked(shape, machine, args.chunk_tokens, args.block_tokens)
 

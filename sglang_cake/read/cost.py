@@ -189,7 +189,17 @@ class LoadCost:
     block_s: float
     copy_s: float = 0.0  # from host staging to the device, per block; only the last is waited for
     error: float = _GUESS_ERROR  # mean share by which predictions missed lately
+    coming_s: float = 0.0  # of a block, from its first byte to its last; 0: nobody tells
     depth: int = 1  # reads in flight at once
+
+    @property
+    def last_s(self) -> float:
+        """How long before the end of all loads the last block begins to come.
+
+        Reads that share a link take as long as several blocks, each; at the end fewer and fewer
+        share it, so half of that. Where they have it one after another, it is a block's time.
+        """
+        return (self.coming_s + self.block_s) / 2 if self.coming_s else 0.0
 
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
         """Until `blocks` more have landed.
@@ -277,6 +287,12 @@ class LoadFit:
         cost = self.cost
         weight = _NEWEST_LATENCY if cost.copy_s else 1.0
         self.cost = replace(cost, copy_s=cost.copy_s + weight * (took_s - cost.copy_s))
+
+    def came(self, took_s: float) -> None:
+        """A block's bytes came in `took_s`, from the first one to the last; 0: nobody told."""
+        cost = self.cost
+        weight = _NEWEST_LATENCY if cost.coming_s else 1.0
+        self.cost = replace(cost, coming_s=cost.coming_s + weight * (took_s - cost.coming_s))
 
     def _measure(self, block_s: float) -> None:
         cost = self.cost

@@ -17,7 +17,7 @@ from pathlib import Path
 from sglang_cake.keys import Digest
 from sglang_cake.read.cost import LoadCost, PrefillCost
 
-VERSION = 2
+VERSION = 3
 MAX_FILES = 64  # the newest stay
 _MAX_BYTES = 4096
 _LONGEST_S = 1e4  # no cost is larger; no share is either
@@ -85,8 +85,8 @@ class CostFile:
 
 
 def _load(named: dict[str, object]) -> LoadCost:
-    latency_s, block_s, copy_s, error = _numbers(named, LoadCost, 4)
-    return LoadCost(latency_s, block_s, copy_s, error)
+    latency_s, block_s, copy_s, error, coming_s = _numbers(named, LoadCost, 5)
+    return LoadCost(latency_s, block_s, copy_s, error, coming_s)
 
 
 def _numbers(named: dict[str, object], kind: type, count: int) -> list[float]:

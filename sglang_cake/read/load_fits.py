@@ -48,10 +48,13 @@ class LoadFits:
             if cost is not None:
                 self._heard(source, now_s).recall(cost)
 
-    def landed(self, source: int, took_s: float, now_s: float, *, first: bool) -> None:
-        """As `LoadFit.landed`, now."""
+    def landed(
+        self, source: int, took_s: float, now_s: float, *, first: bool, came_s: float = 0.0
+    ) -> None:
+        """As `LoadFit.landed` and `LoadFit.came`, now."""
         self._newest = self._heard(source, now_s)
         self._newest.landed(took_s, first=first)
+        self._newest.came(came_s)
 
     def copied(self, took_s: float) -> None:
         """As `LoadFit.copied`: a copy does not know where the block came from."""
@@ -72,8 +75,8 @@ class LoadFits:
             sum(value * share for value, (_, share) in zip(column, shares, strict=True))
             for column in columns
         )
-        latency_s, block_s, copy_s, error, _ = means
-        return LoadCost(latency_s, block_s, copy_s, error, self._prior.depth)
+        latency_s, block_s, copy_s, error, coming_s, _ = means
+        return LoadCost(latency_s, block_s, copy_s, error, coming_s, self._prior.depth)
 
     def _cost(self, source: int, now_s: float) -> LoadCost:
         source = self._known(source)

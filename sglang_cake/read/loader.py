@@ -330,7 +330,8 @@ class Loader:
             took_s = max(took_s, (now_s - started_s) / self._depth)
         # A read that found the link idle for a while pays its latency.
         idle = idle_s > 2 * self._fits.of({source: 1}, now_s).block_s + IDLE_S
-        self._fits.landed(source, took_s, now_s, first=idle)
+        came_s = flight.reading.coming_s()
+        self._fits.landed(source, took_s, now_s, first=idle, came_s=came_s)
         for lane in self._lanes:
             lane.look_ahead()
             lane.cost = self._fits.of(lane.ahead, now_s)

@@ -137,13 +137,13 @@ def _early_last_step(
     view: View, later: bytes, chunk_tokens: int, costs: Costs
 ) -> tuple[int, float]:
     """(border from which on all is stored, up to the last step; by how much that step may begin
-    before the loads are over): while one block comes, if nobody else wants the device."""
+    before the loads are over): while the last block comes, if nobody else wants the device."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
     if not stop or costs.others_s or view.prompt_tokens - end > chunk_tokens:
         return 0, 0.0
     last_s = costs.prefill.step_s(end, view.prompt_tokens)
-    return later.rfind(0, 0, stop) + 1, min(costs.load.block_s, costs.overlap * last_s)
+    return later.rfind(0, 0, stop) + 1, costs.overlap * min(costs.load.last_s, last_s)
 
 
 def _to_next_step_s(link_s: float, device_s: float, costs: Costs) -> float:

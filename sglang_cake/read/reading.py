@@ -21,13 +21,16 @@ class Reading:
         self._changed = threading.Condition()
         self._bytes = 0
         self._turns = 0  # how often bytes began to come
+        self._begun_s = 0.0  # the last time that they did
         self._used: int | None = None  # the turn whose bytes were used
         self._whole: bool | None = None  # None: under way
 
     def came(self, count: int) -> None:
         """So many leading bytes are there, unchecked (a `Progress`)."""
         with self._changed:
-            self._turns += count == 0
+            if count == 0:
+                self._turns += 1
+                self._begun_s = time.monotonic()
             self._bytes = count
             self._changed.notify_all()
 
@@ -42,6 +45,11 @@ class Reading:
         """Whether bytes come, and are told of."""
         with self._changed:
             return self._turns > 0 and self._whole is None
+
+    def coming_s(self) -> float:
+        """Since the first byte came; 0 if nobody told."""
+        with self._changed:
+            return time.monotonic() - self._begun_s if self._turns else 0.0
 
     def has(self, count: int) -> bool:
         """Whether so many leading bytes are there."""

@@ -105,7 +105,16 @@ class Knowledge:
         latency_s = min(load.latency_s for load in loads)
         known = cls(
             PrefillFit(replace(prefill, error=0.02)),
-            LoadFit(LoadCost(latency_s, block_s, machine.load.copy_s, 0.02, machine.load.depth)),
+            LoadFit(
+                LoadCost(
+                    latency_s,
+                    block_s,
+                    machine.load.copy_s,
+                    error=0.02,
+                    coming_s=max(load.block_s for load in loads),
+                    depth=machine.load.depth,
+                )
+            ),
         )
         known.load.measured = True
         return known

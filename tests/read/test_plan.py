@@ -31,10 +31,16 @@ SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def costs(
-    block_s: float, *, token_s: float = 1.0, fixed_s: float = 0.0, error: float = 0.0
+    block_s: float,
+    *,
+    token_s: float = 1.0,
+    fixed_s: float = 0.0,
+    error: float = 0.0,
+    coming_s: float = 0.0,
 ) -> Costs:
     return Costs(
-        PrefillCost(fixed_s, token_s, 0.0, error=error), LoadCost(0.0, block_s, error=error)
+        PrefillCost(fixed_s, token_s, 0.0, error=error),
+        LoadCost(0.0, block_s, error=error, coming_s=coming_s),
     )
 
 
@@ -88,14 +94,17 @@ def test_what_is_there_costs_nothing_and_what_nobody_has_must_be_computed() -> N
 
 def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
     def outlook(last: int, **settings: float) -> Outlook:
-        known = replace(costs(100), **settings)
+        load = replace(costs(100).load, coming_s=settings.pop("coming_s", 100))
+        known = replace(costs(100), load=load, **settings)
         view = view_of([WANTED] * 10, rest=last)
         return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
 
     # Compute and load meet in the middle as before, the last step being a border's time at most.
     assert outlook(40).load_s == 1000 + 40
     assert outlook(40, overlap=0.75).load_s == 1000 - 30 + 40
-    assert outlook(300, overlap=0.75).load_s == 1000 - 100 + 300  # while one block comes
+    assert outlook(300, overlap=0.75).load_s == 1000 - 75 + 300  # while one block comes
+    assert outlook(300, overlap=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
+    assert outlook(40, overlap=0.75, coming_s=0).load_s == 1000 + 40  # nobody knows how far it is
     assert outlook(600, overlap=0.75).load_s == 1000 + 600  # two steps
     assert outlook(40, overlap=0.75, others_s=1.0).load_s == 1040  # others want the device
     assert outlook(40, overlap=0.75).compute_s == outlook(40).compute_s
@@ -104,7 +113,7 @@ def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
     odd = view_of([WANTED] * 11, rest=40)
     plain, early = (
         look_ahead(odd, chunk_tokens=500, costs=known, progress=Progress())
-        for known in (costs(100), replace(costs(100), overlap=0.75))
+        for known in (costs(100), replace(costs(100, coming_s=100), overlap=0.75))
     )
     assert (plain.meet_token, plain.both_s) in [(500, 640), (600, 640)]
     assert (early.meet_token, early.both_s) == (500, 570 + 40)
@@ -132,7 +141,8 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
     alone = PrefillCost(data.draw(st.floats(0, 50)), 1.0, data.draw(st.floats(0, 0.01)), error=0.0)
     block_s, pipelined = data.draw(st.floats(1, 1000)), data.draw(st.booleans())
     overlap = data.draw(st.sampled_from([0.0, 0.75]))
-    load = LoadCost(0.0, block_s, error=0.0)
+    coming_s = data.draw(st.sampled_from([0.0, 1.0, 4.0])) * block_s
+    load = LoadCost(0.0, block_s, error=0.0, coming_s=coming_s)
     known = Costs(alone, load, pipelined=pipelined, overlap=overlap)
     known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
     prefill = known.prefill
@@ -157,7 +167,8 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
         if WANTED in states[border:] and all(held[: max(0, stop - border)]):
             last_s = prefill.step_s(stop * 100, end)
             if end - stop * 100 <= chunk and not known.others_s:
-                link_s = max(0.0, link_s - min(block_s, overlap * last_s))
+                window_s = (coming_s + block_s) / 2 if coming_s else 0.0
+                link_s = max(0.0, link_s - overlap * min(window_s, last_s))
         if known.others_s and link_s > device_s:
             turn_s = known.others_s
             steps = ceil((link_s - device_s) / turn_s)

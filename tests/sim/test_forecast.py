@@ -54,6 +54,17 @@ def test_utilisation_and_more_sources_count(capsys: pytest.CaptureFixture[str]) 
     assert cake_s("--smaller", "4") < 0.7 * cake_s()
 
 
+def test_a_last_step_that_begins_early_saves_a_little(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["simulate", *MACHINE, "--prompt-tokens", "16k"]
+    late, early = (
+        told(capsys, *args, *more)["prompts"][0]["cake"] for more in ([], ["--early-last-step"])
+    )
+    assert 0.95 * late < early < late
+    for more in (["--gpus", "2"], ["--smaller", "2"]):
+        assert main([*args, "--early-last-step", *more]) == 2
+        assert "--early-last-step: needs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
