@@ -83,7 +83,7 @@ def test_openai_endpoints_load_and_answer_alike(
         return choice["message"]["content"] if chat else choice["text"]
 
     assert said(cold) == said(warm) == said(reference)
-    if not chat:
+    if not chat and not both.races:  # else compute may be first everywhere
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
