@@ -42,8 +42,9 @@ def test_several_samples_of_one_prompt(both: Live, plain: Live, prompt: Make) ->
     before = both.metric("loaded_tokens_total")
     samples = both.post("/generate", **request(ids, sampling={"n": 3})).json()
     assert [s["output_ids"] for s in samples] == [plain.know(ids).tokens] * 3
-    # SGLang fills the tree by a request of its own first; that is the one which loads.
-    until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
+    if not both.races:
+        # SGLang fills the tree by a request of its own first; that is the one which loads.
+        until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
 def test_a_batch_in_one_request(both: Live, plain: Live, prompt: Make) -> None:
