@@ -23,7 +23,7 @@ def on_page(size_bytes: int) -> memoryview:
 
 
 # Told how many bytes of a buffer have come so far.
-Progress = Callable[[int], object]
+TellBytes = Callable[[int], object]
 
 
 class Buffer(Protocol):

@@ -344,8 +344,10 @@ class Coordinator:
                 span = Span(front, min(room(restore.meet.view()), overlap.span.stop))
                 restore.meet.claim(span.stop)
                 self._computed(restore, span)
+                if not req.retracted_stain:  # counted when the step was scheduled
+                    req.cached_tokens -= span.tokens
+                    req.cached_tokens_device = min(req.cached_tokens_device, req.cached_tokens)
         self._claim(req, restore, stop)
-        self.pace.helped()  # it waited: what it took says nothing of other steps
 
     # ---- inside ----
 

@@ -5,10 +5,10 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_cake.adapter.last_step import LastStep
+from sglang_cake.adapter.layers import LayerGate, PoolRows
+from sglang_cake.adapter.layers_cuda import CudaGate, CudaRows
 from sglang_cake.adapter.pools import DeviceKV
 from sglang_cake.adapter.runahead import Runahead
-from sglang_cake.adapter.runahead_cuda import CudaGate, CudaRows
-from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
 
 _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 

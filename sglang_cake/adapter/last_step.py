@@ -7,7 +7,6 @@ KV that it reads there. If something does not come, or turns out wrong, the same
 it, and then the step again: nobody else notices.
 """
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ import torch
 
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.landing import Landing
+from sglang_cake.adapter.layers import LayerGate, PoolRows
+from sglang_cake.adapter.parts import part_before, run_part
 from sglang_cake.adapter.restore import Overlap, Restore
-from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
-from sglang_cake.adapter.runahead_span import run_part
-from sglang_cake.adapter.tail import Piece, Tail
+from sglang_cake.adapter.tail import LAYERS, Piece, Tail
 from sglang_cake.counters import Counters
 from sglang_cake.errors import OverlapError, RunaheadError
 from sglang_cake.read.last_step import early_last_step
@@ -58,16 +57,15 @@ class LastStep:
         alone; None: it is no time for that, or there is no memory. `keep` or `give_up` must follow.
         """
         restore = self._cake.restore(req.rid)
-        if restore is None or self._due is not None:
+        if restore is None or self._due is not None or not self._cake.pace.overlap:
             return None
         costs, readings = self._cake.pace.costs(restore), self._loader.under_way(restore.ticket)
         coming = {block: reading for block, reading in readings.items() if reading.begun}
         span = early_last_step(
             restore.meet.view(),
-            coming=coming,
+            coming={block: reading.to_come for block, reading in coming.items()},
             chunk_tokens=chunk_tokens,
             costs=costs,
-            progress=restore.progress,
         )
         if span is None:
             return None
@@ -122,10 +120,9 @@ class LastStep:
             tail.finish()
             landed = {piece.block for piece in pieces}
             self._cake.inbox.take()
+            self._cake.pace.waited(tail.waited_s)
         except (OverlapError, RunaheadError) as error:
-            reason = error.reason if isinstance(error, OverlapError) else "layers"
-            self._counters.add("overlap_failures", label=reason)
-            logger.warning("cake: request %s, last step once more: %s", req.rid, error)
+            self._failed(req, error)
             landed = self._complete(worker, batch, restore, tail, pieces)
             result = original(worker, batch, **kwargs)
         tokens = sum(len(piece.slots) for piece in pieces if piece.block in landed)
@@ -160,26 +157,33 @@ class LastStep:
         self._cake.inbox.take()
         landed = {piece.block for piece in pieces if piece.block in restore.arrived}
         tail.write_whole([piece for piece in pieces if piece.block in landed])
-        for piece in sorted(pieces, key=lambda piece: piece.block):
-            if piece.block not in landed:
-                start = piece.block * self._block_tokens + piece.skip
-                span = Span(start, start + len(piece.slots))
-                run_part(worker, _part_before(batch, restore, span, piece.slots))
+        overlap, limit_tokens = restore.overlap, self._cake.pace.chunk_tokens
+        assert overlap is not None
+        assert overlap.slots is not None
+        for missing in self._runs([piece for piece in pieces if piece.block not in landed]):
+            for start in range(missing.start, missing.stop, limit_tokens):
+                span = Span(start, min(start + limit_tokens, missing.stop))
+                first = overlap.span.start
+                slots = overlap.slots[span.start - first : span.stop - first]
+                tokens = restore.tokens[span.start : span.stop]
+                run_part(worker, part_before(batch, tokens, slots, span))
         return landed
 
+    def _runs(self, pieces: Sequence[Piece]) -> list[Span]:
+        """What pieces cover, from left to right."""
+        found: list[Span] = []
+        for piece in sorted(pieces, key=lambda piece: piece.block):
+            start = piece.block * self._block_tokens + piece.skip
+            stop = start + len(piece.slots)
+            if found and found[-1].stop == start:
+                start = found.pop().start
+            found.append(Span(start, stop))
+        return found
 
-def _part_before(batch: Any, restore: Restore, span: Span, slots: torch.Tensor) -> Any:
-    """A batch of one request that computes `span` of the prefix of what `batch` computes."""
-    part = copy.copy(batch)
-    tokens = torch.tensor(restore.tokens[span.start : span.stop], dtype=batch.input_ids.dtype)
-    part.input_ids = tokens.to(batch.input_ids.device)
-    part.out_cache_loc = slots.to(batch.out_cache_loc.dtype)
-    part.prefix_lens, part.extend_lens = [span.start], [span.tokens]
-    part.extend_num_tokens = span.tokens
-    part.seq_lens = torch.full_like(batch.seq_lens, span.stop)
-    part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, span.stop)
-    part.seq_lens_sum = span.stop
-    part.return_logprob = False
-    part.extend_logprob_start_lens = [0] if batch.extend_logprob_start_lens is not None else None
-    part.extend_input_logprob_token_ids = None
-    return part
+    def _failed(self, req: "Req", error: OverlapError | RunaheadError) -> None:
+        self._cake.pace.helped()  # what the step takes says nothing of others
+        reason = error.reason if isinstance(error, OverlapError) else LAYERS
+        self._counters.add("overlap_failures", label=reason)
+        logger.warning("cake: request %s, last step once more: %s", req.rid, error)
+        if reason == LAYERS:  # it will not be better next time
+            self._cake.pace.overlap = 0.0

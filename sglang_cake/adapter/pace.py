@@ -77,6 +77,10 @@ class Pace:
             self._began_s = time.monotonic()
         self._work += work_of(start, stop)
 
+    def waited(self, took_s: float) -> None:
+        """The step under way waited so long for KV that was on its way: others do not."""
+        self._began_s += took_s
+
     def helped(self) -> None:
         """The step under way is computed with others: its time says nothing of ours."""
         self._work = StepWork()

@@ -57,7 +57,7 @@ class Restore:
     # What the ranks have agreed on:
     staged: dict[int, StagedBlock] = field(default_factory=dict)
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # int64 [block_tokens] each
-    overlap: Overlap | None = None  # from the time the step is scheduled until it has run
+    overlap: Overlap | None = None  # from before the step is scheduled until it has run
     next_write: int = 0  # blocks before this one were offered to the store, or skipped for good
     # Story, for the log and for meta_info:
     arrived_s: float = field(default_factory=time.monotonic)

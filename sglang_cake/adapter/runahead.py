@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from sglang_cake.adapter.layers import LayerGate, PoolRows
 from sglang_cake.adapter.pace import Pace
+from sglang_cake.adapter.parts import part_of, run_part
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.runahead_request import (
     Aborted,
@@ -25,8 +27,7 @@ from sglang_cake.adapter.runahead_request import (
     give_up,
     is_plain,
 )
-from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
-from sglang_cake.adapter.runahead_span import SpanRunner, part_of, run_part
+from sglang_cake.adapter.runahead_span import SpanRunner
 from sglang_cake.counters import Counters
 from sglang_cake.errors import RunaheadError
 from sglang_cake.read.plan import room

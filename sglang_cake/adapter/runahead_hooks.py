@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_cake.adapter.layers import LayerGate, PoolRows
 from sglang_cake.adapter.runahead import Runahead
 from sglang_cake.adapter.runahead_ipc import IpcEngine
-from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
 from sglang_cake.cache_folder import cache_folder
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError

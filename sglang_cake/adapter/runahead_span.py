@@ -1,11 +1,10 @@
-"""A forward over a part of a batch; and a helper's: a span of somebody else's prompt.
+"""A helper's forward: a span of somebody else's prompt.
 
 A helper's forward is no request of SGLang's. It runs between two steps, in the scheduler's thread,
 on slots of its own, and gives all back before it returns: to the tree, if every layer is there.
 """
 
 import contextlib
-import copy
 import logging
 from array import array
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_cake.adapter.runahead_rows import LayerGate
+from sglang_cake.adapter.layers import LayerGate
+from sglang_cake.adapter.parts import part_of, run_part
 from sglang_cake.counters import Counters
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member
@@ -27,43 +27,6 @@ logger = logging.getLogger("sglang_cake")
 
 # How long the last layers may take to leave after the forward.
 DRAIN_TIMEOUT_S = 5.0
-
-
-def part_of(batch: Any, start: int, stop: int) -> Any:
-    """A batch of one request that computes tokens `[start, stop)` of what `batch` computes.
-
-    Slots, sampling and everything else are shared with it. What ends before the batch does gives
-    no logprobs.
-    """
-    (first,), (tokens,) = batch.prefix_lens, batch.extend_lens
-    assert first <= start < stop <= first + tokens
-    part = copy.copy(batch)
-    cut = slice(start - first, stop - first)
-    part.input_ids = batch.input_ids[cut]
-    part.out_cache_loc = batch.out_cache_loc[cut]
-    part.prefix_lens, part.extend_lens = [start], [stop - start]
-    part.extend_num_tokens = stop - start
-    if batch.extend_logprob_start_lens is not None:
-        part.extend_logprob_start_lens = [
-            max(0, batch.extend_logprob_start_lens[0] - (start - first))
-        ]
-    if stop < first + tokens:
-        part.seq_lens = torch.full_like(batch.seq_lens, stop)
-        part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, stop)
-        part.seq_lens_sum = stop
-        part.return_logprob = False
-        part.extend_input_logprob_token_ids = None
-    return part
-
-
-def run_part(worker: Any, part: Any) -> None:
-    """The forward alone: KV is written, nothing is sampled."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    forward = ForwardBatch.init_new(
-        part, worker.model_runner, return_hidden_states_before_norm=False
-    )
-    worker.model_runner.forward(forward)
 
 
 class SpanRunner:

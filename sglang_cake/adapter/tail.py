@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_cake.adapter.layers import PoolRows
 from sglang_cake.adapter.pools import Copy, HostBuffer
-from sglang_cake.adapter.runahead_rows import PoolRows
 from sglang_cake.errors import OverlapError
 from sglang_cake.read.reading import Reading
+
+LAYERS = "layers"  # the reason why a model cannot do this
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Tail:
         self._rows, self._pieces, self._until_s = rows, pieces, until_s
         self._layer_bytes = rows.token_bytes * block_tokens
         self._written = 0  # layers
+        self.waited_s = 0.0  # by the forward, so far
         self._copies: list[Copy] = []
 
     def reach(self, layer: int) -> None:
@@ -49,31 +52,32 @@ class Tail:
         pass  # nobody else wants them
 
     def has(self, layer: int) -> bool:
+        if self._is_last(layer):
+            return all(piece.reading.is_whole for piece in self._pieces)
         come_bytes = (layer + 1) * self._layer_bytes
         return all(piece.reading.has(come_bytes) for piece in self._pieces)
 
     def wait(self, layer: int) -> None:
-        """Until the layer is there, and in its slots. Raises: OverlapError."""
+        """Until the layer is there, and in its slots; at the last one, until every byte has passed
+        the check, so that nothing is sampled from what has not. Raises: OverlapError."""
         if layer < self._written:
             return
         if layer > self._written:
-            raise OverlapError(f"attention skipped layer {self._written}", "layers")
+            raise OverlapError(f"attention skipped layer {self._written}", LAYERS)
+        began_s = time.monotonic()
         for piece in self._pieces:
-            if not piece.reading.wait((layer + 1) * self._layer_bytes, self._until_s):
-                raise self._missing(piece)
+            if not self._came(piece.reading, layer):
+                late = time.monotonic() >= self._until_s
+                what = "did not come in time" if late else "did not come, or came anew"
+                raise OverlapError(f"block {piece.block} {what}", "late" if late else "lost")
+        self.waited_s += time.monotonic() - began_s
         self._write(self._pieces, layer)
         self._written += 1
 
     def finish(self) -> None:
-        """The forward has run: until every byte that it used has passed the check.
-
-        Raises: OverlapError; what the forward computed means nothing then.
-        """
+        """The forward has run. Raises: OverlapError if it used what has not passed its check."""
         if self._written != self._rows.layers:
-            raise OverlapError(f"attention ended before layer {self._written}", "layers")
-        for piece in self._pieces:
-            if not piece.reading.wait_whole(self._until_s):
-                raise self._missing(piece)
+            raise OverlapError(f"attention ended before layer {self._written}", LAYERS)
         self.settle()
 
     def settle(self) -> None:
@@ -95,6 +99,10 @@ class Tail:
             part = buffer.view[layer * size : (layer + 1) * size]
             self._copies.append(self._rows.write(layer, piece.slots, part, piece.skip))
 
-    def _missing(self, piece: Piece) -> OverlapError:
-        late = time.monotonic() >= self._until_s
-        return OverlapError(f"block {piece.block} did not come", "late" if late else "lost")
+    def _came(self, reading: Reading, layer: int) -> bool:
+        if self._is_last(layer):
+            return reading.wait_whole(self._until_s)
+        return reading.wait((layer + 1) * self._layer_bytes, self._until_s)
+
+    def _is_last(self, layer: int) -> bool:
+        return layer == self._rows.layers - 1

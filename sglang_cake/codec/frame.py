@@ -11,7 +11,7 @@ from functools import cached_property
 
 import xxhash
 
-from sglang_cake.buffers import Progress, is_on_page, on_page
+from sglang_cake.buffers import TellBytes, is_on_page, on_page
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.layout import BlockLayout
@@ -228,7 +228,7 @@ class Incoming:
         frame: BlockFrame,
         key: BlockKey,
         out: memoryview,
-        progress: Progress | None = None,
+        progress: TellBytes | None = None,
     ) -> None:
         """Args:
         out: writable, of `frame.payload_bytes`; undefined until `finish` has returned.

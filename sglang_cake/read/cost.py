@@ -199,7 +199,7 @@ class LoadCost:
         Reads that share a link take as long as several blocks, each; at the end fewer and fewer
         share it, so half of that. Where they have it one after another, it is a block's time.
         """
-        return (self.coming_s + self.block_s) / 2 if self.coming_s else 0.0
+        return min(self.coming_s, (self.coming_s + self.block_s) / 2)
 
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
         """Until `blocks` more have landed.

@@ -6,21 +6,19 @@ and waits at each layer for what is not there yet. It holds the device meanwhile
 is alone.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from sglang_cake.read.cost import Costs
 from sglang_cake.read.meet import BlockState, View
-from sglang_cake.read.plan import Progress
 from sglang_cake.spans import Span
 
 
 def early_last_step(
     view: View,
     *,
-    coming: Collection[int],
+    coming: Mapping[int, float],
     chunk_tokens: int,
     costs: Costs,
-    progress: Progress,
 ) -> Span | None:
     """The stored tokens that the last step, were it to begin now, would find loaded or on their
     way, from the front on. None: it is no time for it yet, or there will not be any.
@@ -29,7 +27,7 @@ def early_last_step(
     never holds the device for more than twice the time that it takes anyway.
 
     Args:
-        coming: blocks whose bytes are coming, and are told of as they come.
+        coming: blocks whose bytes are coming, and the share of each that is still to come.
         chunk_tokens: what the step may compute at most.
     """
     there = (BlockState.LANDED, BlockState.WANTED)
@@ -41,6 +39,6 @@ def early_last_step(
     fits = stop > view.front and view.prompt_tokens - stop <= chunk_tokens
     if not wanted or not fits or not all(block in coming for block in wanted):
         return None
-    left_s = costs.load.load_s(len(wanted), since_s=progress.since_s, begun=progress.begun)
+    left_s = costs.load.block_s * sum(coming[block] for block in wanted)
     step_s = costs.prefill.step_s(stop, view.prompt_tokens)
     return Span(view.front, stop) if left_s <= step_s else None

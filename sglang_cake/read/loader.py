@@ -346,12 +346,12 @@ class Loader:
         flight.end(whole=True)
 
     def _give_up(self, flight: _Flight, buffer: Buffer, reason: str | None) -> None:
-        flight.end(whole=False)  # before the buffer is anybody else's
-        self._staging.give(buffer)
         if reason is not None:
             self._counters.add("load_failures", label=reason)
             for lane, block in flight.waiters:
                 self._outbox.append(Lost(lane.prompt.rid, block, reason))
+        flight.end(whole=False)  # before the buffer is anybody else's
+        self._staging.give(buffer)
 
     def _freed(self, key: BlockKey, staged: StagedBlock) -> None:
         """A staged block's buffer went back to the pool. Any thread."""

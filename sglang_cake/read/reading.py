@@ -26,7 +26,7 @@ class Reading:
         self._whole: bool | None = None  # None: under way
 
     def came(self, count: int) -> None:
-        """So many leading bytes are there, unchecked (a `Progress`)."""
+        """So many leading bytes are there, unchecked (a `TellBytes`)."""
         with self._changed:
             if count == 0:
                 self._turns += 1
@@ -45,6 +45,18 @@ class Reading:
         """Whether bytes come, and are told of."""
         with self._changed:
             return self._turns > 0 and self._whole is None
+
+    @property
+    def to_come(self) -> float:
+        """The share of its bytes that is not there."""
+        with self._changed:
+            return 0.0 if self._whole else 1 - self._bytes / len(self.buffer.view)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are there, and passed the check."""
+        with self._changed:
+            return self._whole is True
 
     def coming_s(self) -> float:
         """Since the first byte came; 0 if nobody told."""

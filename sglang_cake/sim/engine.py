@@ -308,10 +308,9 @@ class Server:
         coming = {c.block: c for _, carried in self._links for c in carried}
         span = early_last_step(
             live.meet.view(),
-            coming=coming,
+            coming={block: crossing.to_come(now) for block, crossing in coming.items()},
             chunk_tokens=self._chunk,
             costs=self._own_costs(NOTHING),
-            progress=live.progress(now),
         )
         if span is None:
             return False

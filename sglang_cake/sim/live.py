@@ -77,6 +77,10 @@ class Crossing:
     work_s: float  # what it takes at full speed
     first: bool
 
+    def to_come(self, now: float) -> float:
+        """The share of its bytes that is not there."""
+        return 1 - min(1.0, self.source.speed.work_s(self.began_s, now) / self.work_s)
+
     def there_s(self, share: float = 1.0) -> float:
         """When the first `share` of its bytes is there: they cross evenly."""
         return self.source.speed.done_s(self.began_s, self.work_s * share)

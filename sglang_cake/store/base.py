@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, Protocol
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.keys import BlockKey, Digest
 
@@ -68,7 +68,7 @@ class Store(Protocol):
         ...
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """Fill `out` (caller-owned, writable, of `frame.payload_bytes`) with checked bytes.
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from sglang_cake.buffers import Progress, on_page
+from sglang_cake.buffers import TellBytes, on_page
 from sglang_cake.codec.blocks import takes_lossy
 from sglang_cake.codec.chain import Chain, is_raw
 from sglang_cake.codec.encoded import encoded_frame
@@ -92,7 +92,7 @@ class EncodedStore:
         return sources_of(self._inner, keys)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`, without progress. A block that passed its checksum and cannot be decoded
         is deleted."""

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.errors import BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
@@ -23,7 +23,7 @@ class MemoryStore:
         return [key in self._blocks for key in keys]
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         self._check_open()
         block = self._blocks.get(key)

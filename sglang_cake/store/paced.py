@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
@@ -50,7 +50,7 @@ class PacedStore:
         await tell(self._inner, keys, facts)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         async with self._link:
             begun_s = self._clock()

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from sglang_cake.buffers import Progress, on_page
+from sglang_cake.buffers import TellBytes, on_page
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.codec.sealed import (
     FIELD,
@@ -89,7 +89,7 @@ class SealedStore:
         await tell(self._inner, keys, facts)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`, without progress. A block that was forged is deleted: unlike one that was
         damaged, the inner store has no way to notice."""

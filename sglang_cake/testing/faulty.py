@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.errors import BlockMissing, StoreError
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, Store, StoreStats
@@ -19,7 +19,7 @@ class PassingStore:
         return await self.inner.contains(keys)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         return await self.inner.get_into(key, out, progress)
 
@@ -49,7 +49,7 @@ class SlowStore(PassingStore):
         self._changed = asyncio.Event()
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """A cancelled read leaves `waiting`."""
         self.waiting.append(key)
@@ -100,7 +100,7 @@ class FaultyStore(PassingStore):
         self._flipped.add(key)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         view = out.cast("B")
         error = BlockMissing(key.hex()) if key in self._lost else self._errors.get(key)
@@ -134,7 +134,7 @@ class RecordingStore(PassingStore):
         return await super().contains(keys)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         self.calls.append(("get", key))
         return await super().get_into(key, out, progress)
@@ -161,7 +161,7 @@ class OutageStore(PassingStore):
         return await super().contains(keys)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         await self._outage()
         return await super().get_into(key, out, progress)

@@ -51,8 +51,8 @@ async def read(store: Store, key: BlockKey, layout: BlockLayout = LAYOUT) -> byt
 
 
 class Told:
-    """A `Progress` of a read of `block` into `out`: notes what it is told, and if that is true then
-    and there. In any thread."""
+    """A `TellBytes` of a read of `block` into `out`: notes what it is told, and whether that is
+    true then and there. In any thread."""
 
     def __init__(self, out: bytearray | memoryview, block: bytes | memoryview) -> None:
         self._out, self._block = memoryview(out), bytes(block)

@@ -56,6 +56,9 @@ class FakeReq:
         default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=8)
     )
     customized_info: dict | None = None
+    retracted_stain: bool = False
+    cached_tokens: int = 0
+    cached_tokens_device: int = 0
     owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
 
     def _compute_max_prefix_len(self, tokens: int) -> int:

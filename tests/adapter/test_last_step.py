@@ -18,8 +18,8 @@ from test_coordinator import BLOCK, PAGE, PATIENCE_S, Desk, FakeReq, req_of
 
 from sglang_cake.adapter import last_step as module
 from sglang_cake.adapter.last_step import LastStep
-from sglang_cake.adapter.runahead_rows import LayerGate, PoolRows
-from sglang_cake.buffers import Progress
+from sglang_cake.adapter.layers import LayerGate, PoolRows
+from sglang_cake.buffers import TellBytes
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.read.cost import PrefillCost
@@ -46,7 +46,7 @@ class PieceStore(PassingStore):
             self._changed.notify_all()
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         block, fate = bytearray(len(out)), self.fates.get(key, "whole")
         size = await self.inner.get_into(key, memoryview(block))
@@ -83,6 +83,7 @@ class Stage:
             store=PieceStore,
         )
         desk = self.desk
+        desk.pace.overlap = 1 - 1 / LAYERS
         self.gate = LayerGate(desk.pool)
         self.rows = PoolRows(desk.kv)
         self.last = LastStep(
@@ -90,7 +91,8 @@ class Stage:
         )
         self.req, self.keys = FakeReq("none", req_of(1).origin_input_ids), []
         self.computed: list[Span] = []
-        self.bad = 0  # layers that forwards found wrong
+        self.bad = 0  # layers that the last forward found wrong
+        self.sampled = 0  # forwards that came to their end
         self.skips: set[int] = set()  # layers that attention does not come to, the first time
         self.on_layer: Callable[[int], None] = lambda layer: None
 
@@ -152,6 +154,7 @@ class Stage:
                 self.gate.wait_until(layer)
                 self.gate.wait_until(layer)  # K, then V
             self.bad += not self.is_right(layer, batch.prefix_lens[0])
+        self.sampled += 1
         self.skips = set()
 
     def part(self, worker: Any, part: Any) -> None:
@@ -295,6 +298,7 @@ def test_a_block_that_is_wrong_at_its_end_is_computed_and_the_step_repeated(
     assert stage.bad == 0
     assert stage.computed == [(0, BLOCK)]
     assert stage.failures() == {"lost": 1}
+    assert stage.sampled == 1  # nothing is sampled from bytes that did not pass the check
     story = stage.over()
     assert story["loaded_tokens"] == story["overlapped_tokens"] == BLOCK
     assert story["computed_tokens"] == BLOCK + BLOCK // 2
@@ -330,7 +334,7 @@ def test_a_link_that_falls_silent_is_waited_for_no_longer_than_it_may_take(
     stage.give(0.75, 0, 1)
     stage.run(batch)
     assert stage.bad == 0
-    assert stage.computed == [(0, BLOCK), (BLOCK, 2 * BLOCK)]
+    assert stage.computed == [(0, 2 * BLOCK)]
     assert stage.failures() == {"late": 1}
     story = stage.over()  # which gives up what is still being read
     assert story["loaded_tokens"] == story["overlapped_tokens"] == 0
@@ -349,6 +353,9 @@ def test_attention_that_comes_not_to_all_layers_is_no_answer(
     assert stage.bad == 0
     assert stage.failures() == {"layers": 1}
     assert stage.over()["loaded_tokens"] == 2 * BLOCK
+    stage.arrive(2.5)
+    assert stage.begin() is None  # never again: it will not be better next time
+    stage.give(1.0, 0, 1)
 
 
 def test_one_at_a_time(stages: Callable[..., Stage]) -> None:
@@ -391,6 +398,7 @@ def test_whatever_comes_the_answer_stands_on_what_was_stored(
             stage.on_layer = on_layer
             stage.run(batch)
             assert stage.bad == 0
+            assert stage.sampled == 1
             found = {fates[block] for block in coming}
             assert stage.failures() or not found & {"corrupt", "never"}
             assert not stage.failures() or found - {"whole"}  # anew: unless nothing was used before
@@ -404,3 +412,41 @@ def test_whatever_comes_the_answer_stands_on_what_was_stored(
         finally:
             stage.desk.cake.end_all()
             stage.desk.io.close()
+
+
+def test_what_was_computed_after_all_is_not_called_cached(stages: Callable[..., Stage]) -> None:
+    stage = stages()
+    req = stage.arrive(2.5, fates=["whole", "corrupt"])
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    req.cached_tokens = req.cached_tokens_device = 2 * BLOCK  # as SGLang counts when it schedules
+    stage.give(1.0, 0, 1)
+    stage.run(batch)
+    assert (req.cached_tokens, req.cached_tokens_device) == (BLOCK, BLOCK)
+    assert stage.over()["loaded_tokens"] == BLOCK
+
+
+def test_what_is_missing_is_computed_in_steps_of_what_one_may_compute(
+    stages: Callable[..., Stage],
+) -> None:
+    stage = stages()
+    stage.desk.pace.chunk_tokens = 20
+    stage.arrive(2.5, fates=["corrupt", "corrupt"])
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    stage.give(1.0, 0, 1)
+    stage.run(batch)
+    assert stage.computed == [(0, 20), (20, 2 * BLOCK)]
+    assert stage.bad == 0
+    stage.over()
+
+
+def test_a_step_is_learned_from_without_what_it_waited(stages: Callable[..., Stage]) -> None:
+    stage = stages()
+    stage.arrive(2.5)
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    waited: list[float] = []
+    stage.desk.pace.waited = waited.append  # type: ignore[method-assign]
+    stage.on_layer = lambda layer: stage.give((layer + 1) / LAYERS, 0, 1)
+    stage.run(batch)
+    assert len(waited) == 1
+    assert stage.desk.pace._work.tokens == BLOCK // 2  # what `polled` will observe
+    stage.over()

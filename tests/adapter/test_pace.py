@@ -52,3 +52,14 @@ def test_launched_ahead_only_a_run_of_steps_says_how_long_one_takes() -> None:
     pace.claimed(64, 128)
     pace.polled()
     assert pace.measured
+
+
+def test_what_a_step_waited_for_kv_is_no_part_of_what_it_costs(
+    pace: Pace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 107.0])
+    monkeypatch.setattr("sglang_cake.adapter.pace.time", Mock(monotonic=lambda: next(clock)))
+    pace.claimed(0, 64)
+    pace.waited(6.5)
+    pace.polled()
+    assert pace.own.prefill.step_s(0, 64) == pytest.approx(0.5, rel=0.2)

@@ -9,8 +9,8 @@ import torch
 from fake_cuda import FakeCuda, install
 from kv_pools import as_bytes, buffers_of, mha
 
+from sglang_cake.adapter.layers_cuda import CudaGate, CudaRows
 from sglang_cake.adapter.pools import Copy, DeviceKV
-from sglang_cake.adapter.runahead_cuda import CudaGate, CudaRows
 from sglang_cake.runahead import hop as hop_module
 from sglang_cake.runahead.hop import Broken, Hop, Inflow, Late, Outflow, Source
 from sglang_cake.runahead.messages import LayerPart

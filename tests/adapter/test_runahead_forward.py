@@ -11,9 +11,9 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_cake.adapter import runahead as module
+from sglang_cake.adapter.layers import LayerGate
 from sglang_cake.adapter.pools import Copy
 from sglang_cake.adapter.runahead import Runahead
-from sglang_cake.adapter.runahead_rows import LayerGate
 from sglang_cake.counters import Counters
 from sglang_cake.read.cost import PrefillCost
 from sglang_cake.runahead import hop, member

@@ -26,8 +26,8 @@ LONG, SPLIT = 6000, 3200
 def _rows(on_device: bool) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+    from sglang_cake.adapter.layers_cuda import CudaRows
     from sglang_cake.adapter.pools import CudaKV
-    from sglang_cake.adapter.runahead_cuda import CudaRows
 
     pool = MHATokenToKVPool(
         size=SLOTS,

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 from sglang_cake.read.last_step import early_last_step
 from sglang_cake.read.meet import BlockState, View
-from sglang_cake.read.plan import Progress
 from sglang_cake.spans import Span
 
 WANTED, LANDED, GONE, ABSENT, CLAIMED = (
@@ -29,16 +28,15 @@ def early(
     chunk: int = 100,
     block_s: float = 1.0,
     step_s: float = 100.0,
-    since_s: float = 0.0,
+    to_come: float = 1.0,
 ) -> Span | None:
     """`states` are those of all blocks, from the first one of the prompt."""
     first, total = front // BLOCK, len(states) * BLOCK + rest
     return early_last_step(
         View(front, first, bytes(states[first:]), BLOCK, total, limit=total - 1),
-        coming=coming,
+        coming=dict.fromkeys(coming, to_come),
         chunk_tokens=chunk,
         costs=Costs(PrefillCost(step_s, 0.0, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)),
-        progress=Progress(since_s, begun=True),
     )
 
 
@@ -80,7 +78,9 @@ def test_it_holds_the_device_for_twice_its_time_at_most() -> None:
     two = [WANTED, WANTED]
     assert early(two, {0, 1}, block_s=1.0, step_s=2.0) == (0, 20)
     assert early(two, {0, 1}, block_s=1.0, step_s=1.9) is None
-    assert early(two, {0, 1}, block_s=1.0, step_s=1.9, since_s=0.5) == (0, 20)
+    # As much as is still to come of each, one after the other or side by side.
+    assert early(two, {0, 1}, block_s=1.0, step_s=1.0, to_come=0.5) == (0, 20)
+    assert early(two, {0, 1}, block_s=1.0, step_s=0.9, to_come=0.5) is None
 
 
 def test_the_last_block_is_used_up_to_the_last_token_but_one() -> None:
@@ -88,10 +88,9 @@ def test_the_last_block_is_used_up_to_the_last_token_but_one() -> None:
     view = View(0, 0, bytes([WANTED, LANDED]), BLOCK, 2 * BLOCK, limit=2 * BLOCK - 1)
     span = early_last_step(
         view,
-        coming={0},
+        coming={0: 1.0},
         chunk_tokens=1,
         costs=Costs(PrefillCost(1.0, 0.0, 0.0), LoadCost(0.0, 0.1)),
-        progress=Progress(),
     )
     assert span == (0, 19)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.buffers import BufferPool, Progress
+from sglang_cake.buffers import BufferPool, TellBytes
 from sglang_cake.counters import Counters
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.io_thread import IoThread
@@ -67,7 +67,7 @@ class BrokenStore(PassingStore):
         return await super().contains(keys)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         raise ZeroDivisionError
 
@@ -77,10 +77,10 @@ class TellingStore(PassingStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.told: dict[BlockKey, Progress] = {}
+        self.told: dict[BlockKey, TellBytes] = {}
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         assert progress is not None
         self.told[key] = progress

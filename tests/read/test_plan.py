@@ -105,6 +105,7 @@ def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
     assert outlook(300, overlap=0.75).load_s == 1000 - 75 + 300  # while one block comes
     assert outlook(300, overlap=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
     assert outlook(40, overlap=0.75, coming_s=0).load_s == 1000 + 40  # nobody knows how far it is
+    assert outlook(40, overlap=0.75, coming_s=4).load_s == 1000 - 3 + 40  # it comes all at once
     assert outlook(600, overlap=0.75).load_s == 1000 + 600  # two steps
     assert outlook(40, overlap=0.75, others_s=1.0).load_s == 1040  # others want the device
     assert outlook(40, overlap=0.75).compute_s == outlook(40).compute_s
@@ -141,7 +142,7 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
     alone = PrefillCost(data.draw(st.floats(0, 50)), 1.0, data.draw(st.floats(0, 0.01)), error=0.0)
     block_s, pipelined = data.draw(st.floats(1, 1000)), data.draw(st.booleans())
     overlap = data.draw(st.sampled_from([0.0, 0.75]))
-    coming_s = data.draw(st.sampled_from([0.0, 1.0, 4.0])) * block_s
+    coming_s = data.draw(st.sampled_from([0.0, 0.1, 1.0, 4.0])) * block_s
     load = LoadCost(0.0, block_s, error=0.0, coming_s=coming_s)
     known = Costs(alone, load, pipelined=pipelined, overlap=overlap)
     known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
@@ -167,7 +168,7 @@ def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
         if WANTED in states[border:] and all(held[: max(0, stop - border)]):
             last_s = prefill.step_s(stop * 100, end)
             if end - stop * 100 <= chunk and not known.others_s:
-                window_s = (coming_s + block_s) / 2 if coming_s else 0.0
+                window_s = min(coming_s, (coming_s + block_s) / 2)
                 link_s = max(0.0, link_s - overlap * min(window_s, last_s))
         if known.others_s and link_s > device_s:
             turn_s = known.others_s

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
@@ -48,7 +48,7 @@ class FileStore:
         self._folder.touched(self._frame.digest, keys, facts)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`. Cancelled, it returns once its thread has let go of `out`."""
         return await run_stoppable(self._readers, functools.partial(self._get, key, out, progress))
@@ -88,7 +88,7 @@ class FileStore:
         return self._folder.contains(frame.digest, keys, frame.known_bytes, stop)
 
     def _get(
-        self, key: BlockKey, out: memoryview, progress: Progress | None, stop: threading.Event
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None, stop: threading.Event
     ) -> int:
         with self._folder.reading(self._frame.digest, key, counts=self._reads_count) as fd:
             size = os.fstat(fd).st_size

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import aiohttp
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -140,7 +140,7 @@ class HttpStore:
         return framed_bytes is None or self._frame.fits(framed_bytes)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`. Only this call's own task writes `out`, and it is done when this returns
         or raises, cancelled or not."""
@@ -167,7 +167,7 @@ class HttpStore:
             async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
                 pass  # whatever it says: the block is computed now
 
-    async def _get(self, key: BlockKey, out: memoryview, progress: Progress | None) -> int:
+    async def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
         async with self._wire.hedged_get(protocol.block_path(self._frame.digest, key)) as response:
             if response.status in (404, 410):
                 raise BlockMissing(key.hex())

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -46,7 +46,7 @@ class MooncakeStore:
         return await self._call(self._asks, lambda engine, hold: engine.exist(names))
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         try:
             return await self._call(
@@ -126,7 +126,7 @@ class MooncakeStore:
         engine: Engine,
         key: BlockKey,
         out: memoryview,
-        progress: Progress | None,
+        progress: TellBytes | None,
         hold: Hold,
     ) -> int:
         with self._slots.one() as slot:

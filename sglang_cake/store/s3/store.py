@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -46,7 +46,7 @@ class S3Store:
         return found
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         try:
             return await self._read(key, out, progress)
@@ -99,7 +99,7 @@ class S3Store:
     async def _has(self, key: BlockKey) -> bool:
         return await self._bucket.has(self._name(key))
 
-    async def _read(self, key: BlockKey, out: memoryview, progress: Progress | None) -> int:
+    async def _read(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
         body = await self._bucket.open_object(self._name(key))
         try:
             if body.length_bytes is None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from sglang_cake.buffers import Progress
+from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.keys import BlockKey
@@ -31,7 +31,7 @@ class LateStore:
         await tell(await self._opened(), keys, facts)
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         return await (await self._opened()).get_into(key, out, progress)
 

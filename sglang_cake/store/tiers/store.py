@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from typing import Any, TypeVar
 
-from sglang_cake.buffers import BufferPool, Progress
+from sglang_cake.buffers import BufferPool, TellBytes
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
@@ -29,7 +29,7 @@ from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.tiers.choice import quickest, soonest
 from sglang_cake.store.tiers.copies import PlainBuffer
 from sglang_cake.store.tiers.memory import Known, SecondRead, Whereabouts
-from sglang_cake.store.tiers.tier import ProgressOfTries, Tier
+from sglang_cake.store.tiers.tier import TellOfTries, Tier
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -114,12 +114,12 @@ class TieredStore:
         return [found[self._where.of(key)] for key in keys]
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         self._check_open()
         known, deletes = self._where.of(key), self._deletes
         left = [tier for tier in self._tiers if not tier.bit & known.lacking]
-        told = None if progress is None else ProgressOfTries(progress)
+        told = None if progress is None else TellOfTries(progress)
         errors: list[StoreError] = []
         while left:
             tier = self._next_to_read(left, known, out.nbytes)

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sglang_cake.buffers import BufferPool, Progress
+from sglang_cake.buffers import BufferPool, TellBytes
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store, StoreStats
@@ -39,11 +39,11 @@ class TierCounts:
     left_out: int = 0  # times that it was
 
 
-class ProgressOfTries:
-    """A `Progress` of a block that is read from one tier after another, some of which may tell
+class TellOfTries:
+    """A `TellBytes` of a block that is read from one tier after another, some of which may tell
     nothing."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TellBytes) -> None:
         self._progress, self._begun = progress, False
 
     def __call__(self, count: int) -> None:
@@ -94,7 +94,7 @@ class Tier:
         return found
 
     async def get_into(
-        self, key: BlockKey, out: memoryview, progress: Progress | None = None
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`; any other failure is a StoreUnavailable."""
         started_s = self._clock()

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from sglang_cake.adapter.layers import LayerGate, Passage, PoolRows
 from sglang_cake.adapter.pools import Copy, DeviceKV
-from sglang_cake.adapter.runahead_rows import LayerGate, Passage, PoolRows
 from sglang_cake.runahead.hop import Broken
 from sglang_cake.runahead.transport import Payload
 
