@@ -66,7 +66,7 @@ def test_a_last_step_begins_while_the_last_blocks_come(model: Path, tmp_path: Pa
         *("--enable-cake", "--cake-store", f"file://{tmp_path}/store?bandwidth=400MB/s"),
         *("--chunked-prefill-size", "1024", "--max-total-tokens", "32768"),
         *("--mem-fraction-static", "0.3", "--attention-backend", "flashinfer"),
-        *("--disable-prefill-cuda-graph", "--dtype", "bfloat16"),
+        *("--cuda-graph-backend-prefill", "disabled", "--dtype", "bfloat16"),
     )
     overlapped = 0
     with Server(model, flags, env=STRICT, log=tmp_path / "auto.log", gpu=True) as server:
