@@ -3,8 +3,9 @@
     python -m benchmarks.bench_last_step [--small] [--out FILE]
 
 A document is stored, a new question follows it; the last step computes the question. Both arms are
-`--cake-mode auto` on one store, in servers that take turns; `late_last_step.py` starts the one that
-waits until everything is there. The link between server and store is one of two:
+requests to one server (`--cake-mode auto`) that take turns; those of the arm `late` say so, in
+`custom_params`, and are planned for without overlap. The link between server and store is one of
+two:
 
     file    a file store whose reads have the link one after another (`?bandwidth=`)
     http    `sglang-cake store serve` behind a TCP link that all reads share, four at once
@@ -91,29 +92,21 @@ class Bench:
     def token_bytes(self) -> int:
         return kv_token_bytes(self.model, servers.DTYPE)
 
-    def start(self, stack: contextlib.ExitStack, name: str, url: str, mode: str) -> FrozenServer:
-        """A server, frozen. `name`: of its arm."""
+    def server(self, url: str, mode: str) -> FrozenServer:
+        """One that is not started yet."""
         flags = servers.common_flags(self.args.chunk, self.args.tokens + self.args.chunk)
-        settings: dict[str, Any] = {}
-        if name == "late":
-            settings["launcher"] = servers.launcher("late_last_step")
-        server = FrozenServer(
+        return FrozenServer(
             self.model,
             [*flags, *servers.cake_flags(url, mode)],
-            log=self.work / f"server-{name}.log",
-            env=servers.environment({"XDG_CACHE_HOME": str(self.work / f"cache-{name}")}),
-            **settings,
+            log=self.work / "server.log",
+            env={"XDG_CACHE_HOME": str(self.work / "cache")},
         )
-        stack.enter_context(server)
-        self.progress.say(f"{name}: healthy after {server.start_s:.1f} s")
-        return server
 
     def fill(self) -> float:
         """Store the document; returns the balanced bandwidth, in bytes per second."""
         size_bytes = self.args.tokens * self.token_bytes
         self.document = servers.random_prompt(self.args.tokens, seed=11)
-        with contextlib.ExitStack() as stack:
-            server = self.start(stack, "compute", (self.work / "store").as_uri(), "compute")
+        with self.server((self.work / "store").as_uri(), "compute") as server:
             server.cold(self.document, NEW_TOKENS)
             with server.thawed():
                 servers.wait_until_steady(self.work / "store", size_bytes)
@@ -121,27 +114,27 @@ class Bench:
         self.progress.say(f"computing {self.args.tokens:,} tokens takes {ttft_s:.2f} s")
         return size_bytes / ttft_s
 
-    def ask(self, server: FrozenServer, tokens: int) -> Reply:
+    def ask(self, server: FrozenServer, arm: str, tokens: int) -> Reply:
         """A question that nobody asked before."""
         self.asked += 1
         question = servers.random_prompt(tokens, seed=1000 + self.asked)
-        return server.cold(self.document + question, NEW_TOKENS)
+        return server.cold(self.document + question, NEW_TOKENS, {"cake_last_step": arm})
 
     def measure(
-        self, arms: dict[str, FrozenServer], link: str, ratio: float, bandwidth: float, tokens: int
+        self, server: FrozenServer, link: str, ratio: float, bandwidth: float, tokens: int
     ) -> dict[str, Any]:
         """One cell."""
         runs: dict[str, list[Reply]] = {name: [] for name in ARMS}
         for turn in range(LEARNING + self.args.repeats):
             for name in ARMS if turn % 2 else reversed(ARMS):
-                runs[name].append(self.ask(arms[name], tokens))
+                runs[name].append(self.ask(server, name, tokens))
         counted = {name: replies[LEARNING:] for name, replies in runs.items()}
         return cell(
             counted,
             block_s=BLOCK_TOKENS * self.token_bytes / bandwidth,
             layers=self.layers,
             labels={"link": link, "bandwidth_ratio": ratio, "question_tokens": tokens},
-            step_s=self.step_s(arms["late"], tokens),
+            step_s=self.step_s(server, tokens),
         )
 
     def step_s(self, server: FrozenServer, tokens: int) -> float:
@@ -230,11 +223,11 @@ def run(bench: Bench, result: dict[str, Any]) -> None:
             near = (bench.work / "store").as_uri() + f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
             urls = {"file": near, "http": f"http://127.0.0.1:{link.port}"}
             for name, url in urls.items():
-                with contextlib.ExitStack() as stack:
-                    arms = {arm: bench.start(stack, arm, url, "auto") for arm in ARMS}
+                with bench.server(url, "auto") as server:
                     for tokens in bench.args.questions:
-                        bench.cells.append(bench.measure(arms, name, ratio, bandwidth, tokens))
-                        bench.progress.say(json.dumps(bench.cells[-1]["early_over_late"]))
+                        bench.cells.append(bench.measure(server, name, ratio, bandwidth, tokens))
+                        found = json.dumps(bench.cells[-1]["early_over_late"])
+                        bench.progress.say(f"{name}, {ratio:g}x, {tokens} tokens: {found}")
                 result["cells"] = bench.cells
                 facts.write(bench.args.out, result)
             link.close()

@@ -54,11 +54,16 @@ class FrozenServer(Server):
         finally:
             self._freeze()
 
-    def cold(self, prompt: Sequence[int], new_tokens: int) -> Reply:
+    def cold(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        custom_params: Mapping[str, object] | None = None,
+    ) -> Reply:
         """Empty its cache and send `prompt`."""
         with self.thawed() as url:
             flush_cache(url)
-            return generate(url, prompt, new_tokens)
+            return generate(url, prompt, new_tokens, custom_params=custom_params)
 
     def warm(self, prompt: Sequence[int], new_tokens: int) -> Reply:
         """Send `prompt`; what the server has in memory counts."""

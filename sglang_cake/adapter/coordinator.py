@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_cake.adapter.agree import Agreement
-from sglang_cake.adapter.facts import facts_of, keyable, seed_of, tenant_of
+from sglang_cake.adapter.facts import begins_early, facts_of, keyable, seed_of, tenant_of
 from sglang_cake.adapter.inbox import Inbox
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
@@ -110,6 +110,7 @@ class Coordinator:
             tokens=tokens,
             chain=KeyChain(seed, block_tokens),
             lossy=self._config.lossy,
+            early=begins_early(req),
             load=self._loader.cost,
             facts=facts_of(req, ticket, tokens, self.pace.own, block_tokens),
             meet=Meet(

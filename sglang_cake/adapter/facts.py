@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 FIELD = "cake_workload"  # of a request's `custom_params`
+# "late": its last step waits until all KV is there. That is how a benchmark compares the two.
+LAST_STEP = "cake_last_step"
 _PROCESS = secrets.token_hex(8)  # many servers may share a store
 
 
@@ -43,6 +45,12 @@ def tenant_of(req: "Req") -> int:
     """Whose request it is, as a number that does not say who; 0: nobody's in particular."""
     tenant = req.cache_salt or req.extra_key
     return 0 if not tenant else int.from_bytes(_digest(tenant)[:8]) >> 1
+
+
+def begins_early(req: "Req") -> bool:
+    """Whether the request's last step may begin before its last loads are over."""
+    given = req.sampling_params.custom_params
+    return not (isinstance(given, dict) and given.get(LAST_STEP) == "late")
 
 
 def facts_of(

@@ -57,9 +57,11 @@ class LastStep:
         alone; None: it is no time for that, or there is no memory. `keep` or `give_up` must follow.
         """
         restore = self._cake.restore(req.rid)
-        if restore is None or self._due is not None or not self._cake.pace.overlap:
+        if restore is None or self._due is not None:
             return None
         costs, readings = self._cake.pace.costs(restore), self._loader.under_way(restore.ticket)
+        if not costs.overlap:
+            return None
         coming = {block: reading for block, reading in readings.items() if reading.begun}
         span = early_last_step(
             restore.meet.view(),

@@ -64,7 +64,8 @@ class Pace:
 
     def costs(self, restore: Restore) -> Costs:
         """The agreed costs of a request's next part in the step being scheduled."""
-        costs = Costs(self.agreed, restore.load, pipelined=self._pipelined, overlap=self.overlap)
+        overlap = self.overlap if restore.early else 0.0
+        costs = Costs(self.agreed, restore.load, pipelined=self._pipelined, overlap=overlap)
         return costs.beside(self._work)
 
     def scheduling(self, *, decodes: int) -> None:
@@ -110,6 +111,6 @@ class Pace:
         return look_ahead(
             restore.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, restore.load, overlap=self.overlap),
+            costs=Costs(self.agreed, restore.load, overlap=self.overlap if restore.early else 0.0),
             progress=restore.progress,
         ).best_s

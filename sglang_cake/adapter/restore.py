@@ -47,6 +47,7 @@ class Restore:
     facts: RequestFacts  # what the store is told
     meet: Meet
     load: LoadCost  # agreed, but for the moment before: what the loads ahead of it cost
+    early: bool = True  # whether its last step may begin before the last loads are over
     lossy: bool = False  # whether what the store gives may differ from what was computed
     known: bool = False  # the lookup has answered
     stored: tuple[bool, ...] = ()

@@ -96,8 +96,16 @@ class Stage:
         self.skips: set[int] = set()  # layers that attention does not come to, the first time
         self.on_layer: Callable[[int], None] = lambda layer: None
 
-    def arrive(self, blocks: float, matched: int = 0, *, fates: Sequence[Fate] = ()) -> FakeReq:
+    def arrive(
+        self,
+        blocks: float,
+        matched: int = 0,
+        *,
+        fates: Sequence[Fate] = (),
+        asks: dict[str, object] | None = None,
+    ) -> FakeReq:
         self.req = req = req_of(blocks)
+        req.sampling_params.custom_params = asks
         self.keys = self.desk.fill(req.origin_input_ids, set(range(int(blocks))))
         self.desk.front.fates = dict(zip(self.keys, fates, strict=False))
         self.desk.arrive(req, matched)
@@ -412,6 +420,13 @@ def test_whatever_comes_the_answer_stands_on_what_was_stored(
         finally:
             stage.desk.cake.end_all()
             stage.desk.io.close()
+
+
+def test_a_request_may_ask_to_wait_for_all(stages: Callable[..., Stage]) -> None:
+    stage = stages()
+    stage.arrive(2.5, asks={"cake_last_step": "late"})
+    assert stage.begin() is None
+    stage.give(1.0, 0, 1)
 
 
 def test_what_was_computed_after_all_is_not_called_cached(stages: Callable[..., Stage]) -> None:
