@@ -161,7 +161,8 @@ def test_the_measure_of_an_error_sees_the_worst_plane() -> None:
     layout=layouts,
     seed=st.integers(0, 2**32),
     codec=st.sampled_from(
-        [("kvquant4", 0.4), ("kvquant3", 0.7), ("cachegen1", 0.05), ("cachegen2", 0.12)]
+        # The smallest blocks are the worst.
+        [("kvquant4", 0.4), ("kvquant3", 0.7), ("cachegen1", 0.1), ("cachegen2", 0.25)]
     ),
     exponent=st.integers(-30, 30),
 )

@@ -21,6 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.errors import StoreUnavailable
+from sglang_cake.store.file import index as index_module
+from sglang_cake.store.file.index import BlockIndex
+from sglang_cake.store.file.schema import SCHEMA
 from sglang_cake.testing.store_contract import block_of
 
 FEW = settings(
@@ -109,6 +112,43 @@ def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, s
     assert index.read_bytes() == before
     assert f"{index} " in caplog.text
     assert "remove it" in caplog.text
+
+
+def _statements():
+    """Those that make the tables, one by one."""
+    found = [""]
+    for line in SCHEMA.splitlines(keepends=True):
+        found[-1] += line
+        if sqlite3.complete_statement(found[-1]):
+            found.append("")
+    return [text for text in found if text.strip()]
+
+
+@pytest.mark.parametrize("made", range(1, len(_statements())))
+def test_an_index_whose_maker_was_killed_in_the_middle_is_made_anew(tmp_path, made):
+    with_store(tmp_path, put_a)
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as index:
+        index.executescript("".join(_statements()[:made]))
+
+    async def test(store):
+        assert await read_a(store) == block_of("a")
+        await store.put(B, block_of("b"))
+        assert await store.contains([A, B]) == [True, True]
+
+    with_store(tmp_path, test)
+
+
+def test_an_index_is_made_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "index.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "SCHEMA", SCHEMA + "CREATE TABLE this is no SQL;")
+        with pytest.raises(sqlite3.Error):
+            BlockIndex(path)
+    with closing(sqlite3.connect(path)) as found:
+        assert found.execute("SELECT name FROM sqlite_schema").fetchall() == []
+    BlockIndex(path).close()
 
 
 NOT_UTF8 = [

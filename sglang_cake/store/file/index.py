@@ -89,7 +89,14 @@ class BlockIndex:
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
         with readable_errors():
             self._writer, self._reader = self._connect(), self._connect()
-            self._writer.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+            # At once, or not at all: half of it would be taken for another program's.
+            try:
+                self._writer.executescript(
+                    f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                )
+            except BaseException:
+                self.close()  # or it would keep others out
+                raise
         self._namespaces: dict[Digest, int] = {}
 
     def _connect(self) -> sqlite3.Connection:

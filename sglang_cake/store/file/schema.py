@@ -74,12 +74,16 @@ def check_ours(path: Path) -> None:
     if version == 1 and {name for _, name, *_ in schema} == _NAMES_1:
         # Ours, and knew less: it is made anew from the files.
         raise DamagedIndexError(f"{path} is of an earlier version")
-    if version != SCHEMA_VERSION:
-        raise ForeignIndexError(f"{path} has version {version}: remove it")
     with closing(sqlite3.connect(":memory:")) as made:
         made.executescript(SCHEMA)
-        if schema != _schema(made):
-            raise ForeignIndexError(f"{path} is not an index of blocks: remove it")
+        ours = _schema(made)
+    if version == 0 and schema < ours:
+        # Who made it, before that was done at once, was killed in the middle.
+        raise DamagedIndexError(f"{path} was never finished")
+    if version != SCHEMA_VERSION:
+        raise ForeignIndexError(f"{path} has version {version}: remove it")
+    if schema != ours:
+        raise ForeignIndexError(f"{path} is not an index of blocks: remove it")
 
 
 def any_text(text: bytes) -> str:
