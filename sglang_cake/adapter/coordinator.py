@@ -132,7 +132,7 @@ class Coordinator:
                 blocks=restore.meet.blocks,
                 first_block=restore.meet.fence,
                 facts=restore.facts,
-                worth=self.pace.worth(restore.meet.view(), self._config),
+                worth=self.pace.worth(restore, self._config),
             )
         )
         self._teller.tell(restore, "arrive", tokens=len(tokens), block_tokens=block_tokens)

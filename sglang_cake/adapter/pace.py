@@ -8,7 +8,6 @@ from sglang_cake.adapter.restore import Restore
 from sglang_cake.config import CakeConfig
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost, PrefillFit, StepWork, work_of
 from sglang_cake.read.loader import Loader
-from sglang_cake.read.meet import View
 from sglang_cake.read.plan import look_ahead, worth_loading
 
 
@@ -64,8 +63,12 @@ class Pace:
 
     def costs(self, restore: Restore) -> Costs:
         """The agreed costs of a request's next part in the step being scheduled."""
-        overlap = self.overlap if restore.early else 0.0
-        costs = Costs(self.agreed, restore.load, pipelined=self._pipelined, overlap=overlap)
+        costs = Costs(
+            self.agreed,
+            restore.load,
+            pipelined=self._pipelined,
+            overlap=self._overlap_of(restore),
+        )
         return costs.beside(self._work)
 
     def scheduling(self, *, decodes: int) -> None:
@@ -94,12 +97,15 @@ class Pace:
             return
         self._fit.observe(work, time.monotonic() - self._began_s)
 
-    def worth(self, view: View, config: CakeConfig) -> Callable[[Sequence[bool], LoadCost], bool]:
+    def worth(
+        self, restore: Restore, config: CakeConfig
+    ) -> Callable[[Sequence[bool], LoadCost], bool]:
         """Whether to load, decided by the I/O thread once it knows which blocks are stored."""
-        prefill, least = self.agreed, max(1, config.min_load_tokens // config.block_tokens)
+        view, prefill, overlap = restore.meet.view(), self.agreed, self._overlap_of(restore)
+        least = max(1, config.min_load_tokens // config.block_tokens)
 
         def worth(stored: Sequence[bool], load: LoadCost) -> bool:
-            costs = Costs(prefill, load, overlap=self.overlap)
+            costs = Costs(prefill, load, overlap=overlap)
             if config.mode == "compute" or sum(stored[view.first :]) < least:
                 return False
             return config.mode != "auto" or worth_loading(view, stored, self.chunk_tokens, costs)
@@ -111,6 +117,9 @@ class Pace:
         return look_ahead(
             restore.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, restore.load, overlap=self.overlap if restore.early else 0.0),
+            costs=Costs(self.agreed, restore.load, overlap=self._overlap_of(restore)),
             progress=restore.progress,
         ).best_s
+
+    def _overlap_of(self, restore: Restore) -> float:
+        return self.overlap if restore.early else 0.0

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_clairvoyant import costs, loads
 
 from sglang_cake.read.cost import LoadCost, PrefillCost
 from sglang_cake.read.plan import Mode
@@ -21,13 +22,6 @@ from sglang_cake.sim.trace import Speed
 SLOW = PrefillCost(fixed_s=0.02, token_s=0.05, pair_s=0.0)
 BLOCK = 128
 
-costs = st.builds(
-    PrefillCost,
-    fixed_s=st.floats(1e-4, 0.05),
-    token_s=st.floats(1e-5, 1e-3),
-    pair_s=st.floats(0, 1e-8),
-)
-loads = st.builds(LoadCost, latency_s=st.floats(0, 0.1), block_s=st.floats(1e-4, 0.2))
 shares = st.floats(0.05, 1)
 
 

@@ -89,8 +89,7 @@ class BlockIndex:
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
         with readable_errors():
             self._writer, self._reader = self._connect(), self._connect()
-            # At once, or not at all: half of it would be taken for another program's.
-            try:
+            try:  # at once, or not at all: half of it would be taken for another program's
                 self._writer.executescript(
                     f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
                 )
