@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.adapter import forwards, runahead_hooks
 from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.boundary import HERE
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.identity import (
     namespace_of,
@@ -24,7 +25,7 @@ from sglang_cake.adapter.identity import (
 )
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.last_step import LastStep
-from sglang_cake.adapter.metrics import Metrics, StoreMetrics
+from sglang_cake.adapter.metrics import FailureMetrics, Metrics, StoreMetrics
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.pools import CudaKV, DeviceKV
 from sglang_cake.adapter.saving import Saving
@@ -75,6 +76,8 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     engine = Engine(ctx, tree, config)
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
     _take_part(ctx, tree, engine, config)
+    labels = _metric_labels(ctx)
+    HERE.watch(tree, None if labels is None else FailureMetrics(labels, HERE.hooks))
     return tree
 
 
@@ -97,7 +100,7 @@ def _take_part(
             engine.coordinator, engine.loader, engine.landing, rows, gate, engine.counters
         )
         engine.pace.overlap = 1 - 1 / rows.layers
-    forwards.Here.runahead, forwards.Here.last_step = tree.runahead, tree.last_step
+    forwards.Here.tree = tree
 
 
 class Engine:
@@ -167,6 +170,11 @@ class Engine:
     def namespace_hex(self) -> str | None:
         """The same in hex; None while the tree holds KV of another one too."""
         return None if self.coordinator.suspended else self.namespace_digest.hex()
+
+    @property
+    def setting(self) -> str | None:
+        """The store in use, as `--cake-store`."""
+        return self._setting
 
     @property
     def device(self) -> str:

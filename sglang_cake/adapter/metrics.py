@@ -1,7 +1,7 @@
 """Cake's counters on SGLang's own `/metrics`, prefix `sglang:cake_`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import TypeVar
 
@@ -162,6 +162,44 @@ class Metrics:
 def _labels(name: str) -> tuple[str, ...]:
     """What a counter of COUNTERS tells its values apart by."""
     return () if COUNTERS[name] == ("",) else _LABELS.get(name, ("reason",))
+
+
+class FailureMetrics:
+    """What the boundary to SGLang has caught, and whether cake is on. Any thread.
+
+    Args:
+        labels: of the scheduler; empty in a process that has none, where cake is neither on nor
+            off.
+        hooks: every place that can fail; each is there from the start, at zero.
+    """
+
+    def __init__(self, labels: dict[str, str], hooks: Iterable[str]) -> None:
+        self._labels, names = labels, list(labels)
+        self._failures = Counter(
+            "sglang:cake_hook_failures_total",
+            "Exceptions of cake that SGLang did not see, by the place where it calls cake.",
+            [*names, "hook"],
+        )
+        self._on: Gauge | None = None
+        if labels:
+            self._on = Gauge(
+                "sglang:cake_on",
+                "Whether cake is on; 0 once it was switched off after failures.",
+                names,
+                multiprocess_mode="mostrecent",
+            ).labels(**labels)
+            self._on.set(1)
+        for hook in hooks:
+            self._failures.labels(**labels, hook=hook)
+
+    def failed(self, hook: str) -> None:
+        """A hook has failed once more."""
+        self._failures.labels(**self._labels, hook=hook).inc()
+
+    def switched_off(self) -> None:
+        """Cake is off for the life of the process."""
+        if self._on is not None:
+            self._on.set(0)
 
 
 class StoreMetrics:

@@ -433,10 +433,11 @@ def test_what_was_computed_after_all_is_not_called_cached(stages: Callable[..., 
     stage = stages()
     req = stage.arrive(2.5, fates=["whole", "corrupt"])
     batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    req.cached_tokens = req.cached_tokens_device = 2 * BLOCK  # as SGLang counts when it schedules
+    req.cached_tokens = 2 * BLOCK  # as SGLang counts when it schedules
+    req._cache_breakdown_computed = True
     stage.give(1.0, 0, 1)
     stage.run(batch)
-    assert (req.cached_tokens, req.cached_tokens_device) == (BLOCK, BLOCK)
+    assert (req.cached_tokens, req.cached_tokens_storage) == (BLOCK, BLOCK)
     assert stage.over()["loaded_tokens"] == BLOCK
 
 
