@@ -225,7 +225,7 @@ def loading(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Liv
 def _flags(mode: str) -> tuple[str, ...]:
     return (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
-        *("--enable-metrics", "--sleep-on-idle"),
+        *("--enable-metrics", "--sleep-on-idle", "--enable-cache-report"),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from live import BLOCK, DEADLINE_S, Asking, Live, Start, assert_same, until
+from live import BLOCK, CHUNK, DEADLINE_S, Asking, Live, Start, assert_same, until
 
 Make = Callable[[int], list[int]]
 POOL = 2560
@@ -69,6 +69,7 @@ def faulty_server(
     )
     env = {**env, "CAKE_TEST_FAULTS": str(folder)}
     with start(model, flags, store=store, bandwidth="1GB/s", env=env) as live:
+        live.headers = ADMIN
         yield Faulty(live, folder)
 
 
@@ -95,9 +96,10 @@ def impatient(
 def test_a_hook_that_raises_changes_no_answer(
     patient: Faulty, plain: Live, prompt: Make, hook: str
 ) -> None:
-    live, ids = patient.live, prompt(14 * BLOCK + 9)
-    live.keep(ids)
+    live, stored = patient.live, prompt(14 * BLOCK)
+    live.keep(stored)
     live.flush()
+    ids = stored + prompt(2 * CHUNK + 9)  # of which a part is computed in chunks
     reference = plain.know(ids)
     others = [prompt(9 * BLOCK) for _ in range(4)] if hook.endswith("evict") else []
     with patient.failing(hook):
@@ -187,26 +189,17 @@ def test_failures_that_repeat_switch_cake_off_for_good(
 
 
 def test_new_weights_that_cannot_be_named_switch_cake_off_and_nothing_else(
-    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str], prompt: Make
+    patient: Faulty, models: dict[str, Path], prompt: Make
 ) -> None:
-    """R1: a full store disk while the weights change ended the server."""
-    hook, ids = "SchedulerWeightUpdaterManager.update_weights_from_disk", prompt(6 * BLOCK)
-    with faulty_server(
-        start, models["first"], folder / "store-weights", folder / "faults-3", standins
-    ) as faulty:
-        live = faulty.live
-        live.keep(ids)
-        first = live.again(ids)
-        assert first.loaded > 0
-        with faulty.failing(hook):
-            reply = requests.post(
-                live.url + "/update_weights_from_disk",
-                json={"model_path": str(models["second"])},
-                headers=ADMIN,
-                timeout=DEADLINE_S,
-            )
-            assert reply.json()["success"], reply.text
-        assert live.metric("on") == 0
-        second = live.again(ids)
-        assert second.cached == 0  # nothing of the old weights
-        assert second.tokens != first.tokens
+    """As when the store's disk is full while the weights change. The last test of this server."""
+    live, ids = patient.live, prompt(6 * BLOCK)
+    live.keep(ids)
+    first = live.again(ids)
+    assert first.loaded > 0
+    with patient.failing("SchedulerWeightUpdaterManager.update_weights_from_disk"):
+        reply = live.post("/update_weights_from_disk", model_path=str(models["second"]))
+        assert reply.json()["success"], reply.text
+    assert live.metric("on") == 0
+    second = live.again(ids)
+    assert second.cached == 0  # nothing of the old weights
+    assert second.tokens != first.tokens

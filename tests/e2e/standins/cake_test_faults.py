@@ -1,6 +1,6 @@
 """Hooks of cake that raise; a plugin of SGLang, for tests alone.
 
-In the folder that CAKE_TEST_FAULTS names, `order` names a hook, as `boundary.HERE.hooks` does, and a
+In the folder that CAKE_TEST_FAULTS names, `order` names a hook as `boundary.HERE.hooks` does, and a
 number N: the Nth call of it from then on takes the order away, writes `reached`, and raises. With
 CAKE_TEST_PATIENT, no number of failures switches cake off.
 """
