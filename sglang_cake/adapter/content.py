@@ -45,7 +45,7 @@ TELL_EVERY_S = 5.0
 TELL_BYTES = 1 << 30
 # A file that changed this lately may change again with the same times: clocks of file systems are
 # coarse. Its digest is used, and not remembered.
-_SETTLED_S = 2.0
+SETTLED_S = 2.0
 MAX_RECORDS = 4096
 _LOCKS = 64
 
@@ -307,7 +307,7 @@ def _recall(state: FileState) -> str | None:
 def _remember(state: FileState, digest: str) -> None:
     """Losing a record costs time only, so nothing is synced; a name appears with its content."""
     folder = _records()
-    if folder is None or time.time() - state.ctime_ns / 1e9 < _SETTLED_S:
+    if folder is None or time.time() - state.ctime_ns / 1e9 < SETTLED_S:
         return
     with contextlib.suppress(OSError):
         temporary = folder / f"{secrets.token_hex(8)}.tmp"

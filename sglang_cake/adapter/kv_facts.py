@@ -20,7 +20,7 @@ _CLASSES: Final[dict[str, frozenset[str]]] = {
 
 # Formats whose tensors all come from files of the model's folder that `content.weight_files` lists.
 # Those of one line read the same files to the same weights.
-_FILE_FORMATS = {
+FILE_FORMATS = {
     "auto": "auto",
     "safetensors": "safetensors",
     "fastsafetensors": "safetensors",
@@ -39,7 +39,7 @@ _FILE_FORMATS = {
 # are, what is logged, traced, tested or timed, or belong to modes that are refused.
 _ENVIRONMENT = re.compile(r"(SGLANG|SGL)_|FLASHINFER_NVFP4_|DEEP_NORMAL_MODE_USE_INT8_QUANT$")
 _UNRELATED_ENVIRONMENT = re.compile(
-    r"""SGLANG_(
+    r"""SGL(ANG)?_(
       CAKE_ | LOG_ | TEST_ | TRACE_ | OTLP_ | PROFILE | TORCH_PROFILER | MEM_PROFILE | RECORD_
     | CUDA_COREDUMP | PYSPY | CRASH_ | IS_IN_CI | DISAGG | HICACHE_ | MOONCAKE_ | MORI_ | ENCODER_
     | GRPC_ | JIT_ | DG_CACHE | CACHE_DIR$ | CUTE_AOT_CACHE | WEIGHT_CACHE_ | KV_CANARY_(?!PERTURB)
@@ -53,7 +53,10 @@ _UNRELATED_ENVIRONMENT = re.compile(
     | DEBUG_MEMORY_POOL$ | RUN_ID$ | SKIP_SGL_KERNEL_VERSION_CHECK$ | FORCE_SHUTDOWN$
     | KILLPG | EMPTY_CACHE_INTERVAL$ | MAX_NEW_TOKENS_LIMIT$ | CLIP_MAX_NEW_TOKENS | RETRACT_
     | INIT_NEW_TOKEN_RATIO$ | MIN_NEW_TOKEN_RATIO | NEW_TOKEN_RATIO | ENABLE_METRICS
-    | REQ_WAITING | EXTERNAL_MM | EXTERNAL_MODEL_PACKAGE$ | BLOCK_NONZERO_RANK_CHILDREN$
+    | CPU_OMP_THREADS_BIND$ | (CPU|IO)_WORKERS$ | DP_RANK$ | HOST_IP$ | LOCAL_IP | NCCL_SO_PATH$
+    | HEALTH_CHECK_TIMEOUT$ | WAIT_ | DETOKENIZER_ | RINGBUFFER_ | SKIP_P2P_CHECK$ | ROUTING_KEY
+    | OLLAMA_ | NSYS_ | DUMP_LOADER_DIR$ | EXTERNAL_MM | EXTERNAL_MODEL_PACKAGE$
+    | BLOCK_NONZERO_RANK_CHILDREN$
     )""",
     re.VERBOSE,
 )
@@ -124,7 +127,7 @@ def _is_default(variable: str) -> bool:
 def file_format(load_format: object) -> str | None:
     """Load formats of one name load the same weights from the same files; None: the weights do not
     come from files that can be named."""
-    return _FILE_FORMATS.get(_text(load_format))
+    return FILE_FORMATS.get(_text(load_format))
 
 
 def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_cake.adapter import content
@@ -56,6 +57,7 @@ def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
     before = _adapter_files(ref.lora_path)
     result = original(manager, ref)
     if result.success:
+        _leave_files(manager.loras[ref.lora_id])
         after = _adapter_files(ref.lora_path)
         if before is None and not Path(ref.lora_path).exists():  # it was brought by the load
             before = after
@@ -69,6 +71,20 @@ def _push_adapter(original: Any, manager: Any, ref: Any, *args: Any, **kwargs: A
     if result.success:
         _note_adapter(ref.lora_id, None)
     return result
+
+
+def _leave_files(adapter: Any) -> None:
+    """SGLang's tensors may be the mapped file: written over in place, it would change them."""
+    for layer in adapter.layers:
+        _clone_all(layer.weights)
+    _clone_all(adapter.embedding_layers)
+    _clone_all(adapter.added_tokens_embeddings)
+
+
+def _clone_all(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensors[name] = tensor.clone()
 
 
 def _adapter_files(path: str) -> Files | None:
