@@ -12,13 +12,14 @@ STATUSES = (
 )
 ANSWERS = tuple((method, status) for method in METHODS for status in STATUSES)
 # Of a process that has ended, these say nothing any more.
-GAUGES = ("puts", "dealt_connections", "closed_connections")
+GAUGES = ("puts", "dealt_connections", "closed_connections", "beats")
 COUNTS = (
     *GAUGES,
     "sent_bytes",
     "received_bytes",
     *EVICTION_COUNTS,
-    "refused_connections",
+    "refused_connections",  # while all places had requests
+    "dropped_connections",  # to make room for others
     "bad_requests",  # that were no HTTP
 )
 _COLUMNS: dict[object, int] = {name: at for at, name in enumerate((*COUNTS, *ANSWERS))}
