@@ -37,6 +37,7 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
         type=Path,
         help="who may come in: a token a line (one is made in your config folder)",
     )
+    add("--read-token-file", type=Path, help="who may only read: a token a line")
     add("--workers", type=int, help="processes that answer (as many as CPUs, at most 4)")
     add("--namespace-quota", type=_size, help="what one namespace may take on the disk, as 1TB")
     parser.set_defaults(run=run)
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
         token_file=token_file,
+        read_token_file=args.read_token_file,
         namespace_quota_bytes=args.namespace_quota,
         workers=DEFAULT_WORKERS if args.workers is None else args.workers,
     )

@@ -62,30 +62,51 @@ def load_tokens(path: Path) -> list[str]:
 
 
 class Gate:
-    """Who may pass: requests with one of some tokens."""
+    """Who may pass: requests with one of some tokens. Those of `readers` may only read."""
 
-    def __init__(self, tokens: Iterable[str]) -> None:
-        self._known = [_digest(token) for token in tokens]
+    def __init__(self, tokens: Iterable[str], readers: Iterable[str] = ()) -> None:
+        self._writers = [_digest(token) for token in tokens]
+        self._all = [*self._writers, *(_digest(token) for token in readers)]
 
     def lets_pass(self, authorization: str | None) -> bool:
-        """Whether this `Authorization` header names a known token.
+        """Whether this `Authorization` header names a known token."""
+        return _names_one(authorization, self._all)
 
-        Compared are digests, each in constant time and always all of them, so that neither the
-        bytes of a token nor its length nor its place in the file can be measured.
-        """
-        scheme, _, token = (authorization or "").partition(" ")
-        offered = _digest(token.strip())
-        matches = [hmac.compare_digest(offered, known) for known in self._known]
-        return scheme.lower() == "bearer" and any(matches)
+    def may_write(self, authorization: str | None) -> bool:
+        """Whether it names one that may write and delete, too."""
+        return _names_one(authorization, self._writers)
+
+
+def _names_one(authorization: str | None, known: list[bytes]) -> bool:
+    """Whether an `Authorization` header names one of the tokens with these digests.
+
+    Compared are digests, each in constant time and always all of them, so that neither the bytes of
+    a token nor its length nor its place in the file can be measured.
+    """
+    scheme, _, token = (authorization or "").partition(" ")
+    offered = _digest(token.strip())
+    matches = [hmac.compare_digest(offered, each) for each in known]
+    return scheme.lower() == "bearer" and any(matches)
 
 
 class Access:
     """What a server holds against strangers: its tokens, and its certificate if it has one."""
 
-    def __init__(self, token_file: Path, tls_files: tuple[Path, Path] | None = None) -> None:
-        """Args: tls_files: certificate chain and private key, PEM. Raises: ConfigError."""
-        self._token_file, self._tls_files = token_file, tls_files
-        self._tokens: list[str] = []
+    def __init__(
+        self,
+        token_file: Path,
+        read_token_file: Path | None = None,
+        tls_files: tuple[Path, Path] | None = None,
+    ) -> None:
+        """Args:
+        read_token_file: with tokens that may only read.
+        tls_files: certificate chain and private key, PEM.
+
+        Raises: ConfigError.
+        """
+        self._token_file, self._read_token_file = token_file, read_token_file
+        self._tls_files = tls_files
+        self._tokens: list[list[str]] = []
         self._tls_bytes: list[bytes] = []
         self.gate = Gate(())
         self.tls: ssl.SSLContext | None = None  # for new connections
@@ -96,9 +117,10 @@ class Access:
 
         Raises: ConfigError. What a bad file held before stays in force.
         """
-        tokens = load_tokens(self._token_file)
+        readers = [] if self._read_token_file is None else load_tokens(self._read_token_file)
+        tokens = [load_tokens(self._token_file), readers]
         if tokens != self._tokens:
-            self.gate, self._tokens = Gate(tokens), tokens
+            self.gate, self._tokens = Gate(*tokens), tokens
         if self._tls_files is not None:
             self._refresh_tls(*self._tls_files)
 

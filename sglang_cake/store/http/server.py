@@ -41,6 +41,7 @@ METHODS = {
     Kind.LIST: ("GET",),
     Kind.BLOCK: ("GET", "HEAD", "PUT", "POST", "DELETE"),
 }
+WRITING = ("PUT", "DELETE")  # what a token for reading does not allow
 
 
 class StoreServer:
@@ -118,9 +119,12 @@ class StoreServer:
         target = protocol.parse_path(request.rel_url.raw_path)
         if target is not None and target.kind is Kind.HEALTH:  # for whoever watches, without token
             return web.Response(text="ok\n")
-        if not self.lets_pass(request.headers.get("Authorization")):
+        authorization = request.headers.get("Authorization")
+        if not self.lets_pass(authorization):
             raise Refused(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
         place.begin()
+        if request.method in WRITING and not self.access.gate.may_write(authorization):
+            raise Refused(403, "this token may only read")
         if target is None:
             raise Refused(404, "no such path")
         allowed = METHODS[target.kind]

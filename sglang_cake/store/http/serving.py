@@ -30,6 +30,7 @@ class ServeSettings:
     host: str
     port: int  # 0: any that is free
     token_file: Path
+    read_token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     namespace_quota_bytes: int | None = None
@@ -54,7 +55,8 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
     """
     settings.check()
     cert, key = settings.tls_cert, settings.tls_key
-    access = Access(settings.token_file, (cert, key) if cert and key else None)
+    tls_files = (cert, key) if cert and key else None
+    access = Access(settings.token_file, settings.read_token_file, tls_files)
     _allow_open_files()
 
     def answer(channel: socket.socket, counts: Row) -> None:

@@ -7,7 +7,7 @@ from sglang_cake.store.base import EVICTION_COUNTS
 
 METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
 STATUSES = (
-    *(200, 201, 204, 206, 400, 401, 404, 405, 408, 409, 411, 413, 416, 417),
+    *(200, 201, 204, 206, 400, 401, 403, 404, 405, 408, 409, 411, 413, 416, 417),
     *(500, 503, 507, 0),  # 0: any other
 )
 ANSWERS = tuple((method, status) for method in METHODS for status in STATUSES)

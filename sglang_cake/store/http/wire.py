@@ -70,6 +70,10 @@ class TryAgain(Exception):
         self.after_s = after_s
 
 
+class Forbidden(StoreUnavailable):
+    """Our token does not allow this. The server is well: others of our requests are answered."""
+
+
 class Renewed(TryAgain):
     """The server refused a token or showed a certificate that has been replaced meanwhile."""
 
@@ -143,6 +147,9 @@ class Wire:
             self.counters.timeouts += 1
             self._failed(ticket)
             raise StoreUnavailable(self._message(error)) from error
+        except Forbidden:
+            self._breaker.succeeded(ticket)
+            raise
         except Renewed:
             self._breaker.abandoned(ticket)
             raise
@@ -331,7 +338,7 @@ def _one_line(text: str) -> str:
 async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
     """Turn an answer that was not hoped for into the error that it is.
 
-    Raises: StoreFull, StoreUnavailable; TryAgain for what may pass.
+    Raises: StoreFull, Forbidden, StoreUnavailable; TryAgain for what may pass.
     """
     text = _one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
     message = f"{response.method} was answered {response.status}: {why or text}"
@@ -339,6 +346,8 @@ async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
         raise StoreFull(message)
     if response.status >= 500 and response.status != 501:
         raise TryAgain(message, _retry_after_s(response))
+    if response.status == 403:
+        raise Forbidden(message)
     raise StoreUnavailable(message)
 
 

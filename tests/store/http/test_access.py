@@ -25,7 +25,13 @@ from http_servers import (
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.store.http.auth import own_token_path
-from sglang_cake.store.http.protocol import FACTS_HEADER, block_path, list_path, touched_path
+from sglang_cake.store.http.protocol import (
+    FACTS_HEADER,
+    block_path,
+    description_path,
+    list_path,
+    touched_path,
+)
 from sglang_cake.store.open import open_store
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.sources import parse_sources
@@ -126,6 +132,36 @@ def test_without_a_home_folder_no_token_is_sent_and_a_server_says_what_to_do(
     assert source.locate().token is None
     assert main(["store", "serve", "--root", str(tmp_path)]) == 2
     assert "set --token-file FILE" in capsys.readouterr().err
+
+
+def test_a_token_for_reading_reads_tells_and_changes_nothing(tmp_path):
+    """A client that has no other goes on reading, however many writes are refused."""
+    (tmp_path / "readers").mkdir()
+    readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
+    server = OurServer(*(tmp_path / "root", "--token-file", writers, "--read-token-file", readers))
+
+    async def write(store):
+        assert await store.put(A, block_of("a"))
+
+    async def look(store):
+        assert await store.contains([A, B]) == [True, False]
+        for _ in range(10):
+            with pytest.raises(StoreUnavailable, match="only read"):
+                await store.put(B, block_of("b"))
+            with pytest.raises(StoreUnavailable, match="only read"):
+                await store.delete(A)
+        await store.touched([A], RequestFacts("id", 1))
+        assert [block.key async for block in store.list_blocks()] == [A]
+        assert await read(store, A) == block_of("a")
+        assert store.counters.failures == store.counters.sent_bytes == 0
+
+    try:
+        with_url(f"{server.base}?token_file={writers}", write)
+        with_url(f"{server.base}?token_file={readers}", look)
+        path = description_path(FRAME.digest)
+        assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
+    finally:
+        assert server.stop() == 0
 
 
 def replace_token(path, text):
