@@ -34,6 +34,7 @@ LOOK_S = 1.0  # between two looks at the workers
 # not seconds: while the parent is stopped as well, nobody is judged.
 DEAD_LOOKS = 20
 ACCEPT_AT_ONCE = 64
+DEAL_AGAIN_S = 0.005  # after no worker took a connection in
 # Of `accept`, where nothing but time helps.
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # What is said over a channel. A worker that cannot begin says why instead of READY.
@@ -82,6 +83,7 @@ class Crew:
         self._stopping = False
         self._failure: str | None = None
         self._listens, self._has_room = False, True
+        self._undealt: socket.socket | None = None  # accepted, and no worker took it in yet
         self._look_at_s = 0.0
 
     def run(self, announce: Callable[[], object]) -> None:
@@ -151,9 +153,13 @@ class Crew:
                     wait_s = min(wait_s, left_s)
                 else:
                     self._start(worker)
+        if self._undealt is not None:
+            self._deal(self._undealt)
+        if self._undealt is not None:
+            wait_s = min(wait_s, DEAL_AGAIN_S)
         # Who is not accepted waits in the system's queue.
         ready = any(worker.ready for worker in self._workers)
-        self._listen(self._listens and self._has_room and ready)
+        self._listen(self._listens and self._has_room and ready and self._undealt is None)
         return wait_s
 
     # ---- connections ----
@@ -175,10 +181,13 @@ class Crew:
                     self._has_room = False
                     logger.warning("no connection is accepted: %s", error.strerror)
                 return
-            with connection:
-                self._deal(connection)
+            self._deal(connection)
+            if self._undealt is not None:
+                return
 
     def _deal(self, connection: socket.socket) -> None:
+        """Give it to a worker, or keep it until one takes it in."""
+        self._undealt = connection
         ready = [worker for worker in self._workers if worker.ready]
         for worker in sorted(ready, key=lambda worker: worker.open_connections):
             assert worker.channel is not None
@@ -188,6 +197,8 @@ class Crew:
             except OSError:  # it has just ended, or takes none in any more: the next one
                 worker.counts["dealt_connections"] -= 1
                 continue
+            connection.close()
+            self._undealt = None
             return
 
     # ---- workers ----
@@ -273,6 +284,8 @@ class Crew:
         because its disk hangs, is left behind."""
         self._listen(False)
         self._listening.close()
+        if self._undealt is not None:
+            self._undealt.close()
         self._stopping = True
         for worker in self._workers:
             if worker.channel is not None:

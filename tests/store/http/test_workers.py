@@ -186,6 +186,21 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
     assert server.stop() == 0
 
 
+def test_connections_that_no_worker_takes_in_wait_until_one_does(tmp_path):
+    """More than wait on the way to a worker."""
+    limits = {"crew.DEAD_LOOKS": 10**6}
+    server = OurServer(tmp_path / "root", "--workers", 1, limits=limits)
+    (worker,) = server.workers()
+    os.kill(worker, signal.SIGSTOP)
+    asked = "GET /stats HTTP/1.1\nHost: x\n"
+    connections = [start_request(server, asked) for _ in range(500)]
+    os.kill(worker, signal.SIGCONT)
+    for connection in connections:
+        assert read_status(connection) == 200
+        connection.close()
+    assert server.stop() == 0
+
+
 def test_a_parent_without_descriptors_waits_and_goes_on(tmp_path, capfd):
     server, said = OurServer(tmp_path / "root", "--workers", 1), []
     pid = server.process.pid
