@@ -265,7 +265,7 @@ class HttpStore:
         found = await self._small(look)
         if found is None:
             await self._small(tell, self._describing)
-        elif found != fields:
+        elif not protocol.describes(found, self._frame.digest):
             raise StoreUnavailable(f"{path} on the server describes another namespace")
         self._claimed = True
 

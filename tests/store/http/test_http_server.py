@@ -154,7 +154,7 @@ def test_lookups_have_a_form_and_a_bound(server):
 
 
 def test_a_namespace_must_be_told_truly_before_blocks_come(server):
-    frame = BlockFrame(Namespace((("model", "told"), ("x", "y"))), LAYOUT)
+    frame = BlockFrame(Namespace((("dtype", "told"), ("x", "y"))), LAYOUT)
     path, block = description_path(frame.digest), block_path(frame.digest, A)
     body = framed("a", frame=frame)
     assert ask(server, "PUT", block, body)[0] == 409
@@ -162,11 +162,11 @@ def test_a_namespace_must_be_told_truly_before_blocks_come(server):
     lies = [
         b"",
         b"[]",
-        b'{"model": 1}',
-        b'{"model": "lie"}',
-        b'{"x": "y", "model": "told"}',
+        b'{"dtype": 1}',
+        b'{"dtype": "lie"}',
+        b'{"x": "y", "dtype": "told"}',
         b"[" * 10_000,
-        b'{"model": "\\ud800"}',
+        b'{"dtype": "\\ud800"}',
     ]
     for lie in lies:
         assert ask(server, "PUT", path, lie)[0] == 400
@@ -176,6 +176,18 @@ def test_a_namespace_must_be_told_truly_before_blocks_come(server):
     claim(server, frame)
     assert json.loads(ask(server, "GET", path)[2]) == frame.namespace.describe()
     assert ask(server, "PUT", block, body)[0] == 201
+
+
+def test_servers_that_call_equal_weights_by_two_names_share_blocks(server):
+    names = (Namespace((("model", name), ("dtype", "shared"))) for name in ("M", "org/M"))
+    one, two = (BlockFrame(namespace, LAYOUT) for namespace in names)
+
+    async def write(store):
+        return await store.put(A, block_of("a"))
+
+    assert with_client(server.base, write, frame=one)
+    assert with_client(server.base, write, frame=two) is False  # it is there
+    assert ask(server, "GET", block_path(two.digest, A))[0] == 200
 
 
 def test_methods_and_paths_that_are_none(server):
