@@ -222,6 +222,8 @@ class Crew:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             ours.close()
             self._listening.close()
+            if self._undealt is not None:
+                self._undealt.close()
             for other in self._workers:  # a channel must end with the parent
                 if other.channel is not None:
                     other.channel.close()
