@@ -66,7 +66,7 @@ def facts_of(
     return RequestFacts(
         id=_digest(f"{_PROCESS}{ticket}").hex(),
         tokens=len(tokens),
-        workload=workload[:MOST_WORKLOAD] if isinstance(workload, str) else "",
+        workload=_text(workload)[:MOST_WORKLOAD] if isinstance(workload, str) else "",
         tenant=tenant_of(req),
         worth=_worth(costs, block_tokens),
     )
@@ -78,6 +78,11 @@ def _worth(costs: Costs, block_tokens: int) -> Worth | None:
         return Worth(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
     except ValueError:  # nothing measured, or a fit that cannot be: the store keeps what it has
         return None
+
+
+def _text(given: str) -> str:
+    """What of a user's text UTF-8 can hold; `sglang.Engine` takes any."""
+    return given.encode(errors="replace").decode()
 
 
 def _digest(text: str) -> bytes:

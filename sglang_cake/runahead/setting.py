@@ -4,9 +4,6 @@ The peers are enough where the rest follows from them: the rank, if one of them 
 machine; the secret, if all of them are, or if its file lies where it is looked for.
 """
 
-import contextlib
-import os
-import secrets
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +13,14 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.messages import MAX_MEMBERS
 from sglang_cake.runahead.mooncake import check_installed
-from sglang_cake.secret_file import read_secret_file
+from sglang_cake.secret_file import make_secret_file, own_secret_path, read_secret_file
 
 TCP: Final = "tcp"
 MOONCAKE: Final = "mooncake"
 CUDA_IPC: Final = "cuda-ipc"
 MIN_SECRET_BYTES = 16
 _MAX_FILE_BYTES = 65_536
+_SET_ONE = "set --cake-runahead-secret FILE"
 _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE), and copy it to every member"
 
 
@@ -68,7 +66,8 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
         return GroupSetting(rank, known, _secret(Path(secret)), config.runahead_transport)
     path = default_secret_path()
     if _are_here(known):
-        _make_secret(path)
+        # All members look here, and the first one makes it.
+        make_secret_file(path, name="secret file", hint=_SET_ONE)
     return GroupSetting(rank, known, _secret(path), config.runahead_transport)
 
 
@@ -77,15 +76,7 @@ def default_secret_path() -> Path:
 
     Raises: ConfigError if there is no home folder.
     """
-    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    if not config.is_absolute():  # unset, or to be ignored by the XDG specification
-        try:
-            config = Path.home() / ".config"
-        except RuntimeError:
-            raise ConfigError(
-                "there is no home folder for the group's secret: set --cake-runahead-secret FILE"
-            ) from None
-    return config / "sglang_cake" / "runahead-secret"
+    return own_secret_path("runahead-secret", hint=_SET_ONE)
 
 
 def _own_rank(peers: tuple[tuple[str, int], ...]) -> int:
@@ -113,33 +104,6 @@ def _is_here(host: str) -> bool:
     except (OSError, UnicodeError):  # not ours, not known, or no name at all
         return False
     return True
-
-
-def _make_secret(path: Path) -> None:
-    """A new one, unless there is one: all members are on this machine, and all of them look here.
-
-    Several may do so at once: the first one's stays.
-    """
-    if path.exists():
-        return
-    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, secrets.token_hex(32).encode() + b"\n")
-        finally:
-            os.close(fd)
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    except OSError as error:
-        raise ConfigError(
-            f"secret file {path} cannot be made: {error.strerror or error}; set "
-            "--cake-runahead-secret FILE"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
 
 
 def _peers(text: str) -> tuple[tuple[str, int], ...]:
