@@ -18,7 +18,7 @@ from sglang_cake.runahead.ring import Engine, RingTransport, apart
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
 
-SECRET = b"a secret of the group"
+SECRET = bytes(range(100, 132))
 NAMESPACE = Digest(bytes(range(32)))
 JOB = "0123456789abcdef" * 2
 

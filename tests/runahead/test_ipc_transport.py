@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, NAMESPACE, SECRET, Ear, addresses, until
+from members import JOB, NAMESPACE, SECRET, Ear, addresses, ring_group, until
 
 from sglang_cake.adapter.runahead_ipc import read, spelled
 from sglang_cake.runahead import tcp
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.ring import RingTransport
+from sglang_cake.runahead.ring import SLOTS, RingTransport
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
@@ -79,6 +79,49 @@ def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
     finally:
         child.kill()
         here.close()
+
+
+class Failing(HostIpc):
+    """Its next operations fail, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.fill_fails = self.write_fails = 0
+
+    def fill(self, slot: Any, payload: Any) -> None:
+        self.fill_fails -= 1
+        if self.fill_fails >= 0:
+            raise RuntimeError("a device says it")
+        super().fill(slot, payload)
+
+    def write(self, *arguments: Any) -> bool:
+        self.write_fails -= 1
+        if self.write_fails >= 0:
+            raise RuntimeError("an engine says it")
+        return super().write(*arguments)
+
+
+def test_engine_that_raises_costs_no_slot() -> None:
+    engines = [Failing(), Failing()]
+    members, ears = ring_group(2, lambda rank: engines[rank]), [Ear(), Ear()]
+    for each, ear in zip(members, ears, strict=True):
+        each.start(ear)
+    try:
+        until(lambda: all(each.reachable() for each in members), "both are there")
+        part, payload = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
+        engines[0].write_fails = SLOTS + 1
+        for _ in range(SLOTS + 1):
+            with pytest.raises(PeerGone):
+                members[0].send_part(1, part, payload)
+        engines[0].fill_fails = SLOTS + 1
+        for _ in range(SLOTS + 1):
+            with pytest.raises(RuntimeError, match="a device says it"):
+                members[0].send_part(1, part, payload)
+        members[0].send_part(1, part, payload)
+        until(lambda: len(ears[1].heard) == 1, "the part")
+    finally:
+        for each in members:
+            each.close()
 
 
 def test_memory_that_cannot_be_opened_is_a_peer_that_takes_nothing() -> None:

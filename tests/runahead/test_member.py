@@ -186,6 +186,22 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     assert left_out(group) == []  # it has helped: forgiven
 
 
+def test_helper_that_cannot_read_its_own_kv_says_so_and_is_left_out(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*arguments: object) -> None:
+        raise MemoryError("nothing to copy it to")
+
+    monkeypatch.setattr(group.workers[0].rows, "read", read)
+    tokens = prompt(90)
+    owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
+    agreed(owned)
+    with pytest.raises(Broken, match="member 0: nothing to copy it to"):
+        group.workers[-1].own(owned, tokens)
+    group.owner.end_owned(owned, "cancelled")
+    assert left_out(group) == [0]
+
+
 def test_who_is_late_shows_in_what_has_not_come() -> None:
     from fake_pool import FakeRows
 
