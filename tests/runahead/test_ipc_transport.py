@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, NAMESPACE, SECRET, Ear, addresses, ring_group, until
+from members import JOB, NAMESPACE, SECRET, WAIT_S, Ear, addresses, ring_group, until
 
 from sglang_cake.adapter.runahead_ipc import read, spelled
 from sglang_cake.runahead import tcp
@@ -35,7 +35,7 @@ def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> RingTran
 
 def other_process(peers: list[tuple[str, int]], listener: socket.socket, pipe: Connection) -> None:
     """Takes parts until it is told, and one a time."""
-    tcp.SILENCE_S = 60.0
+    tcp.SILENCE_S = WAIT_S
     ear = Ear()
     here = member(1, peers, listener=listener)
     here.start(ear)
@@ -58,13 +58,13 @@ def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
     here = member(0, peers, listener=listeners[0])
     here.start(ear)
     try:
-        until(lambda: here.reachable() == {1}, "the other process is there", 60.0)
+        until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
         payload = bytearray(MAX_PART_BYTES)
         for layer in range(5):
             payload[:4] = bytes([layer]) * 4
             here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
         ours.send(5)
-        assert ours.poll(20)
+        assert ours.poll(WAIT_S)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
         # A part is heard before its slot is given back; from a stopped process none comes back.
         until(lambda: not here._links[1]._used, "all slots are free")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import JOB, NAMESPACE, SECRET, Ear, addresses, tcp_group, until
+from members import JOB, NAMESPACE, SECRET, WAIT_S, Ear, addresses, tcp_group, until
 
 from sglang_cake.keys import Digest
 from sglang_cake.runahead import handshake, tcp, wire
@@ -68,7 +68,7 @@ def shaken(peers: list[tuple[str, int]]) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)
+    connection.settimeout(WAIT_S)
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -110,7 +110,7 @@ def hello(connection: socket.socket, namespace: bytes = NAMESPACE) -> Pair:
 
 
 def read(connection: socket.socket, size: int) -> bytes:
-    return bytes(wire.received(connection, size, time.monotonic() + 20))
+    return bytes(wire.received(connection, size, time.monotonic() + WAIT_S))
 
 
 def test_recorded_proof_on_another_connection_is_refused(member: Member) -> None:
@@ -226,7 +226,7 @@ def test_silence_is_absence_and_who_returns_is_there_again(
     own, ear, peers, listener = member
     mute = TcpTransport(1, peers, secret=SECRET, namespace=NAMESPACE, listener=listener)
     incoming, _ = listener.accept()
-    Identity(1, 2, NAMESPACE, SECRET).answer(incoming, time.monotonic() + 20)
+    Identity(1, 2, NAMESPACE, SECRET).answer(incoming, time.monotonic() + WAIT_S)
     until(own._outgoing[1].is_alive, "one direction is up")
     monkeypatch.setattr(tcp, "SILENCE_S", 0.3)
     outgoing = mute.dial(0, peers[0])  # and the other one; both stay open
@@ -334,7 +334,7 @@ def test_what_ended_before_its_pair_was_there_is_half_of_none(
 
     def later(self: TcpTransport, *peer: Any) -> socket.socket:
         if self is pair.members[1]:
-            may_dial.wait(20)
+            may_dial.wait(WAIT_S)
         return dial(self, *peer)
 
     monkeypatch.setattr(TcpTransport, "dial", later)
@@ -359,7 +359,7 @@ def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
         def on_gone(self, rank: int, reason: str) -> None:
             super().on_gone(rank, reason)
             if self is pair.ears[0]:
-                may_tell.wait(20)
+                may_tell.wait(WAIT_S)
                 told.append("is told")
 
     pair = two(ear=Slow, greeting=Cancel(JOB, "welcome"))
