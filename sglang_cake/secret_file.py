@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
 
 from sglang_cake.errors import ConfigError
+
+_KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
+_MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space behind them
 
 
 def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> bytes:
@@ -76,3 +80,18 @@ def make_secret_file(path: Path, *, name: str, hint: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def read_key(path: Path, *, name: str, hint: str) -> bytes:
+    """The 32 bytes that the file holds as 64 hex digits.
+
+    Args:
+        name: what error messages call the file.
+        hint: how to make one.
+
+    Raises: ConfigError, one line that says nothing of the file's content.
+    """
+    text = read_secret_file(path, name=name, most_bytes=_MAX_KEY_FILE_BYTES + 1, hint=hint)
+    if len(text) > _MAX_KEY_FILE_BYTES or not _KEY.fullmatch(text):
+        raise ConfigError(f"{name} {path} does not hold 64 hex digits; {hint}")
+    return bytes.fromhex(text.decode().strip())

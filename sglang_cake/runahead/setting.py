@@ -13,13 +13,12 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.messages import MAX_MEMBERS
 from sglang_cake.runahead.mooncake import check_installed
-from sglang_cake.secret_file import make_secret_file, own_secret_path, read_secret_file
+from sglang_cake.secret_file import make_secret_file, own_secret_path, read_key
 
 TCP: Final = "tcp"
 MOONCAKE: Final = "mooncake"
 CUDA_IPC: Final = "cuda-ipc"
-MIN_SECRET_BYTES = 16
-_MAX_FILE_BYTES = 65_536
+_MAX_PEERS_BYTES = 65_536
 _SET_ONE = "set --cake-runahead-secret FILE"
 _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE), and copy it to every member"
 
@@ -30,7 +29,7 @@ class GroupSetting:
 
     rank: int
     peers: tuple[tuple[str, int], ...]
-    secret: bytes = field(repr=False)
+    secret: bytes = field(repr=False)  # 32 bytes
     transport: str = TCP
 
 
@@ -62,13 +61,12 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
             "--cake-runahead-transport cuda-ipc is for members on one machine, and "
             "--cake-runahead-peers names others: set tcp or mooncake"
         )
-    if secret is not None:
-        return GroupSetting(rank, known, _secret(Path(secret)), config.runahead_transport)
-    path = default_secret_path()
-    if _are_here(known):
+    path = default_secret_path() if secret is None else Path(secret)
+    if secret is None and _are_here(known):
         # All members look here, and the first one makes it.
         make_secret_file(path, name="secret file", hint=_SET_ONE)
-    return GroupSetting(rank, known, _secret(path), config.runahead_transport)
+    key = read_key(path, name="secret file", hint=_MAKE_ONE)
+    return GroupSetting(rank, known, key, config.runahead_transport)
 
 
 def default_secret_path() -> Path:
@@ -101,7 +99,7 @@ def _is_here(host: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except (OSError, UnicodeError):  # not ours, not known, or no name at all
+    except OSError:  # not ours, or not known
         return False
     return True
 
@@ -110,7 +108,7 @@ def _peers(text: str) -> tuple[tuple[str, int], ...]:
     """`HOST:PORT,...`, or a file of them, one a line."""
     if "," not in text:  # a group has two members at least
         try:
-            text = Path(text).read_text(encoding="utf-8")[:_MAX_FILE_BYTES]
+            text = Path(text).read_text(encoding="utf-8")[:_MAX_PEERS_BYTES]
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
                 f"--cake-runahead-peers {text!r} is neither HOST:PORT,... nor a file of them"
@@ -139,13 +137,8 @@ def _address(text: str) -> tuple[str, int]:
         or not 0 < int(port) < 65536
     ):
         raise ConfigError(f"--cake-runahead-peers: {text!r} is no HOST:PORT")
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError:
+        raise ConfigError(f"--cake-runahead-peers: {host!r} cannot be the name of a host") from None
     return host, int(port)
-
-
-def _secret(path: Path) -> bytes:
-    secret = read_secret_file(
-        path, name="secret file", most_bytes=_MAX_FILE_BYTES, hint=_MAKE_ONE
-    ).strip()
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(f"secret file {path} holds less than 16 bytes; {_MAKE_ONE}")
-    return secret

@@ -31,7 +31,7 @@ from sglang_cake.store.base import Store
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
 
-BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 20.0
+BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
 NAMESPACE = Digest(b"n" * 32)
 PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
 
