@@ -51,22 +51,30 @@ class Agreement:
         """Whether there is one rank."""
         return self._reduce_min is None
 
-    def vote(self, views: Sequence[Restore | None], *, on: bool) -> tuple[bool, list[bool]]:
-        """Whether cake is on everywhere, and of each request whether all ranks have a record of it
-        in the same state. So ranks whose records have come apart never reduce different lists.
+    def on(self, here: bool) -> bool:
+        """Whether cake is on, on every rank. Every rank must call this in every poll."""
+        if self._reduce_min is None:
+            return here
+        tensor = torch.tensor([here], dtype=torch.int64)
+        self._reduce_min(tensor)
+        return bool(tensor.item())
+
+    def vote(self, views: Sequence[Restore | None]) -> list[bool]:
+        """Of each request, whether all ranks have a record of it in the same state. So ranks whose
+        records have come apart never reduce different lists.
 
         Every rank must call this at the same point of the same step with the same requests.
 
         Args:
             views: of each request, this rank's record.
         """
-        assert self._reduce_min is not None
+        if self._reduce_min is None or not views:
+            return [view is not None for view in views]
         own = [_GONE if view is None else int(view.contending) for view in views]
-        tensor = torch.tensor([on, *own, *(-each for each in own)], dtype=torch.int64)
+        tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.int64)
         self._reduce_min(tensor)
-        common, *rest = tensor.tolist()
-        least, most = rest[: len(own)], [-each for each in rest[len(own) :]]
-        return bool(common), [low == high != _GONE for low, high in zip(least, most, strict=True)]
+        least, most = tensor.view(2, -1).tolist()
+        return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
 
     def reach(
         self, restores: Sequence[Restore], prefill: PrefillCost

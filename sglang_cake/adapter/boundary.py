@@ -88,7 +88,9 @@ class Boundary:
 
     def watch(self, owner: Owner, meter: Meter | None) -> None:
         """From now on failures end in `owner`, and are published by `meter`."""
-        self.health, self.off, self._owner, self._meter = Health(), False, owner, meter
+        self.health, self._owner, self._meter = Health(), owner, meter
+        if self.off:  # it failed before there was an owner, and nobody knows what was loaded
+            self._switch_off(owner)
 
     def failed(
         self, hook: str, error: Exception, *, rid: str | None = None, unsafe: bool = False
@@ -119,6 +121,8 @@ class Boundary:
 
     def _contain(self, rid: str | None, *, off: bool) -> None:
         owner = self._owner
+        if owner is None:
+            self.off |= off
         if owner is None or self.off:
             return
         if not off:
@@ -131,24 +135,29 @@ class Boundary:
                 logger.exception("cake: a request could not be given up")
                 off = True
         if off:
-            self.off = True
-            logger.error(
-                "cake is switched off: it failed %d times; SGLang goes on without it until the "
-                "server is started again",
-                self.counts.total(),
-            )
-            if self._meter is not None:
-                self._meter.switched_off()
-            owner.switch_off()
+            self._switch_off(owner)
+
+    def _switch_off(self, owner: Owner) -> None:
+        self.off = True
+        logger.error(
+            "cake is switched off: it failed %d times; SGLang goes on without it until the server "
+            "is started again",
+            self.counts.total(),
+        )
+        if self._meter is not None:
+            self._meter.switched_off()
+        owner.switch_off()
 
 
 HERE = Boundary()
 
 
-def guarded(name: str, default: object = None) -> Callable[[F], F]:
-    """A method of ours that SGLang calls, or a part of one that contains no call of SGLang's: what
-    it raises is contained, and it returns `default`. The first argument that has a `rid` is the
-    request that it concerns."""
+def guarded(name: str, default: object = None, *, unsafe: bool = False) -> Callable[[F], F]:
+    """A method of ours that SGLang calls, or a part of one: what it raises is contained, and it
+    returns `default`. The first argument that has a `rid` is the request that it concerns.
+
+    Args: unsafe: as of `Boundary.failed`.
+    """
 
     def guard(function: F) -> F:
         @functools.wraps(function)
@@ -156,7 +165,7 @@ def guarded(name: str, default: object = None) -> Callable[[F], F]:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                HERE.failed(name, error, rid=_rid(args))
+                HERE.failed(name, error, rid=_rid(args), unsafe=unsafe)
                 return default
 
         HERE.hooks[name].append(call)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -13,6 +13,9 @@ from sglang_cake.store.base import Store, StoreStats, TierStats
 from sglang_cake.store.events import events_of
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.tiers.tier import TierCounts
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 M = TypeVar("M", Counter, Gauge)
 
@@ -26,6 +29,7 @@ _HELP = {
     "wasted_bytes": "Bytes loaded in vain, by reason.",
     "load_failures": "Blocks or lookups that the store failed, by reason.",
     "fallback": "Prompts of whose stored KV one side alone got everything.",
+    "unnamed_requests": "Requests left to SGLang: what their weights hold was not known.",
     "read_bytes": "Bytes read from the store.",
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",
@@ -323,3 +327,15 @@ class TierMetrics:
     def _of(self, metric: M, number: int, **label: str) -> M:
         child: M = metric.labels(**self._labels, tier=str(number), **label)
         return child
+
+
+def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
+    """The labels that SGLang puts on its own cache metrics; None if it is to have no metrics."""
+    if not ctx.params.enable_metrics:
+        return None
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
+    from sglang.srt.runtime_context import get_parallel
+
+    labels = radix_cache_metric_labels("CakeRadixCache", get_parallel(), is_dp_attention_enabled())
+    return {name: str(value) for name, value in labels.items()}

@@ -62,6 +62,13 @@ class Rounds:
         self.leaving, self.left = True, self._agreement.alone
         return self.left
 
+    def together(self) -> bool:
+        """Whether cake is on, on every rank. If it is not, all requests have ended on all."""
+        if not self.left and not self._agreement.on(not self.leaving):
+            self.leaving = self.left = True
+            self._end_all()
+        return not self.left
+
     def _attempt(self, failures: list[Exception], action: Callable[[], None]) -> None:
         try:
             action()
@@ -82,18 +89,12 @@ class Rounds:
 
     def _agree(self, serving: Sequence[str]) -> list[Restore]:
         """The contending requests, in the same order on every rank. Requests that are not in the
-        same state on every rank end on all; if cake is off on one, it is off on all."""
+        same state on every rank end on all."""
         if self._agreement.alone:
             return [r for r in self._restores.values() if r.contending]
         names = sorted(serving)
-        if self.left or not names:
-            return []
         views = [self._restores.get(rid) for rid in names]
-        on, alike = self._agreement.vote(views, on=not self.leaving)
-        if not on:
-            self.leaving = self.left = True
-            self._end_all()
-        for rid, same in zip(names, alike, strict=True):
+        for rid, same in zip(names, self._agreement.vote(views), strict=True):
             if not same:
                 self._end(rid)
         return [r for r in map(self._restores.get, names) if r is not None and r.contending]

@@ -1,4 +1,4 @@
-"""Hooks into SGLang's scheduler: when requests arrive, what each step begins with, new weights."""
+"""Hooks into SGLang's scheduler: when requests arrive, what each step begins with."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # While nothing can run but a load is awaited, the scheduler polls; this leaves the interpreter to
 # the loader in between.
 _POLL_PAUSE_S = 0.0005
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 _OFF = "cake is switched off after failures, which the server's log has; start the server again"
@@ -30,10 +29,6 @@ _OFF = "cake is switched off after failures, which the server's log has; start t
 
 def install() -> None:
     """Register the scheduler hooks. Call while plugins are being loaded."""
-    for source in ("disk", "distributed", "tensor", "ipc"):
-        target = f"{_UPDATER}.update_weights_from_{source}"
-        # What KV means is unknown after a failure: nothing may be loaded or stored any more.
-        register(target, _new_weights, HookType.AFTER, unsafe=True)
     register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
     hooks: dict[str, Callable[..., Any]] = {
         "get_prefill_adder_class": _adder_class,
@@ -68,6 +63,10 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is None:
         return
     started_s = time.perf_counter()
+    if not coordinator.together():
+        tree.let_go()
+        return
+    _identify(tree)
     serving = _serving(scheduler, coordinator)
     if serving is None:  # all ranks poll, with the same requests, whatever fails on one
         chunked = scheduler.chunked_req
@@ -75,10 +74,15 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         serving = waiting if chunked is None else [chunked.rid, *waiting]
     coordinator.poll(serving)
     coordinator.step_s += time.perf_counter() - started_s
-    if coordinator.left:
-        tree.let_go()
     if tree.runahead is not None:
         tree.runahead.poll(scheduler)
+
+
+@guarded("Scheduler._process_hicache_events", unsafe=True)
+def _identify(tree: CakeRadixCache) -> None:
+    """What this process computes with, and so what KV means."""
+    if tree.engine is not None:
+        tree.engine.identity.poll()
 
 
 @guarded("Scheduler._process_hicache_events")
@@ -96,14 +100,6 @@ def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: 
         HERE.health.arrived()
         tree = scheduler.tree_cache
         coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
-
-
-def _new_weights(result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    tree = updater.scheduler.tree_cache
-    if isinstance(tree, CakeRadixCache) and tree.engine is not None:
-        # A failed update may have changed half of the weights: nobody can say what they are.
-        path = getattr(request, "model_path", None) if result.success else None
-        tree.engine.weights_changed(path=path, version=request.weight_version)
 
 
 def _idle(_: None, scheduler: "Scheduler") -> None:

@@ -113,7 +113,7 @@ class CakeRadixCache(UnifiedRadixCache):
     def switch_off(self) -> None:
         """From now on this process does nothing for any request. With several ranks, cake stays in
         the reductions until all of them have heard of it (`let_go`)."""
-        cake, self.saving, self.engine, self.runahead = self.coordinator, None, None, None
+        cake, self.saving, self.runahead = self.coordinator, None, None
         if cake is None:
             return
         for rid in cake.live:
@@ -128,7 +128,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """Drop cake, if all ranks know that it is off and no last step of it is under way."""
         busy = self.last_step is not None and self.last_step.due
         if self.coordinator is not None and self.coordinator.left and not busy:
-            self.coordinator = self.last_step = None
+            self.coordinator = self.engine = self.last_step = None
 
     # ---- what cake calls ----
 

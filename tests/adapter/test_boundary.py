@@ -22,7 +22,14 @@ from test_coordinator import BLOCK, Desk, FakeReq, req_of
 import sglang_cake
 from sglang_cake.adapter import endpoints, plugin, responses
 from sglang_cake.adapter.admission import CakePrefillAdder
-from sglang_cake.adapter.boundary import AMONG_REQUESTS, HERE, MOST_FAILURES, Health, register
+from sglang_cake.adapter.boundary import (
+    AMONG_REQUESTS,
+    HERE,
+    MOST_FAILURES,
+    Boundary,
+    Health,
+    register,
+)
 from sglang_cake.adapter.layers import LayerGate
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.errors import ConfigError, RunaheadError
@@ -47,13 +54,10 @@ class Tree:
 
 
 @pytest.fixture
-def tree() -> Iterator[Tree]:
-    made, told = Tree(), set(HERE._told)
+def tree() -> Tree:
+    made = Tree()
     HERE.watch(made, None)
-    HERE._told.clear()
-    yield made
-    HERE._told |= told
-    HERE.__dict__.update(health=Health(), off=False, _owner=None, _meter=None)
+    return made
 
 
 @pytest.fixture
@@ -270,13 +274,38 @@ def test_what_fails_while_it_is_switched_off_does_not_reach_sglang(tree: Tree) -
     HERE.failed("here", Fault(), unsafe=True)
 
 
-def test_new_weights_that_cannot_be_named_switch_off(registry: Any, tree: Tree) -> None:
+@pytest.mark.parametrize("called", [False, True])
+def test_new_weights_that_cannot_be_named_switch_off(
+    registry: Any, tree: Tree, called: bool
+) -> None:
+    """SGLang updates them once, whether cake fails before or after."""
     (target,) = (each for each in registry if each.endswith("update_weights_from_disk"))
     ((_, hook, _),) = registry[target]
-    weights = SimpleNamespace(tree_cache=CakeRadixCache.__new__(CakeRadixCache))
-    weights.tree_cache.engine = SimpleNamespace(weights_changed=_raise(_raise))
-    updater, request = SimpleNamespace(scheduler=weights), SimpleNamespace(weight_version=None)
-    assert hook(SimpleNamespace(success=True), updater, request) is None
+    place = SimpleNamespace(look=lambda: None, is_local=True)
+    identity = SimpleNamespace(place_of=lambda path: place if called else _raise(_raise)())
+    holder: Any = CakeRadixCache.__new__(CakeRadixCache)
+    holder.engine = SimpleNamespace(
+        identity=identity, weights_changing=lambda: None, weights_changed=_raise(_raise)
+    )
+    updater = SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=holder), is_fully_idle=lambda ignore_waiting: True
+    )
+    request = SimpleNamespace(model_path="m", load_format=None, weight_version=None)
+    calls, result = [], SimpleNamespace(success=True)
+
+    def original(*args: Any) -> Any:
+        calls.append(args)
+        return result
+
+    assert hook(original, updater, request) is result
+    assert calls == [(updater, request)]
+    assert tree.calls == ["off"]
+
+
+def test_what_failed_before_there_is_a_tree_leaves_cake_off() -> None:
+    here, tree = Boundary(), Tree()
+    here.failed("ModelRunner.load_model", Fault(), unsafe=True)
+    here.watch(tree, None)
     assert tree.calls == ["off"]
 
 

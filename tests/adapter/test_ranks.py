@@ -80,8 +80,7 @@ def test_a_request_that_one_rank_could_not_take_up_ends_on_both(pair: Pair) -> N
     """As when its adapter's files cannot be read there."""
     reqs, other = stored(pair), stored(pair, "other")
     reqs[0].lora_id = reqs[1].lora_id = "adapter@a"
-    pair.desks[0].digest = None  # type: ignore[assignment, method-assign]
-    pair.desks[0].cake._adapter_digest = lambda lora_id: "".missing  # type: ignore[attr-defined]
+    pair.desks[0].cake._adapter = lambda lora_id: "".missing  # type: ignore[attr-defined]
     raised = pair.both(lambda desk, rank: desk.arrive(reqs[rank]))
     assert isinstance(raised[0], AttributeError)
     assert raised[1] is None
@@ -138,12 +137,16 @@ def test_a_rank_that_is_switched_off_switches_off_the_others_once(pair: Pair) ->
     pair.desks[0].cake.end("r")
     assert not pair.desks[0].cake.leave()  # the other does not know yet
     assert pair.poll("r") == [None, None]
+    assert pair.live() == [[], []]  # one without a record ends it everywhere
+    pair.both(lambda desk, rank: desk.arrive(reqs[rank]))
+    assert pair.live() == [[], ["r"]]
+    pair.both(lambda desk, rank: desk.cake.together())  # as every poll begins
     assert [desk.cake.left for desk in pair.desks] == [True, True]
     assert pair.live() == [[], []]
     before = pair.reductions
     pair.both(lambda desk, rank: desk.arrive(reqs[rank]))
     assert pair.live() == [[], []]
-    pair.poll("r")
+    pair.both(lambda desk, rank: desk.cake.together())
     assert pair.reductions == before  # nobody waits for anybody any more
 
 

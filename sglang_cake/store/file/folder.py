@@ -19,6 +19,7 @@ from sglang_cake.errors import (
     StoreUnavailable,
 )
 from sglang_cake.keys import BlockKey, Digest
+from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage, ident_of
 from sglang_cake.store.eviction.admission import ALL, Admission
@@ -103,7 +104,8 @@ class BlockFolder:
                 # Always synced: an empty one after a power cut would lock the namespace.
                 write_file(place.description, (json.dumps(dict(fields), indent=2) + "\n").encode())
                 sync_folder(place.root)
-        if read_description(place.description) != dict(fields):
+        found = Namespace(tuple(read_description(place.description).items()))
+        if found.digest() != Namespace(tuple(fields.items())).digest():
             raise ConfigError(
                 f"{place.description} does not describe the namespace it is in: "
                 "remove that folder, or choose another one for the store"
