@@ -78,7 +78,7 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         tree.runahead.poll(scheduler)
 
 
-@guarded("Scheduler._process_hicache_events", unsafe=True)
+@guarded("Identity.poll", unsafe=True)
 def _identify(tree: CakeRadixCache) -> None:
     """What this process computes with, and so what KV means."""
     if tree.engine is not None:
