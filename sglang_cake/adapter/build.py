@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import platform
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.boundary import HERE
 from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.facts import tenant_key
 from sglang_cake.adapter.identity import Identity, rope_theta, server_facts
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.last_step import LastStep
@@ -126,13 +128,14 @@ class Engine:
         facts = server_facts(
             ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
         )
+        tenant_key()  # read now, and not by the first request that has a salt
         self.counters = Counters()
         self._io = IoThread()
         labels = scheduler_labels(ctx)
         self.setting = config.store  # the store in use, as `--cake-store`
         self._costs_of = Namespace(tuple(facts.items())).digest()  # whatever the weights hold
         self._cost_file: CostFile | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._trace: TraceFile | None = None
         if config.record_trace is not None and ctx.tp_rank == 0:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
@@ -241,6 +244,23 @@ class Engine:
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
         if not self.coordinator.detached:
             self._use(self._open(namespace))
+            if not self.identity.is_private:  # else it may never be asked for anything
+                self._io.post(self._try_later)
+
+    def _try_later(self) -> None:
+        async def attempt() -> None:
+            try:
+                if (store := self._store) is not None:
+                    await store.contains([])
+            except StoreError as error:
+                logger.warning("cake computes all, and tries the store again: %s", error)
+
+        self._keep(attempt())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._io.loop.create_task(work)
+        self._tasks.add(task)  # asyncio itself holds no task
+        task.add_done_callback(self._tasks.discard)
 
     def _use(self, store: Store | None) -> None:
         old, self._store = self._store, store
@@ -322,9 +342,7 @@ class Engine:
             await self.writer.drained()
             await store.close()
 
-        task = self._io.loop.create_task(close())
-        self._closing.add(task)  # asyncio itself holds no task
-        task.add_done_callback(self._closing.discard)
+        self._keep(close())
 
 
 async def _stats(store: Store) -> StoreStats | None:
