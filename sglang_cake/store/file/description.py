@@ -20,6 +20,7 @@ from sglang_cake.store.file.paths import DESCRIPTION, NamespaceFolder
 from sglang_cake.store.file.trouble import foreign_errors
 
 MAX_BYTES = 1 << 20
+MOST_TRIES = 10  # to make what others may be removing because it is empty
 MOST_KNOWN = 1024  # descriptions that a process remembers; the disk has the others
 FOLDER_BYTES = 4096  # what an almost empty folder takes on the disk
 ENTRY_BYTES = 256  # what a name adds to its folder: 105 to 150 measured on ext4
@@ -83,6 +84,16 @@ class Descriptions:
         name, fields = digest.hex(), self.read(digest)
         if not fields:
             raise StoreUnavailable(f"{self._root}: namespace {name} was never described")
+        for tries_left in reversed(range(MOST_TRIES)):
+            try:
+                self._write(digest, name, fields)
+                return
+            except FileNotFoundError:  # removed meanwhile, being empty
+                os.stat(self._root)
+                if not tries_left:
+                    raise
+
+    def _write(self, digest: Digest, name: str, fields: Mapping[str, str]) -> None:
         tree.make_folder(self._root, name)
         there = read_description(self._root, digest)
         if there is None:
@@ -98,17 +109,18 @@ class Descriptions:
         gone. Whoever uses it writes both again with the next block. A file that does not describe
         the namespace is somebody else's, and stays.
 
-        Args: unless_younger_s: a younger description stays.
+        Args: unless_younger_s: a younger description stays, and a younger folder without one.
         """
         name = digest.hex()
         try:
             with tree.opened(self._root, name) as folder:
                 if set(os.listdir(folder)) - {DESCRIPTION}:
                     return False
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(DESCRIPTION, dir_fd=folder, follow_symlinks=False)
-                    if abs(time.time() - status.st_mtime) < unless_younger_s:
-                        return False
+                there = tree.status_of(self._root, name, DESCRIPTION)
+                made_s = (there or os.fstat(folder)).st_mtime
+                if abs(time.time() - made_s) < unless_younger_s:
+                    return False
+                if there is not None:
                     fields = read_description(self._root, digest) or {}
                     if Namespace(tuple(fields.items())).digest() != digest:
                         return False

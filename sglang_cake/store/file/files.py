@@ -9,11 +9,10 @@ from sglang_cake.errors import BlockMissing
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.file import tree
 from sglang_cake.store.file.blockfile import NewFile, open_to_read
-from sglang_cake.store.file.description import Descriptions
+from sglang_cake.store.file.description import MOST_TRIES, Descriptions
 from sglang_cake.store.file.paths import CORRUPT, NamespaceFolder
 
 MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
-MOST_TRIES = 10  # to open a file whose empty folder others may be removing
 
 
 class BlockFiles:

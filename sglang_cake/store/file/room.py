@@ -298,8 +298,10 @@ class Room:
 
 
 def remove_unread(root: Path, *names: str) -> bool:
-    """Remove a file unless somebody holds a lock on it; True if it is gone. Raises: OSError."""
-    with contextlib.suppress(FileNotFoundError), tree.opened(root, *names[:-1]) as folder:
+    """Remove a file unless somebody holds a lock on it; True if it is gone, as it is where a link
+    has taken the place of its folder. Raises: OSError."""
+    gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+    with gone, tree.opened(root, *names[:-1]) as folder:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         try:
             fd = os.open(names[-1], flags, dir_fd=folder)

@@ -64,7 +64,7 @@ def status_of(root: Path, *names: str) -> os.stat_result | None:
     try:
         with opened(root, *names[:-1]) as folder:
             return os.stat(names[-1], dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # behind a link is nothing of ours
         return None
 
 
