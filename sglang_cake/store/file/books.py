@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just opened
 RECLAIM_EVERY_S = 60.0
+CLOSE_S = 10.0  # how long who closes a store waits for a disk that does not answer
 # Of room made ahead; then puts that wait for the policy get in between.
 AHEAD_AT_ONCE = Amount(16 << 20, 1000)
 KEEP_ASIDE_S = 86_400.0  # files that were set aside as corrupt, of a namespace, after the last one
@@ -113,10 +114,10 @@ class Books:
                 self._room.touched(index.touch(reads))
 
     def close(self) -> None:
-        """Blocks until the thread has ended."""
+        """Blocks until the thread has ended, or for CLOSE_S."""
         self._closing.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _give_up_lead(self) -> None:
         if self._lead is not None:
