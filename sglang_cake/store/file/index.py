@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from math import isfinite
+from sys import intern
 from typing import NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
@@ -258,9 +259,9 @@ class BlockIndex(NamespaceRows):
                 digest,
                 key,
                 owner,
-                Usage(size, created_s, used_s, uses, ident_of(key), Use(*use)),
+                Usage(size, created_s, used_s, uses, ident_of(key), Use(intern(workload), *use)),
             )
-            for block, digest, key, owner, size, created_s, used_s, uses, *use in rows
+            for block, digest, key, owner, size, created_s, used_s, uses, workload, *use in rows
         ]
 
     def totals(self) -> tuple[int, int]:
