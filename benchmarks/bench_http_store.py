@@ -36,6 +36,7 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.http.protocol import block_path
+from sglang_cake.store.http.source import HttpSource
 from sglang_cake.store.http.wire import Endpoint
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -54,6 +55,7 @@ http {{
 """
 WRK = """
 local paths, at = {{ {paths} }}, 0
+wrk.headers["Authorization"] = "Bearer {token}"
 request = function() at = at % #paths + 1; return wrk.format("GET", paths[at]) end
 done = function(summary)
     local e = summary.errors
@@ -157,10 +159,16 @@ def nginx(root: Path, folder: Path, workers: str) -> Iterator[Served]:
         yield Served(f"http://127.0.0.1:{port}", process.pid)
 
 
+def endpoint(served: Served) -> Endpoint:
+    """With the token that our server made; nginx asks for none."""
+    return HttpSource(served.base).locate()
+
+
 def by_wrk(served: Served, blocks: Blocks, connections: int, seconds: int) -> dict[str, float]:
     """Read blocks for `seconds`; bytes, requests and seconds."""
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
-        script.write(WRK.format(paths=", ".join(f'"{path}"' for path in blocks.paths)))
+        paths = ", ".join(f'"{path}"' for path in blocks.paths)
+        script.write(WRK.format(paths=paths, token=endpoint(served).token))
         script.flush()
         options = ["-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s"]
         command = ["wrk", *options, "-s", script.name, served.base]
@@ -178,7 +186,7 @@ def by_our_client(
     """The same with `HttpStore`, which checks every block."""
 
     async def read_all() -> tuple[int, float]:
-        store = HttpStore(Endpoint(served.base), blocks.frame, depth=connections)
+        store = HttpStore(lambda: endpoint(served), blocks.frame, depth=connections)
         until_s = time.perf_counter() + seconds
 
         async def read(at: int) -> int:

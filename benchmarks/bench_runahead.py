@@ -26,6 +26,7 @@ owner, and compared with equation 6 (what has to cross a link).
 
 import argparse
 import contextlib
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class Pair:
         secret = bench.work / "secret"
         if not secret.exists():
             secret.touch(mode=0o600)
-            secret.write_text("of one benchmark, on one machine")
+            secret.write_text(secrets.token_hex(32))
         peers = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
         self.members = []
         for rank in range(2):

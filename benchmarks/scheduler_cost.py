@@ -123,11 +123,10 @@ def _attach(req: Any, slots: torch.Tensor, stop: int) -> None:
 
 
 def _coordinator(loader: _Loader) -> Coordinator:
-    return Coordinator(
+    cake = Coordinator(
         loader,  # type: ignore[arg-type]
         _Landing(),  # type: ignore[arg-type]
         config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
-        namespace=Digest(bytes(32)),
         page_tokens=1,
         pace=Pace(
             loader,  # type: ignore[arg-type]
@@ -135,11 +134,13 @@ def _coordinator(loader: _Loader) -> Coordinator:
             chunk_tokens=CHUNK_TOKENS,
             pipelined=False,
         ),
-        adapter_digest=str,
+        adapter=str,
         agreement=Agreement(None),
         counters=Counters(),
         teller=Storyteller(None, speaks=True, metrics=None),
     )
+    cake.rebase(Digest(bytes(32)), suspended=False)
+    return cake
 
 
 def _request(tokens: int) -> Any:

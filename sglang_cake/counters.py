@@ -20,6 +20,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "wasted_bytes": WASTE_REASONS,
     "load_failures": FAILURE_REASONS,
     "fallback": ("compute", "load"),
+    "unnamed_requests": ("",),
     "read_bytes": ("",),
     "stored_bytes": ("",),
     "stored_blocks": ("",),

@@ -1,14 +1,16 @@
 """The namespace: everything that makes stored KV bytes mean something.
 
-Its digest seeds every key and is written into every block header, so that changing any field (model
+Its digest seeds every key and is written into every block header, so that changing any fact (model
 weights, dtype, tensor-parallel rank, block size, ...) is a new namespace. That is the only
-invalidation there is: nothing stored is ever reinterpreted. Who opens a store fills in the fields.
+invalidation there is: nothing stored is ever reinterpreted. The opener of a store names the facts.
 """
 
 import hashlib
 from dataclasses import dataclass
 
 from sglang_cake.keys import Digest
+
+LABEL = "model"  # what a person calls the model: equal weights under two names are one namespace
 
 
 def _sized(text: str) -> bytes:
@@ -30,10 +32,12 @@ class Namespace:
             raise ValueError(f"a namespace names each field once, got {names}")
 
     def digest(self) -> Digest:
-        """32 bytes: SHA-256 over the version, then every name and value with its length."""
-        hashed = hashlib.sha256(b"sglang_cake namespace v1")
+        """32 bytes: SHA-256 over the version, then every name and value with its length, without
+        the label."""
+        hashed = hashlib.sha256(b"sglang_cake namespace v2")
         for name, value in self.fields:
-            hashed.update(_sized(name) + _sized(value))
+            if name != LABEL:
+                hashed.update(_sized(name) + _sized(value))
         return Digest(hashed.digest())
 
     def describe(self) -> dict[str, str]:

@@ -40,6 +40,14 @@ def _unit(nodeid: str) -> str:
     return GPU if file.startswith(GPU) else file
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _config_folder(tmp_path_factory):
+    """Where servers and clients find the secrets that they make; not the developer's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling

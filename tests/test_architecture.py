@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, kept by a test: who may import whom, how long things are."""
+"""The rules of docs/architecture.md, kept by a test: which part may import which."""
 
 import ast
 from pathlib import Path
@@ -54,16 +54,6 @@ def test_parts_import_only_what_they_may(path: Path) -> None:
             other = _part(module)
             allowed = other in MAY_IMPORT[part] or (str(relative), other) in EXCEPTIONS
             assert allowed, f"{relative} imports {module}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert lines <= 60, f"{node.name} has {lines} lines"
 
 
 def test_eviction_is_pure() -> None:

@@ -36,8 +36,14 @@ def test_the_digest_is_what_docs_format_says():
     def sized(text):
         return len(text.encode()).to_bytes(8, "little") + text.encode()
 
-    raw = b"sglang_cake namespace v1" + sized("model") + sized("é")
-    assert Namespace((("model", "é"),)).digest() == hashlib.sha256(raw).digest()
+    raw = b"sglang_cake namespace v2" + sized("dtype") + sized("é")
+    assert Namespace((("model", "m"), ("dtype", "é"))).digest() == hashlib.sha256(raw).digest()
+
+
+def test_the_label_does_not_change_the_digest():
+    one, other = (Namespace((("model", m), ("dtype", "bfloat16"))) for m in ("a", "b"))
+    assert one.digest() == other.digest()
+    assert one.describe() != other.describe()
 
 
 def test_description_keeps_names_values_and_order():

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import platform
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,9 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.adapter import forwards, runahead_hooks
 from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.coordinator import Coordinator
-from sglang_cake.adapter.identity import (
-    namespace_of,
-    rope_theta,
-    unrepeatable_weights,
-    weights_digest,
-)
+from sglang_cake.adapter.identity import Identity, rope_theta, server_facts
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.last_step import LastStep
 from sglang_cake.adapter.metrics import Metrics, StoreMetrics
@@ -36,7 +33,7 @@ from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.counters import Counters
-from sglang_cake.errors import CakeError, StoreError
+from sglang_cake.errors import ConfigError, StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import Digest
 from sglang_cake.namespace import Namespace
@@ -45,9 +42,10 @@ from sglang_cake.read.cost_file import CostFile
 from sglang_cake.read.loader import Loader
 from sglang_cake.runahead.setting import CUDA_IPC, group_setting
 from sglang_cake.store.base import Store, StoreStats
-from sglang_cake.store.encoded import open_blocks
+from sglang_cake.store.encoded import check_codec, open_blocks
 from sglang_cake.store.recording import RecordingStore, TraceFile
 from sglang_cake.store.sources import sources_of
+from sglang_cake.store.tiers.late import LateSource
 from sglang_cake.write.pipeline import Writer
 
 if TYPE_CHECKING:
@@ -85,6 +83,13 @@ def _take_part(
     setting, overlaps = group_setting(config), may_overlap(ctx, config)
     if setting is None and not overlaps:
         return
+    if setting is not None:
+        engine.identity.wait()  # members meet by their namespace
+        if engine.identity.is_private:
+            raise ConfigError(
+                "KV-Runahead needs weights that come from files: see the warning above, or remove "
+                "--cake-runahead-peers"
+            )
     on_device = setting is not None and setting.transport == CUDA_IPC
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     rows, gate = forwards.gated(engine.kv, pool, on_device=on_device)
@@ -109,24 +114,27 @@ class Engine:
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
     ) -> None:
         self._ctx, self._tree, self._config = ctx, tree, config
-        self._path, self._revision = ctx.model_config.model_path, ctx.model_config.revision
         allocator = ctx.params.token_to_kv_pool_allocator
         self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
-        namespace = self._namespace(weights_digest(self._path, self._revision), None)
-        self._current = namespace
+        facts = server_facts(
+            ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
+        )
         self.counters = Counters()
         self._io = IoThread()
         labels = _metric_labels(ctx)
         self._setting = config.store
+        self._costs_of = Namespace(tuple(facts.items())).digest()  # whatever the weights hold
         self._cost_file: CostFile | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._trace: TraceFile | None = None
         if config.record_trace is not None and ctx.tp_rank == 0:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
-        self._store: Store | None = self._open(namespace)
-        self.loader = _loader(self._store, self.kv, self._io, self.counters, config)
+        self._namespace: Namespace | None = None  # None: nobody knows yet
+        self._store: Store | None = None  # open while there is a namespace and one is attached
+        check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
+        self.loader = _loader(self.kv, self._io, self.counters, config)
         self.writer = Writer(
-            self._store,
+            None,
             BufferPool(
                 max(1, config.write_queue_bytes // self.kv.buffer_bytes), self.kv.new_buffer
             ),
@@ -139,15 +147,16 @@ class Engine:
         self.landing = Landing(
             self.kv, allocator, tree.evict_own, self.counters, self.loader.copied
         )
+        reducer = _reducer(ctx, tree)
+        self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
         self.coordinator = Coordinator(
             self.loader,
             self.landing,
             config=config,
-            namespace=namespace.digest(),
             page_tokens=ctx.params.page_size,
             pace=self.pace,
-            adapter_digest=self._adapter_digest,
-            agreement=Agreement(_reducer(ctx, tree)),
+            adapter=self.identity.adapter,
+            agreement=Agreement(reducer),
             counters=self.counters,
             teller=Storyteller(
                 config.trace_file,
@@ -157,62 +166,93 @@ class Engine:
         )
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
-        logger.info("cake is on: namespace %s, %s", namespace.digest().hex()[:16], config)
+        logger.info("cake is on: %s", config)
+        self.identity.start()
 
     @property
-    def namespace_digest(self) -> Digest:
-        """Whose KV this process computes now."""
-        return self._current.digest()
+    def namespace_digest(self) -> Digest | None:
+        """Whose KV this process computes now; None while nobody knows."""
+        return None if self._namespace is None else self._namespace.digest()
 
     def namespace_hex(self) -> str | None:
-        """The same in hex; None while the tree holds KV of another one too."""
-        return None if self.coordinator.suspended else self.namespace_digest.hex()
+        """The same in hex; None also while the tree holds KV of another one."""
+        digest = self.namespace_digest
+        return None if digest is None or self.coordinator.suspended else digest.hex()
 
     @property
     def device(self) -> str:
         """What computes here, in a word."""
         return _device(self._ctx)
 
-    def weights_changed(self, *, path: str | None, version: str | None) -> None:
-        """The server's weights are others now: from `path`, or pushed in (None).
+    def weights_changing(self) -> None:
+        """The server's weights are about to be others. Live requests are forgotten: their KV is of
+        mixed origin and must never be stored. Until `weights_changed`, no request is ours."""
+        self._namespace = None
+        self.coordinator.rebase(None, suspended=self.coordinator.suspended)
+        self._use(None)
 
-        Live requests are forgotten: their KV is of mixed origin and must never be stored.
+    def weights_changed(
+        self, files: Files | None, load_format: str | None, version: str | None, *, idle: bool
+    ) -> None:
+        """The server's weights are others now.
+
+        Args:
+            files: that they were loaded from, or None if nobody can say.
+            load_format: that they were loaded with.
+            version: what the user calls them, if anything.
+            idle: no request that has KV of the old weights is alive.
         """
-        weights = unrepeatable_weights() if path is None else weights_digest(path)
-        namespace = self._namespace(weights, version)
-        self._current = namespace
-        self._recall()
-        self.coordinator.rebase(namespace.digest(), suspended=sum(self._tree.total_size()) > 0)
-        logger.info("cake: new weights, namespace %s", namespace.digest().hex()[:16])
-        if self._store is not None:
-            self._use(self._open(namespace))
+        mixed = not idle or sum(self._tree.total_size()) > 0
+        self.coordinator.rebase(None, suspended=mixed)
+        if mixed:
+            logger.info("cake: KV of the old weights is left; nothing is stored until /flush_cache")
+        self.identity.weights_changed(files, load_format, version)
 
     def attach(self, setting: str) -> None:
         """From now on new requests use another store; those that load go on with the old one as
         long as it has blocks to write, and then compute. Nothing has to be idle for that.
 
-        Args: setting: as `--cake-store`. Raises: ConfigError; StoreUnavailable; nothing changes.
+        Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
-        before, self._setting = self._setting, setting
-        try:
-            store = self._open(self._current)
-        except CakeError:
-            self._setting = before
-            raise
-        self._use(store)
+        sources_of(setting, self._config.eviction_policy)
+        self._setting, self.coordinator.detached = setting, False
+        if self._namespace is not None:
+            self._use(self._open(self._namespace))
         self._recall()
-        self.coordinator.detached = False
         logger.info("cake: store %s attached", setting)
 
     def detach(self) -> None:
         """From now on nothing is loaded and nothing stored."""
         self.coordinator.detached = True
-        old, self._store = self._store, None
-        if old is not None:
-            self._io.post(self._close_later, old)
+        self._use(None)
         logger.info("cake: store detached")
 
-    def _use(self, store: Store) -> None:
+    def _known(self, namespace: Namespace) -> None:
+        """What this process computes with has a name."""
+        self._namespace = namespace
+        self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
+        logger.info("cake: namespace %s", namespace.digest().hex()[:16])
+        if not self.coordinator.detached:
+            self._use(self._open(namespace))
+            if not self.identity.is_private:  # else it may never be asked for anything
+                self._io.post(self._try_later)
+
+    def _try_later(self) -> None:
+        async def attempt() -> None:
+            try:
+                if (store := self._store) is not None:
+                    await store.contains([])
+            except StoreError as error:
+                logger.warning("cake computes all, and tries the store again: %s", error)
+
+        self._keep(attempt())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._io.loop.create_task(work)
+        self._tasks.add(task)  # asyncio itself holds no task
+        task.add_done_callback(self._tasks.discard)
+
+    def _use(self, store: Store | None) -> None:
         old, self._store = self._store, store
         self.loader.use(store)
         self.writer.use(store)
@@ -221,6 +261,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop reading; finish the block writes under way. Called when the process ends."""
+        self.identity.close()
         if self.runahead is not None:
             self.runahead.close()
         self.loader.close()
@@ -231,27 +272,19 @@ class Engine:
                 self._io.run(self._store.close(), CLOSE_S)
         self._io.close()
 
-    def _adapter_digest(self, lora_id: str) -> str:
-        manager = self._ctx.tp_worker.model_runner.lora_manager
-        return weights_digest(str(manager.lora_refs[lora_id].lora_path))
-
-    def _namespace(self, weights: str, version: str | None) -> Namespace:
-        return namespace_of(
-            self._ctx,
-            self.kv.layout,
-            weights=weights,
-            weight_version=version or str(self._ctx.server_args.weight_version),
-            codec=namespace_value(self._config.codec, self._config.max_error),
-        )
+    @property
+    def _rope_theta(self) -> float | None:
+        return rope_theta(self._ctx.model_config.hf_text_config)
 
     def _open(self, namespace: Namespace) -> Store:
+        """No I/O: the store is opened when it is first asked, and again until that works."""
         store = open_blocks(
-            sources_of(self._setting, self._config.eviction_policy),
+            [LateSource(s) for s in sources_of(self._setting, self._config.eviction_policy)],
             namespace,
             self.kv.layout,
             codec=self._config.codec,
             max_error=self._config.max_error,
-            rope_theta=rope_theta(self._ctx.model_config.hf_text_config),
+            rope_theta=self._rope_theta,
             counters=self.counters,
             depth=self._config.queue_depth,
             on_device=self.kv.encoded,
@@ -282,7 +315,7 @@ class Engine:
         with contextlib.suppress(RuntimeError):  # no home folder: nothing is remembered
             self._cost_file = CostFile(
                 cache_folder() / "costs",
-                namespace=self._current.digest(),
+                namespace=self._costs_of,
                 store=str(self._setting),
                 device=self.device,
             )
@@ -299,9 +332,7 @@ class Engine:
             await self.writer.drained()
             await store.close()
 
-        task = self._io.loop.create_task(close())
-        self._closing.add(task)  # asyncio itself holds no task
-        task.add_done_callback(self._closing.discard)
+        self._keep(close())
 
 
 async def _stats(store: Store) -> StoreStats | None:
@@ -328,12 +359,10 @@ def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
     return stream if isinstance(stream, torch.cuda.Stream) else None
 
 
-def _loader(
-    store: Store, kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig
-) -> Loader:
+def _loader(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) -> Loader:
     depth, block_s = config.queue_depth, kv.layout.block_bytes / PRIOR_BYTES_PER_S
     return Loader(
-        store,
+        None,
         BufferPool(
             max(depth + 1, config.staging_bytes // kv.load_buffer_bytes), kv.new_load_buffer
         ),

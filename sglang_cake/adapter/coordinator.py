@@ -6,7 +6,6 @@ islands that the front touches), `plan` (how far to compute) and `claimed`.
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
-from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest, KeyChain
 from sglang_cake.read.fair import TenantTokens
 from sglang_cake.read.loader import Loader, Prompt
@@ -36,8 +34,6 @@ from sglang_cake.spans import Span
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-logger = logging.getLogger("sglang_cake")
-
 Attach = Callable[["Req", torch.Tensor, int], None]
 
 
@@ -45,9 +41,8 @@ class Coordinator:
     """All live requests of one scheduler process.
 
     Args:
-        namespace: digest that seeds every key; `rebase` replaces it.
         page_tokens: page size of the tree.
-        adapter_digest: `(lora_id)` is the digest of that adapter's weights; raises ConfigError.
+        adapter: `(lora_id)` is what stands for that LoRA adapter in keys; None while nobody knows.
     """
 
     def __init__(
@@ -56,10 +51,9 @@ class Coordinator:
         landing: Landing,
         *,
         config: CakeConfig,
-        namespace: Digest,
         page_tokens: int,
         pace: Pace,
-        adapter_digest: Callable[[str], str],
+        adapter: Callable[[str], str | None],
         agreement: Agreement,
         counters: Counters,
         teller: Storyteller,
@@ -67,13 +61,13 @@ class Coordinator:
         self._loader = loader
         self._landing = landing
         self._config = config
-        self._namespace = namespace
+        self._namespace: Digest | None = None  # seeds every key; None: no request is ours
         self._page_tokens = page_tokens
         self.pace = pace
         self._agreement = agreement
         self._counters = counters
         self._teller = teller
-        self._adapter_digest = adapter_digest
+        self._adapter = adapter
         self.suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
         self.inbox = Inbox(loader, landing, teller)
@@ -92,13 +86,13 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self.suspended or self.detached or not keyable(req):
+        if self.detached or not keyable(req):
             return
-        try:
-            seed = seed_of(req, self._namespace, self._adapter_digest)
-        except ConfigError as error:
-            logger.warning("cake leaves request %s alone: %s", req.rid, error)
+        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
+        if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
+            self._counters.add("unnamed_requests")
             return
+        seed = seed_of(req, self._namespace, adapter)
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(tokens))
@@ -149,10 +143,11 @@ class Coordinator:
         for rid in list(self._restores):
             self.end(rid)
 
-    def rebase(self, namespace: Digest, *, suspended: bool) -> None:
+    def rebase(self, namespace: Digest | None, *, suspended: bool) -> None:
         """From now on KV means something else; live requests are forgotten, and never stored.
 
         Args:
+            namespace: digest that seeds every key; None: not known yet, so no request is ours.
             suspended: the tree still holds KV of before. What is computed on top of it means
                 nothing in any namespace, so nothing is loaded or stored until the tree is emptied.
         """

@@ -3,7 +3,6 @@
 import hashlib
 import secrets
 from array import array
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_cake.keys import Digest, KeySeed
@@ -30,13 +29,15 @@ def keyable(req: "Req") -> bool:
     )
 
 
-def seed_of(req: "Req", namespace: Digest, adapter_digest: Callable[[str], str]) -> KeySeed:
-    """What its keys start from. Raises: ConfigError if its LoRA adapter cannot be identified."""
-    extra_key, adapter = req.extra_key, None
+def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
+    """What its keys start from.
+
+    Args: adapter: what its LoRA adapter holds, if it has one.
+    """
+    extra_key = req.extra_key
     if req.lora_id is not None:
         # SGLang appends an id made of the adapter's name and path, which says nothing about its
         # weights: those take its place.
-        adapter = adapter_digest(req.lora_id)
         extra_key = (extra_key or "").removesuffix(req.lora_id) or None
     return KeySeed(namespace, extra_key, req.cache_salt or None, adapter)
 
@@ -65,7 +66,7 @@ def facts_of(
     return RequestFacts(
         id=_digest(f"{_PROCESS}{ticket}").hex(),
         tokens=len(tokens),
-        workload=workload[:MOST_WORKLOAD] if isinstance(workload, str) else "",
+        workload=_text(workload)[:MOST_WORKLOAD] if isinstance(workload, str) else "",
         tenant=tenant_of(req),
         worth=_worth(costs, block_tokens),
     )
@@ -77,6 +78,11 @@ def _worth(costs: Costs, block_tokens: int) -> Worth | None:
         return Worth(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
     except ValueError:  # nothing measured, or a fit that cannot be: the store keeps what it has
         return None
+
+
+def _text(given: str) -> str:
+    """What of a user's text UTF-8 can hold; `sglang.Engine` takes any."""
+    return given.encode(errors="replace").decode()
 
 
 def _digest(text: str) -> bytes:

@@ -1,85 +1,75 @@
-"""Whose KV this is: the facts that go into the namespace, read from the running server."""
+"""The facts of the namespace: what the server computes KV with, read from it and from its files.
+
+The digest of the weights is computed in the background, if that takes more than a moment; nothing
+is loaded or stored before it is known. If it cannot be known, the namespace is this process's own.
+"""
 
 import hashlib
-import json
+import inspect
 import os
+import sys
 import uuid
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
+import torch
 
-from sglang_cake.errors import ConfigError
+from sglang_cake.adapter import kv_facts
+from sglang_cake.adapter.content import Files
+from sglang_cake.adapter.searches import (
+    LOADED,
+    PRIVATE,
+    Facts,
+    ModelPlace,
+    Search,
+    Searches,
+    adapter_search,
+    model_search,
+    private_name,
+    update_search,
+)
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json")
-# Up to this size a file is hashed whole; above it, by samples of every tensor and its times.
-WHOLE_FILE_BYTES = 1 << 30
-_SAMPLE_BYTES = 4096
-_SAMPLES = 256
+MAX_ADAPTERS = 4096  # whose digests are remembered
 
 
-@lru_cache(maxsize=64)
-def weights_digest(path: str, revision: str | None = None) -> str:
-    """Digest of what the weight files hold, in hex.
+def server_facts(ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: str) -> Facts:
+    """All facts but those about content.
 
-    Files up to 1 GiB count with every byte. Larger ones count with size, modification time, header
-    and three samples of each tensor: a copy of such a model is a new namespace, which only costs
-    hits; another model with the same shapes never passes for it.
-
-    Raises: ConfigError if there is no weight file at `path` (a folder, a file, or the name of a
-    model in the local Hugging Face cache).
+    Args: layout: of this rank's pool. codec: the blocks' encoding.
     """
-    folder = _local_folder(path, revision)
-    files = sorted(f for pattern in _WEIGHTS for f in folder.glob(pattern))
-    if Path(path).is_file():
-        files = [Path(path)]
-    if not files:
-        raise ConfigError(
-            f"cake finds no weight files in {folder}: it cannot tell whose KV this is"
-        )
-    digest = hashlib.sha256()
-    for file in files + [folder / name for name in _CONFIGS if (folder / name).is_file()]:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(_file_digest(file))
-    return digest.hexdigest()
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_parallel
 
-
-def namespace_of(
-    ctx: "TreeCacheBuildContext",
-    layout: BlockLayout,
-    *,
-    weights: str,
-    weight_version: str,
-    codec: str,
-) -> Namespace:
-    """The namespace of this rank's KV under the given weights, encoded as `codec` says."""
-    args, model = ctx.server_args, ctx.model_config
-    hf_config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    values, model, defaults = resolving_view(ctx.server_args), ctx.model_config, _defaults(ctx)
+    parallel, served = get_parallel(), type(ctx.tp_worker.model_runner.model)
     facts: dict[str, object] = {
         "model": os.path.basename(os.path.normpath(model.model_path)),
-        "weights": weights,
-        "weight_version": weight_version,
-        "config": hashlib.sha256(hf_config.encode()).hexdigest(),
+        "format": kv_facts.file_format(values.load_format),
+        "implementation": _implementation(served),
+        "weight_version": values.weight_version,
         "compute_dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": args.quantization,
-        "kv_scales": getattr(args, "quantization_param_path", None),
         "layout": layout.describe(),
         "page_tokens": ctx.params.page_size,
-        "tp_rank": ctx.tp_rank,
-        "tp_size": ctx.tp_size,
-        "pp_rank": ctx.params.pp_rank,
-        "pp_size": ctx.params.pp_size,
+        "tp_rank": parallel.attn_tp_rank,
+        "tp_size": parallel.attn_tp_size,
         "codec": codec,
     }
-    return Namespace(tuple((name, str(value)) for name, value in facts.items()))
+    if "context_len" in _source(served):  # few models read it, for their RoPE
+        facts["context_length"] = model.context_len
+    if values.enable_deterministic_inference:  # equal to the last bit, or not at all
+        from sglang.version import __version__
+
+        facts["software"] = f"sglang {__version__}, torch {torch.__version__}"
+        facts["device"] = _device_name(ctx)
+    facts |= kv_facts.counted_arguments(values, defaults)
+    facts |= kv_facts.counted_environment(os.environ)
+    return {name: str(value) for name, value in facts.items()}
 
 
 def rope_theta(config: Any) -> float | None:
@@ -92,55 +82,137 @@ def rope_theta(config: Any) -> float | None:
     return None
 
 
-def unrepeatable_weights() -> str:
-    """A digest for weights that were pushed into the running server: nobody can name them again."""
-    return f"pushed-{uuid.uuid4().hex}"
+def _device_name(ctx: "TreeCacheBuildContext") -> str:
+    runner = ctx.tp_worker.model_runner
+    return torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
 
 
-def _local_folder(path: str, revision: str | None) -> Path:
-    if Path(path).exists():
-        return Path(path) if Path(path).is_dir() else Path(path).parent
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def _implementation(model: type) -> str:
+    """The model's class; with a digest of its code if SGLang did not bring it."""
+    name, module = model.__name__, model.__module__
+    if module.split(".")[0] == "sglang":
+        return name
+    file = inspect.getsourcefile(model)
+    code = sorted(Path(file).parent.glob("*.py")) if file is not None else []
+    if not code:
+        return f"{name} {uuid.uuid4().hex}"
+    digest = hashlib.sha256(b"".join(hashlib.sha256(each.read_bytes()).digest() for each in code))
+    return f"{name} {digest.hexdigest()}"
 
+
+def _source(model: type) -> str:
     try:
-        return Path(snapshot_download(path, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as error:
-        raise ConfigError(f"cake finds no local copy of the weights of {path!r}") from error
+        return inspect.getsource(sys.modules[model.__module__])
+    except (OSError, TypeError):
+        return "context_len"  # it cannot be seen: count it
 
 
-def _file_digest(file: Path) -> bytes:
-    digest = xxhash.xxh3_128()
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if size <= WHOLE_FILE_BYTES:
-            while chunk := stream.read(1 << 22):
-                digest.update(chunk)
-            return bytes(digest.digest())
-        digest.update(str(file.stat().st_mtime_ns).encode())
-        for start in _samples(file, size):
-            stream.seek(start)
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return bytes(digest.digest())
+class Identity:
+    """Keeps the namespace true: what it names is what this process computes with now.
+
+    The scheduler thread owns it; all ranks of a group call it alike.
+    """
+
+    def __init__(
+        self,
+        ctx: "TreeCacheBuildContext",
+        facts: Facts,
+        *,
+        reduce_min: Callable[[torch.Tensor], None] | None,
+        on_known: Callable[[Namespace], None],
+    ) -> None:
+        """Args:
+        facts: of the server, as `server_facts` gives them.
+        reduce_min: see `Searches`.
+        on_known: called by `poll` when content became known.
+        """
+        from sglang.srt.arg_groups.overrides import resolving_view
+
+        self._facts, self._on_known = facts, on_known
+        self._values = resolving_view(ctx.server_args)
+        self._defaults = _defaults(ctx)
+        self._searches = Searches(reduce_min)
+        self._tensors: frozenset[str] | None = None
+        self._adapters: dict[str, str] = {}
+        self._model = ctx.model_config.model_path
+        self._revision = ctx.model_config.revision
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether SGLang has a copy of weights whose memory is given up."""
+        return bool(self._values.enable_weights_cpu_backup)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other process can have KV of this one's namespace."""
+        return self._facts["weights"].startswith(PRIVATE)
+
+    def wait(self) -> None:
+        """Return when all that is looked for is known."""
+        self._searches.wait()
+        self.poll()
+
+    def start(self) -> None:
+        """Look for what SGLang has loaded by now."""
+        place = ModelPlace(self._model, self._revision, self._values.download_dir)
+        self._begin(model_search(place, self._values, self._defaults))
+        LOADED.on_adapter = self.adapter_loaded
+        for lora_id in LOADED.adapters:
+            self.adapter_loaded(lora_id)
+
+    def place_of(self, path: str) -> ModelPlace:
+        """Where an update of weights loads from: SGLang asks the default cache of Hugging Face."""
+        return ModelPlace(path, self._revision)
+
+    def weights_changed(
+        self, files: Files | None, load_format: str | None, version: str | None
+    ) -> None:
+        """Other weights were loaded: from `files`, or nobody can say from where (None).
+
+        Args: version: the user's name for them; None: that of the start.
+        """
+        self._facts["weight_version"] = version or str(self._values.weight_version)
+        known = None if load_format is None else kv_facts.file_format(load_format)
+        if known is None:
+            files = None
+        else:
+            self._facts["format"] = known
+        self._begin(update_search(files, self._tensors))
+
+    def adapter_loaded(self, lora_id: str) -> None:
+        """SGLang has loaded a LoRA adapter."""
+        self._adapters.pop(lora_id, None)
+        settings = kv_facts.adapter_settings(self._values, self._defaults)
+        self._begin(adapter_search(lora_id, LOADED.adapters[lora_id], settings))
+
+    def adapter(self, lora_id: str) -> str | None:
+        """What stands for the adapter in keys; None while that is not known."""
+        return self._adapters.get(lora_id)
+
+    def poll(self) -> None:
+        """Learn what was found. Once a step, on all ranks."""
+        for search in self._searches.ended():
+            if search.adapter is not None:
+                self._adapters[search.adapter] = (search.facts or {}).get("adapter", private_name())
+                if len(self._adapters) > MAX_ADAPTERS:
+                    del self._adapters[next(iter(self._adapters))]
+                continue
+            self._tensors = search.tensors or self._tensors
+            self._facts |= search.facts or {"weights": private_name()}
+            self._on_known(Namespace(tuple(self._facts.items())))
+
+    def close(self) -> None:
+        """Look for nothing any more."""
+        LOADED.on_adapter = None
+        self._searches.close()
+
+    def _begin(self, begun: tuple[Search, int]) -> None:
+        search, size_bytes = begun
+        self._searches.begin(search, size_bytes=size_bytes)
+        self.poll()  # what was short is known at once
 
 
-def _samples(file: Path, size: int) -> Iterator[int]:
-    """Offsets to sample: begin, middle and end of every tensor, or evenly over the file."""
-    tensors = _tensor_spans(file) if file.suffix == ".safetensors" else []
-    for start, stop in tensors:
-        yield from (start, (start + stop) // 2, max(start, stop - _SAMPLE_BYTES))
-    if not tensors:
-        yield from range(0, size, max(1, size // _SAMPLES))
+def _defaults(ctx: "TreeCacheBuildContext") -> dict[str, object]:
+    from sglang.srt.arg_groups.arg_utils import record_fields
 
-
-def _tensor_spans(file: Path) -> list[tuple[int, int]]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    base = 8 + length
-    spans = [(0, base)]  # the header itself
-    for name, entry in sorted(header.items()):
-        if name != "__metadata__":
-            start, stop = entry["data_offsets"]
-            spans.append((base + start, base + stop))
-    return spans
+    return {each.name: each.default for each in record_fields(type(ctx.server_args))}

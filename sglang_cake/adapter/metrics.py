@@ -26,6 +26,7 @@ _HELP = {
     "wasted_bytes": "Bytes loaded in vain, by reason.",
     "load_failures": "Blocks or lookups that the store failed, by reason.",
     "fallback": "Prompts of whose stored KV one side alone got everything.",
+    "unnamed_requests": "Requests left to SGLang: what their weights hold was not known.",
     "read_bytes": "Bytes read from the store.",
     "stored_bytes": "Bytes written to the store.",
     "stored_blocks": "Blocks written to the store.",

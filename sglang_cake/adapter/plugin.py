@@ -29,10 +29,11 @@ def register() -> None:
         # Only here: these imports are heavy, and a server without cake must stay as it is.
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sglang_cake.adapter import forwards, responses, scheduling
+        from sglang_cake.adapter import forwards, responses, scheduling, weights
 
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduling.install()
+        weights.install()
         responses.install()
         forwards.install()
 

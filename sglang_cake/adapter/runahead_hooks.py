@@ -62,6 +62,7 @@ def _transport(setting: GroupSetting, engine: "Engine", rows: PoolRows) -> Trans
 
     def connect(greeting: Callable[[int], Message] | None = None) -> TcpTransport:
         namespace, tcp = engine.namespace_digest, setting.transport == TCP
+        assert namespace is not None
         try:
             return TcpTransport(
                 setting.rank,
@@ -94,4 +95,5 @@ def _table_path(engine: "Engine") -> Path | None:
         folder = cache_folder() / "runahead"
     except RuntimeError:  # no home folder
         return None
+    assert engine.namespace_digest is not None
     return table_path(folder, engine.device, engine.namespace_digest)

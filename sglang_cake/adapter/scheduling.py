@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # While nothing can run but a load is awaited, the scheduler polls; this leaves the interpreter to
 # the loader in between.
 _POLL_PAUSE_S = 0.0005
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 
@@ -215,9 +214,6 @@ class CakePrefillAdder(PrefillAdder):
 
 def install() -> None:
     """Register the scheduler hooks. Call while plugins are being loaded."""
-    for source in ("disk", "distributed", "tensor", "ipc"):
-        target = f"{_UPDATER}.update_weights_from_{source}"
-        HookRegistry.register(target, _new_weights, HookType.AFTER)
     HookRegistry.register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
     hooks = {
         "get_prefill_adder_class": _adder_class,
@@ -266,6 +262,7 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is not None:
         chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
         started_s = time.perf_counter()
+        scheduler.tree_cache.engine.identity.poll()
         asked = chunked is not None and bool(queue)
         fits = asked and others_fit(scheduler, scheduler.running_batch)
         coordinator.poll(turns.serving(chunked, queue, coordinator, scheduler.policy, fits=fits))
@@ -280,14 +277,6 @@ def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: 
     if coordinator is not None and queue and queue[-1] is req:  # else it was refused
         tree = scheduler.tree_cache
         coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
-
-
-def _new_weights(result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    tree = updater.scheduler.tree_cache
-    if isinstance(tree, CakeRadixCache) and tree.engine is not None:
-        # A failed update may have changed half of the weights: nobody can say what they are.
-        path = getattr(request, "model_path", None) if result.success else None
-        tree.engine.weights_changed(path=path, version=request.weight_version)
 
 
 def _idle(_: None, scheduler: "Scheduler") -> None:

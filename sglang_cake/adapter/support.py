@@ -30,6 +30,8 @@ class ModelFacts:
     is_sparse: bool = False  # keeps an indexer's cache beside K and V
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
+    # Tokens from which on RoPE turns all prompts of a batch in another way (longrope); None: never.
+    longrope_tokens: int | None = None
 
     @classmethod
     def of(cls, model: "ModelConfig") -> "ModelFacts":
@@ -50,7 +52,23 @@ class ModelFacts:
             is_sparse=bool(is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
+            longrope_tokens=_longrope_tokens(model),
         )
+
+
+def _longrope_tokens(model: "ModelConfig") -> int | None:
+    """SGLang turns the keys of a whole batch by the long factors if one prompt of it is longer than
+    the original context (Phi3LongRoPEScaledRotaryEmbedding): equal tokens, unequal KV."""
+    config = model.hf_text_config
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
+    for rope in kinds:  # of the model, or of its kinds of layers
+        if rope.get("rope_type", rope.get("type")) == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            original = original or config.max_position_embeddings
+            return int(original) if model.context_len > original else None
+    return None
 
 
 # Fields of SGLang's ServerArgs -> when it is in the way, and what to say then.
@@ -70,6 +88,12 @@ _RULES: tuple[_Rule, ...] = (
     ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
     ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
     ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
+    # Ranks of another attention group hold other heads, and serve other requests.
+    (
+        "attn_dp_size",
+        lambda n: n > 1,
+        "does not support attention data parallelism: set --attn-dp-size 1",
+    ),
     ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
     ("use_ray", bool, "does not support Ray: remove --use-ray"),
     (
@@ -245,6 +269,11 @@ def _unsupported_model(model: ModelFacts) -> str | None:
     for field, kind in _MODEL_RULES:
         if getattr(model, field):
             return f"cake does not support {kind}"
+    if model.longrope_tokens is not None:
+        return (
+            "cake does not support longrope beyond the original context, where a prompt's KV "
+            f"depends on its batch: set --context-length {model.longrope_tokens}"
+        )
     if not model.is_generation:
         return "cake does not support models that generate no text (embedding, reward, pooling)"
     return None

@@ -32,7 +32,12 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     add("--port", type=int, default=8700, help="%(default)s; 0 is any that is free")
     add("--tls-cert", type=Path, help="certificate chain, PEM")
     add("--tls-key", type=Path, help="its private key, PEM")
-    add("--token-file", type=Path, help="who may come in: a token a line, file mode 0600")
+    add(
+        "--token-file",
+        type=Path,
+        help="who may come in: a token a line (one is made in your config folder)",
+    )
+    add("--read-token-file", type=Path, help="who may only read: a token a line")
     add("--workers", type=int, help="processes that answer (as many as CPUs, at most 4)")
     add("--namespace-quota", type=_size, help="what one namespace may take on the disk, as 1TB")
     parser.set_defaults(run=run)
@@ -52,18 +57,20 @@ def _size(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Raises: ConfigError, StoreUnavailable."""
     from sglang_cake.store.file.source import parse as parse_file
-    from sglang_cake.store.http.auth import load_tokens
+    from sglang_cake.store.http.auth import make_own_token
     from sglang_cake.store.http.serving import DEFAULT_WORKERS, ServeSettings, serve
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     root = args.root.absolute()
+    token_file = make_own_token() if args.token_file is None else args.token_file
     settings = ServeSettings(
         source=parse_file(StoreUrl(f"file://{root}", "file", quote(str(root)), given)),
         host=args.host,
         port=args.port,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
-        tokens=tuple(load_tokens(args.token_file)) if args.token_file else (),
+        token_file=token_file,
+        read_token_file=args.read_token_file,
         namespace_quota_bytes=args.namespace_quota,
         workers=DEFAULT_WORKERS if args.workers is None else args.workers,
     )
@@ -71,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     def announce(url: str) -> None:
         print(f"sglang-cake: {args.root} is served at {url}", flush=True)
+        print(f"sglang-cake: who has a token of {token_file} may come in", flush=True)
 
     serve(settings, announce)
     print("sglang-cake: stopped", file=sys.stderr)

@@ -95,6 +95,7 @@ class Loader:
     """Loads of all live prompts: a shared queue depth, shared buffers, one read per block.
 
     Args:
+        store: None: no prompt may begin before `use`.
         staging: buffers of one block each; when they run out, loading pauses.
         queue_depth: reads in flight at most.
         prior: what is taken for granted of a store that nothing was read from yet.
@@ -102,7 +103,7 @@ class Loader:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         staging: BufferPool,
         io: IoThread,
         counters: Counters,
@@ -131,6 +132,7 @@ class Loader:
 
     def begin(self, prompt: Prompt) -> None:
         """Look the prompt up (answered by a Found) and, if it is worth it, load at once."""
+        assert self._store is not None
         lane = _Lane(prompt, self._store, self.cost, fence=prompt.first_block)
         self._by_rid[prompt.rid] = lane
         self._io.post(self._open, lane)
@@ -198,8 +200,8 @@ class Loader:
         """Start no more reads. The process is about to end or the I/O thread to stop."""
         self._closed = True
 
-    def use(self, store: Store) -> None:
-        """Prompts that begin from now on are served by `store`."""
+    def use(self, store: Store | None) -> None:
+        """Prompts that begin from now on are served by `store`; None: none may begin."""
         self._store = store
 
     def drain(self) -> list[LoaderEvent]:

@@ -200,7 +200,7 @@ class Outflow:
 
     Args:
         send: to the worker after, see `Transport.send_part`.
-        failed: hears why sending ended, from the sender's thread.
+        failed: called when sending ended by an error, from the sender's thread.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Outflow:
         rows: Rows,
         job: str,
         send: Callable[[LayerPart, Payload], None],
-        failed: Callable[[str], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._rows, self._job, self._send, self._failed = rows, job, send, failed
         self._part_tokens = max(1, MAX_PART_BYTES // rows.token_bytes)
@@ -279,7 +279,10 @@ class Outflow:
                     self._sent = layer
                     self._changed.notify_all()
         except RunaheadError as error:
-            self._failed(str(error))
+            self._failed(error)
+        except Exception as error:
+            logger.exception("cake runahead: a layer could not be sent")
+            self._failed(error)
 
 
 class Hop:

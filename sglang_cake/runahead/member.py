@@ -222,7 +222,9 @@ class Member:
             self._rows,
             offer.job,
             lambda part, payload: self._transport.send_part(after, part, payload),
-            lambda reason: hop.break_off(reason, after),
+            lambda error: hop.break_off(
+                str(error) or repr(error), after if isinstance(error, RunaheadError) else None
+            ),
         )
         helping = Helping(hop, offer, owner, offer.partition.spans[place])
         with self._lock:

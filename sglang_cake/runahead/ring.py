@@ -17,6 +17,7 @@ way: one that takes too long keeps its slot until the engine returns. Nothing is
 
 import contextlib
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from sglang_cake.runahead.messages import (
 )
 from sglang_cake.runahead.tcp import SEND_TIMEOUT_S, TcpTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, Payload, PeerGone
+
+logger = logging.getLogger("sglang_cake")
 
 SLOTS = 2  # of each ring: one is written while the other is used
 RING_BYTES = SLOTS * MAX_PART_BYTES
@@ -123,13 +126,10 @@ class _Link:
             self._used.add(slot)
             self.writing.add(slot)
         offset = slot * MAX_PART_BYTES
-        self._engine.fill(self._source[offset : offset + len(payload)], payload)
         done: list[bool] = []
-        began_s = time.perf_counter()
+        abandoned = threading.Event()
 
-        def write() -> None:
-            source, target = self._source_address + offset, ring.address + offset
-            ok = self._engine.write(ring.session, source, target, len(payload))
+        def end(ok: bool) -> None:
             with self._changed:
                 self.writing.discard(slot)
                 if not ok or abandoned.is_set():  # the peer never hears of it
@@ -137,8 +137,23 @@ class _Link:
                 done.append(ok)
                 self._changed.notify_all()
 
-        abandoned = threading.Event()
-        threading.Thread(target=write, name="cake-runahead-write", daemon=True).start()
+        def write() -> None:
+            source, target = self._source_address + offset, ring.address + offset
+            ok = False
+            try:
+                ok = self._engine.write(ring.session, source, target, len(payload))
+            except Exception:
+                logger.exception("cake runahead: a part could not be written")
+            finally:
+                end(ok)
+
+        try:
+            self._engine.fill(self._source[offset : offset + len(payload)], payload)
+            began_s = time.perf_counter()
+            threading.Thread(target=write, name="cake-runahead-write", daemon=True).start()
+        except BaseException:
+            end(False)
+            raise
         with self._changed:
             self._changed.wait_for(lambda: done or self._theirs is not ring, SEND_TIMEOUT_S)
             if not done:

@@ -4,9 +4,6 @@ The peers are enough where the rest follows from them: the rank, if one of them 
 machine; the secret, if all of them are, or if its file lies where it is looked for.
 """
 
-import contextlib
-import os
-import secrets
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +13,13 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.messages import MAX_MEMBERS
 from sglang_cake.runahead.mooncake import check_installed
-from sglang_cake.secret_file import read_secret_file
+from sglang_cake.secret_file import make_secret_file, own_secret_path, read_key
 
 TCP: Final = "tcp"
 MOONCAKE: Final = "mooncake"
 CUDA_IPC: Final = "cuda-ipc"
-MIN_SECRET_BYTES = 16
-_MAX_FILE_BYTES = 65_536
+_MAX_PEERS_BYTES = 65_536
+_SET_ONE = "set --cake-runahead-secret FILE"
 _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE), and copy it to every member"
 
 
@@ -32,7 +29,7 @@ class GroupSetting:
 
     rank: int
     peers: tuple[tuple[str, int], ...]
-    secret: bytes = field(repr=False)
+    secret: bytes = field(repr=False)  # 32 bytes
     transport: str = TCP
 
 
@@ -64,12 +61,12 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
             "--cake-runahead-transport cuda-ipc is for members on one machine, and "
             "--cake-runahead-peers names others: set tcp or mooncake"
         )
-    if secret is not None:
-        return GroupSetting(rank, known, _secret(Path(secret)), config.runahead_transport)
-    path = default_secret_path()
-    if _are_here(known):
-        _make_secret(path)
-    return GroupSetting(rank, known, _secret(path), config.runahead_transport)
+    path = default_secret_path() if secret is None else Path(secret)
+    if secret is None and _are_here(known):
+        # All members look here, and the first one makes it.
+        make_secret_file(path, name="secret file", hint=_SET_ONE)
+    key = read_key(path, name="secret file", hint=_MAKE_ONE)
+    return GroupSetting(rank, known, key, config.runahead_transport)
 
 
 def default_secret_path() -> Path:
@@ -77,15 +74,7 @@ def default_secret_path() -> Path:
 
     Raises: ConfigError if there is no home folder.
     """
-    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    if not config.is_absolute():  # unset, or to be ignored by the XDG specification
-        try:
-            config = Path.home() / ".config"
-        except RuntimeError:
-            raise ConfigError(
-                "there is no home folder for the group's secret: set --cake-runahead-secret FILE"
-            ) from None
-    return config / "sglang_cake" / "runahead-secret"
+    return own_secret_path("runahead-secret", hint=_SET_ONE)
 
 
 def _own_rank(peers: tuple[tuple[str, int], ...]) -> int:
@@ -110,43 +99,16 @@ def _is_here(host: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except (OSError, UnicodeError):  # not ours, not known, or no name at all
+    except OSError:  # not ours, or not known
         return False
     return True
-
-
-def _make_secret(path: Path) -> None:
-    """A new one, unless there is one: all members are on this machine, and all of them look here.
-
-    Several may do so at once: the first one's stays.
-    """
-    if path.exists():
-        return
-    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, secrets.token_hex(32).encode() + b"\n")
-        finally:
-            os.close(fd)
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    except OSError as error:
-        raise ConfigError(
-            f"secret file {path} cannot be made: {error.strerror or error}; set "
-            "--cake-runahead-secret FILE"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
 
 
 def _peers(text: str) -> tuple[tuple[str, int], ...]:
     """`HOST:PORT,...`, or a file of them, one a line."""
     if "," not in text:  # a group has two members at least
         try:
-            text = Path(text).read_text(encoding="utf-8")[:_MAX_FILE_BYTES]
+            text = Path(text).read_text(encoding="utf-8")[:_MAX_PEERS_BYTES]
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
                 f"--cake-runahead-peers {text!r} is neither HOST:PORT,... nor a file of them"
@@ -175,13 +137,8 @@ def _address(text: str) -> tuple[str, int]:
         or not 0 < int(port) < 65536
     ):
         raise ConfigError(f"--cake-runahead-peers: {text!r} is no HOST:PORT")
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError:
+        raise ConfigError(f"--cake-runahead-peers: {host!r} cannot be the name of a host") from None
     return host, int(port)
-
-
-def _secret(path: Path) -> bytes:
-    secret = read_secret_file(
-        path, name="secret file", most_bytes=_MAX_FILE_BYTES, hint=_MAKE_ONE
-    ).strip()
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(f"secret file {path} holds less than 16 bytes; {_MAKE_ONE}")
-    return secret

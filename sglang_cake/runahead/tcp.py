@@ -5,9 +5,7 @@ that was accepted, which reads. A reader has one buffer for parts, reused for al
 """
 
 import contextlib
-import hmac
 import logging
-import os
 import queue
 import select
 import socket
@@ -19,6 +17,7 @@ from functools import partial
 
 from sglang_cake.keys import Digest
 from sglang_cake.runahead import wire
+from sglang_cake.runahead.handshake import Identity
 from sglang_cake.runahead.messages import (
     PART_HEAD_BYTES,
     BadMessage,
@@ -30,6 +29,7 @@ from sglang_cake.runahead.messages import (
     encode_part,
 )
 from sglang_cake.runahead.presence import Presence
+from sglang_cake.runahead.strangers import Strangers
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone
 from sglang_cake.runahead.wire import end
 
@@ -38,7 +38,9 @@ logger = logging.getLogger("sglang_cake")
 PING_S = 0.25  # how often an idle connection says that it lives
 SILENCE_S = 2.0  # after which a peer counts as gone
 SEND_TIMEOUT_S = 5.0  # in which one part must be taken
-HANDSHAKE_TIMEOUT_S = 5.0
+FRAME_TIMEOUT_S = 10.0  # in which one must come: as long as its sender had, and buffers between
+HANDSHAKE_TIMEOUT_S = 5.0  # in which all of one must be done
+ACCEPT_PAUSE_S = 0.5  # after a connection could not be accepted
 RETRY_S = (0.1, 2.0)  # between dials: first, and at most
 MAX_QUEUE = 256  # messages that wait for one connection
 SOCKET_BUFFER_BYTES = 4 * 2**20
@@ -64,7 +66,7 @@ class TcpTransport:
     Args:
         rank: this member's place in `peers`.
         peers: address of every member, by rank; this one listens on its own.
-        secret: at least 16 bytes that all members know.
+        secret: 32 bytes that all members know.
         namespace: of all members' KV; others are not talked to.
         listener: a bound socket to listen on, instead of the own address.
         greeting: made for each member that comes, and sent to it.
@@ -83,10 +85,11 @@ class TcpTransport:
         new_buffer: Callable[[int], bytearray | memoryview] = bytearray,
     ) -> None:
         self._rank, self._peers = rank, list(peers)
-        self._secret, self._namespace, self._greeting = secret, namespace, greeting
+        self._identity = Identity(rank, len(peers), namespace, secret)
+        self._greeting = greeting
         self._new_buffer = new_buffer
         # Bound here, so that an address that is taken fails the start of the server.
-        self._listener = listener or socket.create_server(peers[rank], reuse_port=False)
+        self._listener = listener or _listening(peers[rank])
         self._outgoing = {r: _Outgoing(self, r, peers[r]) for r in range(len(peers)) if r != rank}
         self._presence = {
             r: Presence(outgoing, partial(self._came, r), partial(self._went, r))
@@ -94,7 +97,9 @@ class TcpTransport:
         }
         self._rates: dict[int, float] = {}  # bytes per second; each reader writes its own
         self._handler: Handler | None = None
-        self._strangers = threading.BoundedSemaphore(2 * len(peers) + 2)  # handshakes at once
+        self._strangers = Strangers(2 * len(peers) + 2)
+        # Addresses of each peer when it was last dialed; each dialing thread writes its own.
+        self._hosts: dict[int, frozenset[str]] = dict.fromkeys(self._outgoing, frozenset())
         self.closed = threading.Event()
 
     # ---- what the interface promises ----
@@ -130,6 +135,7 @@ class TcpTransport:
         with contextlib.suppress(OSError):  # wakes `accept`
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._strangers.close()
         for presence in self._presence.values():
             presence.close()
 
@@ -153,35 +159,21 @@ class TcpTransport:
         if not self.closed.is_set():
             logger.warning("cake runahead: member %d is gone: %s", rank, reason)
             assert self._handler is not None
-            self._handler.on_gone(rank, reason)
+            try:
+                self._handler.on_gone(rank, reason)
+            except Exception:  # it must not end the thread that dials this peer
+                logger.exception("cake runahead: member %d is gone, and that failed", rank)
 
     # ---- the side that dials ----
 
     def dial(self, rank: int, address: Address) -> socket.socket:
         """A connection to a peer that proved itself. Raises: OSError, BadMessage."""
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        self._hosts[rank] = frozenset(str(each[4][0]) for each in found)
         connection = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
         try:
             _prepare(connection)
-            pair = wire.Pair(self._rank, rank, len(self._peers), self._namespace)
-            nonce = os.urandom(wire.NONCE_BYTES)
-            connection.sendall(
-                wire.HELLO.pack(
-                    wire.MAGIC, wire.VERSION, pair.dialer, pair.size, pair.namespace, nonce
-                )
-            )
-            answer = wire.received(connection, wire.ANSWER.size)
-            magic, version, refusal, other, proof = wire.ANSWER.unpack(answer)
-            if magic != wire.MAGIC or version != wire.VERSION:
-                raise BadMessage(wire.REFUSALS[1])
-            if refusal:
-                raise BadMessage(wire.REFUSALS.get(refusal, "it refuses"))
-            expected = pair.proof(self._secret, b"answerer", nonce, other)
-            if not hmac.compare_digest(proof, expected):
-                raise BadMessage("it does not know the group's secret")
-            connection.sendall(pair.proof(self._secret, b"dialer", nonce, other))
-            if wire.received(connection, 1) != wire.WELCOME:
-                raise BadMessage("it refuses")
-            connection.settimeout(SEND_TIMEOUT_S)
+            self._identity.dial(connection, rank, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         except BaseException:
             connection.close()
             raise
@@ -190,29 +182,47 @@ class TcpTransport:
     # ---- the side that answers ----
 
     def _accept(self) -> None:
+        said = ""
         while not self.closed.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if self._strangers.acquire(blocking=False):
-                _thread("cake-runahead-from", self._serve, connection)
-            else:
+                connection, address = self._listener.accept()
+                self._admit(connection, address[0])
+                said = ""
+            except (OSError, RuntimeError) as error:
+                # Descriptors, memory or threads are used up, which passes, or the caller has gone.
+                if not self.closed.is_set() and str(error) != said:
+                    said = str(error)
+                    logger.warning("cake runahead: cannot accept a connection: %s", said)
+                self.closed.wait(ACCEPT_PAUSE_S)
+
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        """Raises: RuntimeError if there can be no thread for it."""
+        from_member = any(host in hosts for hosts in self._hosts.values())
+        try:
+            if not self._strangers.admit(connection, from_member=from_member):
                 connection.close()
+                return
+            _thread("cake-runahead-from", self._serve, connection)
+        except BaseException:
+            self._strangers.leave(connection)
+            connection.close()
+            raise
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             try:
-                rank = self._answer(connection)
+                _prepare(connection)
+                end_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+                rank = self._identity.answer(connection, end_s)
             finally:
-                self._strangers.release()
+                self._strangers.leave(connection)
         except (OSError, BadMessage) as error:
             logger.debug("cake runahead: refused a connection: %s", error)
             connection.close()
             return
-        self._presence[rank].answered(connection)
         reason = "closed"
         try:
+            self._presence[rank].answered(connection)
             self._read(rank, connection)
         except (OSError, BadMessage) as error:
             reason = "silent" if isinstance(error, TimeoutError) else str(error)
@@ -220,51 +230,25 @@ class TcpTransport:
             connection.close()
             self._presence[rank].ended(connection, reason)
 
-    def _answer(self, connection: socket.socket) -> int:
-        """The rank of whoever dialed. Raises: OSError, BadMessage."""
-        connection.settimeout(HANDSHAKE_TIMEOUT_S)
-        _prepare(connection)
-        hello = wire.received(connection, wire.HELLO.size)
-        magic, version, rank, size, namespace, nonce = wire.HELLO.unpack(hello)
-        refusal = 0
-        if magic != wire.MAGIC or version != wire.VERSION:
-            refusal = 1
-        elif size != len(self._peers) or rank not in self._outgoing:
-            refusal = 3
-        elif namespace != self._namespace:
-            refusal = 2
-        own = os.urandom(wire.NONCE_BYTES)
-        pair = wire.Pair(rank, self._rank, size, Digest(namespace))
-        proof = bytes(wire.PROOF_BYTES)
-        if not refusal:
-            proof = pair.proof(self._secret, b"answerer", nonce, own)
-        connection.sendall(wire.ANSWER.pack(wire.MAGIC, wire.VERSION, refusal, own, proof))
-        if refusal:
-            raise BadMessage(f"member {rank}: {wire.REFUSALS[refusal]}")
-        expected = pair.proof(self._secret, b"dialer", nonce, own)
-        if not hmac.compare_digest(wire.received(connection, wire.PROOF_BYTES), expected):
-            raise BadMessage(f"who says to be member {rank} does not know the group's secret")
-        connection.sendall(wire.WELCOME)
-        return int(rank)
-
     def _read(self, rank: int, connection: socket.socket) -> None:
         assert self._handler is not None
-        connection.settimeout(SILENCE_S)
         # So that a payload starts on a word, as copies into the pool want it.
         pad = -PART_HEAD_BYTES % 16
         parts = memoryview(self._new_buffer(pad + PART_HEAD_BYTES + MAX_PART_BYTES))[pad:]
         while not self.closed.is_set():
-            frame = wire.Frame.parse(wire.received(connection, wire.HEAD.size))
+            # A peer that has nothing to say sends a frame each PING_S.
+            head = wire.received(connection, wire.HEAD.size, time.monotonic() + SILENCE_S)
+            frame, end_s = wire.Frame.parse(head), time.monotonic() + FRAME_TIMEOUT_S
             if frame.kind == wire.PART:
                 body = parts[: frame.length]
                 began_s = time.perf_counter()
-                wire.receive(connection, body)
+                wire.receive(connection, body, end_s, SILENCE_S)
                 self.measured(rank, len(body), time.perf_counter() - began_s)
                 frame.check(body)
                 part = decode_part(body[:PART_HEAD_BYTES])
                 self._handler.on_part(rank, part, body[PART_HEAD_BYTES:])
             else:
-                said = wire.received(connection, frame.length)
+                said = wire.received(connection, frame.length, end_s, SILENCE_S)
                 frame.check(said)
                 if frame.kind != wire.PING:
                     self._handler.on_message(rank, decode(frame.kind, said))
@@ -304,23 +288,29 @@ class _Outgoing:
         pause_s = RETRY_S[0]
         while not self._owner.closed.is_set():
             try:
-                self._connection = self._owner.dial(self.rank, self._address)
+                connection = self._owner.dial(self.rank, self._address)
             except (OSError, BadMessage) as error:
                 self._complain(error)
                 self._owner.closed.wait(pause_s)
                 pause_s = min(2 * pause_s, RETRY_S[1])
                 continue
             pause_s, self._said = RETRY_S[0], ""
-            self.up = True
+            self._carry(connection)
+
+    def _carry(self, connection: socket.socket) -> None:
+        """One connection, from its handshake to its end."""
+        with self._state:
+            self._connection, self.up = connection, True
+        reason = "closed"
+        try:
             self._owner.judge(self.rank, "")
-            reason = "closed"
-            try:
-                self._write(self._connection)
-            except OSError as error:
-                reason = str(error)
+            self._write(connection)
+        except OSError as error:
+            reason = str(error)
+        finally:
             self._drop_queued()
-            self._connection.close()
-            self._owner.judge(self.rank, reason)
+            connection.close()
+        self._owner.judge(self.rank, reason)
 
     def is_alive(self) -> bool:
         with self._state:
@@ -344,11 +334,10 @@ class _Outgoing:
             try:
                 item = self._queue.get(timeout=PING_S)
             except queue.Empty:
-                connection.sendall(ping[0])
+                wire.send(connection, time.monotonic() + SEND_TIMEOUT_S, *ping)
                 continue
             try:
-                for piece in item.pieces:
-                    connection.sendall(piece)
+                wire.send(connection, time.monotonic() + SEND_TIMEOUT_S, *item.pieces)
             except BaseException:
                 item.failed = True
                 raise
@@ -378,6 +367,12 @@ def _framed(kind: int, *body: bytes | memoryview) -> _Item:
     if len(body) < 2:
         return _Item((head + b"".join(body),))
     return _Item((head + bytes(body[0]), *body[1:]))
+
+
+def _listening(address: Address) -> socket.socket:
+    """Raises: OSError if the address is taken, or is not of this machine."""
+    family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server(address, family=family)
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -1,14 +1,6 @@
-"""Frames on a TCP connection, and how its two ends prove that they know the group's secret.
+"""Frames on a TCP connection that both ends have proved themselves on (`handshake.py`).
 
-A connection carries one direction: who dials, sends. First the handshake (all little-endian):
-
-    dials    "CKRA" version rank size namespace(32) nonce(16)
-    answers  "CKRA" version refusal nonce(16) proof(32)     refusal 0, or why not: the end
-    dials    proof(32)
-    answers  1 byte, 1
-
-A proof is HMAC-SHA256 over who proves, both ranks, the size of the group, the namespace and both
-nonces, so that it says nothing about the secret and serves for no other connection. Then frames:
+A connection carries one direction: the end that dialed sends. A frame is, all little-endian:
 
     "CKRA" version kind length checksum(8) body(length)
 
@@ -17,52 +9,24 @@ the network between members must be one that nobody else writes to (docs/runahea
 """
 
 import contextlib
-import hashlib
-import hmac
+import math
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 
-from sglang_cake.keys import Digest
 from sglang_cake.runahead.messages import MAX_MESSAGE_BYTES, PART_HEAD_BYTES, BadMessage
 from sglang_cake.runahead.transport import MAX_PART_BYTES
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = b"CKRA"
 PING: Final = 0
 PART: Final = 16
-NONCE_BYTES: Final = 16
-PROOF_BYTES: Final = 32
-HELLO: Final = struct.Struct(f"<4sHHH32s{NONCE_BYTES}s")
-ANSWER: Final = struct.Struct(f"<4sHH{NONCE_BYTES}s{PROOF_BYTES}s")
-WELCOME: Final = b"\x01"
 HEAD: Final = struct.Struct("<4sHHIQ")
 _CHECKED: Final = struct.Struct("<HI")
-
-REFUSALS: Final = {
-    1: "it speaks another version",
-    2: "its namespace is another one: same model, weights, dtype and flags on every member",
-    3: "it does not know this member: same --cake-runahead-peers, and another rank, on every one",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The two ends of a connection, as both of them know it."""
-
-    dialer: int
-    answerer: int
-    size: int
-    namespace: Digest
-
-    def proof(self, secret: bytes, role: bytes, dialer_nonce: bytes, answer_nonce: bytes) -> bytes:
-        """What `role` ("dialer" or "answerer") sends to show that it knows the secret."""
-        said = struct.pack("<HHHH", VERSION, self.dialer, self.answerer, self.size)
-        text = b"cake runahead " + role + said + self.namespace + dialer_nonce + answer_nonce
-        return hmac.digest(secret, text, hashlib.sha256)
 
 
 def checksum(kind: int, *body: bytes | memoryview) -> int:
@@ -109,25 +73,50 @@ class Frame:
             raise BadMessage("the checksum of a frame is wrong")
 
 
-def receive(connection: socket.socket, into: memoryview) -> None:
-    """Fill `into`. Raises: OSError, ConnectionError when the other end is closed."""
+def receive(
+    connection: socket.socket, into: memoryview, end_s: float, silence_s: float = math.inf
+) -> None:
+    """Fill `into`.
+
+    Args:
+        end_s: when all of it must be there, by `time.monotonic`, however steadily bytes come.
+        silence_s: how long no byte may come.
+
+    Raises: TimeoutError; OSError; ConnectionError when the other end is closed.
+    """
     got = 0
     while got < len(into):
+        connection.settimeout(min(_left_s(end_s), silence_s))
         n = connection.recv_into(into[got:])
         if n == 0:
             raise ConnectionError("closed by the other end")
         got += n
 
 
-def received(connection: socket.socket, size: int) -> bytearray:
-    """The next `size` bytes."""
+def received(
+    connection: socket.socket, size: int, end_s: float, silence_s: float = math.inf
+) -> bytearray:
+    """The next `size` bytes, as `receive` gets them."""
     buffer = bytearray(size)
-    receive(connection, memoryview(buffer))
+    receive(connection, memoryview(buffer), end_s, silence_s)
     return buffer
 
 
+def send(connection: socket.socket, end_s: float, *pieces: bytes | memoryview) -> None:
+    """Send all pieces. Raises: TimeoutError when `end_s` (`time.monotonic`) is over; OSError."""
+    for piece in pieces:
+        connection.settimeout(_left_s(end_s))
+        connection.sendall(piece)
+
+
 def end(connection: socket.socket) -> None:
-    """Close it, and wake whoever reads or writes."""
+    """End it in both directions. The thread that reads or writes wakes, and closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+
+
+def _left_s(end_s: float) -> float:
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s

@@ -239,6 +239,14 @@ def open_blocks(
     )
 
 
+def check_codec(
+    layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
+) -> None:
+    """Raises: ConfigError if the codec cannot take such blocks."""
+    if codec != RAW:
+        _chains(layout, codec, max_error, rope_theta)
+
+
 def _chains(
     layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
 ) -> dict[str, Chain]:

@@ -1,19 +1,15 @@
 """The file with the master key, and what is derived from it."""
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest
-from sglang_cake.secret_file import read_secret_file
+from sglang_cake.secret_file import read_key
 
 KEY_BYTES = 32
-_TEXT = re.compile(rb"[0-9a-fA-F]{64}\s*")
-_MAX_FILE_BYTES = 256  # 64 digits, and room for white space behind them
 _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE)"
 
 
@@ -43,8 +39,4 @@ def read_key_file(path: Path) -> MasterKey:
 
     Raises: ConfigError, one line that says what to do and nothing of the file's content.
     """
-    most_bytes = _MAX_FILE_BYTES + 1
-    text = read_secret_file(path, name="key file", most_bytes=most_bytes, hint=_MAKE_ONE)
-    if len(text) > _MAX_FILE_BYTES or not _TEXT.fullmatch(text):
-        raise ConfigError(f"key file {path} does not hold 64 hex digits; {_MAKE_ONE}")
-    return MasterKey(bytes.fromhex(text.decode().strip()))
+    return MasterKey(read_key(path, name="key file", hint=_MAKE_ONE))

@@ -28,6 +28,8 @@ class RequestFacts:
             raise ValueError("an id has 1 to 128 characters, a workload at most 64")
         if not 0 <= self.tokens < 2**31 or not 0 <= self.tenant < _TENANTS:
             raise ValueError("tokens or tenant are out of bounds")
+        # Half a surrogate pair, as JSON can hold one, is a ValueError here: no index could keep it.
+        (self.id + self.workload).encode()
 
     def to_json(self) -> str:
         """For the wire: ASCII, one line."""

@@ -45,7 +45,9 @@ class WriteJob:
 class Writer:
     """The write pipeline. The pool's capacity bounds what waits in it."""
 
-    def __init__(self, store: Store, pool: BufferPool, io: IoThread, counters: Counters) -> None:
+    def __init__(
+        self, store: Store | None, pool: BufferPool, io: IoThread, counters: Counters
+    ) -> None:
         self._store = store
         self._pool = pool
         self._io = io
@@ -64,10 +66,11 @@ class Writer:
 
     def offer(self, job: WriteJob) -> None:
         """Hand over `job` and its buffers. Scheduler thread."""
+        assert self._store is not None
         self._io.post(self._accept, job, self._store)
 
-    def use(self, store: Store) -> None:
-        """Jobs that are offered from now on go to `store`. Scheduler thread."""
+    def use(self, store: Store | None) -> None:
+        """Jobs that are offered from now on go to `store`; None: none may be. Scheduler thread."""
         self._store = store
 
     async def drained(self) -> None:

@@ -89,7 +89,7 @@ class FakeCuda:
         found: FakeStream = self._here.stream
         return found
 
-    def run_until(self, record: _Record | None, deadline_s: float = 20.0) -> None:
+    def run_until(self, record: _Record | None, deadline_s: float = 60.0) -> None:
         end_s = time.monotonic() + deadline_s
         while record is not None and not record.done:
             if not self._step():

@@ -22,7 +22,6 @@ from sglang_cake.adapter.story import Storyteller
 from sglang_cake.buffers import BufferPool
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
-from sglang_cake.errors import ConfigError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.read.cost import LoadCost, PrefillCost
@@ -32,7 +31,7 @@ from sglang_cake.store.base import Store
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
 
-BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 20.0
+BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
 NAMESPACE = Digest(b"n" * 32)
 PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
 
@@ -108,24 +107,22 @@ class Desk:
             config=CakeConfig(
                 mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK, priority=priority
             ),
-            namespace=NAMESPACE,
             page_tokens=PAGE,
             pace=self.pace,
-            adapter_digest=self.digest,
+            adapter=self.digest,
             agreement=Agreement(self.reduce),
             counters=self.counters,
             teller=Storyteller(None, speaks=True, metrics=None),
         )
+        self.cake.rebase(NAMESPACE, suspended=False)
 
     def reduce(self, numbers: torch.Tensor) -> None:
         """What another rank says, if a test has one."""
         if self.peer is not None:
             self.peer(numbers)
 
-    def digest(self, lora_id: str) -> str:
-        if lora_id == "unknown":
-            raise ConfigError("no such adapter")
-        return "digest of " + lora_id.split("@")[0]
+    def digest(self, lora_id: str) -> str | None:
+        return None if lora_id == "unknown" else "digest of " + lora_id.split("@")[0]
 
     # ---- the store and its thread ----
 

@@ -27,6 +27,7 @@ def facts(custom=None, salt=None, extra=None, costs=COSTS):
         ({"cake_workload": "agent"}, "agent"),
         ({"cake_workload": "x" * 100}, "x" * 64),
         ({"cake_workload": 7}, ""),
+        ({"cake_workload": "a\ud800"}, "a?"),
         ({"other": "agent"}, ""),
     ],
 )

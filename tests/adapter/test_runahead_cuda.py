@@ -137,7 +137,7 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     cuda.run_all()
     return workers
@@ -146,7 +146,7 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hop_module, "MAX_PART_BYTES", 1024)  # several parts of each layer
-    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", 20.0)  # two slow cores
+    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", 60.0)  # two slow cores
 
 
 @pytest.mark.parametrize("on_device", [False, True])

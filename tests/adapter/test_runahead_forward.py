@@ -184,7 +184,7 @@ class Setup:
 @pytest.fixture
 def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
     monkeypatch.setattr(module, "ANSWER_S", 20.0)  # two slow cores
-    monkeypatch.setattr(hop, "BIND_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(hop, "BIND_TIMEOUT_S", 60.0)
     made: list[Setup] = []
 
     def make(then: Callable[[Loopback, str], None]) -> Setup:
@@ -234,7 +234,7 @@ def test_an_abort_ends_the_step_while_it_waits_for_a_helper(
     assert one.scheduler._pending_chunked_abort_req is (one.req if chunked else None)
     kept = one.scheduler._deferred_input_requests  # for the scheduler, all of it, in order
     assert [kept[0], kept[2], kept[3]] == ["a request", abort, "a request behind it"]
-    assert one.helper.cancelled.wait(20)
+    assert one.helper.cancelled.wait(60)
     assert one.failures() == {"aborted": 1}
     assert one.owner.member.helpers() == (HELPER,)  # nobody is to blame
 

@@ -17,7 +17,7 @@ from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.write.pipeline import Writer
 
-BLOCK, PATIENCE_S = 16, 20.0
+BLOCK, PATIENCE_S = 16, 60.0
 
 
 class Desk:

@@ -29,6 +29,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "encoder_only": False,
         "pp_size": 1,
         "attn_cp_size": 1,
+        "attn_dp_size": 1,
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
@@ -52,6 +53,39 @@ def test_defaults_are_supported() -> None:
     assert unsupported(_args(page_size=1, chunked_prefill_size=512), PLAIN, 128) is None
 
 
+def _rope(context_tokens: int, **config: Any) -> int | None:
+    from sglang_cake.adapter.support import _longrope_tokens
+
+    text = SimpleNamespace(max_position_embeddings=131072, **config)
+    return _longrope_tokens(SimpleNamespace(hf_text_config=text, context_len=context_tokens))
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("context_tokens", "config", "refused_above"),
+    [
+        (131072, {"rope_parameters": LONGROPE}, 4096),
+        (4097, {"rope_parameters": LONGROPE}, 4096),
+        (4096, {"rope_parameters": LONGROPE}, None),  # no forward is ever longer than the original
+        (131072, {"rope_parameters": {"full_attention": LONGROPE}}, 4096),
+        (131072, {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1}, 1),
+        (131072, {"rope_scaling": {"type": "longrope"}}, None),
+        (131072, {"rope_parameters": {"rope_type": "yarn"}}, None),
+        (131072, {"rope_scaling": None}, None),
+    ],
+)
+def test_longrope_is_refused_where_a_prompt_may_exceed_the_original_context(
+    context_tokens: int, config: dict[str, Any], refused_above: int | None
+) -> None:
+    tokens = _rope(context_tokens, **config)
+    assert tokens == refused_above
+    reason = unsupported(_args(), replace(PLAIN, longrope_tokens=tokens), 128)
+    assert (reason is None) == (refused_above is None)
+    assert reason is None or f"--context-length {refused_above}" in reason
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -61,6 +95,7 @@ def test_defaults_are_supported() -> None:
         ("encoder_only", True),
         ("pp_size", 2),
         ("attn_cp_size", 2),
+        ("attn_dp_size", 2),
         ("dcp_size", 2),
         ("use_ray", True),
         ("speculative_algorithm", "EAGLE3"),

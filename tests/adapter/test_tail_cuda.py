@@ -16,7 +16,7 @@ from sglang_cake.errors import OverlapError
 from sglang_cake.read.reading import Reading
 from sglang_cake.spans import Span
 
-BLOCK, PATIENCE_S = 16, 20.0
+BLOCK, PATIENCE_S = 16, 60.0
 PREFIX = 2 * BLOCK
 
 

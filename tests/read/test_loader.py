@@ -26,7 +26,7 @@ from sglang_cake.store.base import Store
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
 
-BLOCK, BYTES, PATIENCE_S = 4, 32, 20.0
+BLOCK, BYTES, PATIENCE_S = 4, 32, 60.0
 NOW_S = 0.0  # long ago: who waits until then does not wait
 SEED = KeySeed(Digest(b"n" * 32))
 

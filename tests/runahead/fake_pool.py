@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from members import WAIT_S
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member, Owned
@@ -123,7 +124,7 @@ class Worker:
         if helping.hop.inflow is not None:
             helping.hop.inflow.bind(slots[keep : helping.span.start], keep)
         self._forward(helping.hop, slots, tokens, start, helping.span.stop)
-        helping.hop.drain(20.0)
+        helping.hop.drain(WAIT_S)
         return start, helping.span.stop
 
     def own(self, owned: Owned, tokens: "array[int]") -> list[int]:
@@ -151,7 +152,7 @@ class Worker:
             if layer == self.dies_at:
                 self.pause.clear()
                 self.pause_reached.set()
-            self.pause.wait(20)
+            self.pause.wait(WAIT_S)
             time.sleep(self.slow_s)
             if layer == self.raises_at:
                 raise MemoryError("no memory for this layer")

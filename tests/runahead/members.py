@@ -18,12 +18,13 @@ from sglang_cake.runahead.ring import Engine, RingTransport, apart
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
 
-SECRET = b"a secret of the group"
+SECRET = bytes(range(100, 132))
 NAMESPACE = Digest(bytes(range(32)))
+WAIT_S = 60.0  # for what takes milliseconds; generous, for machines that are busy
 JOB = "0123456789abcdef" * 2
 
 
-def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], what: str, deadline_s: float = WAIT_S) -> Any:
     end = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < end, f"waited in vain: {what}"
@@ -47,7 +48,7 @@ class Ear:
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
         if not self.open.is_set():
             self.holds.set()
-        self.open.wait(20)
+        self.open.wait(WAIT_S)
         self.heard.append((rank, part, np.asarray(payload).tobytes()))
 
     def on_gone(self, rank: int, reason: str) -> None:

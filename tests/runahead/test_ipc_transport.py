@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, NAMESPACE, SECRET, Ear, addresses, until
+from members import JOB, NAMESPACE, SECRET, WAIT_S, Ear, addresses, ring_group, until
 
 from sglang_cake.adapter.runahead_ipc import read, spelled
 from sglang_cake.runahead import tcp
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.ring import RingTransport
+from sglang_cake.runahead.ring import SLOTS, RingTransport
 from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
@@ -35,7 +35,7 @@ def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> RingTran
 
 def other_process(peers: list[tuple[str, int]], listener: socket.socket, pipe: Connection) -> None:
     """Takes parts until it is told, and one a time."""
-    tcp.SILENCE_S = 60.0
+    tcp.SILENCE_S = WAIT_S
     ear = Ear()
     here = member(1, peers, listener=listener)
     here.start(ear)
@@ -58,13 +58,13 @@ def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
     here = member(0, peers, listener=listeners[0])
     here.start(ear)
     try:
-        until(lambda: here.reachable() == {1}, "the other process is there", 60.0)
+        until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
         payload = bytearray(MAX_PART_BYTES)
         for layer in range(5):
             payload[:4] = bytes([layer]) * 4
             here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
         ours.send(5)
-        assert ours.poll(20)
+        assert ours.poll(WAIT_S)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
         # A part is heard before its slot is given back; from a stopped process none comes back.
         until(lambda: not here._links[1]._used, "all slots are free")
@@ -79,6 +79,49 @@ def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
     finally:
         child.kill()
         here.close()
+
+
+class Failing(HostIpc):
+    """Its next operations fail, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.fill_fails = self.write_fails = 0
+
+    def fill(self, slot: Any, payload: Any) -> None:
+        self.fill_fails -= 1
+        if self.fill_fails >= 0:
+            raise RuntimeError("a device says it")
+        super().fill(slot, payload)
+
+    def write(self, *arguments: Any) -> bool:
+        self.write_fails -= 1
+        if self.write_fails >= 0:
+            raise RuntimeError("an engine says it")
+        return super().write(*arguments)
+
+
+def test_engine_that_raises_costs_no_slot() -> None:
+    engines = [Failing(), Failing()]
+    members, ears = ring_group(2, lambda rank: engines[rank]), [Ear(), Ear()]
+    for each, ear in zip(members, ears, strict=True):
+        each.start(ear)
+    try:
+        until(lambda: all(each.reachable() for each in members), "both are there")
+        part, payload = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
+        engines[0].write_fails = SLOTS + 1
+        for _ in range(SLOTS + 1):
+            with pytest.raises(PeerGone):
+                members[0].send_part(1, part, payload)
+        engines[0].fill_fails = SLOTS + 1
+        for _ in range(SLOTS + 1):
+            with pytest.raises(RuntimeError, match="a device says it"):
+                members[0].send_part(1, part, payload)
+        members[0].send_part(1, part, payload)
+        until(lambda: len(ears[1].heard) == 1, "the part")
+    finally:
+        for each in members:
+            each.close()
 
 
 def test_memory_that_cannot_be_opened_is_a_peer_that_takes_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fake_pool import Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import GROUPS, until
+from members import GROUPS, WAIT_S, until
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead import hop as hop_module
@@ -48,7 +48,7 @@ class Group:
         return self.workers[-1].member
 
     def propose(
-        self, tokens: "array[int]", partition: Partition, patience_s: float = 10.0
+        self, tokens: "array[int]", partition: Partition, patience_s: float = WAIT_S
     ) -> Owned:
         chain = (*range(partition.workers - 1), SIZE - 1)
         return self.owner.propose(
@@ -71,8 +71,8 @@ class Group:
 @pytest.fixture(autouse=True)
 def settings_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slow cores: what a part may wait for comes, however late."""
-    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", 20.0)
-    monkeypatch.setattr(member_module, "FIRST_WAIT_S", 20.0)
+    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(member_module, "FIRST_WAIT_S", WAIT_S)
 
 
 @pytest.fixture(params=GROUPS)
@@ -146,9 +146,10 @@ def test_a_helper_that_dies_in_the_middle_ends_the_job_and_the_other_one_stays(
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
     agreed(owned)
+    assert owned.agreed  # one that heard of the end first would not begin
 
     def die() -> None:
-        group.workers[who].pause_reached.wait(20)
+        group.workers[who].pause_reached.wait(WAIT_S)
         group.transports[who].close()
 
     threading.Thread(target=die, daemon=True).start()
@@ -166,17 +167,25 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     group: Group, who: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_module, "LEFT_OUT_S", (0.5, 120.0))
-    group.workers[who].raises_at = 2
+    failing = group.workers[who]
+    failing.dies_at = failing.raises_at = 2
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
     agreed(owned)
+    assert owned.agreed  # one that heard of the end first would not begin
+
+    def go_on() -> None:
+        failing.pause_reached.wait(WAIT_S)
+        failing.pause.set()
+
+    threading.Thread(target=go_on, daemon=True).start()
     with pytest.raises(Broken, match=f"member {who}: no memory"):
         group.workers[-1].own(owned, tokens)
     group.owner.end_owned(owned, "cancelled")
     assert left_out(group) == [who]
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
-    group.workers[who].raises_at = None
+    failing.dies_at = failing.raises_at = None
     until(lambda: len(group.owner.helpers()) == SIZE - 1, "it is asked again")
     tried = group.propose(tokens, even(Span(0, 90), 3))
     agreed(tried)
@@ -184,6 +193,22 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     group.workers[-1].own(tried, tokens)
     group.owner.end_owned(tried, "done")
     assert left_out(group) == []  # it has helped: forgiven
+
+
+def test_helper_that_cannot_read_its_own_kv_says_so_and_is_left_out(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*arguments: object) -> None:
+        raise MemoryError("nothing to copy it to")
+
+    monkeypatch.setattr(group.workers[0].rows, "read", read)
+    tokens = prompt(90)
+    owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
+    agreed(owned)
+    with pytest.raises(Broken, match="member 0: nothing to copy it to"):
+        group.workers[-1].own(owned, tokens)
+    group.owner.end_owned(owned, "cancelled")
+    assert left_out(group) == [0]
 
 
 def test_who_is_late_shows_in_what_has_not_come() -> None:
@@ -377,7 +402,7 @@ def test_close_waits_for_the_write_under_way(at_once: bool) -> None:
     class Later:
         def wait(self) -> None:
             started.set()
-            release.wait(10)
+            release.wait(WAIT_S)
 
     class Slow(FakeRows):
         def write(self, *args: object) -> Done | Later:  # type: ignore[override]
@@ -394,7 +419,7 @@ def test_close_waits_for_the_write_under_way(at_once: bool) -> None:
     threading.Thread(
         target=lambda: inflow.part(LayerPart("", 0, 0, 4), payload), daemon=True
     ).start()
-    started.wait(10)
+    assert started.wait(WAIT_S)
 
     def close() -> None:
         inflow.close("enough")
@@ -403,7 +428,7 @@ def test_close_waits_for_the_write_under_way(at_once: bool) -> None:
     threading.Thread(target=close, daemon=True).start()
     assert not closed.wait(0.2)
     release.set()
-    assert closed.wait(10)
+    assert closed.wait(WAIT_S)
     assert rows.writes == 1
     with pytest.raises(Broken):
         inflow.part(LayerPart("", 0, 0, 4), payload)
@@ -425,7 +450,7 @@ def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
     slots = middle.rows.alloc(4)
     assert helping.hop.inflow is not None
     helping.hop.inflow.bind(slots, 0)
-    helping.hop.inflow.wait(0, 10.0, helping.hop.check)
+    helping.hop.inflow.wait(0, WAIT_S, helping.hop.check)
     assert middle.rows.holds(0, slots, offer.tokens[:4])
     middle.member.end_helping(helping, None)
     for worker in workers:

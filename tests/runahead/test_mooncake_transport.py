@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from members import JOB, NAMESPACE, SECRET, Ear, addresses, engine, mooncake_group, until
+from members import (
+    JOB,
+    NAMESPACE,
+    SECRET,
+    WAIT_S,
+    Ear,
+    addresses,
+    engine,
+    mooncake_group,
+    until,
+)
 
 from sglang_cake.runahead import ring as module
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, Ring
@@ -89,7 +99,7 @@ def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
 
     def slow(self: MooncakeEngine, session: str, source: int, target: int, size: int) -> bool:
         slots.append(target)
-        let_go.wait(20)
+        let_go.wait(WAIT_S)
         return write(self, session, source, target, size)
 
     monkeypatch.setattr(MooncakeEngine, "write", slow)

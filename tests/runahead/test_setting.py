@@ -10,13 +10,14 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.setting import GroupSetting, default_secret_path, group_setting
 
+KEY = bytes(range(32))
 PEERS = "10.0.0.1:7000,[::1]:7001,host.example:7002"
 
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
-    path.write_text("0123456789abcdef\n")
+    path.write_text(KEY.hex() + "\n")
     path.chmod(0o600)
     return path
 
@@ -35,8 +36,8 @@ def test_a_group_from_a_flag_or_from_a_file(tmp_path: Path, secret: Path) -> Non
     expected = (("10.0.0.1", 7000), ("::1", 7001), ("host.example", 7002))
     found = setting(PEERS, secret)
     assert found is not None
-    assert (found.rank, found.peers, found.secret) == (1, expected, b"0123456789abcdef")
-    assert "0123456789abcdef" not in repr(found)
+    assert (found.rank, found.peers, found.secret) == (1, expected, KEY)
+    assert str(KEY) not in repr(found)
     file = tmp_path / "peers"
     file.write_text(PEERS.replace(",", "\n") + "\n")
     assert setting(str(file), secret) == found
@@ -75,7 +76,7 @@ def test_copies_from_gpu_to_gpu_are_for_members_on_one_machine(secret: Path) -> 
 
 
 def test_the_only_member_that_can_be_on_this_machine_is_this_one(secret: Path) -> None:
-    found = setting("240.0.0.1:7000,127.0.0.1:7000,..:7000", secret, rank=None)
+    found = setting("240.0.0.1:7000,127.0.0.1:7000,no.such.host.invalid:7000", secret, rank=None)
     assert found is not None
     assert found.rank == 1
 
@@ -92,8 +93,7 @@ def test_members_on_one_machine_find_the_secret_that_the_first_one_made(
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert len({each.secret for each in found if each is not None}) == 1
-    assert {each.secret for each in found if each is not None} == {path.read_bytes().strip()}
-    assert len(path.read_bytes().strip()) == 64
+    assert {each.secret for each in found if each is not None} == {bytes.fromhex(path.read_text())}
 
 
 def test_members_on_other_machines_need_the_same_secret_and_none_is_made(
@@ -106,10 +106,10 @@ def test_members_on_other_machines_need_the_same_secret_and_none_is_made(
     assert list(tmp_path.iterdir()) == []
     default_secret_path().parent.mkdir()
     default_secret_path().touch(0o600)
-    default_secret_path().write_text("0123456789abcdef")
+    default_secret_path().write_text(KEY.hex().upper())
     found = setting(peers, None, rank=None)
     assert found is not None
-    assert (found.rank, found.secret) == (0, b"0123456789abcdef")
+    assert (found.rank, found.secret) == (0, KEY)
 
 
 def test_no_settings_are_no_group() -> None:
@@ -130,6 +130,7 @@ def test_no_settings_are_no_group() -> None:
         ("a:1,b:0", 0, "'b:0' is no HOST:PORT"),
         ("a:1,b:65536", 0, "'b:65536' is no HOST:PORT"),
         ("a:1,:7", 0, "':7' is no HOST:PORT"),
+        ("a:1,..:7", 0, "'..' cannot be the name of a host"),
         ("no-such-file", 0, "neither HOST:PORT,... nor a file"),
         (",".join(f"a:{port}" for port in range(1, 300)), 0, "names 299 members"),
     ],
@@ -141,11 +142,24 @@ def test_mistakes(peers: str | None, rank: int | None, says: str, secret: Path) 
     assert "\n" not in str(error.value)
 
 
-def test_a_secret_is_long_and_nobody_elses(secret: Path, tmp_path: Path) -> None:
-    secret.write_text("too short")
-    with pytest.raises(ConfigError, match="less than 16 bytes"):
+@pytest.mark.parametrize(
+    "text", ["", "correct horse battery staple", "0123456789abcdef", "g" * 64, "0" * 63, "0" * 65]
+)
+def test_a_secret_that_is_not_32_bytes_is_refused_with_a_way_to_make_one(
+    secret: Path, text: str
+) -> None:
+    secret.write_text(text)
+    with pytest.raises(ConfigError) as error:
         setting(PEERS, secret)
-    secret.write_text("0123456789abcdef")
+    assert f"{secret} does not hold 64 hex digits; make one by: " in str(error.value)
+    assert "openssl rand -hex 32" in str(error.value)
+    assert "copy it to every member" in str(error.value)
+    assert text == "" or text not in str(error.value)
+
+
+def test_a_secret_that_others_could_read_or_nobody_can_is_refused(
+    secret: Path, tmp_path: Path
+) -> None:
     secret.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
         setting(PEERS, secret)

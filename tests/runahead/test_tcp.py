@@ -1,6 +1,7 @@
 """The TCP transport against strangers, liars, other groups, silence and returns."""
 
 import contextlib
+import resource
 import socket
 import struct
 import threading
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import JOB, NAMESPACE, SECRET, Ear, addresses, tcp_group, until
+from members import JOB, NAMESPACE, SECRET, WAIT_S, Ear, addresses, tcp_group, until
 
 from sglang_cake.keys import Digest
-from sglang_cake.runahead import tcp, wire
+from sglang_cake.runahead import handshake, tcp, wire
+from sglang_cake.runahead.handshake import Identity, Pair
 from sglang_cake.runahead.messages import (
     Accept,
     BadMessage,
@@ -66,16 +68,14 @@ def shaken(peers: list[tuple[str, int]]) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)
+    connection.settimeout(WAIT_S)
     try:
         return connection.recv(1) == b""
     except ConnectionError:
         return True
 
 
-@pytest.mark.parametrize(
-    "other", [{"secret": b"another secret of the group"}, {"namespace": Digest(bytes(32))}]
-)
+@pytest.mark.parametrize("other", [{"secret": bytes(32)}, {"namespace": Digest(bytes(32))}])
 def test_others_are_left_out(
     member: Member, other: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,32 +100,88 @@ def test_a_group_of_another_size_is_left_out(member: Member) -> None:
         stranger.close()
 
 
-def test_a_recorded_proof_opens_nothing(member: Member) -> None:
+def hello(connection: socket.socket, namespace: bytes = NAMESPACE) -> Pair:
+    """What member 1 says first, and what member 0 answers."""
+    nonce = bytes(handshake.NONCE_BYTES)
+    connection.sendall(handshake.HELLO.pack(wire.MAGIC, wire.VERSION, 1, 2, namespace, nonce))
+    answer = handshake.ANSWER.unpack(read(connection, handshake.ANSWER.size))
+    assert answer[:2] == (wire.MAGIC, wire.VERSION)
+    return Pair(1, 0, 2, Digest(namespace), nonce, answer[2])
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    return bytes(wire.received(connection, size, time.monotonic() + WAIT_S))
+
+
+def test_recorded_proof_on_another_connection_is_refused(member: Member) -> None:
     _, ear, peers, _ = member
-    replayed = socket.create_connection(peers[0])
-    hello = wire.HELLO.pack(wire.MAGIC, wire.VERSION, 1, 2, NAMESPACE, bytes(16))
-    replayed.sendall(hello)
-    answer = wire.ANSWER.unpack(wire.received(replayed, wire.ANSWER.size))
-    pair = wire.Pair(1, 0, 2, NAMESPACE)
-    replayed.sendall(pair.proof(SECRET, b"dialer", bytes(16), answer[3]))
-    assert wire.received(replayed, 1) == wire.WELCOME
-    again = socket.create_connection(peers[0])
-    again.sendall(hello)
-    wire.received(again, wire.ANSWER.size)
-    again.sendall(pair.proof(SECRET, b"dialer", bytes(16), answer[3]))  # of another nonce
-    assert is_closed(again)
-    replayed.close()
+    with socket.create_connection(peers[0]) as first, socket.create_connection(peers[0]) as again:
+        proof = hello(first).proof(SECRET, b"dialer")
+        first.sendall(proof)
+        assert read(first, handshake.VERDICT.size)[:2] == bytes(2)
+        hello(again)
+        again.sendall(proof)  # of another nonce
+        assert read(again, handshake.VERDICT.size)[:2] != bytes(2)
+        assert is_closed(again)
     assert ear.heard == []
 
 
-def test_the_answer_of_one_who_does_not_know_the_secret_is_not_believed(member: Member) -> None:
+@pytest.mark.parametrize("namespace", [NAMESPACE, bytes(32)])
+def test_stranger_without_the_secret_gets_no_proof_and_no_reason(
+    member: Member, namespace: bytes
+) -> None:
+    """With a proof, it could guess a secret without asking anybody."""
+    _, _, peers, _ = member
+    with socket.create_connection(peers[0]) as stranger:
+        stranger.sendall(hello(stranger, namespace).proof(b"a guess", b"dialer"))
+        refusal, proof = handshake.VERDICT.unpack(read(stranger, handshake.VERDICT.size))
+        assert (refusal, proof) == (1, bytes(handshake.PROOF_BYTES))
+        assert is_closed(stranger)
+
+
+def test_member_of_another_version_hears_the_version_and_is_refused(member: Member) -> None:
+    _, _, peers, _ = member
+    with socket.create_connection(peers[0]) as other:
+        sent = handshake.HELLO.pack(wire.MAGIC, wire.VERSION + 1, 1, 2, NAMESPACE, bytes(16))
+        other.sendall(sent)
+        answer = handshake.ANSWER.unpack(read(other, handshake.ANSWER.size))
+        assert answer[:2] == (wire.MAGIC, wire.VERSION)
+        assert is_closed(other)
+
+
+def test_answer_of_a_stranger_without_the_secret_is_not_believed(member: Member) -> None:
     own, _, _, listener = member
-    listener.listen()
     connection, _ = listener.accept()  # member 0 dials its peer
-    wire.received(connection, wire.HELLO.size)
-    connection.sendall(wire.ANSWER.pack(wire.MAGIC, wire.VERSION, 0, bytes(16), bytes(32)))
+    read(connection, handshake.HELLO.size)
+    connection.sendall(handshake.ANSWER.pack(wire.MAGIC, wire.VERSION, bytes(16)))
+    read(connection, handshake.PROOF_BYTES)
+    connection.sendall(handshake.VERDICT.pack(0, bytes(32)))
     assert is_closed(connection)
     assert own.reachable() == frozenset()
+
+
+def test_bytes_that_trickle_end_at_the_deadline() -> None:
+    """However steadily they come: each of these is there at once."""
+
+    class Trickle(socket.socket):
+        def recv_into(self, view: Any, *args: Any) -> int:
+            there.send(b"x")
+            return super().recv_into(view[:1], *args)
+
+    near, there = socket.socketpair()
+    with there, Trickle(fileno=near.detach()) as here, pytest.raises(TimeoutError):
+        wire.received(here, 2**22, time.monotonic() + 0.2)
+
+
+def test_handshake_whose_time_is_over_fails_though_all_bytes_are_there() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(bytes(handshake.HELLO.size))
+        identity, over_s = Identity(0, 2, NAMESPACE, SECRET), time.monotonic()
+        with pytest.raises(TimeoutError):
+            identity.answer(here, over_s)
+        with pytest.raises(TimeoutError):
+            identity.dial(here, 1, over_s)
 
 
 HEADS = [
@@ -170,7 +226,7 @@ def test_silence_is_absence_and_who_returns_is_there_again(
     own, ear, peers, listener = member
     mute = TcpTransport(1, peers, secret=SECRET, namespace=NAMESPACE, listener=listener)
     incoming, _ = listener.accept()
-    mute._answer(incoming)
+    Identity(1, 2, NAMESPACE, SECRET).answer(incoming, time.monotonic() + WAIT_S)
     until(own._outgoing[1].is_alive, "one direction is up")
     monkeypatch.setattr(tcp, "SILENCE_S", 0.3)
     outgoing = mute.dial(0, peers[0])  # and the other one; both stay open
@@ -278,7 +334,7 @@ def test_what_ended_before_its_pair_was_there_is_half_of_none(
 
     def later(self: TcpTransport, *peer: Any) -> socket.socket:
         if self is pair.members[1]:
-            may_dial.wait(20)
+            may_dial.wait(WAIT_S)
         return dial(self, *peer)
 
     monkeypatch.setattr(TcpTransport, "dial", later)
@@ -303,7 +359,7 @@ def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
         def on_gone(self, rank: int, reason: str) -> None:
             super().on_gone(rank, reason)
             if self is pair.ears[0]:
-                may_tell.wait(20)
+                may_tell.wait(WAIT_S)
                 told.append("is told")
 
     pair = two(ear=Slow, greeting=Cancel(JOB, "welcome"))
@@ -319,17 +375,100 @@ def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
     assert told == ["is greeted", "is told", "is greeted"]
 
 
-def test_strangers_that_say_nothing_are_few(member: Member) -> None:
-    own, _, peers, listener = member
-    idle = [socket.create_connection(peers[0]) for _ in range(12)]
-    assert any(is_closed(connection) for connection in idle[6:])
-    for connection in idle:
-        connection.close()
-    late = second(peers, listener)
+def test_strangers_that_trickle_are_few_and_keep_no_member_out(member: Member) -> None:
+    _, _, peers, _ = member
+    strangers = [socket.create_connection(peers[0]) for _ in range(12)]
+    for stranger in strangers[-6:]:  # as many as there are places
+        stranger.send(b"C")
+    with shaken(peers):  # which was the last to come
+        assert all(is_closed(stranger) for stranger in strangers[:7])
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_addresses_of_members_lose_their_places_last() -> None:
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.2", 0))
+    peers = [ours.getsockname(), theirs.getsockname()]
+    own = TcpTransport(0, peers, secret=SECRET, namespace=NAMESPACE, listener=ours)
+    own.start(Ear())
+    strangers = []
     try:
-        until(lambda: own.reachable() == {1}, "members get in when strangers are gone")
+        theirs.accept()  # it has looked up where its peer is
+        early = socket.create_connection(peers[0], source_address=("127.0.0.2", 0))
+        for _ in range(12):
+            stranger = socket.create_connection(peers[0], source_address=("127.0.0.3", 0))
+            strangers.append(stranger)
+        assert all(is_closed(stranger) for stranger in strangers[:7])  # five are left, and `early`
+        early.sendall(hello(early).proof(SECRET, b"dialer"))
+        assert read(early, handshake.VERDICT.size)[:2] == bytes(2)
     finally:
-        late.close()
+        own.close()
+        for connection in (theirs, *strangers):
+            connection.close()
+
+
+def no_descriptors(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Descriptors are used up: a limit below those that are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def no_threads(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As Python says it. A real limit would be for all processes of this user."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patch.setattr(threading.Thread, "start", start)
+    return patch.undo
+
+
+@pytest.mark.parametrize("used_up", [no_descriptors, no_threads])
+def test_member_that_could_not_accept_a_connection_accepts_the_next(
+    member: Member,
+    used_up: Callable[[pytest.MonkeyPatch], Callable[[], None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own, _, peers, listener = member
+    with socket.socket() as early:
+        restore = used_up(monkeypatch)
+        try:
+            early.connect(peers[0])
+            until(lambda: "cannot accept a connection" in caplog.text, "a line in the log")
+        finally:
+            restore()
+        late = second(peers, listener)
+        try:
+            until(lambda: own.reachable() == {1}, "the member is there")
+        finally:
+            late.close()
+
+
+def test_handler_that_raises_ends_no_dialing(two: Callable[..., Two]) -> None:
+    class Raises(Ear):
+        def on_gone(self, rank: int, reason: str) -> None:
+            super().on_gone(rank, reason)
+            raise ValueError("of a handler")
+
+    pair = two(ear=Raises)
+    pair.start()
+    for cut in range(1, 3):
+        pair.meet()
+        pair.cut(cut % 2)
+        until(lambda: all(len(e.gone) == cut for e in pair.ears), "both have noticed")  # noqa: B023
+    pair.meet()
+
+
+def test_member_listens_on_an_address_of_ip_version_6() -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IP version 6 here: {error}")
+    port = listener.getsockname()[1]
+    listener.close()
+    TcpTransport(0, [("::1", port), ("::1", 1)], secret=SECRET, namespace=NAMESPACE).close()
 
 
 def test_an_address_that_is_taken_is_said_at_once() -> None:

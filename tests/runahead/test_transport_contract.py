@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
-from members import GROUPS, JOB, Ear, until
+from members import GROUPS, JOB, WAIT_S, Ear, until
 
 from sglang_cake.runahead.messages import Accept, Cancel, LayerPart, Message, Offer, new_job
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
@@ -87,7 +87,7 @@ def test_what_is_in_flight_is_bounded(group: Group) -> None:
     members[0].send(2, Cancel(JOB, "to another peer"))  # which holds nobody else up
     until(lambda: ears[2].heard, "the message")
     ears[1].open.set()
-    thread.join(20)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     until(lambda: len(ears[1].heard) == 12, "all parts")
 
@@ -122,6 +122,6 @@ def test_a_sender_that_waits_hears_that_its_peer_is_gone(group: Group) -> None:
     thread.start()
     thread.join(0.3)
     members[1].close()
-    thread.join(20)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     assert len(ended) == 1

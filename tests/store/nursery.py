@@ -14,9 +14,11 @@ import itertools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from sglang_cake.codec.frame import BlockFrame
+from sglang_cake.errors import StoreUnavailable
 from sglang_cake.layout import BlockLayout
 from sglang_cake.store.file import blockfile
 from sglang_cake.store.file.folder import BlockFolder
@@ -31,6 +33,7 @@ NAMES = range(12)
 FILL = [("fill", number) for number in range(80)]
 BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
 blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
+DEADLINE_S = 120.0
 LINE_BYTES = 128  # no line of a log lies in two pages, so none is cut when its writer is killed
 
 
@@ -82,8 +85,16 @@ class Log:
 
 
 def opened(root, fsync="off", **options):
+    """With its index open, however long that takes: the product waits for it OPEN_WAIT_S."""
     folder = BlockFolder(root, sync=fsync == "data", **options)
-    return FileStore(folder, FRAME, threads=2)
+    store, end_s = FileStore(folder, FRAME, threads=2), time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            folder.stats()
+            return store
+        except StoreUnavailable:
+            if time.monotonic() > end_s:
+                raise
 
 
 async def put_all(store):
@@ -116,8 +127,7 @@ async def race(root):
 
 
 async def crash(root, at):
-    store, left = opened(root, fsync="data"), at
-    await store.stats()  # the index is open: from now on the put alone changes the disk
+    store, left = opened(root, fsync="data"), at  # from now on the put alone changes the disk
 
     def dying(real):
         def call(*args, **kwargs):

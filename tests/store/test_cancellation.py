@@ -27,7 +27,7 @@ class Held:
     def __call__(self, *args, **kwargs):
         self.calls += 1
         self.entered.set()
-        self.go.wait(10)  # bounded, so that a test that fails does not hang
+        self.go.wait(60)  # bounded, so that a test that fails does not hang
         return self.real(*args, **kwargs)
 
 
@@ -171,7 +171,7 @@ def test_an_error_of_a_cancelled_call_is_not_logged(caplog):
 
     def work(stop):
         started.set()
-        go.wait(10)
+        go.wait(60)
         assert stop.is_set()
         raise RuntimeError("too late for anybody")
 

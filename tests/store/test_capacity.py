@@ -13,7 +13,7 @@ import nursery
 import pytest
 from filestore import files_below, nobody_evicts
 from nursery import FRAME
-from test_crash import Nursery
+from test_crash import SINCE, Nursery
 
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.store.eviction import POLICIES
@@ -346,7 +346,7 @@ def test_writers_that_evict_are_killed_at_random_moments(tmp_path):
     try:
         for turn in range(150):
             pid = writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")
-            writers.kill(pid, 0.002 * (turn % 25), at_work=turn % 2)
+            writers.kill(pid, 0.002 * (turn % 25), since=SINCE[turn // len(POLICIES) % 3])
             assert du_bytes(tmp_path) <= CAPACITY_BYTES
             asyncio.run(audit(tmp_path))
         assert len(nursery.promised(tmp_path)) > 10  # or nothing was shown

@@ -286,7 +286,7 @@ def test_a_cancelled_direct_read_lets_go_of_the_memory_first(disk, monkeypatch, 
 
     def hold(direct):
         entered.set()
-        go.wait(10)  # bounded, so that a test that fails does not hang
+        go.wait(60)  # bounded, so that a test that fails does not hang
 
     async def test(stored):
         await stored.make_cold()
@@ -313,7 +313,7 @@ def test_a_cancelled_read_waits_for_the_check_of_what_came(disk, monkeypatch, sm
 
     def hold(block, payload):
         entered.set()
-        go.wait(10)
+        go.wait(60)
         real(block, payload)
 
     async def test(stored):

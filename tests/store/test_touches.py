@@ -84,6 +84,23 @@ def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, mon
         assert there(folder, (0, 1)) == [0]
 
 
+def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
+    """Facts are checked before; whatever else may come, it is one request's own loss."""
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        put(folder, 0)
+        put(folder, 1)
+        bad = RequestFacts("bad", 1000)
+        object.__setattr__(bad, "workload", "\ud800")
+        with folder._books.open() as index, folder._books._flushing:  # not one by one
+            folder.touched(DIGEST, keys(0), FACTS)
+            folder.touched(DIGEST, keys(1), bad)
+            folder.touched(DIGEST, keys(0, 2), RequestFacts("good", 1000, "good"))
+        assert index
+        first, second = booked(folder, (0, 1))
+        assert (first.uses, first.use.workload) == (2, "good")
+        assert second.uses == 0
+
+
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):
     fits = {("chat", 1, 0): Fit(0.5, 0.1, 60), POOLED: Fit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
@@ -170,6 +187,8 @@ def test_facts_survive_the_wire(facts):
         {"tenant": 2**63},
         {"workload": "x" * 65},
         {"id": ""},
+        {"id": "\ud800"},
+        {"workload": "\udfff"},
         {"worth": {}},
         {"worth": {**json.loads(FACTS.to_json())["worth"], "load_s": "1"}},
         {"worth": {**json.loads(FACTS.to_json())["worth"], "load_s": float("nan")}},
@@ -181,7 +200,7 @@ def test_facts_survive_the_wire(facts):
     ],
 )
 def test_facts_from_strangers_are_checked(change):
-    with pytest.raises(ValueError, match=r"out of bounds|tells|type|characters|numbers|worth"):
+    with pytest.raises(ValueError, match=r"bounds|tells|type|characters|numbers|worth|surrogates"):
         RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
 
 

@@ -20,7 +20,7 @@ from sglang_cake.store.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.testing.store_contract import NAMESPACE, key_of
 
 NOW = threading.Event()  # never set: nothing is given up
-SPACES = [Namespace((("model", f"version {n}"),)) for n in range(100)]
+SPACES = [Namespace((("weights", f"version {n}"),)) for n in range(100)]
 
 
 def folders_below(root):
@@ -171,7 +171,7 @@ def test_descriptions_count_and_their_number_is_bounded(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
         for n in range(600):
-            long = Namespace((("model", f"{n}"), ("note", "x" * 60_000)))
+            long = Namespace((("weights", f"{n}"), ("note", "x" * 60_000)))
             folder.describe(long.digest(), long.describe())
             assert folder.description(long.digest()) == long.describe()
         assert len(folders_below(tmp_path)) <= MOST_UNUSED + 3
@@ -182,7 +182,7 @@ def test_descriptions_count_and_their_number_is_bounded(tmp_path):
 
 def test_a_description_for_which_there_is_no_room_is_refused(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
-        huge = Namespace((("model", "x" * CAPACITY_BYTES),))
+        huge = Namespace((("weights", "x" * CAPACITY_BYTES),))
         with pytest.raises(StoreFull):
             folder.describe(huge.digest(), huge.describe())
         assert folders_below(tmp_path) == []

@@ -18,7 +18,7 @@ from sglang_cake.store.request import RequestFacts
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
 from sglang_cake.write.pipeline import PUTS_IN_FLIGHT, WriteJob, Writer
 
-BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 20.0
+BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
 SEED = KeySeed(Digest(b"n" * 32))
 
 

@@ -110,8 +110,15 @@ class Books:
         as well: who evicts next must not take a block that was just used."""
         with self._flushing:
             reads = [self._reads.popleft() for _ in range(len(self._reads))]
-            if reads:
+            if not reads:
+                return
+            try:
                 self._room.touched(index.touch(reads))
+            except (ValueError, OverflowError):  # one cannot be written: the others' still are
+                logger.exception("store %s: index", self._root)
+                for read in reads:
+                    with contextlib.suppress(ValueError, OverflowError):
+                        self._room.touched(index.touch([read]))
 
     def close(self) -> None:
         """Blocks until the thread has ended, or for CLOSE_S."""

@@ -43,7 +43,7 @@ class Descriptions:
         """
         with foreign_errors(self._root):
             there = read_description(self._root, digest)
-        if there is not None and there != dict(fields):
+        if there is not None and _digest(there) != _digest(fields):
             raise ConfigError(
                 f"{NamespaceFolder(self._root, digest).description} does not describe the "
                 "namespace it is in: remove that folder, or choose another one for the store"
@@ -101,7 +101,9 @@ class Descriptions:
             write_file(tree.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
             with tree.opened(self._root) as root:
                 os.fsync(root)
-        elif there != fields:  # somebody else made it meanwhile, for something else
+        elif _digest(there) != _digest(
+            fields
+        ):  # somebody else made it meanwhile, for something else
             raise StoreUnavailable(f"{self._root}: {name} is described as something else")
 
     def remove(self, digest: Digest, *, unless_younger_s: float) -> bool:
@@ -122,7 +124,7 @@ class Descriptions:
                     return False
                 if there is not None:
                     fields = read_description(self._root, digest) or {}
-                    if Namespace(tuple(fields.items())).digest() != digest:
+                    if _digest(fields) != digest:
                         return False
                     os.unlink(DESCRIPTION, dir_fd=folder)
             with tree.opened(self._root) as root:
@@ -166,6 +168,11 @@ def read_description(root: Path, digest: Digest) -> dict[str, str] | None:
     finally:
         os.close(folder)
     return fields if isinstance(fields, dict) and _is_text(fields) else {}
+
+
+def _digest(fields: Mapping[str, str]) -> Digest:
+    """Labels are not in it, and may differ."""
+    return Namespace(tuple(fields.items())).digest()
 
 
 def _as_json(fields: Mapping[str, str]) -> bytes:

@@ -46,7 +46,11 @@ def wanted_slice(request: web.BaseRequest) -> slice | None:
         wanted = request.http_range
     except ValueError:
         raise Refused(416, "the Range is none, or several") from None
-    return None if wanted.start is None and wanted.stop is None else wanted
+    if wanted.start is None and wanted.stop is None:
+        return None
+    # aiohttp says the same of the last 0 bytes as of all from the first on.
+    is_suffix = request.headers["Range"].partition("=")[2].strip().startswith("-")
+    return slice(0, 0) if is_suffix and wanted.start == 0 else wanted
 
 
 async def accept_body(request: web.BaseRequest) -> None:

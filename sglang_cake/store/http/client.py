@@ -19,6 +19,7 @@ from sglang_cake.store.http.timing import Pace, Patience
 from sglang_cake.store.http.wire import (
     Endpoint,
     HttpCounters,
+    TryAgain,
     Wire,
     read_lines,
     read_whole,
@@ -44,12 +45,22 @@ class HttpStore:
     """
 
     def __init__(
-        self, endpoint: Endpoint, frame: BlockFrame, *, depth: int, patience: Patience | None = None
+        self,
+        locate: Callable[[], Endpoint],
+        frame: BlockFrame,
+        *,
+        depth: int,
+        patience: Patience | None = None,
     ) -> None:
-        """Args: depth: reads, and writes, in flight at most."""
+        """Args:
+        locate: as in `Wire`.
+        depth: reads, and writes, in flight at most.
+
+        Raises: ConfigError, of `locate`.
+        """
         self._frame = frame
         self._patience = patience or Patience()
-        self._wire = Wire(endpoint, self._patience, self._forget_server)
+        self._wire = Wire(locate, self._patience, self._forget_server)
         # Our server brings a description to its disk before it answers: however small it is, and
         # however fast the last one was, that takes as long as the disk takes.
         floor_s = max(self._patience.first_s, self._patience.floor_s)
@@ -163,7 +174,7 @@ class HttpStore:
         if self._plain:
             return
         path = protocol.block_path(self._frame.digest, key)
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, TryAgain):
             async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
                 pass  # whatever it says: the block is computed now
 
@@ -254,7 +265,7 @@ class HttpStore:
         found = await self._small(look)
         if found is None:
             await self._small(tell, self._describing)
-        elif found != fields:
+        elif not protocol.describes(found, self._frame.digest):
             raise StoreUnavailable(f"{path} on the server describes another namespace")
         self._claimed = True
 

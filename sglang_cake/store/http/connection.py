@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from sglang_cake.store.http.answer import block_fields, head_of, plain_answer
 from sglang_cake.store.http.bodies import while_it_moves
+from sglang_cake.store.http.places import Place
 from sglang_cake.store.http.plain_get import MAX_BYTES, PlainGet, read_plain_get
 from sglang_cake.store.http.refusal import refusal_of
 from sglang_cake.store.http.sending import is_cached, send_at_once, send_rest
@@ -38,16 +39,16 @@ class BlockConnection(asyncio.BufferedProtocol):
     def __init__(
         self,
         server: StoreServer,
-        new_http: Callable[[], asyncio.Protocol],
+        place: Place,
+        new_http: Callable[[Place], asyncio.Protocol],
         here: "set[BlockConnection]",
-        closed: Callable[[], None],
         idle_s: float,
     ) -> None:
-        """Args: new_http: makes who takes over. here: connections that are not taken over, for as
-        long as they are open. closed: called when one of these ends. idle_s: how long it may be
-        without a request."""
-        self._server, self._new_http = server, new_http
-        self._here, self._closed, self._idle_s = here, closed, idle_s
+        """Args: place: the connection's. new_http: makes who takes over. here: connections that
+        are not taken over, for as long as they are open. idle_s: how long it may be without a
+        request."""
+        self._server, self._place, self._new_http = server, place, new_http
+        self._here, self._idle_s = here, idle_s
         self._loop = asyncio.get_running_loop()
         self._room = memoryview(bytearray(MAX_BYTES))
         self._held = 0  # bytes of the next request that have come
@@ -68,7 +69,7 @@ class BlockConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
         self.resume_writing()
-        self._closed()
+        self._server.left(self._place)
 
     def eof_received(self) -> bool:
         self._ending = True
@@ -112,13 +113,19 @@ class BlockConnection(asyncio.BufferedProtocol):
         self._here.discard(self)
 
     def _take(self) -> None:
-        data, self._held = bytes(self._room[: self._held]), 0
+        data = bytes(self._room[: self._held])
         get = read_plain_get(data)
         if get is not None and self._server.lets_pass(get.authorization):
+            self._held -= get.size
+            self._room[: self._held] = data[get.size :]
+            self._place.begin()
             self._answer(get)
             return
+        if self._ending:  # half a request
+            self._transport.close()
+            return
         self._leave()
-        http, transport = self._new_http(), self._transport
+        http, transport = self._new_http(self._place), self._transport
         transport.set_write_buffer_limits()
         transport.set_protocol(http)
         http.connection_made(transport)
@@ -215,7 +222,8 @@ class BlockConnection(asyncio.BufferedProtocol):
     def _ended(self, status: int) -> None:
         self._server.counts.answered("GET", status)
         self._task, self._used_s = None, self._loop.time()
-        if self._ending or self._server.is_stopping:
+        self._place.end()
+        if self._server.is_stopping or (self._ending and not self._held):
             self._transport.close()
         elif self._held and not self._transport.is_closing():
             self._transport.resume_reading()

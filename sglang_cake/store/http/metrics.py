@@ -22,7 +22,8 @@ def metrics_text(stats: StoreStats, tally: Tally, workers: int) -> str:
     }
     say("requests_total", "counter", by_label)
     for name in (
-        *("sent_bytes", "received_bytes", "refused_connections", "bad_requests"),
+        *("sent_bytes", "received_bytes", "bad_requests"),
+        *("refused_connections", "dropped_connections"),
         *EVICTION_COUNTS,
     ):
         say(f"{name}_total", "counter", {"": tally.total(name)})

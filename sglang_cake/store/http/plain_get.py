@@ -1,7 +1,8 @@
 """The one request that is answered without aiohttp: a plain GET of a whole block.
 
-Recognised only where nothing can be meant but that: one request and nothing behind it, with no
-other header fields than these, each once and of printable ASCII. Anything else is left to aiohttp.
+Recognised only where nothing can be meant but that: no other header fields than these, each once
+and of printable ASCII. So there is no body, and what comes behind it is the next request. Anything
+else is left to aiohttp.
 """
 
 import re
@@ -27,11 +28,12 @@ class PlainGet(NamedTuple):
     key: BlockKey
     authorization: str | None
     counts: bool  # as use of the block, for eviction
+    size: int  # bytes of the request
 
 
 def read_plain_get(data: bytes) -> PlainGet | None:
-    """The request that `data` is, all of it; None if it is anything else."""
-    request = _REQUEST.fullmatch(data)
+    """The request that `data` begins with, whole; None if that is anything else."""
+    request = _REQUEST.match(data)
     if request is None:
         return None
     target = protocol.parse_path(request[1].decode())
@@ -45,4 +47,4 @@ def read_plain_get(data: bytes) -> PlainGet | None:
     if fields.get("connection", _KEEPS[0]) not in _KEEPS:
         return None
     counts = fields.get(protocol.USE_HEADER.lower()) != protocol.NO_USE
-    return PlainGet(target.digest, target.key, fields.get("authorization"), counts)
+    return PlainGet(target.digest, target.key, fields.get("authorization"), counts, request.end())

@@ -16,9 +16,10 @@ from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import EVICTION_COUNTS, BlockInfo, EvictionCounts, StoreStats
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.http import protocol
-from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.auth import Access
 from sglang_cake.store.http.bodies import STUCK_S, Refused, read_body
 from sglang_cake.store.http.metrics import metrics_text
+from sglang_cake.store.http.places import Place
 from sglang_cake.store.http.protocol import Kind, Target
 from sglang_cake.store.http.refusal import refusal_of
 from sglang_cake.store.http.server_blocks import BlockService
@@ -40,6 +41,7 @@ METHODS = {
     Kind.LIST: ("GET",),
     Kind.BLOCK: ("GET", "HEAD", "PUT", "POST", "DELETE"),
 }
+WRITING = ("PUT", "DELETE")  # what a token for reading does not allow
 
 
 class StoreServer:
@@ -48,13 +50,13 @@ class StoreServer:
     def __init__(
         self,
         folder: BlockFolder,
-        gate: Gate,
+        access: Access,
         counts: Row,
         *,
         namespace_quota_bytes: int | None = None,
     ) -> None:
         """Args: counts: this process's, of all that answer for the same server."""
-        self._folder, self.lets_pass, self.counts = folder, gate.lets_pass, counts
+        self._folder, self.access, self.counts = folder, access, counts
         # By who had this row earlier.
         self._evicted_before = {name: counts[name] for name in EVICTION_COUNTS}
         self.blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
@@ -85,27 +87,43 @@ class StoreServer:
             if not self._under_way:
                 self._idle.set()
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request, whatever it is."""
+    def lets_pass(self, authorization: str | None) -> bool:
+        """Whether this `Authorization` header names a valid token."""
+        return self.access.gate.lets_pass(authorization)
+
+    def left(self, place: Place) -> None:
+        """A connection has ended; may be said twice."""
+        self.counts["closed_connections"] += place.leave()
+
+    async def handle(self, request: web.BaseRequest, place: Place) -> web.StreamResponse:
+        """Answer one request, whatever it is. Args: place: of its connection."""
         response: web.StreamResponse
         with self.under_way():
             try:
-                response = await self._answer(request)
+                response = await self._answer(request, place)
             except Exception as error:
                 refused = refusal_of(error, request.method, request.path)
                 response = web.Response(status=refused.status, text=f"{refused}\n")
                 response.headers.update(refused.headers or {})
+        if not place.is_known or response.status == 401:
+            response.force_close()  # nobody holds a place without a token
+        else:
+            place.end()
         if self.is_stopping:
             request.protocol.close()
         self.counts.answered(request.method, response.status)
         return response
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, place: Place) -> web.StreamResponse:
         target = protocol.parse_path(request.rel_url.raw_path)
         if target is not None and target.kind is Kind.HEALTH:  # for whoever watches, without token
             return web.Response(text="ok\n")
-        if not self.lets_pass(request.headers.get("Authorization")):
+        authorization = request.headers.get("Authorization")
+        if not self.lets_pass(authorization):
             raise Refused(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+        place.begin()
+        if request.method in WRITING and not self.access.gate.may_write(authorization):
+            raise Refused(403, "this token may only read")
         if target is None:
             raise Refused(404, "no such path")
         allowed = METHODS[target.kind]

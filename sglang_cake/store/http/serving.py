@@ -6,14 +6,13 @@ import ipaddress
 import os
 import resource
 import socket
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.file.source import FileSource
-from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.auth import Access
 from sglang_cake.store.http.crew import MAX_CONNECTIONS, Crew
 from sglang_cake.store.http.tally import Row, Tally
 from sglang_cake.store.http.worker import work
@@ -30,9 +29,10 @@ class ServeSettings:
     source: FileSource
     host: str
     port: int  # 0: any that is free
+    token_file: Path
+    read_token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    tokens: tuple[str, ...] = ()
     namespace_quota_bytes: int | None = None
     workers: int = DEFAULT_WORKERS
 
@@ -44,20 +44,7 @@ class ServeSettings:
             raise ConfigError(f"--port {self.port} is none, allowed: 0 to 65535")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"--workers {self.workers} is none, allowed: 1 to {MAX_WORKERS}")
-        if not self.tokens and not is_loopback(self.host):
-            raise ConfigError(
-                f"--host {self.host} lets other machines in: protect it with --token-file, "
-                "or listen on 127.0.0.1"
-            )
         self.source.check()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
@@ -67,12 +54,14 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
     Raises: ConfigError, StoreUnavailable.
     """
     settings.check()
-    tls = _tls(settings)
+    cert, key = settings.tls_cert, settings.tls_key
+    tls_files = (cert, key) if cert and key else None
+    access = Access(settings.token_file, settings.read_token_file, tls_files)
     _allow_open_files()
 
     def answer(channel: socket.socket, counts: Row) -> None:
-        gate, quota_bytes = Gate(settings.tokens), settings.namespace_quota_bytes
-        asyncio.run(work(channel, settings.source, gate, counts, tls, quota_bytes))
+        most, quota_bytes = MAX_CONNECTIONS // settings.workers, settings.namespace_quota_bytes
+        asyncio.run(work(channel, settings.source, access, counts, most, quota_bytes))
 
     with contextlib.closing(_listen(settings.host, settings.port)) as listening:
         crew = Crew(listening, Tally(settings.workers), answer)
@@ -89,19 +78,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         words = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {host} port {port}: {words}") from None
-
-
-def _tls(settings: ServeSettings) -> ssl.SSLContext | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except OSError as error:  # what cannot be parsed, or does not fit, is an SSLError, which is one
-        words = error.strerror or str(error)
-        raise ConfigError(f"--tls-cert and --tls-key cannot be used: {words}") from None
-    return context
 
 
 def _url(settings: ServeSettings, listening: socket.socket) -> str:

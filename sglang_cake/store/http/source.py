@@ -1,5 +1,6 @@
 """`http://host:8700`, `https://host/prefix?token_file=/path&ca=/path`: a store behind HTTP."""
 
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.store.base import Store, StoredNamespace
 from sglang_cake.store.http import protocol
-from sglang_cake.store.http.auth import load_tokens
+from sglang_cake.store.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.http.timing import Patience
 from sglang_cake.store.http.wire import Endpoint, Wire, read_whole, refuse
@@ -21,20 +22,20 @@ class HttpSource:
     """Implements `StoreSource`."""
 
     base: str  # without a slash at the end
-    token_file: Path | None = None
+    token_file: Path | None = None  # None: the user's own, for a server on this machine
     ca: Path | None = None  # certificates to trust instead of the system's
     reads_count: bool = True  # as use, for the server's eviction
 
     def check(self) -> None:
         """The files can be read. Whether the server is up is not asked: it may come later."""
-        self._endpoint()
+        self.locate()
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
-        return HttpStore(self._endpoint(), frame, depth=depth)
+        return HttpStore(self.locate, frame, depth=depth)
 
     async def namespaces(self) -> list[StoredNamespace]:
         """Raises: StoreUnavailable; always, where the server is not ours."""
-        wire = Wire(self._endpoint(), Patience(), lambda: None)
+        wire = Wire(self.locate, Patience(), lambda: None)
 
         async def attempt() -> list[StoredNamespace]:
             async with wire.request("GET", protocol.NAMESPACES) as response:
@@ -50,17 +51,29 @@ class HttpSource:
         finally:
             await wire.close()
 
-    def _endpoint(self) -> Endpoint:
-        """Raises: ConfigError."""
-        token = None if self.token_file is None else load_tokens(self.token_file)[0]
-        tls = None
+    def locate(self) -> Endpoint:
+        """As the files say now. Raises: ConfigError."""
+        ca, tls = b"", None
         if self.ca is not None:
             try:
+                ca = self.ca.read_bytes()
                 tls = ssl.create_default_context(cafile=self.ca)
             except OSError as error:  # what it cannot parse is an SSLError, which is one
                 words = error.strerror or "no certificates in it"
                 raise ConfigError(f"ca file {self.ca} cannot be read: {words}") from None
-        return Endpoint(self.base, token, tls, self.reads_count)
+        return Endpoint(self.base, self._token(), ca, tls, self.reads_count)
+
+    def _token(self) -> str | None:
+        """Raises: ConfigError."""
+        if self.token_file is not None:
+            return load_tokens(self.token_file)[0]
+        if not is_loopback(urlsplit(self.base).hostname or ""):  # a token goes to nobody else
+            return None
+        try:
+            path = own_token_path()
+        except ConfigError:  # no home folder, so nobody's
+            return None
+        return load_tokens(path)[0] if os.path.exists(path) else None
 
 
 def parse(url: StoreUrl) -> HttpSource:

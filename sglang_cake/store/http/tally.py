@@ -7,18 +7,19 @@ from sglang_cake.store.base import EVICTION_COUNTS
 
 METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
 STATUSES = (
-    *(200, 201, 204, 206, 400, 401, 404, 405, 408, 409, 411, 413, 416, 417),
+    *(200, 201, 204, 206, 400, 401, 403, 404, 405, 408, 409, 411, 413, 416, 417),
     *(500, 503, 507, 0),  # 0: any other
 )
 ANSWERS = tuple((method, status) for method in METHODS for status in STATUSES)
 # Of a process that has ended, these say nothing any more.
-GAUGES = ("puts", "dealt_connections", "closed_connections")
+GAUGES = ("puts", "dealt_connections", "closed_connections", "beats")
 COUNTS = (
     *GAUGES,
     "sent_bytes",
     "received_bytes",
     *EVICTION_COUNTS,
-    "refused_connections",
+    "refused_connections",  # while all places had requests
+    "dropped_connections",  # to make room for others
     "bad_requests",  # that were no HTTP
 )
 _COLUMNS: dict[object, int] = {name: at for at, name in enumerate((*COUNTS, *ANSWERS))}

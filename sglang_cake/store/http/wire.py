@@ -6,12 +6,12 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NoReturn, TypeVar
 
 import aiohttp
 
-from sglang_cake.errors import BlockCorrupt, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.errors import BlockCorrupt, ConfigError, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.breaker import Breaker
 from sglang_cake.store.http.timing import Hedging, Pace, Patience
@@ -56,8 +56,9 @@ class Endpoint:
     """Where the server is and how to get in."""
 
     base: str  # URL without a slash at the end
-    token: str | None = None
-    tls: ssl.SSLContext | None = None
+    token: str | None = field(default=None, repr=False)
+    ca: bytes = field(default=b"", repr=False)  # what `tls` was made of
+    tls: ssl.SSLContext | None = field(default=None, compare=False)  # None: the system's
     reads_count: bool = True  # as use, for the server's eviction
 
 
@@ -69,14 +70,29 @@ class TryAgain(Exception):
         self.after_s = after_s
 
 
+class Forbidden(StoreUnavailable):
+    """Our token does not allow this. The server is well: others of our requests are answered."""
+
+
+class Renewed(TryAgain):
+    """The server refused a token or showed a certificate that has been replaced meanwhile."""
+
+
 class Wire:
-    """Belongs to the event loop that first uses it. Holds no lock, starts no thread."""
+    """Belongs to the event loop that first uses it. Holds no lock."""
 
     def __init__(
-        self, endpoint: Endpoint, patience: Patience, on_outage: Callable[[], None]
+        self, locate: Callable[[], Endpoint], patience: Patience, on_outage: Callable[[], None]
     ) -> None:
-        """Args: on_outage: called when the breaker opens; the server may come back as another."""
-        self._endpoint, self._on_outage = endpoint, on_outage
+        """Args:
+        locate: reads what says how to get in; called again, in a thread, when the server does not
+            let us in.
+        on_outage: called when the breaker opens; the server may come back as another.
+
+        Raises: ConfigError, of `locate`.
+        """
+        self._locate, self._on_outage = locate, on_outage
+        self._endpoint = locate()
         # Reads have connections of their own: our server answers those that carry nothing else
         # without aiohttp (connection.py).
         self._reads: aiohttp.ClientSession | None = None
@@ -109,6 +125,8 @@ class Wire:
                 if number + 1 == tries:
                     raise StoreUnavailable(self._message(error)) from error
                 self.counters.retries += 1
+                if isinstance(error, Renewed):
+                    continue
                 usual_s = RETRY_S * 2**number * random.uniform(0.5, 1.5)
                 await asyncio.sleep(max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S)))
         raise AssertionError("no tries")
@@ -129,6 +147,12 @@ class Wire:
             self.counters.timeouts += 1
             self._failed(ticket)
             raise StoreUnavailable(self._message(error)) from error
+        except Forbidden:
+            self._breaker.succeeded(ticket)
+            raise
+        except Renewed:
+            self._breaker.abandoned(ticket)
+            raise
         except (aiohttp.ClientError, OSError, TryAgain) as error:
             self._failed(ticket)
             again = error if isinstance(error, TryAgain) else TryAgain(_words(error))
@@ -236,29 +260,47 @@ class Wire:
         expect100: bool = False,
     ) -> aiohttp.ClientResponse:
         self.counters.requests += 1
-        return await session.request(
-            method,
-            self._endpoint.base + path,
-            data=data,
-            headers=headers,
-            expect100=expect100,
-            allow_redirects=False,  # a token goes to nobody else
-        )
+        endpoint, headers = self._endpoint, dict(headers or {})
+        if endpoint.token is not None:
+            headers["Authorization"] = f"Bearer {endpoint.token}"
+        try:
+            response = await session.request(
+                method,
+                endpoint.base + path,
+                data=data,
+                headers=headers,
+                expect100=expect100,
+                allow_redirects=False,  # a token goes to nobody else
+                ssl=True if endpoint.tls is None else endpoint.tls,
+            )
+        except aiohttp.ClientConnectorCertificateError as error:
+            if await self._is_renewed(endpoint):
+                raise Renewed("the certificates to trust were replaced") from error
+            raise
+        if response.status == 401 and await self._is_renewed(endpoint):
+            response.close()
+            raise Renewed("the token was replaced")
+        return response
+
+    async def _is_renewed(self, used: Endpoint) -> bool:
+        """Whether there is another token or certificate than those that did not let us in."""
+        if self._endpoint is used:
+            try:
+                found = await asyncio.to_thread(self._locate)
+            except ConfigError:  # what the server said is more to the point
+                return False
+            if self._endpoint is used and found != used:
+                self._endpoint = found
+        return self._endpoint is not used
 
     def _session(self) -> aiohttp.ClientSession:
         headers = {"Accept-Encoding": "identity"}
-        if self._endpoint.token is not None:
-            headers["Authorization"] = f"Bearer {self._endpoint.token}"
         if not self._endpoint.reads_count:
             headers[protocol.USE_HEADER] = protocol.NO_USE
         return aiohttp.ClientSession(
             # No limit of its own: whoever calls has one for each kind of request, so that a lookup
             # never waits for a connection behind reads.
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=KEEPALIVE_S,
-                ssl=True if self._endpoint.tls is None else self._endpoint.tls,
-            ),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             headers=headers,
             read_bufsize=READ_BYTES,
@@ -296,7 +338,7 @@ def _one_line(text: str) -> str:
 async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
     """Turn an answer that was not hoped for into the error that it is.
 
-    Raises: StoreFull, StoreUnavailable; TryAgain for what may pass.
+    Raises: StoreFull, Forbidden, StoreUnavailable; TryAgain for what may pass.
     """
     text = _one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
     message = f"{response.method} was answered {response.status}: {why or text}"
@@ -304,6 +346,8 @@ async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
         raise StoreFull(message)
     if response.status >= 500 and response.status != 501:
         raise TryAgain(message, _retry_after_s(response))
+    if response.status == 403:
+        raise Forbidden(message)
     raise StoreUnavailable(message)
 
 

@@ -2,28 +2,31 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
-import ssl
-from collections.abc import Callable
 
 from aiohttp import web
 
-from sglang_cake.errors import CakeError
+from sglang_cake.errors import CakeError, ConfigError
 from sglang_cake.store.file.source import FileSource
-from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.auth import Access
 from sglang_cake.store.http.bodies import STUCK_S
 from sglang_cake.store.http.connection import BlockConnection
-from sglang_cake.store.http.crew import CONNECTION, CUT_S, END_S, READY, REFUSE, STOP
+from sglang_cake.store.http.crew import CONNECTION, CUT_S, END_S, READY, STOP
+from sglang_cake.store.http.places import Place, Places
 from sglang_cake.store.http.server import StoreServer
 from sglang_cake.store.http.tally import Row
+
+logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 75.0  # of a connection without a request
 LINGER_S = 2.0  # how long the rest of an unwanted body is read, so that the answer arrives
 HANDSHAKE_S = 10.0
 READ_BYTES = 1 << 17  # of a body that wait in memory until they are looked at
-COUNT_EVERY_S = 1.0
+BEAT_S = 1.0
+REFRESH_S = 1.0  # until a token or certificate that was replaced is looked at
 DEALT_AT_ONCE = 64  # connections taken before requests have their turn again
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
@@ -34,9 +37,9 @@ REFUSAL = (
 async def work(
     channel: socket.socket,
     source: FileSource,
-    gate: Gate,
+    access: Access,
     counts: Row,
-    tls: ssl.SSLContext | None,
+    most_connections: int,
     namespace_quota_bytes: int | None,
 ) -> None:
     """Answer until the parent says so over `channel`, or is gone, or SIGTERM or SIGINT comes.
@@ -49,34 +52,36 @@ async def work(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     try:
+        await asyncio.to_thread(access.refresh)  # read before the first worker was forked
         folder = await asyncio.to_thread(source.folder)
     except CakeError as error:
         channel.send(str(error).encode()[:1000])
         return
     try:
-        server = StoreServer(folder, gate, counts, namespace_quota_bytes=namespace_quota_bytes)
+        server = StoreServer(folder, access, counts, namespace_quota_bytes=namespace_quota_bytes)
         try:
-            await _Dealt(server, channel, tls, stopping).answer()
+            await Dealt(server, channel, stopping, most_connections).answer()
         finally:
             await asyncio.to_thread(server.close)
     finally:
         await asyncio.to_thread(folder.close)
 
 
-class _Dealt:
+class Dealt:
     """The connections that this process was dealt."""
 
     def __init__(
         self,
         server: StoreServer,
         channel: socket.socket,
-        tls: ssl.SSLContext | None,
         stopping: asyncio.Event,
+        most_connections: int,
     ) -> None:
-        self._server, self._channel, self._tls = server, channel, tls
+        self._server, self._channel = server, channel
         self._stopping, self._abandoned = stopping, False
+        self._places = Places(most_connections)
         self._greeting: set[asyncio.Task[None]] = set()
-        self._http = _CountedServer(server, self._closed)
+        self._http = _HttpServer(server)
         self._reading: set[BlockConnection] = set()
 
     async def answer(self) -> None:
@@ -86,7 +91,7 @@ class _Dealt:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel, self._heard)
         self._channel.send(READY)
-        counting = asyncio.create_task(self._count())
+        tasks = [asyncio.create_task(each) for each in (self._beat(), self._refresh())]
         await self._stopping.wait()
         if not self._abandoned:
             self._channel.send(STOP)  # no more, please; what is on its way is answered
@@ -98,13 +103,28 @@ class _Dealt:
         for connection in list(self._reading):
             connection.abort()
         await runner.cleanup()
-        counting.cancel()
+        for task in tasks:
+            task.cancel()
         self._server.count_evicted()
 
-    async def _count(self) -> None:
+    async def _beat(self) -> None:
+        """Show the parent that this process goes on."""
         while True:
+            self._server.counts["beats"] += 1
             self._server.count_evicted()
-            await asyncio.sleep(COUNT_EVERY_S)
+            await asyncio.sleep(BEAT_S)
+
+    async def _refresh(self) -> None:
+        said = ""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await asyncio.to_thread(self._server.access.refresh)
+                said = ""
+            except ConfigError as error:
+                if said != str(error):
+                    said = str(error)
+                    logger.warning("%s; what it held before stays in force", said)
 
     def _heard(self) -> None:
         for _ in range(DEALT_AT_ONCE):
@@ -114,10 +134,10 @@ class _Dealt:
                 return
             except ConnectionError:
                 said, sockets = b"", []
-            if said in (CONNECTION, REFUSE) and not sockets:  # no descriptor was left for it
-                self._closed()
+            if said == CONNECTION and not sockets:  # no descriptor was left for it
+                self._server.counts["closed_connections"] += 1
             for fd in sockets:
-                task = asyncio.create_task(self._greet(fd, refuse=said == REFUSE))
+                task = asyncio.create_task(self._greet(fd))
                 self._greeting.add(task)  # asyncio itself holds no task
                 task.add_done_callback(self._greeting.discard)
             if said in (STOP, b""):
@@ -126,45 +146,53 @@ class _Dealt:
                     self._abandoned = True
                     asyncio.get_running_loop().remove_reader(self._channel)
                 return
-            assert said in (CONNECTION, REFUSE), said
+            assert said == CONNECTION, said
 
-    async def _greet(self, fd: int, *, refuse: bool) -> None:
+    async def _greet(self, fd: int) -> None:
         connection = socket.socket(fileno=fd)
         connection.setblocking(False)
         # Also bytes that wait here while nobody handles the connection must leave some time.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STUCK_S))
-        made: Callable[[], asyncio.BaseProtocol] = self._http if self._tls else self._new
-        if refuse:
-            made = _Refusal
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                made,
-                connection,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
-            )
-        except OSError:  # no TLS, or gone again
-            self._closed()
-            return
-        if refuse:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        place, dropped = self._places.take(task.cancel)
+        if dropped is not None:
+            self._server.counts["dropped_connections"] += 1
+            self._server.counts["closed_connections"] += 1
+            dropped.drop()
+        if place is None:
+            await loop.connect_accepted_socket(_Refusal, connection)
             self._server.counts["refused_connections"] += 1
-            self._closed()
+            self._server.counts["closed_connections"] += 1
+            return
+        tls = self._server.access.tls
+        protocol = self._http.protocol(place) if tls else self._new(place)
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+            )
+            place.drop = transport.abort
+        except (OSError, asyncio.CancelledError):  # no TLS, gone again, or dropped for another
+            self._http.forget(protocol)
+            self._server.left(place)
 
-    def _new(self) -> BlockConnection:
+    def _new(self, place: Place) -> BlockConnection:
         return BlockConnection(
-            self._server, self._http, self._reading, self._closed, idle_s=KEEPALIVE_S
+            self._server, place, self._http.protocol, self._reading, idle_s=KEEPALIVE_S
         )
 
-    def _closed(self) -> None:
-        self._server.counts["closed_connections"] += 1
 
+class _HttpServer(web.Server):
+    """aiohttp's, which knows the places of its connections."""
 
-class _CountedServer(web.Server):
-    """Says when a connection has ended."""
-
-    def __init__(self, server: StoreServer, closed: Callable[[], None]) -> None:
+    def __init__(self, server: StoreServer) -> None:
+        self._server = server
+        self._places: dict[asyncio.BaseProtocol, Place] = {}
         super().__init__(
-            server.handle,
+            self._answer,
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=KEEPALIVE_S,
@@ -172,15 +200,31 @@ class _CountedServer(web.Server):
             read_bufsize=READ_BYTES,
             logger=_count_bad_requests(server),
         )
-        self._closed = closed
+
+    def protocol(self, place: Place) -> web.RequestHandler:
+        """What answers on a connection."""
+        handler = self()
+        self._places[handler] = place
+        return handler
+
+    def forget(self, protocol: asyncio.BaseProtocol) -> None:
+        """It was made for a connection that never began."""
+        self._places.pop(protocol, None)
 
     def connection_lost(
         self,
         handler: web.RequestHandler,
         exc: BaseException | None = None,
     ) -> None:
-        self._closed()
+        if (place := self._places.pop(handler, None)) is not None:
+            self._server.left(place)
         super().connection_lost(handler, exc)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        place = self._places.get(request.protocol)
+        if place is None:
+            raise ConnectionResetError(errno.ECONNRESET, "closed meanwhile")
+        return await self._server.handle(request, place)
 
 
 def _count_bad_requests(server: StoreServer) -> logging.Logger:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreUnavailable
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
+from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 
@@ -77,3 +78,19 @@ class LateStore:
                 except ConfigError as error:  # too late to refuse: it stays left out
                     raise StoreUnavailable(str(error)) from error
             return self._store
+
+
+@dataclass(frozen=True, slots=True)
+class LateSource:
+    """A source whose stores are opened by their first call: opening one does no I/O."""
+
+    inner: StoreSource
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return LateStore(self.inner, frame, depth=depth)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        return await self.inner.namespaces()

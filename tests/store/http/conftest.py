@@ -15,7 +15,7 @@ def _no_server_outlives_its_test():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Our server, open to everybody on this machine, with the contract's namespace claimed."""
+    """Our server with the token that it made, and the contract's namespace claimed."""
     it = OurServer(tmp_path_factory.mktemp("store") / "root")
     try:
         claim(it)

@@ -19,6 +19,7 @@ import sglang_cake
 from sglang_cake.codec.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
+from sglang_cake.store.http.auth import load_tokens, make_own_token
 from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.http.protocol import block_path, description_path
 from sglang_cake.store.http.timing import Patience
@@ -29,6 +30,7 @@ from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 A, B = key_of("a"), key_of("b")
 FRAMED_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 TOKEN = "correct-horse-battery-staple"
+OWN = object()  # the token of a server that was not given any
 STARTED: list[subprocess.Popen] = []  # by now, in all tests
 WAIT_S = 60.0  # for what takes a fraction of a second; generous, for machines that are busy
 
@@ -39,10 +41,15 @@ def framed(name, *, key=None, frame=FRAME):
     return bytes(frame.header(key or key_of(name), data)) + bytes(data)
 
 
-def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=None, tls=None, frame=FRAME):
+def own_token():
+    return load_tokens(make_own_token())[0]
+
+
+def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FRAME):
     """A client. Its time limits are out of the way unless the test is about them."""
     patience = Patience(first_s=first_s, floor_s=floor_s)
-    return HttpStore(Endpoint(base, token, tls), frame, depth=depth, patience=patience)
+    endpoint = Endpoint(base, own_token() if token is OWN else token)
+    return HttpStore(lambda: endpoint, frame, depth=depth, patience=patience)
 
 
 def with_client(base, test, **kwargs):
@@ -88,6 +95,15 @@ def serve_command(root, *options):
     ]
 
 
+def with_limits(command, limits):
+    """The command with other limits, by names as `crew.DEAD_LOOKS`."""
+    modules = {name.partition(".")[0] for name in limits}
+    lines = [f"from sglang_cake.store.http import {module}" for module in sorted(modules)]
+    lines += [f"{name} = {value}" for name, value in limits.items()]
+    lines += ["import sys", "from sglang_cake.cli import main", "sys.exit(main(sys.argv[1:]))"]
+    return [sys.executable, "-c", "\n".join(lines), *command[3:]]
+
+
 def serve_environment():
     return os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parents[1])}
 
@@ -95,9 +111,10 @@ def serve_environment():
 class OurServer:
     """`sglang-cake store serve` in a process of its own."""
 
-    def __init__(self, root, *options, port=0):
+    def __init__(self, root, *options, port=0, limits=None):
+        command = serve_command(root, "--port", port, *options)
         self.process = subprocess.Popen(
-            serve_command(root, "--port", port, *options),
+            with_limits(command, limits) if limits else command,
             env=serve_environment(),
             stdout=subprocess.PIPE,
             text=True,
@@ -212,11 +229,12 @@ BIG_LAYOUT = BlockLayout(
 BIG_FRAME = BlockFrame(Namespace((("model", "big"), ("layout", BIG_LAYOUT.describe()))), BIG_LAYOUT)
 
 
-def ask(server, method, path, body=None, headers=None, token=None):
+def ask(server, method, path, body=None, headers=None, token=OWN):
     """One plain request: status, headers in lower case, body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
     headers = dict(headers or {})
     if token is not None:
+        token = own_token() if token is OWN else token
         headers["Authorization"] = f"Bearer {token}"
     try:
         connection.request(method, path, body=body, headers=headers)
@@ -227,7 +245,7 @@ def ask(server, method, path, body=None, headers=None, token=None):
         connection.close()
 
 
-def claim(server, frame=FRAME, token=None):
+def claim(server, frame=FRAME, token=OWN):
     """Tell the server what the namespace is."""
     body = json.dumps(frame.namespace.describe())
     path = description_path(frame.digest)
@@ -244,6 +262,7 @@ def put_block(server, name, frame=FRAME):
 def start_request(server, head, body=b""):
     """Send the beginning of a request; the connection."""
     connection = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+    head += f"Authorization: Bearer {own_token()}\n"
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
     return connection
 

@@ -117,10 +117,14 @@ def test_known_tokens_pass_and_nothing_else_does(tokens, other):
         assert gate.lets_pass(f"bearer  {token} ")
         assert not gate.lets_pass(token)
         assert not gate.lets_pass(f"Bearer {token[:-1]}")
+        assert gate.may_write(f"Bearer {token}")
     assert gate.lets_pass(f"Bearer {other}") == (other in tokens)
+    reading = Gate(tokens, [other])
+    assert reading.lets_pass(f"Bearer {other}")
+    assert reading.may_write(f"Bearer {other}") == (other in tokens)
 
 
 @given(st.one_of(st.none(), st.text()))
 def test_whatever_the_header_holds_is_judged(header):
     assert not Gate([TOKEN]).lets_pass(header)
-    assert Gate([]).lets_pass(header)
+    assert not Gate([]).lets_pass(header)

@@ -6,12 +6,12 @@ import socket
 import threading
 
 import pytest
-from http_servers import BIG_FRAME, WAIT_S, A, framed, is_open, poll
+from http_servers import BIG_FRAME, TOKEN, WAIT_S, A, framed, is_open, poll, write_token
 
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.http import bodies, worker
-from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.auth import Access
 from sglang_cake.store.http.crew import CONNECTION, READY
 from sglang_cake.store.http.plain_get import MAX_BYTES, PlainGet, read_plain_get
 from sglang_cake.store.http.protocol import block_path
@@ -21,7 +21,7 @@ from sglang_cake.testing.store_contract import block_of, key_of
 
 PATH = block_path(BIG_FRAME.digest, A)
 BLOCK = framed("a", frame=BIG_FRAME)
-TOKEN = "correct-horse-battery-staple"
+ALLOWED = f"Authorization: Bearer {TOKEN}"
 
 
 def request(*fields, path=PATH, first=None):
@@ -29,24 +29,27 @@ def request(*fields, path=PATH, first=None):
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1")
 
 
-PLAIN = request("Host: x")
+PLAIN = request("Host: x", ALLOWED)
+BARE = request("Host: x")
 
 
 def test_a_plain_get_is_recognised():
-    expected = PlainGet(BIG_FRAME.digest, A, None, True)
-    assert read_plain_get(PLAIN) == expected
+    def read(data, **different):
+        expected = PlainGet(BIG_FRAME.digest, A, None, True, len(data))
+        assert read_plain_get(data) == expected._replace(**different)
+
+    read(BARE)
     fields = ("Accept: */*", "accept-encoding:identity", "User-Agent: a (b)", "HOST: [::1]:80")
-    assert read_plain_get(request(*fields, "Connection: keep-alive")) == expected
-    allowed = request("Host: x", "Authorization: Bearer t t")
-    assert read_plain_get(allowed) == expected._replace(authorization="Bearer t t")
-    assert read_plain_get(request("Host: x", "Cake-Use: no")) == expected._replace(counts=False)
+    read(request(*fields, "Connection: keep-alive"))
+    read(request("Host: x", "Authorization: Bearer t t"), authorization="Bearer t t")
+    read(request("Host: x", "Cake-Use: no"), counts=False)
+    for behind in (BARE, b"G", b"\0"):
+        read(BARE + behind, size=len(BARE))
 
 
 OTHERS = {
     "nothing": b"",
     "a part": PLAIN[:-1],
-    "two": PLAIN * 2,
-    "one and a part": PLAIN + b"G",
     "no host": request(),
     "a host twice": request("Host: x", "host: y"),
     "a range": request("Host: x", "Range: bytes=0-1"),
@@ -81,9 +84,10 @@ def test_anything_else_is_not(data):
 class Worker:
     """The answering part of a worker, in a thread of this process; the test deals connections."""
 
-    def __init__(self, root, tokens=()):
+    def __init__(self, root, most_connections=100):
         self.counts = Tally(1).rows[0]
-        self._root, self._gate = root, Gate(tokens)
+        self._most = most_connections
+        self._root, self._access = root, Access(write_token(root))
         self._channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._theirs.setblocking(False)
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -103,8 +107,8 @@ class Worker:
 
     async def _serve(self):
         folder = BlockFolder(self._root)
-        server = StoreServer(folder, self._gate, self.counts)
-        await worker._Dealt(server, self._theirs, None, asyncio.Event()).answer()
+        server = StoreServer(folder, self._access, self.counts)
+        await worker.Dealt(server, self._theirs, asyncio.Event(), self._most).answer()
         server.close()
         folder.close()
 
@@ -137,7 +141,7 @@ def root(tmp_path):
 @pytest.fixture
 def without_http(monkeypatch):
     """aiohttp gets nothing to do."""
-    monkeypatch.setattr(worker._CountedServer, "__call__", None)
+    monkeypatch.setattr(worker._HttpServer, "__call__", None)
 
 
 def answer(connection):
@@ -162,7 +166,9 @@ def test_one_connection_gets_block_after_block(root, without_http):
         for _ in range(3):
             connection.sendall(PLAIN)
             assert answer(connection) == (200, BLOCK)
-        connection.sendall(request("Host: x", path=block_path(BIG_FRAME.digest, key_of("none"))))
+        connection.sendall(
+            request("Host: x", ALLOWED, path=block_path(BIG_FRAME.digest, key_of("none")))
+        )
         assert answer(connection)[0] == 404
         connection.sendall(PLAIN)
         assert answer(connection) == (200, BLOCK)
@@ -228,7 +234,7 @@ def test_who_says_that_no_more_requests_come_gets_what_it_asked_for(root, withou
         [PLAIN[:30], PLAIN[30:]],
         [PLAIN * 2],
         [PLAIN + PLAIN[:9], PLAIN[9:]],
-        [request("Host: x", f"Accept: {'x' * MAX_BYTES}")],
+        [request("Host: x", ALLOWED, f"Accept: {'x' * MAX_BYTES}")],
     ],
     ids=["in two", "two at once", "one and a part", "long"],
 )
@@ -242,7 +248,7 @@ def test_requests_that_come_otherwise_are_answered_by_aiohttp(root, pieces):
             poll(lambda: True, "")
         for _ in range(b"".join(pieces).count(b"GET ")):
             assert answer(connection) == (200, BLOCK)
-        connection.sendall(request("Host: x", first="POST /health HTTP/1.1"))
+        connection.sendall(request("Host: x", ALLOWED, first="POST /health HTTP/1.1"))
         assert answer(connection)[0] in (200, 405)
         connection.sendall(PLAIN)
         assert answer(connection) == (200, BLOCK)
@@ -251,14 +257,15 @@ def test_requests_that_come_otherwise_are_answered_by_aiohttp(root, pieces):
 
 
 def test_a_token_is_asked_for(root):
-    with Worker(root, [TOKEN]) as it:
-        connection = it.connect()
-        for token, status in ((TOKEN, 200), ("x" * 20, 401), (TOKEN, 200)):
-            connection.sendall(request("Host: x", f"Authorization: Bearer {token}"))
-            assert answer(connection)[0] == status
-        connection.sendall(PLAIN)
-        assert answer(connection)[0] == 401
-        connection.close()
+    with Worker(root) as it:
+        for wrong in (BARE, request("Host: x", "Authorization: Bearer " + "x" * 20)):
+            connection = it.connect()
+            connection.sendall(PLAIN)
+            assert answer(connection) == (200, BLOCK)
+            connection.sendall(wrong)
+            assert answer(connection)[0] == 401
+            assert connection.recv(1) == b""
+            connection.close()
 
 
 def test_a_connection_without_a_request_ends(root, monkeypatch, without_http):

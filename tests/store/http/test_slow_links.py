@@ -12,7 +12,8 @@ from http_servers import BIG_FRAME, WAIT_S, A, is_open, poll, read_status, start
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.http import bodies
-from sglang_cake.store.http.auth import Gate
+from sglang_cake.store.http.auth import Access, make_own_token
+from sglang_cake.store.http.places import Places
 from sglang_cake.store.http.protocol import block_path
 from sglang_cake.store.http.server import StoreServer
 from sglang_cake.store.http.tally import Tally
@@ -80,10 +81,11 @@ class ImpatientServer:
     async def _serve(self):
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         folder = BlockFolder(self._root)
-        server = StoreServer(folder, Gate(()), self.counts)
+        server = StoreServer(folder, Access(make_own_token()), self.counts)
+        place, _ = Places(1).take(lambda: None)
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
-        runner = web.ServerRunner(web.Server(server.handle))
+        runner = web.ServerRunner(web.Server(lambda request: server.handle(request, place)))
         await runner.setup()
         await web.SockSite(runner, listening).start()
         self._ready.set()

@@ -3,7 +3,10 @@
 import http.client
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +21,11 @@ from http_servers import (
     connects,
     framed,
     is_alive,
+    own_token,
     poll,
     put_block,
     read_status,
+    serve_environment,
     start_put,
     start_request,
 )
@@ -60,7 +65,7 @@ def connected(server):
 
 
 def get(connection, path=PATH):
-    connection.request("GET", path)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {own_token()}"})
     return connection.getresponse().read()
 
 
@@ -142,6 +147,83 @@ def test_the_server_ends_when_a_worker_cannot_be_replaced(tmp_path, capfd):
     said = capfd.readouterr().err
     assert "Traceback" not in said
     assert str(root) in said.splitlines()[-1]
+
+
+WORKER_THAT_HANGS = """
+import signal, socket
+from sglang_cake.errors import StoreUnavailable
+from sglang_cake.store.http.crew import Crew
+from sglang_cake.store.http.tally import Tally
+
+def answer(channel, counts):
+    channel.send(b"no disk")
+    while True:
+        signal.pause()
+
+try:
+    Crew(socket.create_server(("127.0.0.1", 0)), Tally(2), answer).run(lambda: None)
+except StoreUnavailable as error:
+    print(error)
+"""
+
+
+def test_a_worker_that_hangs_after_it_said_why_it_cannot_begin_holds_nothing_up():
+    command = [sys.executable, "-c", WORKER_THAT_HANGS]
+    done = subprocess.run(
+        command, env=serve_environment(), timeout=WAIT_S, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "no disk\n"
+
+
+def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
+    server = OurServer(tmp_path / "root", "--workers", 2, limits={"crew.DEAD_LOOKS": 5})
+    victim = server.workers()[0]
+    os.kill(victim, signal.SIGSTOP)
+    poll(lambda: not is_alive(victim), "it is killed")
+    poll(lambda: len(server.workers()) == 2, "it is replaced")
+    for _ in range(4):
+        assert ask(server, "GET", "/health")[0] == 200
+    assert server.stop() == 0
+
+
+def test_connections_that_no_worker_takes_in_wait_until_one_does(tmp_path):
+    """More than wait on the way to a worker."""
+    limits = {"crew.DEAD_LOOKS": 10**6}
+    server = OurServer(tmp_path / "root", "--workers", 1, limits=limits)
+    (worker,) = server.workers()
+    os.kill(worker, signal.SIGSTOP)
+    asked = "GET /stats HTTP/1.1\nHost: x\n"
+    connections = [start_request(server, asked) for _ in range(500)]
+    os.kill(worker, signal.SIGCONT)
+    for connection in connections:
+        assert read_status(connection) == 200
+        connection.close()
+    assert server.stop() == 0
+
+
+def test_a_parent_without_descriptors_waits_and_goes_on(tmp_path, capfd):
+    server, said = OurServer(tmp_path / "root", "--workers", 1), []
+    pid = server.process.pid
+
+    def cpu_s():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def warnings():
+        said.append(capfd.readouterr().err)
+        return "".join(said).count("no connection is accepted")
+
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir())
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    waiting = start_request(server, "GET /health HTTP/1.1\nHost: x\n")
+    poll(warnings, "it has noticed")
+    before_s, before = cpu_s(), warnings()
+    poll(lambda: warnings() >= before + 2, "it tries again")
+    assert cpu_s() - before_s < 0.5  # of about two seconds; it would take all of them
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert read_status(waiting) == 200
+    assert server.stop() == 0
 
 
 def test_a_signal_to_all_processes_at_once_is_one_stop(server):

@@ -1,0 +1,168 @@
+"""Which settings of SGLang change the bytes of KV: server arguments as kv_facts.toml classes them,
+environment variables by the patterns below."""
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+_CLASSES: Final[dict[str, frozenset[str]]] = {
+    name: frozenset(names.split())
+    for name, names in tomllib.loads(
+        files(__package__).joinpath("kv_facts.toml").read_text("utf-8")
+    ).items()
+}
+
+# Formats whose tensors all come from files of the model's folder that `content.weight_files` lists.
+# Those of one line read the same files to the same weights.
+FILE_FORMATS = {
+    "auto": "auto",
+    "safetensors": "safetensors",
+    "fastsafetensors": "safetensors",
+    "instanttensor": "safetensors",
+    "runai_streamer": "safetensors",
+    "pt": "pt",
+    "npcache": "npcache",
+    "gguf": "gguf",
+    "mistral": "mistral",
+    "layered": "auto",
+    "bitsandbytes": "bitsandbytes",
+    "sharded_state": "sharded_state",
+}
+
+# Environment variables count by value, if they are set, unless they match: these say where things
+# are, what is logged, traced, tested or timed, or belong to modes that are refused.
+_ENVIRONMENT = re.compile(r"(SGLANG|SGL)_|FLASHINFER_NVFP4_|DEEP_NORMAL_MODE_USE_INT8_QUANT$")
+_UNRELATED_ENVIRONMENT = re.compile(
+    r"""SGL(ANG)?_(
+      CAKE_ | LOG_ | TEST_ | TRACE_ | OTLP_ | PROFILE | TORCH_PROFILER | MEM_PROFILE | RECORD_
+    | CUDA_COREDUMP | PYSPY | CRASH_ | IS_IN_CI | DISAGG | HICACHE_ | MOONCAKE_ | MORI_ | ENCODER_
+    | GRPC_ | JIT_ | DG_CACHE | CACHE_DIR$ | CUTE_AOT_CACHE | WEIGHT_CACHE_ | KV_CANARY_(?!PERTURB)
+    | GRAMMAR_ | EXA_ | TOOL_ | SCHEDULER_ | PREFILL_DELAYER_ | MM_ | VLM_ | VIT_ | IMAGE_ | RESIZE_
+    | REQ_ | REQUEST_ | ZMQ_ | TCP_STORE | PORT$ | BACKUP_PORT | RAY_ | RUST_ | TIMEOUT_ | UVICORN_
+    | WARMUP_TIMEOUT$ | HTTP_SERVER_ | ENABLE_HEALTH | EXPOSE_ | DIAG_ | ROLE_NAMESPACES
+    | USE_CPU_ENGINE$ | USE_MODELSCOPE$ | PLUGINS$ | PLATFORM$ | PATCH_TOKENIZER$
+    | IS_FIRST_RANK_ON_NODE$ | DISTRIBUTED_INIT | ONE_VISIBLE_DEVICE | SET_CPU_AFFINITY$
+    | (AUTO_)?NUMA_BIND | LOAD_SNAPSHOT | PREFETCH_BLOCK_SIZE | SORT_WEIGHT_FILES$
+    | ALLOW_OVERWRITE_LONGER_CONTEXT_LEN$ | ENABLE_STRICT_MEM_CHECK | ENABLE_TREE_CACHE_SANITY
+    | DEBUG_MEMORY_POOL$ | RUN_ID$ | SKIP_SGL_KERNEL_VERSION_CHECK$ | FORCE_SHUTDOWN$
+    | KILLPG | EMPTY_CACHE_INTERVAL$ | MAX_NEW_TOKENS_LIMIT$ | CLIP_MAX_NEW_TOKENS | RETRACT_
+    | INIT_NEW_TOKEN_RATIO$ | MIN_NEW_TOKEN_RATIO | NEW_TOKEN_RATIO | ENABLE_METRICS
+    | CPU_OMP_THREADS_BIND$ | (CPU|IO)_WORKERS$ | DP_RANK$ | HOST_IP$ | LOCAL_IP | NCCL_SO_PATH$
+    | HEALTH_CHECK_TIMEOUT$ | WAIT_ | DETOKENIZER_ | RINGBUFFER_ | SKIP_P2P_CHECK$ | ROUTING_KEY
+    | OLLAMA_ | NSYS_ | DUMP_LOADER_DIR$ | EXTERNAL_MM | EXTERNAL_MODEL_PACKAGE$
+    | BLOCK_NONZERO_RANK_CHILDREN$
+    )""",
+    re.VERBOSE,
+)
+
+
+def class_of(argument: str) -> str | None:
+    """The class of kv_facts.toml that names the server argument."""
+    for name, members in _CLASSES.items():
+        if argument in members:
+            return name
+    for name, members in _CLASSES.items():
+        if any(argument.startswith(m[:-1]) for m in members if m.endswith("*")):
+            return name
+    return None
+
+
+def counted_arguments(values: Any, defaults: Mapping[str, object]) -> dict[str, str]:
+    """Server arguments that the namespace has by value.
+
+    Args:
+        values: resolved, one attribute each.
+        defaults: of every argument that SGLang has.
+    """
+    classes = {"counted", None}
+    if values.enable_deterministic_inference:
+        classes.add("rounding")
+    found = {name: _text(getattr(values, name)) for name in sorted(defaults)}
+    return {
+        name: text if class_of(name) else _digest(text)
+        for name, text in found.items()
+        if class_of(name) in classes and text != _text(defaults[name])
+    }
+
+
+def adapter_settings(values: Any, defaults: Mapping[str, object]) -> str:
+    """Server arguments that change what an adapter's files mean, where they are not the default."""
+    names = (
+        "experts_shared_outer_loras",
+        "lora_strict_loading",
+        "lora_target_modules",
+        "lora_use_virtual_experts",
+        "max_lora_rank",
+    )
+    found = {name: _text(getattr(values, name)) for name in names}
+    return " ".join(f"{n}={v}" for n, v in found.items() if v != _text(defaults[n]))
+
+
+def counted_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that the namespace has, with a digest of each value: a description of a
+    namespace may lie on another machine."""
+    return {
+        name: _digest(value)
+        for name, value in sorted(environ.items())
+        if _ENVIRONMENT.match(name)
+        and not _UNRELATED_ENVIRONMENT.match(name)
+        and not _is_default(name)
+    }
+
+
+def _is_default(variable: str) -> bool:
+    """SGLang itself sets some of its variables, to what they are without."""
+    from sglang.srt.environ import EnvField, envs
+
+    found = getattr(type(envs), variable, None)
+    return isinstance(found, EnvField) and found.get() == found._resolve_default()
+
+
+def file_format(load_format: object) -> str | None:
+    """Load formats of one name load the same weights from the same files; None: the weights do not
+    come from files that can be named."""
+    return FILE_FORMATS.get(_text(load_format))
+
+
+def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
+    """Why nobody can say what the server's weights are; None if their files say it."""
+    if file_format(values.load_format) is None:
+        return f"--load-format {_text(values.load_format)} does not load the model's files"
+    for name in sorted(_CLASSES["private"] & set(defaults)):
+        if (value := getattr(values, name)) and _text(value) != _text(defaults[name]):
+            return f"--{name.replace('_', '-')} may change the weights"
+    extra = values.model_loader_extra_config
+    if _text(extra) not in ("", "{}", "None") and not _only_speed(extra):
+        return "--model-loader-extra-config may name other weights"
+    return None
+
+
+def content_paths(values: Any) -> list[Path]:
+    """Files and folders beside the model that its weights or configuration come from."""
+    named = (getattr(values, name, None) for name in sorted(_CLASSES["content"]))
+    return [Path(path) for path in named if path]
+
+
+def _only_speed(extra: Any) -> bool:
+    """Whether a loader's extra configuration is about threads and nothing else."""
+    try:
+        options = extra if isinstance(extra, dict) else json.loads(extra)
+    except ValueError:
+        return False
+    speed = {"enable_multithread_load", "num_threads", "concurrency", "memory_limit"}
+    return isinstance(options, dict) and set(options) <= speed
+
+
+def _digest(text: str) -> str:
+    return f"sha256 {hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
+
+
+def _text(value: object) -> str:
+    value = getattr(value, "value", value)  # of an enumeration
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)

@@ -1,0 +1,150 @@
+"""Every fact that changes what KV bytes mean makes another namespace, and no other fact does."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt import runtime_context
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from sglang_cake.adapter import identity
+from sglang_cake.layout import BlockLayout
+from sglang_cake.namespace import Namespace
+
+LAYOUT = BlockLayout(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
+
+
+def _model(folder: Path, name: str, text: str) -> type:
+    """A model class of a module of its own, as an external model package has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.py"
+    file.write_text(text)
+    module: Any = type(sys)(name)
+    module.__file__ = str(file)
+    exec(compile(text, str(file), "exec"), module.__dict__)
+    sys.modules[name] = module
+    served: type = module.Served
+    return served
+
+
+def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
+    facts: dict[str, Any] = {
+        "args": {},
+        "path": "/models/m",
+        "dtype": "torch.float32",
+        "context_len": 4096,
+        "page_size": 1,
+        "rank": 0,
+        "size": 1,
+        "served": SamplingParams,  # any class of SGLang that does not read the context length
+        "layout": LAYOUT,
+        "codec": "raw",
+        "content": {"weights": "w", "config": "c"},
+        **changed,
+    }
+    monkeypatch.setattr(
+        runtime_context,
+        "get_parallel",
+        lambda: SimpleNamespace(attn_tp_rank=facts["rank"], attn_tp_size=facts["size"]),
+    )
+    runner = SimpleNamespace(model=facts["served"](), device="cpu")
+    ctx: Any = SimpleNamespace(
+        server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
+        model_config=SimpleNamespace(
+            model_path=facts["path"], dtype=facts["dtype"], context_len=facts["context_len"]
+        ),
+        params=SimpleNamespace(page_size=facts["page_size"]),
+        tp_worker=SimpleNamespace(model_runner=runner),
+    )
+    found = identity.server_facts(ctx, facts["layout"], codec=facts["codec"])
+    return Namespace(tuple((found | facts["content"]).items())).digest()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": "torch.bfloat16"},
+        {"page_size": 16},
+        {"rank": 1},
+        {"size": 2},
+        {"codec": "int8"},
+        {"content": {"weights": "w2", "config": "c"}},
+        {"content": {"weights": "w", "config": "c2"}},
+        {"content": {"weights": "w", "config": "c", "beside": "scales"}},
+        {"args": {"quantization": "fp8"}},
+        {"args": {"weight_version": "step-2"}},
+        {"args": {"load_format": "mistral"}},
+        {"args": {"model_impl": "transformers"}},
+        {"args": {"json_model_override_args": '{"rope_theta": 1.0}'}},
+        {"args": {"enable_deterministic_inference": True}},
+        {"layout": replace(LAYOUT, dtype="bfloat16")},
+        {"layout": replace(LAYOUT, block_tokens=128)},
+        {"layout": replace(LAYOUT, layers=5)},
+        {"layout": replace(LAYOUT, parts=(("kv", (1, 96)),))},
+    ],
+    ids=str,
+)
+def test_a_changed_fact_is_another_namespace(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _digest(monkeypatch) == _digest(monkeypatch)
+    assert _digest(monkeypatch, **changed) != _digest(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"path": "/elsewhere/another-name"},
+        {"context_len": 8192},
+        {"args": {"context_length": 8192}},
+        {"args": {"tp_size": 8, "attn_dp_size": 8}},  # the attention ranks say it all
+        {"args": {"load_format": "layered"}},
+        {"args": {"port": 40000, "mem_fraction_static": 0.5, "chunked_prefill_size": 512}},
+        {"args": {"attention_backend": "torch_native"}},
+    ],
+    ids=str,
+)
+def test_a_fact_that_does_not_change_kv_is_not_in_the_namespace(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _digest(monkeypatch, **changed) == _digest(monkeypatch)
+
+
+def test_an_environment_variable_that_changes_kv_is_another_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = _digest(monkeypatch)
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0")
+    assert _digest(monkeypatch) != before
+
+
+def test_code_of_a_model_that_sglang_did_not_bring_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Served:\n    scale = {}\n"
+    digests = []
+    for folder, scale in (("1", 1), ("2", 1), ("3", 2)):
+        served = _model(tmp_path / folder, "cake_external_1", text.format(scale))
+        digests.append(_digest(monkeypatch, served=served))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_context_length_counts_for_a_model_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Served:\n    def __init__(self, config=None):\n        self.n = {}\n"
+    reads = _model(tmp_path / "1", "cake_external_2", text.format("config and config.context_len"))
+    digests = [_digest(monkeypatch, served=reads, context_len=n) for n in (4096, 8192)]
+    assert digests[0] != digests[1]

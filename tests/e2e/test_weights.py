@@ -1,0 +1,312 @@
+"""Keys follow the weights that a server computes with, however they came there; and nothing else.
+
+Answers are compared with those of a server without cake that has the same weights. Every test has a
+control: weights differ enough that wrong KV would show.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import BLOCK, VOCAB, Answer, Live, Start, assert_same, until
+
+from sglang_cake.testing.models import build_llama
+
+FLAGS = (
+    *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
+    *("--sleep-on-idle",),
+)
+LORA = (
+    *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8"),
+    *("--lora-target-modules", "o_proj"),
+)
+
+
+def _ids(seed: int, blocks: int = 8) -> list[int]:
+    return [(seed * 6151 + i * i * 29 + i * 13) % VOCAB for i in range(blocks * BLOCK + 1)]
+
+
+@pytest.fixture(scope="module")
+def third_model(folder: Path) -> Path:
+    return build_llama(
+        folder / "third" / "model",
+        hidden=256,
+        layers=4,
+        heads=8,
+        kv_heads=2,
+        vocab=VOCAB,
+        seed=7,
+    )
+
+
+def _update(live: Live, model: Path, **more: object) -> None:
+    reply = live.post("/update_weights_from_disk", model_path=str(model), **more)
+    assert reply.json()["success"], reply.text
+
+
+@contextlib.contextmanager
+def _with_weights(plain: Live, model: Path, before: Path) -> Iterator[Live]:
+    """The reference server with other weights for a while."""
+    _update(plain, model)
+    try:
+        yield plain
+    finally:
+        _update(plain, before)
+
+
+def _put(source: Path, target: Path) -> None:
+    """What a trainer does: the files of `source` under the names of before."""
+    target.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        shutil.copy(file, target / file.name)
+
+
+def _stored(live: Live, ids: list[int], **extra: str) -> Answer:
+    """Ask with an empty tree until KV comes from the store."""
+    return until(
+        lambda: answer if (answer := live.again(ids, **extra)).loaded else None,
+        "blocks in the store",
+    )
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+# ---- one server, whose weights change ----
+
+
+@pytest.fixture(scope="module")
+def trained(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Live]:
+    """A server that is given new weights and adapters while it runs."""
+    model = folder / "trained" / "model"
+    model.parent.mkdir()
+    _put(models["first"], model)
+    store = folder / "store-weights"
+    with start(model, (*FLAGS, *LORA), store=store, env=standins) as live:
+        yield live
+
+
+def test_weights_updated_twice_from_one_folder_never_serve_the_first_ones_kv(
+    trained: Live, plain: Live, models: dict[str, Path], third_model: Path, folder: Path
+) -> None:
+    ids, checkpoint = _ids(1), folder / "trained" / "checkpoint"
+    _put(models["second"], checkpoint)
+    _update(trained, checkpoint)
+    _stored(trained, ids)
+    _put(third_model, checkpoint)
+    _update(trained, checkpoint)
+    answer = trained.ask(ids)
+    assert answer.loaded == 0
+    with _with_weights(plain, third_model, models["first"]) as reference:
+        assert_same(answer, reference.ask(ids))
+        assert not _same(answer, plain.ask(_ids(2)))
+    _put(models["second"], checkpoint)
+    _update(trained, checkpoint)
+    again = trained.ask(ids)  # what was stored for the second is found again
+    assert again.loaded > 0
+    assert not _same(again, answer)
+
+
+def test_weights_of_which_a_folder_holds_a_part_are_of_this_process_alone(
+    trained: Live, models: dict[str, Path], third_model: Path, folder: Path
+) -> None:
+    """The rest stays as it was, so the folder does not say what the model is."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    part = folder / "trained" / "part"
+    part.mkdir()
+    shutil.copy(third_model / "config.json", part)
+    with safe_open(third_model / "model.safetensors", "pt") as file:
+        name = next(name for name in sorted(file.keys()) if "layers.0" in name)
+        save_file({name: file.get_tensor(name)}, part / "model.safetensors")
+    ids = _ids(3)
+    answers = []
+    for base in ("first", "second"):
+        _update(trained, models[base])
+        _update(trained, part)
+        answers.append(trained.ask(ids))
+        trained.flush()
+    assert answers[1].loaded == 0
+    assert not _same(*answers)
+    _update(trained, models["first"])
+
+
+def test_a_failed_update_is_followed_by_no_wrong_hit(
+    trained: Live, plain: Live, models: dict[str, Path], folder: Path
+) -> None:
+    _update(trained, models["first"])
+    ids = _ids(4)
+    _stored(trained, ids)
+    empty = folder / "trained" / "empty"
+    empty.mkdir()
+    reply = trained.post("/update_weights_from_disk", model_path=str(empty))
+    assert not reply.json()["success"]
+    trained.flush()
+    assert trained.ask(ids).loaded == 0  # nobody can say what the weights are now
+    _update(trained, models["first"])
+    answer = trained.ask(ids)
+    assert answer.loaded > 0
+    assert_same(answer, plain.know(ids))
+
+
+def _load_adapter(live: Live, path: Path) -> None:
+    live.post("/unload_lora_adapter", lora_name="x")
+    reply = live.post("/load_lora_adapter", lora_name="x", lora_path=str(path))
+    assert reply.json()["success"], reply.text
+
+
+def test_an_adapter_replaced_under_its_path_never_serves_the_old_ones_kv(
+    trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
+) -> None:
+    _update(trained, models["first"])
+    ids, path = _ids(5), folder / "trained" / "adapter"
+    _put(adapters["a"], path)
+    _load_adapter(trained, path)
+    first = trained.ask(ids, lora_path="x")
+    assert_same(first, plain.know(ids, lora_path="a"))
+    again = _stored(trained, ids, lora_path="x")
+    assert_same(again, first)
+    _put(adapters["a2"], path)
+    _load_adapter(trained, path)
+    answer = trained.again(ids, lora_path="x")
+    assert answer.loaded == 0
+    assert_same(answer, plain.know(ids, lora_path="a2"))
+    assert not _same(answer, first)
+
+
+def test_an_adapter_overwritten_after_it_was_loaded_is_keyed_by_what_was_loaded(
+    trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
+) -> None:
+    _update(trained, models["first"])
+    ids, path = _ids(6), folder / "trained" / "overwritten"
+    _put(adapters["a"], path)
+    _load_adapter(trained, path)
+    _put(adapters["b"], path)  # before the first request names it
+    first = trained.ask(ids, lora_path="x")
+    assert_same(first, plain.know(ids, lora_path="a"))
+    _stored(trained, ids, lora_path="x")
+    _load_adapter(trained, path)
+    answer = trained.again(ids, lora_path="x")
+    assert answer.loaded == 0
+    assert_same(answer, plain.know(ids, lora_path="b"))
+
+
+def test_an_adapter_whose_files_are_gone_is_served(
+    trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
+) -> None:
+    _update(trained, models["first"])
+    ids, path = _ids(7), folder / "trained" / "vanished"
+    _put(adapters["b"], path)
+    _load_adapter(trained, path)
+    shutil.rmtree(path)
+    assert_same(trained.ask(ids, lora_path="x"), plain.know(ids, lora_path="b"))
+    assert_same(trained.ask(ids), plain.know(ids))
+
+
+# ---- servers that share a store ----
+
+
+@pytest.fixture(scope="module")
+def moved(start: Start, models: dict[str, Path], folder: Path, trained: Live) -> Iterator[Live]:
+    """The first model as another pod has it: other folder, name, times and context length."""
+    model = folder / "elsewhere" / "another-name"
+    model.parent.mkdir()
+    _put(models["first"], model)
+    for file in model.iterdir():
+        os.utime(file, (1, 1))
+    flags = (*FLAGS, "--context-length", "4096", "--load-format", "safetensors")
+    with start(model, flags, store=folder / "store-weights") as live:
+        yield live
+
+
+def test_equal_weights_elsewhere_share_the_store(
+    trained: Live, moved: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    ids = _ids(8)
+    _update(trained, models["first"], load_format="safetensors")
+    _stored(trained, ids)
+    answer = moved.ask(ids)
+    assert answer.loaded > 0
+    assert_same(answer, plain.know(ids))
+
+
+def test_dummy_weights_share_nothing_with_the_model_whose_folder_they_name(
+    start: Start, moved: Live, plain: Live, models: dict[str, Path], folder: Path
+) -> None:
+    ids = _ids(9)
+    flags = (*FLAGS, "--load-format", "dummy")
+    with start(models["first"], flags, store=folder / "store-weights") as dummy:
+        _stored(dummy, ids)  # its own process may have them
+    answer = moved.ask(ids)
+    assert answer.loaded == 0
+    assert_same(answer, plain.know(ids))
+
+
+def test_the_namespace_says_what_it_is_made_of(moved: Live, folder: Path) -> None:
+    assert moved.store is not None
+    told = [
+        json.loads((place.folder / "namespace.json").read_text()) for place in moved.store.places()
+    ]
+    assert {"trained", "elsewhere"}.isdisjoint("".join(map(str, told)).split("/"))
+    for each in told:
+        assert each["tp_size"] == "1"
+        assert "transformers" not in str(each)
+        assert "context" not in str(each)
+
+
+# ---- a store that breaks meanwhile ----
+
+
+def test_a_full_disk_during_an_update_does_not_end_the_server(
+    start: Start, models: dict[str, Path], plain: Live, folder: Path
+) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    try:
+        ids = _ids(10)
+        with start(models["first"], FLAGS, store=disk / "kv") as live:
+            live.keep(ids)
+            with (disk / "filler").open("wb") as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(b"\0" * (1 << 16))
+            _update(live, models["second"])
+            with _with_weights(plain, models["second"], models["first"]) as reference:
+                assert_same(live.ask(ids), reference.ask(ids))
+            (disk / "filler").unlink()
+            _update(live, models["first"])
+            answer = live.ask(ids)
+            assert answer.loaded > 0
+            assert_same(answer, plain.know(ids))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_store_that_vanished_during_an_update_does_not_end_the_server(
+    start: Start, models: dict[str, Path], plain: Live, folder: Path
+) -> None:
+    root, ids = folder / "store-vanishes", _ids(11)
+    with start(models["first"], FLAGS, store=root) as live:
+        live.keep(ids)
+        root.rename(folder / "store-gone")
+        root.write_text("in its place")
+        _update(live, models["second"])
+        with _with_weights(plain, models["second"], models["first"]) as reference:
+            assert_same(live.ask(ids), reference.ask(ids))
+        _update(live, models["first"])
+        assert_same(live.ask(ids), plain.know(ids))
