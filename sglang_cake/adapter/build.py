@@ -18,6 +18,7 @@ from sglang_cake.adapter import forwards, runahead_hooks
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.facts import tenant_key
 from sglang_cake.adapter.identity import Identity, rope_theta, server_facts
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.last_step import LastStep
@@ -119,6 +120,7 @@ class Engine:
         facts = server_facts(
             ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
         )
+        tenant_key()  # read now, and not by the first request that has a salt
         self.counters = Counters()
         self._io = IoThread()
         labels = _metric_labels(ctx)

@@ -71,7 +71,7 @@ def test_ls_names_whose_kv_is_stored(root, capsys):
 
 def test_ls_in_json(root, capsys):
     (answer,) = told(capsys, "ls", url_of(root))["stores"]
-    found = {each["fields"]["model"]: each for each in answer["namespaces"]}
+    found = {each["fields"]["name"]: each for each in answer["namespaces"]}
     assert found["alice-7b"]["namespace"] == ALICE.digest.hex()
     assert found["alice-7b"]["blocks"] == 3
     assert found["alice-7b"]["bytes"] == 3 * FRAMED

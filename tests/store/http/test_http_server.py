@@ -179,7 +179,7 @@ def test_a_namespace_must_be_told_truly_before_blocks_come(server):
 
 
 def test_servers_that_call_equal_weights_by_two_names_share_blocks(server):
-    names = (Namespace((("model", name), ("dtype", "shared"))) for name in ("M", "org/M"))
+    names = (Namespace((("name", name), ("dtype", "shared"))) for name in ("M", "org/M"))
     one, two = (BlockFrame(namespace, LAYOUT) for namespace in names)
 
     async def write(store):
