@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_cake.adapter.boundary import HERE, register
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import CakeError, ConfigError
 from sglang_cake.store.sources import sources_of
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 PATH = "/cake/store"
+HERE.hooks[PATH] = []
 _SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 MAX_BODY_BYTES = 65_536
 
@@ -27,7 +29,7 @@ def install(config: CakeConfig) -> None:
     """Hook the process that serves HTTP; it knows that it does when plugins are long loaded."""
     _StoreEndpoint.setting = config.store
     if _SERVER not in HookRegistry._patched:
-        HookRegistry.register(_SERVER, _add_route, HookType.BEFORE)
+        register(_SERVER, _add_route, HookType.BEFORE)
         HookRegistry.apply_hooks()
 
 
@@ -70,6 +72,9 @@ async def _serve(request: "Request") -> "Response":
             _StoreEndpoint.attached = False
     except CakeError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
+    except Exception as error:
+        HERE.failed(PATH, error)
+        return JSONResponse({"error": "cake failed; the server's log says how"}, status_code=500)
     return JSONResponse({"attached": _StoreEndpoint.attached, "store": _StoreEndpoint.setting})
 
 

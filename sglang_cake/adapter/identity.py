@@ -209,7 +209,8 @@ class Identity:
     def _begin(self, begun: tuple[Search, int]) -> None:
         search, size_bytes = begun
         self._searches.begin(search, size_bytes=size_bytes)
-        self.poll()  # what was short is known at once
+        if self._searches.alone:  # ranks learn in their next step, if all of them are on then
+            self.poll()  # what was short is known at once
 
 
 def _defaults(ctx: "TreeCacheBuildContext") -> dict[str, object]:
