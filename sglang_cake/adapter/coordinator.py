@@ -167,7 +167,8 @@ class Coordinator:
         return self._rounds.leave()
 
     def together(self) -> bool:
-        """Whether cake is on, on every rank. Each of them calls it at the start of each poll."""
+        """Whether cake is on, on every rank. Each of them calls it at the start of each poll with
+        prompts to prefill."""
         return self._rounds.together()
 
     @property

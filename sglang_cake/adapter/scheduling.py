@@ -63,7 +63,9 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is None:
         return
     started_s = time.perf_counter()
-    if not coordinator.together():
+    # Nothing is decided, and no rank reduces, while no prompt is left to prefill.
+    deciding = scheduler.chunked_req is not None or bool(scheduler.waiting_queue)
+    if (deciding or coordinator.left) and not coordinator.together():
         tree.let_go()
         return
     _identify(tree)

@@ -15,7 +15,8 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.keys import KeySeed, block_keys
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.file.folder import MAX_SET_ASIDE, BlockFolder
+from sglang_cake.store.file.files import MAX_SET_ASIDE
+from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

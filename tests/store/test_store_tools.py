@@ -135,7 +135,9 @@ FOREIGN = {
 def test_a_namespace_that_cannot_be_read_is_named_and_passed_over(root, capsys, description):
     foreign = root / ("f" * 64)
     foreign.mkdir()
-    if FOREIGN[description] is not None:
+    if FOREIGN[description] is None:
+        (foreign / "notes").write_text("an empty folder would be removed")
+    else:
         (foreign / "namespace.json").write_text(FOREIGN[description])
     before = sorted(foreign.rglob("*"))
     assert store("ls", url_of(root)) == 0
