@@ -63,7 +63,7 @@ async def _serve(request: "Request") -> "Response":
     manager = http_server._global_state.tokenizer_manager
     try:
         if request.method == "PUT":
-            setting = _setting_in(await request.body())
+            setting = _setting_in(await _body(request))
             await asyncio.to_thread(_check, setting)
             await _tell(manager, setting)
             _StoreEndpoint.setting, _StoreEndpoint.attached = setting, True
@@ -78,9 +78,19 @@ async def _serve(request: "Request") -> "Response":
     return JSONResponse({"attached": _StoreEndpoint.attached, "store": _StoreEndpoint.setting})
 
 
+async def _body(request: "Request") -> bytes:
+    """At most one piece more than MAX_BODY_BYTES. Raises: ConfigError if there is more."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise ConfigError(f"the body has more than {MAX_BODY_BYTES} bytes")
+    return body
+
+
 def _setting_in(body: bytes) -> str:
     try:
-        found = json.loads(body[:MAX_BODY_BYTES])
+        found = json.loads(body)
     except ValueError:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("store"), str) or len(found) != 1:
