@@ -176,7 +176,6 @@ class Coordinator:
         self.pace.polled()
         self._teller.stepped(
             overhead_s=self.step_s if self._restores else None,  # an idle poll is no step
-            block_bytes=self._landing.block_bytes,
             costs=self.pace.own,
         )
         self.step_s = 0.0

@@ -286,10 +286,11 @@ def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str
 
 
 def _stored_share(base_url: str, setting: Setting) -> float:
-    """Bytes that blocks came to, of those they have; 1 if none was encoded."""
+    """Bytes that blocks came to, header included, of those they have."""
     block_bytes = BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
-    blocks = cake_metric(base_url, "encoded_blocks_total")
-    return cake_metric(base_url, "encoded_bytes_total") / (blocks * block_bytes) if blocks else 1.0
+    blocks = cake_metric(base_url, "encoded_blocks_total")  # a form for each tier counts
+    blocks = blocks or cake_metric(base_url, "stored_blocks_total")
+    return cake_metric(base_url, "stored_bytes_total") / (blocks * block_bytes) if blocks else 1.0
 
 
 def _wait_for_store(base_url: str, setting: Setting, progress: Progress) -> None:
