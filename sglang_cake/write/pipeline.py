@@ -96,8 +96,11 @@ class Writer:
                 self._release(buffer)
             return
         if job.facts is not None:
-            with contextlib.suppress(StoreError):  # what to keep is decided without
-                await tell(store, keys, job.facts)
+            try:
+                with contextlib.suppress(StoreError):  # what to keep is decided without
+                    await tell(store, keys, job.facts)
+            except Exception:
+                logger.exception("a store broke its contract; it was not told of a request")
         puts = [
             self._put(store, keys[block], buffer)
             for block, buffer in zip(job.blocks, job.buffers, strict=True)

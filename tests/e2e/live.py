@@ -64,6 +64,10 @@ class Answer:
     def of(cls, body: dict[str, Any]) -> "Answer":
         assert "meta_info" in body, body
         meta = body["meta_info"]
+        details = meta.get("cached_tokens_details")
+        if details is not None:
+            places = sum(details.get(place, 0) for place in ("device", "host", "storage"))
+            assert places == meta["cached_tokens"], meta
         return cls(
             tokens=body["output_ids"],
             logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
@@ -196,6 +200,7 @@ class Live:
     known: dict[str, Answer] = field(default_factory=dict)
     # Whether compute may overtake any load, so that nothing is certain to come from the store.
     races: bool = True
+    headers: dict[str, str] = field(default_factory=dict)  # of every request
     killed: bool = False  # by a test, on purpose: what its log says after that is no alarm
 
     @property
@@ -203,7 +208,7 @@ class Live:
         return self.server.base_url
 
     def post(self, path: str, timeout_s: float = DEADLINE_S, **body: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=timeout_s)
+        return requests.post(self.url + path, json=body, headers=self.headers, timeout=timeout_s)
 
     def ask(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
         """Greedy, with the logprobs of what was generated."""
@@ -220,7 +225,7 @@ class Live:
 
     def flush(self) -> None:
         """Empty the tree, once everything that runs has ended."""
-        reply = requests.post(f"{self.url}/flush_cache?timeout={DEADLINE_S}", timeout=DEADLINE_S)
+        reply = self.post(f"/flush_cache?timeout={DEADLINE_S}")
         assert reply.status_code == 200, reply.text
 
     def again(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:

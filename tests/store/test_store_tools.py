@@ -71,7 +71,7 @@ def test_ls_names_whose_kv_is_stored(root, capsys):
 
 def test_ls_in_json(root, capsys):
     (answer,) = told(capsys, "ls", url_of(root))["stores"]
-    found = {each["fields"]["model"]: each for each in answer["namespaces"]}
+    found = {each["fields"]["name"]: each for each in answer["namespaces"]}
     assert found["alice-7b"]["namespace"] == ALICE.digest.hex()
     assert found["alice-7b"]["blocks"] == 3
     assert found["alice-7b"]["bytes"] == 3 * FRAMED
@@ -135,7 +135,9 @@ FOREIGN = {
 def test_a_namespace_that_cannot_be_read_is_named_and_passed_over(root, capsys, description):
     foreign = root / ("f" * 64)
     foreign.mkdir()
-    if FOREIGN[description] is not None:
+    if FOREIGN[description] is None:
+        (foreign / "notes").write_text("an empty folder would be removed")
+    else:
         (foreign / "namespace.json").write_text(FOREIGN[description])
     before = sorted(foreign.rglob("*"))
     assert store("ls", url_of(root)) == 0

@@ -15,6 +15,7 @@ from sglang_cake.store.base import Store, StoredNamespace
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
+from sglang_cake.store.file.disk import SHARED, file_system_type
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
 from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
@@ -45,10 +46,17 @@ class FileSource:
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"probe")
                 probe.flush()
+            shared = SHARED.get(file_system_type(self.path))
         except OSError as error:
             raise ConfigError(
                 f"store folder {self.path} cannot be made or written: {error.strerror}"
             ) from None
+        if shared:
+            raise ConfigError(
+                f"store folder {self.path} is on {shared}, over which processes of several "
+                "machines cannot share the index: take a folder on a disk of this machine, or an "
+                "http:// URL of `sglang-cake store serve` on the machine that has the disk"
+            )
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
