@@ -186,9 +186,7 @@ class BlockFolder:
 
         Raises: StoreFull, StoreUnavailable.
         """
-        left_s = self._pause.left_s()
-        if left_s > 0:
-            raise StoreUnavailable(f"writing rests for {left_s:.0f} s after {self._pause.reason}")
+        self._pause.check()
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
         now_s = time.time()
         told = self._touches.use_of(key, now_s)
