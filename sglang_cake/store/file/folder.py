@@ -247,10 +247,11 @@ class BlockFolder:
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
         with self._books.open() as index:
-            blocks, used_bytes = index.totals()
+            (blocks, taken_bytes), block_bytes = index.totals(), index.block_bytes()
         return StoreStats(
             blocks=blocks,
-            used_bytes=used_bytes + self._room.overhead_bytes(),
+            block_bytes=block_bytes,
+            used_bytes=taken_bytes + self._room.overhead_bytes(),
             capacity_bytes=self._room.capacity_bytes,
             policy=self._room.policy_name,
             evictions=self.evictions(),
