@@ -234,7 +234,7 @@ class Engine:
     def detach(self) -> None:
         """From now on nothing is loaded and nothing stored."""
         self.coordinator.detached = True
-        self._drop()  # requests that are live still write to it
+        self._use(None)
         logger.info("cake: store detached")
 
     def _known(self, namespace: Namespace) -> None:
@@ -263,13 +263,9 @@ class Engine:
         task.add_done_callback(self._tasks.discard)
 
     def _use(self, store: Store | None) -> None:
-        self._drop()
-        self._store = store
+        old, self._store = self._store, store
         self.loader.use(store)
         self.writer.use(store)
-
-    def _drop(self) -> None:
-        old, self._store = self._store, None
         if old is not None:
             self._io.post(self._close_later, old)
 

@@ -199,6 +199,8 @@ class Identity:
                 continue
             self._tensors = search.tensors or self._tensors
             self._facts |= search.facts or {"weights": private_name()}
+            if "config" not in self._facts:  # nor will it be: nobody knows what the model computes
+                self._facts["weights"] = private_name()
             self._on_known(Namespace(tuple(self._facts.items())))
 
     def close(self) -> None:

@@ -496,6 +496,23 @@ def test_new_weights_make_new_keys_and_may_pause_everything(desk: Desk) -> None:
     desk.all_back()
 
 
+def test_before_the_weights_are_known_no_request_is_looked_up_and_each_is_counted(
+    desk: Desk,
+) -> None:
+    req = req_of(2.5)
+    desk.fill(req.origin_input_ids, {0, 1})
+    desk.cake.rebase(None, suspended=False)
+    desk.arrive(req)
+    desk.cake.poll([req.rid])
+    assert desk.cake.restore(req.rid) is None
+    assert desk.counters.snapshot()["unnamed_requests", ""] == 1
+    desk.cake.rebase(NAMESPACE, suspended=False)
+    desk.arrive(req)
+    assert desk.cake.restore(req.rid) is not None
+    desk.cake.end_all()
+    desk.all_back()
+
+
 # ---- the end at every stage ----
 
 STAGES = ["asked", "found", "reading", "in the outbox", "staged", "placed", "attached"]

@@ -102,6 +102,7 @@ class StoreView:
     """The files of a store, for tests that look at them or spoil them."""
 
     root: Path
+    ranks: int = 1  # that store: each has a namespace, which is written down with its first block
 
     def places(self) -> list[NamespaceFolder]:
         found = sorted(self.root.glob("*/namespace.json"))
@@ -116,13 +117,17 @@ class StoreView:
         ]
 
     def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
-        files = self.files(tokens, **seed)
+        if not tokens:
+            return []
         with contextlib.closing(BlockFolder(self.root)) as folder:
             until(
-                lambda: all(_is_booked(folder, file) for file in files),
-                f"{len(files)} blocks in the store",
+                lambda: (
+                    len(self.places()) >= self.ranks
+                    and all(_is_booked(folder, file) for file in self.files(tokens, **seed))
+                ),
+                f"{len(tokens)} tokens in the store",
             )
-        return files
+        return self.files(tokens, **seed)
 
     def forget(self, *files: Path) -> None:
         """Remove blocks, as another process that shares the store may."""

@@ -230,6 +230,15 @@ def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
     assert list(desk.stored(other)) == [KEYS[1]]
 
 
+def test_blocks_that_are_offered_after_the_store_was_detached_are_counted(desk: Desk) -> None:
+    desk.writer.use(None)
+    desk.offer(TOKENS, (0, 1))
+    desk.drain()
+    assert desk.count("unstored_blocks", "unavailable") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
 def test_drained_waits_for_jobs_that_come_meanwhile(desk: Desk) -> None:
     desk.drain()  # nothing to wait for
     for block in range(5):
