@@ -11,6 +11,7 @@ from sglang_cake.store.eviction import Usage, Use, new_policy
 from sglang_cake.store.eviction.reuse import (
     LEAST_SAMPLES,
     MOST_KINDS,
+    MOST_OF_TENANT,
     OTHERS,
     POOLED,
     UNKNOWN,
@@ -112,6 +113,16 @@ def test_kinds_are_bounded():
     kinds = {model.kind((f"user text {number}", 1, 0)) for number in range(10 * MOST_KINDS)}
     assert len(kinds) == MOST_KINDS + 1
     assert OTHERS in kinds
+
+
+def test_a_tenant_that_brings_many_names_leaves_room_for_those_of_others():
+    model = ReuseModel()
+    flood = {model.kind((f"noise {number}", 1, 0), 7) for number in range(10 * MOST_KINDS)}
+    assert len(flood) == MOST_OF_TENANT + 1
+    assert model.kind(("agent", 1, 0), 8) == ("agent", 1, 0)
+    assert model.kind(("noise 0", 1, 0), 8) == ("noise 0", 1, 0)
+    for turn in (1, 2, 3, 4):  # requests that name nothing are always told apart by turn
+        assert model.kind(("", turn, 0), 7) == ("", turn, 0)
 
 
 def test_what_is_followed_is_bounded():

@@ -9,7 +9,7 @@ t seconds ago, the probability of a use within the next `life` seconds is, by Ba
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +19,7 @@ from typing import Final
 Kind = tuple[str, int, int]
 MOST_TURNS: Final = 4  # later turns are like this one
 MOST_KINDS: Final = 64  # further ones are taken together
+MOST_OF_TENANT: Final = 16  # with names that one tenant brought first: others have theirs, too
 OTHERS: Final[Kind] = ("", 0, 0)
 POOLED: Final[Kind] = ("", 0, 1)  # all classes together, among fits that are kept
 
@@ -82,13 +83,19 @@ class ReuseModel:
         self.fits: dict[Kind, Fit] = {}
         self.pooled = UNKNOWN
         self.kinds: set[Kind] = set()  # no more than MOST_KINDS
+        self._brought: Counter[int] = Counter()  # named classes, by the tenant that was first
 
-    def kind(self, kind: Kind) -> Kind:
-        """The class that stands for this one: itself, while there are not too many."""
+    def kind(self, kind: Kind, tenant: int = 0) -> Kind:
+        """The class that stands for this one: itself, while there are not too many.
+
+        Args: tenant: whose request it is; 0: nobody's in particular.
+        """
         if kind not in self.kinds:
-            if len(self.kinds) >= MOST_KINDS:
+            named = bool(kind[0] and tenant)
+            if len(self.kinds) >= MOST_KINDS or (named and self._brought[tenant] >= MOST_OF_TENANT):
                 return OTHERS
             self.kinds.add(kind)
+            self._brought[tenant] += named
         return kind
 
     def fit(self, kind: Kind) -> Fit:

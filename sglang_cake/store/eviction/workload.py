@@ -48,6 +48,14 @@ class ReusePolicy(BasePolicy):
         """Where a block stands: of two in one lane, the less recently used is worth less."""
         return kind
 
+    def kind_in(self, lane: tuple[Hashable, ...]) -> Kind:
+        """The class that the blocks of a lane had when they were last used."""
+        workload, turn, was_read = lane[:3]
+        assert isinstance(workload, str)
+        assert isinstance(turn, int)
+        assert isinstance(was_read, int)
+        return workload, turn, was_read
+
     def value(
         self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
     ) -> tuple[float, ...]:
@@ -71,7 +79,7 @@ class ReusePolicy(BasePolicy):
         self._follow(usage)
 
     def chance(self, usage: Usage) -> float:
-        share = self.model.fit(self.model.kind(self._kind_of(usage))).share
+        share = self.model.fit(self.model.kind(self._kind_of(usage), usage.use.tenant)).share
         return self._trust * share + (1 - self._trust) * self.model.pooled.share
 
     def refresh(self, now_s: float) -> None:
@@ -87,7 +95,7 @@ class ReusePolicy(BasePolicy):
 
     def _follow(self, usage: Usage) -> Kind:
         """A block was used; returns its class."""
-        kind = self.model.kind(self._kind_of(usage))
+        kind = self.model.kind(self._kind_of(usage), usage.use.tenant)
         self.model.used(usage.ident, kind, usage.used_s)
         return kind
 
@@ -95,7 +103,7 @@ class ReusePolicy(BasePolicy):
         self, lane: tuple[Hashable, ...], block: int, now_s: float
     ) -> tuple[float, ...]:
         usage = self._usage[block]
-        kind = self.model.kind(self._kind_of(usage))
+        kind = self.kind_in(lane)
         age_s = max(0.0, now_s - usage.used_s)
         own = self.model.fit(kind).log_reuse(age_s, self._life_s)
         pooled = self.model.pooled.log_reuse(age_s, self._life_s)
