@@ -14,7 +14,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import Store, StoredNamespace, StoreSource
+from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.url import split_urls
@@ -124,6 +124,20 @@ async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIte
         yield store
     finally:
         await store.close()
+
+
+async def blocks_in(place: Place, frame: BlockFrame) -> AsyncIterator[BlockInfo]:
+    """The blocks of one namespace. Of a folder, without a change in it.
+
+    Raises: StoreUnavailable; ConfigError.
+    """
+    if place.files is not None:
+        for block in place.files.blocks_in(place.stored(frame).digest):
+            yield block
+        return
+    async with opened(place.source, frame, 1) as store:
+        async for block in store.list_blocks():
+            yield block
 
 
 async def for_each(

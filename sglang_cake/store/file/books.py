@@ -14,6 +14,7 @@ from pathlib import Path
 from sglang_cake.errors import StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.file.index import BlockIndex, Touch
+from sglang_cake.store.file.ownership import put_aside
 from sglang_cake.store.file.paths import NamespaceFolder, create_private
 from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.schema import DamagedIndexError
@@ -213,9 +214,11 @@ class Books:
         except sqlite3.Error as error:
             if not _is_damage(error):
                 raise
-            logger.warning("store %s: the index is damaged (%s), beginning anew", path, error)
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            aside = put_aside(path)
+            logger.warning(
+                "store %s: the index is damaged (%s), kept as %s, beginning anew",
+                *(self._root, error, aside.name),
+            )
             index = BlockIndex(path)
         self._damaged = False
         return index

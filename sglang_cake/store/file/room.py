@@ -14,6 +14,7 @@ from sglang_cake.store.eviction import EvictionPolicy, Usage, Use, Worth, new_po
 from sglang_cake.store.eviction.admission import Admission
 from sglang_cake.store.eviction.tenants import Sharing, TenantPolicy
 from sglang_cake.store.file.index import WAL_BYTES, BlockIndex, Booked, Touch
+from sglang_cake.store.file.ownership import aside_bytes
 from sglang_cake.store.file.paths import NamespaceFolder
 
 # What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
@@ -64,7 +65,8 @@ class Room:
         for suffix in sizes:
             with contextlib.suppress(FileNotFoundError):
                 sizes[suffix] = os.stat(self._root / f"index.db{suffix}").st_blocks * 512
-        return sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"] + SMALL_FILES_BYTES
+        index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
+        return index_bytes + aside_bytes(self._root / "index.db") + SMALL_FILES_BYTES
 
     def limit_bytes(self) -> int | None:
         """How much blocks and their folders may take in all."""

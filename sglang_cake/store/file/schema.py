@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 SCHEMA_VERSION = 2
 BUSY_S = 10.0  # how long one process waits for another's transaction, which take milliseconds
@@ -65,7 +66,7 @@ def check_ours(path: Path) -> None:
 
     To the letter: with somebody else's views and triggers, what we ask might never end.
     """
-    with readable_errors(), closing(sqlite3.connect(path, timeout=BUSY_S)) as found:
+    with readable_errors(), closing(connect_to_read(path)) as found:
         found.text_factory = any_text
         version = found.execute("PRAGMA user_version").fetchone()[0]
         schema = _schema(found)
@@ -84,6 +85,17 @@ def check_ours(path: Path) -> None:
         raise ForeignIndexError(f"{path} has version {version}: remove it")
     if schema != ours:
         raise ForeignIndexError(f"{path} is not an index of blocks: remove it")
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing but, beside a log, where SQLite notes who reads.
+
+    Raises: sqlite3.Error.
+    """
+    # Without a log the file is all there is, and SQLite would make one even to read.
+    immutable = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+    url = f"file:{quote(str(path.absolute()))}?mode=ro{immutable}"
+    return sqlite3.connect(url, uri=True, timeout=BUSY_S)
 
 
 def any_text(text: bytes) -> str:
