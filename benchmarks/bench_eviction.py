@@ -33,6 +33,7 @@ from sglang_cake.store.eviction.tenants import EVERYBODY
 from sglang_cake.store.eviction.workload import ReusePolicy
 from sglang_cake.store.file.index import BlockIndex, Found
 from sglang_cake.store.file.room import Room
+from sglang_cake.store.file.space import Amount
 
 
 def replay_cells(traces: list[str], capacities: list[int]) -> Iterator[Cell]:
@@ -93,7 +94,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
         made = Path(name) / "made"
         made.mkdir()
         index = BlockIndex(made / "index.db")
-        index.found(digest, (found(n, size) for n in range(blocks)))
+        index.found(digest, 0, (found(n, size) for n in range(blocks)))
         index.close()
         with closing(sqlite3.connect(made / "index.db")) as books, books:
             books.execute(
@@ -104,7 +105,16 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             root = Path(name) / policy
             shutil.copytree(made, root)
             index = BlockIndex(root / "index.db")
-            room = Room(root, None, policy, sharing=EVERYBODY, admission=ALL, on_learned=forget)
+            room = Room(
+                root,
+                None,
+                policy,
+                min_free_bytes=0,
+                sharing=EVERYBODY,
+                admission=ALL,
+                on_learned=forget,
+            )
+            room.begin_anew(index, leads=True)
             began_s = time.perf_counter()
             while not room.learn(index, rest=lambda seconds: False):
                 pass
@@ -112,7 +122,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             order = room._policy
             lanes = len(order._lanes) if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
-            room.make(index, evictions * size)
+            room.make(index, Amount(evictions * size))
             make_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
             for turn in range(evictions):

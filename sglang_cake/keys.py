@@ -18,7 +18,7 @@ def _sized(part: str | None) -> bytes:
     """Length-prefixed UTF-8, so that no two field lists serialise alike; None differs from ''."""
     if part is None:
         return b"\xff" * 8
-    raw = part.encode()
+    raw = part.encode(errors="surrogatepass")  # `sglang.Engine` takes any text
     return len(raw).to_bytes(8, "little") + raw
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sglang_cake.keys import Digest
 
-LABEL = "model"  # what a person calls the model: equal weights under two names are one namespace
+LABEL = "name"  # what a person calls the model: equal weights under two names are one namespace
 
 
 def _sized(text: str) -> bytes:

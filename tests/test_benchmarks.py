@@ -40,6 +40,7 @@ BENCHES = (
     *(
         "file_store",
         "fleet",
+        "hashing",
         "http_store",
         "last_step",
         "overhead",

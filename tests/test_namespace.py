@@ -37,11 +37,11 @@ def test_the_digest_is_what_docs_format_says():
         return len(text.encode()).to_bytes(8, "little") + text.encode()
 
     raw = b"sglang_cake namespace v2" + sized("dtype") + sized("é")
-    assert Namespace((("model", "m"), ("dtype", "é"))).digest() == hashlib.sha256(raw).digest()
+    assert Namespace((("name", "m"), ("dtype", "é"))).digest() == hashlib.sha256(raw).digest()
 
 
 def test_the_label_does_not_change_the_digest():
-    one, other = (Namespace((("model", m), ("dtype", "bfloat16"))) for m in ("a", "b"))
+    one, other = (Namespace((("name", m), ("dtype", "bfloat16"))) for m in ("a", "b"))
     assert one.digest() == other.digest()
     assert one.describe() != other.describe()
 

@@ -19,6 +19,8 @@ from sglang_cake.read.cost import LoadCost, PrefillCost
 _NS = 1e9
 _LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
 _HEAD = 4 + _LOAD_NUMBERS  # what of a restore comes before its blocks
+_GONE = -1  # a rank has no record of a request
+_NOTHING = 2**63 - 1  # leaves what the other ranks say
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +46,60 @@ class Agreement:
     def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
         self._reduce_min = reduce_min
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self._reduce_min is None
+
+    def on(self, here: bool) -> bool:
+        """Whether cake is on, on every rank. Every rank must call this in every poll."""
+        if self._reduce_min is None:
+            return here
+        tensor = torch.tensor([here], dtype=torch.int64)
+        self._reduce_min(tensor)
+        return bool(tensor.item())
+
+    def vote(self, views: Sequence[Restore | None]) -> list[bool]:
+        """Of each request, whether all ranks have a record of it in the same state. So ranks whose
+        records have come apart never reduce different lists.
+
+        Every rank must call this at the same point of the same step with the same requests.
+
+        Args:
+            views: of each request, this rank's record.
+        """
+        if self._reduce_min is None or not views:
+            return [view is not None for view in views]
+        own = [_GONE if view is None else int(view.contending) for view in views]
+        tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.int64)
+        self._reduce_min(tensor)
+        least, most = tensor.view(2, -1).tolist()
+        return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
+
     def reach(
         self, restores: Sequence[Restore], prefill: PrefillCost
     ) -> tuple[list[Facts], PrefillCost]:
         """Facts per restore, and the costs of steps to decide by.
 
-        Every rank must call this at the same point of the same step with the same restores.
+        Every rank must call this at the same point of the same step with the same restores. A rank
+        that fails to say what it knows takes part in the reduction all the same, and says nothing.
         """
         if self._reduce_min is None:
             return [_own(restore) for restore in restores], prefill
-        numbers = _bits(*astuple(prefill))
-        shared = len(numbers)
-        for restore in restores:
-            numbers += _pack(restore)
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        self._reduce_min(tensor)
+        shared = len(astuple(prefill))
+        sizes = [_size(restore) for restore in restores]
+        tensor = torch.full((shared + sum(sizes),), _NOTHING, dtype=torch.int64)
+        try:
+            numbers = _bits(*astuple(prefill))
+            for restore in restores:
+                numbers += _pack(restore)
+            tensor = torch.tensor(numbers, dtype=torch.int64)
+        finally:
+            self._reduce_min(tensor)
         numbers = tensor.tolist()
         agreed = PrefillCost(*_floats(numbers[:shared]))
         facts, position = [], shared
-        for restore in restores:
-            size = _size(restore)
+        for restore, size in zip(restores, sizes, strict=True):
             facts.append(_unpack(restore, numbers[position : position + size]))
             position += size
         return facts, agreed

@@ -16,12 +16,19 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.adapter import forwards, runahead_hooks
 from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.boundary import HERE
 from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.coordinator import Coordinator
+from sglang_cake.adapter.facts import tenant_key
 from sglang_cake.adapter.identity import Identity, rope_theta, server_facts
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.last_step import LastStep
-from sglang_cake.adapter.metrics import Metrics, StoreMetrics
+from sglang_cake.adapter.metrics import (
+    FailureMetrics,
+    Metrics,
+    StoreMetrics,
+    scheduler_labels,
+)
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.pools import CudaKV, DeviceKV
 from sglang_cake.adapter.saving import Saving
@@ -74,6 +81,8 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     engine = Engine(ctx, tree, config)
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
     _take_part(ctx, tree, engine, config)
+    labels = scheduler_labels(ctx)
+    HERE.watch(tree, None if labels is None else FailureMetrics(labels, HERE.hooks))
     return tree
 
 
@@ -103,7 +112,7 @@ def _take_part(
             engine.coordinator, engine.loader, engine.landing, rows, gate, engine.counters
         )
         engine.pace.overlap = 1 - 1 / rows.layers
-    forwards.Here.runahead, forwards.Here.last_step = tree.runahead, tree.last_step
+    forwards.Here.tree = tree
 
 
 class Engine:
@@ -120,10 +129,11 @@ class Engine:
         facts = server_facts(
             ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
         )
+        tenant_key()  # read now, and not by the first request that has a salt
         self.counters = Counters()
         self._io = IoThread()
-        labels = _metric_labels(ctx)
-        self._setting = config.store
+        labels = scheduler_labels(ctx)
+        self.setting = config.store  # the store in use, as `--cake-store`
         self._costs_of = Namespace(tuple(facts.items())).digest()  # whatever the weights hold
         self._cost_file: CostFile | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -216,7 +226,7 @@ class Engine:
         Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
         sources_of(setting, self._config.eviction_policy)
-        self._setting, self.coordinator.detached = setting, False
+        self.setting, self.coordinator.detached = setting, False
         if self._namespace is not None:
             self._use(self._open(self._namespace))
         self._recall()
@@ -280,7 +290,7 @@ class Engine:
     def _open(self, namespace: Namespace) -> Store:
         """No I/O: the store is opened when it is first asked, and again until that works."""
         store = open_blocks(
-            [LateSource(s) for s in sources_of(self._setting, self._config.eviction_policy)],
+            [LateSource(s) for s in sources_of(self.setting, self._config.eviction_policy)],
             namespace,
             self.kv.layout,
             codec=self._config.codec,
@@ -293,7 +303,7 @@ class Engine:
         return store if self._trace is None else RecordingStore(store, self._trace)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
-        tiers = len(sources_of(self._setting, self._config.eviction_policy))
+        tiers = len(sources_of(self.setting, self._config.eviction_policy))
         return None if labels is None else StoreMetrics(labels, tiers)
 
     def _watch_later(self, metrics: StoreMetrics | None) -> None:
@@ -317,7 +327,7 @@ class Engine:
             self._cost_file = CostFile(
                 cache_folder() / "costs",
                 namespace=self._costs_of,
-                store=str(self._setting),
+                store=str(self.setting),
                 device=self.device,
             )
             learned = self._cost_file.read()
@@ -404,17 +414,3 @@ def _reducer(ctx: "TreeCacheBuildContext", tree: CakeRadixCache) -> Any:
     if ctx.tp_size == 1:
         return None
     return lambda tensor: tree._all_reduce_attn_groups(tensor, torch.distributed.ReduceOp.MIN)
-
-
-def _metric_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
-    """The labels that SGLang puts on its own cache metrics; None if it is to have no metrics."""
-    if not ctx.params.enable_metrics:
-        return None
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
-    from sglang.srt.runtime_context import get_parallel
-
-    labels = radix_cache_metric_labels(
-        CakeRadixCache.__name__, get_parallel(), is_dp_attention_enabled()
-    )
-    return {name: str(value) for name, value in labels.items()}

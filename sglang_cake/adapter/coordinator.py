@@ -5,6 +5,7 @@ the chunk computed before (`checkpointed`), then for each request of the step `s
 islands that the front touches), `plan` (how far to compute) and `claimed`.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,12 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang_cake.adapter import cached_tokens
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.facts import begins_early, facts_of, keyable, seed_of, tenant_of
 from sglang_cake.adapter.inbox import Inbox
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
+from sglang_cake.adapter.rounds import Rounds
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
@@ -64,7 +67,6 @@ class Coordinator:
         self._namespace: Digest | None = None  # seeds every key; None: no request is ours
         self._page_tokens = page_tokens
         self.pace = pace
-        self._agreement = agreement
         self._counters = counters
         self._teller = teller
         self._adapter = adapter
@@ -74,7 +76,9 @@ class Coordinator:
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         self._others_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()  # not in these
-        self._served: Restore | None = None  # the link works for it before all others
+        self._rounds = Rounds(
+            self._restores, self.end, loader, landing, self.inbox, pace, agreement, teller
+        )
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
 
@@ -86,7 +90,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self.detached or not keyable(req):
+        if self.detached or self._rounds.leaving or not keyable(req):
             return
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
@@ -134,9 +138,11 @@ class Coordinator:
     def end(self, rid: str) -> None:
         """The request is over, aborted or retracted: give everything back. Unknown ids are fine."""
         if (restore := self._restores.pop(rid, None)) is not None:
-            self.inbox.forget(restore)
-            self._tenants.leaves(restore.facts.tenant)
-            self._teller.ended(restore)
+            with contextlib.ExitStack() as steps:  # each of them, whatever becomes of the others
+                steps.callback(self._teller.ended, restore)
+                steps.callback(self._tenants.leaves, restore.facts.tenant)
+                steps.callback(self.inbox.forget, restore)
+                steps.callback(self._landing.discard, restore, {*restore.slots}, "ended")
 
     def end_all(self) -> None:
         """Give everything back: the tree is being emptied, or the weights change."""
@@ -155,6 +161,21 @@ class Coordinator:
         self._namespace = namespace
         self.suspended = suspended
 
+    def leave(self) -> bool:
+        """Cake is off on this rank: no request is looked up any more. Returns whether all ranks
+        know; if not, `together` tells them."""
+        return self._rounds.leave()
+
+    def together(self) -> bool:
+        """Whether cake is on, on every rank. Each of them calls it at the start of each poll with
+        prompts to prefill."""
+        return self._rounds.together()
+
+    @property
+    def left(self) -> bool:
+        """Whether cake is off on every rank."""
+        return self._rounds.left
+
     def emptied(self) -> None:
         """The tree is being emptied."""
         self.end_all()
@@ -164,40 +185,26 @@ class Coordinator:
         """The live record of a request, if it has one."""
         return self._restores.get(rid)
 
+    @property
+    def live(self) -> list[str]:
+        """Ids of all requests that have a record, in order of arrival."""
+        return list(self._restores)
+
     # ---- once a step ----
 
     def poll(self, serving: Sequence[str]) -> None:
         """Take the loader's news, agree on it, and move landed blocks of the request being served.
 
+        What fails on this rank fails here after all ranks have agreed who goes on: those requests
+        end everywhere.
+
         Args:
-            serving: ids of the requests that are being prefilled or wait for it, in order.
+            serving: ids of the requests that are being prefilled or wait for it, in order; the same
+                ones on every rank.
         """
         self.waiting = False
-        self.pace.polled()
-        self._teller.stepped(
-            overhead_s=self.step_s if self._restores else None,  # an idle poll is no step
-            block_bytes=self._landing.block_bytes,
-            costs=self.pace.own,
-        )
-        self.step_s = 0.0
-        self.inbox.take()
-        self._landing.release_copied()
-        contending = [r for r in self._restores.values() if r.contending]
-        if contending:
-            facts = self.pace.agree(contending, self._agreement)
-            for restore, fact in zip(contending, facts, strict=True):
-                self.inbox.apply(restore, fact)
-                if (fact.stored or fact.landed or fact.lost) and restore.meet.racing:
-                    restore.remaining_s = self.pace.remaining_s(restore)
-        served = [r for r in map(self._restores.get, serving) if r is not None and r.contending]
-        self._loader.order([restore.ticket for restore in served])
-        for restore in served[1:]:
-            restore.not_served()
-        if served:
-            if served[0] is not self._served:
-                served[0].served_now()
-            self._landing.place(served[0], list(served[0].staged))
-        self._served = served[0] if served else None
+        step_s, self.step_s = self.step_s, 0.0
+        self._rounds.run(serving, step_s)
 
     def reclaim(self, tokens: int) -> int:
         """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
@@ -238,9 +245,9 @@ class Coordinator:
                 for block in unplaced:
                     restore.meet.dropped(block)
                 continue
-            slots = self._landing.take(restore, span)
             self._attached(restore, span)
-            attach(req, slots, span.stop)
+            attach(req, self._landing.take(restore, span), span.stop)
+            cached_tokens.loaded(req, span)
             self._advance(restore, req)  # the tree may have matched more by now
         self.inbox.fence(restore, restore.meet.fence)
 
@@ -336,13 +343,12 @@ class Coordinator:
         while (front := restore.meet.front) < overlap.span.stop:
             if (span := restore.meet.island()) is not None:
                 self._attached(restore, span)
+                cached_tokens.loaded(req, span)
             else:
                 span = Span(front, min(room(restore.meet.view()), overlap.span.stop))
                 restore.meet.claim(span.stop)
                 self._computed(restore, span)
-                if not req.retracted_stain:  # counted when the step was scheduled
-                    req.cached_tokens -= span.tokens
-                    req.cached_tokens_device = min(req.cached_tokens_device, req.cached_tokens)
+                cached_tokens.computed(req, span.tokens)
         self._claim(req, restore, stop)
 
     # ---- inside ----

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_cake.adapter.boundary import HERE, register
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import CakeError, ConfigError
 from sglang_cake.store.sources import sources_of
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 PATH = "/cake/store"
+HERE.hooks[PATH] = []
 _SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 MAX_BODY_BYTES = 65_536
 
@@ -27,7 +29,7 @@ def install(config: CakeConfig) -> None:
     """Hook the process that serves HTTP; it knows that it does when plugins are long loaded."""
     _StoreEndpoint.setting = config.store
     if _SERVER not in HookRegistry._patched:
-        HookRegistry.register(_SERVER, _add_route, HookType.BEFORE)
+        register(_SERVER, _add_route, HookType.BEFORE)
         HookRegistry.apply_hooks()
 
 
@@ -61,7 +63,7 @@ async def _serve(request: "Request") -> "Response":
     manager = http_server._global_state.tokenizer_manager
     try:
         if request.method == "PUT":
-            setting = _setting_in(await request.body())
+            setting = _setting_in(await _body(request))
             await asyncio.to_thread(_check, setting)
             await _tell(manager, setting)
             _StoreEndpoint.setting, _StoreEndpoint.attached = setting, True
@@ -70,12 +72,25 @@ async def _serve(request: "Request") -> "Response":
             _StoreEndpoint.attached = False
     except CakeError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
+    except Exception as error:
+        HERE.failed(PATH, error)
+        return JSONResponse({"error": "cake failed; the server's log says how"}, status_code=500)
     return JSONResponse({"attached": _StoreEndpoint.attached, "store": _StoreEndpoint.setting})
+
+
+async def _body(request: "Request") -> bytes:
+    """At most one piece more than MAX_BODY_BYTES. Raises: ConfigError if there is more."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise ConfigError(f"the body has more than {MAX_BODY_BYTES} bytes")
+    return body
 
 
 def _setting_in(body: bytes) -> str:
     try:
-        found = json.loads(body[:MAX_BODY_BYTES])
+        found = json.loads(body)
     except ValueError:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("store"), str) or len(found) != 1:

@@ -1,17 +1,24 @@
 """What a request is, and what the store may know of it."""
 
+import functools
 import hashlib
+import hmac
+import logging
 import secrets
 from array import array
 from typing import TYPE_CHECKING
 
+from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest, KeySeed
 from sglang_cake.read.cost import Costs
+from sglang_cake.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.store.eviction import Worth
 from sglang_cake.store.request import MOST_WORKLOAD, RequestFacts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger("sglang_cake")
 
 FIELD = "cake_workload"  # of a request's `custom_params`
 # "late": its last step waits until all KV is there. That is how a benchmark compares the two.
@@ -43,9 +50,28 @@ def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
 
 
 def tenant_of(req: "Req") -> int:
-    """Whose request it is, as a number that does not say who; 0: nobody's in particular."""
+    """Whose request it is, as a number that does not say who; 0: nobody's in particular.
+
+    A store learns these numbers. They are keyed, so that nobody there can test guesses of salts.
+    """
     tenant = req.cache_salt or req.extra_key
-    return 0 if not tenant else int.from_bytes(_digest(tenant)[:8]) >> 1
+    if not tenant:
+        return 0
+    digest = hmac.digest(tenant_key(), tenant.encode(errors="surrogatepass"), "sha256")
+    return int.from_bytes(digest[:8]) >> 1
+
+
+@functools.cache
+def tenant_key() -> bytes:
+    """32 bytes that this user's servers on this machine share; the process's own if they cannot."""
+    hint = "tenants have other numbers in each process"
+    try:
+        path = own_secret_path("tenant-key", hint=hint)
+        make_secret_file(path, name="tenant key", hint=hint)
+        return read_key(path, name="tenant key", hint=hint)
+    except ConfigError as error:
+        logger.warning("cake: %s", error)
+        return secrets.token_bytes(32)
 
 
 def begins_early(req: "Req") -> bool:

@@ -2,27 +2,27 @@
 
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_cake.adapter.last_step import LastStep
+from sglang_cake.adapter.boundary import HERE, Plain, register
 from sglang_cake.adapter.layers import LayerGate, PoolRows
 from sglang_cake.adapter.layers_cuda import CudaGate, CudaRows
 from sglang_cake.adapter.pools import DeviceKV
-from sglang_cake.adapter.runahead import Runahead
+from sglang_cake.adapter.tree import CakeRadixCache
+from sglang_cake.errors import CakeError
 
 _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 
 
 class Here:
-    """Who has a hand in the forwards of this process. One scheduler runs in it."""
+    """Whose forwards run in this process. One scheduler runs in it."""
 
-    runahead: Runahead | None = None
-    last_step: LastStep | None = None
+    tree: CakeRadixCache | None = None
 
 
 def install() -> None:
     """Register the hook. Call while plugins are being loaded."""
-    HookRegistry.register(_FORWARD, _forward, HookType.AROUND)
+    register(_FORWARD, _forward, HookType.AROUND)
 
 
 def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:
@@ -36,12 +36,20 @@ def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerG
     return rows, CudaGate(pool, rows)
 
 
-def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or getattr(worker, "is_draft_worker", False):
+def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    tree = Here.tree
+    if tree is None or args or getattr(worker, "is_draft_worker", False):
         return original(worker, batch, *args, **kwargs)
-    last_step, runahead = Here.last_step, Here.runahead
-    if last_step is not None and last_step.is_due(batch):
-        return last_step.forward(original, worker, batch, **kwargs)
-    if runahead is not None:
-        return runahead.forward(original, worker, batch, **kwargs)
-    return original(worker, batch, **kwargs)
+    if tree.last_step is not None and tree.last_step.is_due(batch):
+        try:
+            return tree.last_step.forward(original, worker, batch, **kwargs)
+        finally:
+            tree.let_go()
+    if tree.runahead is not None:
+        try:
+            return tree.runahead.forward(original, worker, batch, **kwargs)
+        except Exception as error:
+            if original.error is error and not isinstance(error, CakeError):
+                raise
+            HERE.failed("TpModelWorker.forward_batch_generation", error)
+    return original(worker, batch, **kwargs)  # all of it: the batch has slots for that

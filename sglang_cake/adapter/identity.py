@@ -30,7 +30,7 @@ from sglang_cake.adapter.searches import (
     update_search,
 )
 from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
+from sglang_cake.namespace import LABEL, Namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -49,7 +49,7 @@ def server_facts(ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: st
     values, model, defaults = resolving_view(ctx.server_args), ctx.model_config, _defaults(ctx)
     parallel, served = get_parallel(), type(ctx.tp_worker.model_runner.model)
     facts: dict[str, object] = {
-        "model": os.path.basename(os.path.normpath(model.model_path)),
+        LABEL: os.path.basename(os.path.normpath(model.model_path)),
         "format": kv_facts.file_format(values.load_format),
         "implementation": _implementation(served),
         "weight_version": values.weight_version,
@@ -199,6 +199,8 @@ class Identity:
                 continue
             self._tensors = search.tensors or self._tensors
             self._facts |= search.facts or {"weights": private_name()}
+            if "config" not in self._facts:  # nor will it be: nobody knows what the model computes
+                self._facts["weights"] = private_name()
             self._on_known(Namespace(tuple(self._facts.items())))
 
     def close(self) -> None:
@@ -209,7 +211,8 @@ class Identity:
     def _begin(self, begun: tuple[Search, int]) -> None:
         search, size_bytes = begun
         self._searches.begin(search, size_bytes=size_bytes)
-        self.poll()  # what was short is known at once
+        if self._searches.alone:  # ranks learn in their next step, if all of them are on then
+            self.poll()  # what was short is known at once
 
 
 def _defaults(ctx: "TreeCacheBuildContext") -> dict[str, object]:

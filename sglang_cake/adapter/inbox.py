@@ -25,7 +25,7 @@ class Inbox:
 
     def forget(self, restore: Restore) -> None:
         """The request is over: give back what it has of the loader's."""
-        del self._tickets[restore.ticket]
+        self._tickets.pop(restore.ticket, None)  # it may have failed before it was expected
         self.stop_loading(restore, "ended")
 
     def take(self) -> None:

@@ -58,13 +58,14 @@ class Landing:
             if slots is None:
                 break
             restore.slots[block] = slots
+            self.held_tokens += len(slots)  # at once: the books are right whatever fails below
             placed.append(block)
         if placed:
-            staged = [restore.staged.pop(b) for b in placed]
+            staged = [restore.staged[b] for b in placed]
             slots = torch.cat([restore.slots[b] for b in placed])
-            copy = self._kv.load([s.buffer for s in staged], slots)
-            self._copies.append((copy, staged))
-            self.held_tokens += len(slots)
+            self._copies.append((self._kv.load([s.buffer for s in staged], slots), staged))
+            for block in placed:
+                del restore.staged[block]
             self.release_copied()
         return len(placed) == len(todo)
 
@@ -74,9 +75,12 @@ class Landing:
         What the blocks hold beside the span is freed. Whatever the scheduler launches next sees
         the copies complete.
         """
-        lent = {b: restore.slots.pop(b) for b in self._blocks_of(span)}
+        lent = {b: restore.slots[b] for b in self._blocks_of(span)}
+        slots = self.keep(lent, span)
+        for block in lent:
+            del restore.slots[block]
         self.held_tokens -= len(lent) * self._block_tokens
-        return self.keep(lent, span)
+        return slots
 
     def lend(
         self, restore: Restore, span: Span, coming: Collection[int]
@@ -114,22 +118,26 @@ class Landing:
         restore.slots |= landed
         self.held_tokens += len(landed) * self._block_tokens
 
+    def free(self, slots: torch.Tensor) -> None:
+        """Slots that were kept and are of no use; copies may still be writing to them."""
+        self._kv.order_after_copies()
+        self._free([slots])
+
     def discard(self, restore: Restore, blocks: Iterable[int], reason: str) -> None:
         """Give up landed blocks, wherever they are; their bytes count as wasted."""
-        slots = []
-        for block in blocks:
-            staged = restore.staged.pop(block, None)
-            if staged is not None:
-                restore.wasted_bytes += self.block_bytes
-                staged.release(used=False, reason=reason)
-            if block in restore.slots:
-                slots.append(restore.slots.pop(block))
-                restore.wasted_bytes += self.block_bytes
-                self._counters.add("wasted_bytes", self.block_bytes, label=reason)
+        blocks = set(blocks)
+        slots = {b: restore.slots[b] for b in blocks if b in restore.slots}
         if slots:
-            self.held_tokens -= sum(len(s) for s in slots)
             self._kv.order_after_copies()  # a copy may still be writing to them
-            self._free(slots)
+            for block in slots:
+                del restore.slots[block]
+            self.held_tokens -= len(slots) * self._block_tokens
+            self._free(list(slots.values()))
+            restore.wasted_bytes += len(slots) * self.block_bytes
+            self._counters.add("wasted_bytes", len(slots) * self.block_bytes, label=reason)
+        for block in blocks & restore.staged.keys():
+            restore.wasted_bytes += self.block_bytes
+            restore.staged.pop(block).release(used=False, reason=reason)
 
     def reclaim(self, restores: Sequence[Restore], tokens: int) -> int:
         """Give up slots until `tokens` are freed: last request first, its leftmost block first.

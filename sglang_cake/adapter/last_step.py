@@ -9,19 +9,21 @@ it, and then the step again: nobody else notices.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_cake.adapter.boundary import HERE, Plain, guarded
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.layers import LayerGate, PoolRows
 from sglang_cake.adapter.parts import part_before, run_part
 from sglang_cake.adapter.restore import Overlap, Restore
+from sglang_cake.adapter.runahead_request import drop_answer
 from sglang_cake.adapter.tail import LAYERS, Piece, Tail
 from sglang_cake.counters import Counters
-from sglang_cake.errors import OverlapError, RunaheadError
+from sglang_cake.errors import CakeError, OverlapError, RunaheadError
 from sglang_cake.read.last_step import early_last_step
 from sglang_cake.read.loader import Loader
 from sglang_cake.spans import Span
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 MOST_SLACK = 0.25  # of a step, for loads that come a little later than predicted
+
+_HOOK = "TpModelWorker.forward_batch_generation"
 
 
 class LastStep:
@@ -49,7 +53,7 @@ class LastStep:
         self._rows, self._gate, self._counters = rows, gate, counters
         self._block_tokens = cake.block_tokens
         self._lent: dict[int, torch.Tensor] = {}  # by block, until the step is scheduled
-        self._due: Req | None = None  # its step is scheduled, and has not run
+        self.due: Req | None = None  # its step is scheduled, and has not run
 
     # ---- while a step is scheduled ----
 
@@ -58,7 +62,7 @@ class LastStep:
         alone; None: it is no time for that, or there is no memory. `keep` or `give_up` must follow.
         """
         restore = self._cake.restore(req.rid)
-        if restore is None or self._due is not None:
+        if restore is None or self.due is not None:
             return None
         costs, readings = self._cake.pace.costs(restore), self._loader.under_way(restore.ticket)
         if not costs.overlap:
@@ -89,7 +93,7 @@ class LastStep:
         `[tokens]`), which are the request's from now on."""
         _, overlap = self._mine(req)
         overlap.slots = self._landing.keep(self._lent, overlap.span)
-        self._lent, self._due = {}, req
+        self._lent, self.due = {}, req
         return overlap.slots
 
     def give_up(self, req: "Req") -> None:
@@ -98,39 +102,80 @@ class LastStep:
         self._landing.take_back(restore, self._lent, overlap.readings)
         self._lent, restore.overlap = {}, None
 
+    def leave(self, rid: str) -> bool:
+        """The request is computed without cake. False: not yet, its step is scheduled."""
+        if self.due is not None and self.due.rid == rid:
+            return False
+        restore = self._cake.restore(rid)
+        if restore is not None and restore.overlap is not None:
+            self._landing.take_back(restore, self._lent, restore.overlap.readings)
+            self._lent, restore.overlap = {}, None
+        return True
+
+    def abandon(self, req: "Req") -> None:
+        """The step was scheduled, and is not any more: free the slots that it had."""
+        restore = self._cake.restore(req.rid)
+        if self.due is req and restore is not None and restore.overlap is not None:
+            assert restore.overlap.slots is not None
+            self._landing.free(restore.overlap.slots)
+            restore.overlap = None
+            self.due = None
+
     # ---- the forward ----
 
     def is_due(self, batch: Any) -> bool:
         """Whether a batch is the step that was scheduled."""
-        return self._due is not None and batch is not None and self._due in batch.reqs
+        return self.due is not None and batch is not None and self.due in batch.reqs
 
-    def forward(self, original: Callable[..., Any], worker: Any, batch: Any, **kwargs: Any) -> Any:
-        """AROUND a worker's `forward_batch_generation`, of a batch that is due."""
+    def forward(self, original: Plain, worker: Any, batch: Any, **kwargs: Any) -> Any:
+        """AROUND a worker's `forward_batch_generation`, of a batch that is due. Raises: what SGLang
+        raises. If something of ours fails, what was to come is computed; if that cannot be done
+        either, the request ends without an answer."""
         (req,) = batch.reqs
-        restore, overlap = self._mine(req)
-        self._due = None
-        pieces = self._pieces(overlap)
-        until_s = time.monotonic() + overlap.patience_s
-        tail = Tail(self._rows, pieces, block_tokens=self._block_tokens, until_s=until_s)
-        self._rows.begin()
+        counted = False
         try:
-            with self._gate(tail):
-                result = original(worker, batch, **kwargs)
-            tail.finish()
-            landed = {piece.block for piece in pieces}
-            self._cake.inbox.take()
-            self._cake.pace.waited(tail.waited_s)
-        except (OverlapError, RunaheadError) as error:
-            self._failed(req, error)
-            landed = self._complete(worker, batch, restore, tail, pieces)
+            result, tail, landed = self._overlap(original, worker, batch, kwargs)
+            counted = self._count(req, batch, tail, landed)
+        except Exception as error:
+            if original.error is error and not isinstance(error, CakeError):
+                raise
+            HERE.failed(_HOOK, error, unsafe=True)
+            drop_answer(req)
             result = original(worker, batch, **kwargs)
-        tokens = sum(len(piece.slots) for piece in pieces if piece.block in landed)
-        restore.overlapped_tokens += tokens
-        self._counters.add("overlapped_tokens", tokens)
-        self._cake.overlapped(req, batch.prefix_lens[0] + batch.extend_lens[0], landed)
+        finally:
+            self.due = None
+        if not counted and (restore := self._cake.restore(req.rid)) is not None:
+            restore.overlap = None  # its slots are the row's
+            self._cake.end(req.rid)
         return result
 
     # ---- inside ----
+
+    def _overlap(
+        self, original: Plain, worker: Any, batch: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Tail, Collection[int]]:
+        """The step, once more if something did not come. Returns its result, and the blocks that
+        have come."""
+        (req,) = batch.reqs
+        restore, overlap = self._mine(req)
+        pieces = self._pieces(overlap)
+        until_s = time.monotonic() + overlap.patience_s
+        tail = Tail(self._rows, pieces, block_tokens=self._block_tokens, until_s=until_s)
+        try:
+            self._rows.begin()
+            with self._gate(tail):
+                result = original(worker, batch, **kwargs)
+            tail.finish()
+            return result, tail, {piece.block for piece in pieces}
+        except (OverlapError, RunaheadError) as error:
+            self._failed(req, error)
+        except Exception as error:
+            if original.error is error:
+                raise
+            HERE.failed(_HOOK, error, rid=req.rid)
+        landed = self._bring(req, tail, pieces)
+        self._compute(worker, batch, restore, [p for p in pieces if p.block not in landed])
+        return original(worker, batch, **kwargs), tail, landed
 
     def _mine(self, req: "Req") -> tuple[Restore, Overlap]:
         restore = self._cake.restore(req.rid)
@@ -147,26 +192,40 @@ class LastStep:
             pieces.append(Piece(block, reading, slots, first - block * size))
         return pieces
 
-    def _complete(
-        self, worker: Any, batch: Any, restore: Restore, tail: Tail, pieces: Sequence[Piece]
-    ) -> set[int]:
-        """Bring what has come by now to its slots, once more, and compute the rest; returns the
-        blocks that have come."""
+    @guarded(_HOOK, False)
+    def _count(self, req: "Req", batch: Any, tail: Tail, landed: Collection[int]) -> bool:
+        """The step is over: the books of the request, and of the process."""
+        restore, _ = self._mine(req)
+        self._cake.inbox.take()
+        self._cake.pace.waited(tail.waited_s)
+        tokens = sum(len(piece.slots) for piece in tail.pieces if piece.block in landed)
+        restore.overlapped_tokens += tokens
+        self._counters.add("overlapped_tokens", tokens)
+        self._cake.overlapped(req, batch.prefix_lens[0] + batch.extend_lens[0], landed)
+        return True
+
+    @guarded(_HOOK, frozenset())
+    def _bring(self, req: "Req", tail: Tail, pieces: Sequence[Piece]) -> Collection[int]:
+        """Bring what has come by now to its slots, once more; returns its blocks."""
+        restore, _ = self._mine(req)
         tail.settle()
         self._cake.inbox.take()
         landed = {piece.block for piece in pieces if piece.block in restore.arrived}
         tail.write_whole([piece for piece in pieces if piece.block in landed])
+        return landed
+
+    def _compute(self, worker: Any, batch: Any, restore: Restore, pieces: Sequence[Piece]) -> None:
+        """Compute what was to come, in place of it."""
         overlap, limit_tokens = restore.overlap, self._cake.pace.chunk_tokens
         assert overlap is not None
         assert overlap.slots is not None
-        for missing in self._runs([piece for piece in pieces if piece.block not in landed]):
+        for missing in self._runs(pieces):
             for start in range(missing.start, missing.stop, limit_tokens):
                 span = Span(start, min(start + limit_tokens, missing.stop))
                 first = overlap.span.start
                 slots = overlap.slots[span.start - first : span.stop - first]
                 tokens = restore.tokens[span.start : span.stop]
                 run_part(worker, part_before(batch, tokens, slots, span))
-        return landed
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Span]:
         """What pieces cover, from left to right."""

@@ -5,8 +5,13 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_cake.adapter.boundary import HERE
 from sglang_cake.adapter.pools import Copy, DeviceKV
+from sglang_cake.errors import CakeError, RunaheadError
 from sglang_cake.runahead.transport import Payload
+
+_HOOK = "LayerGate.wait_until"
+HERE.hooks[_HOOK] = []
 
 
 class PoolRows:
@@ -96,9 +101,21 @@ class LayerGate:
         pool.register_layer_transfer_counter(self)
 
     def wait_until(self, layer: int) -> None:
-        """Called by the pool. Raises: what the passage raises, out of the forward."""
-        if self._passage is not None:
-            self._passage.reach(layer)
+        """Called by the pool. Raises: OverlapError or RunaheadError, out of the forward; whatever
+        else the passage raises becomes one, so that it is known for ours there."""
+        passage = self._passage
+        if passage is None:
+            return
+        try:
+            self._reach(passage, layer)
+        except CakeError:
+            raise
+        except Exception as error:
+            HERE.failed(_HOOK, error, rid="")
+            raise RunaheadError(f"layer {layer}: {error!r}") from error
+
+    def _reach(self, passage: Passage, layer: int) -> None:
+        passage.reach(layer)
 
     def __call__(self, passage: Passage) -> "LayerGate":
         """`with gate(passage):` a forward of it."""

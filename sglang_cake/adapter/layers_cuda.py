@@ -114,9 +114,8 @@ class CudaGate(LayerGate):
         self._layer = -1  # that it has come to
         super().__init__(pool)
 
-    def wait_until(self, layer: int) -> None:
-        passage = self._passage
-        if passage is None or layer <= self._layer:
+    def _reach(self, passage: Passage, layer: int) -> None:
+        if layer <= self._layer:
             return
         if layer > self._layer + 1:
             raise Broken(f"attention comes to layer {layer} after layer {self._layer}")

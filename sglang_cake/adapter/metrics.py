@@ -1,9 +1,9 @@
 """Cake's counters on SGLang's own `/metrics`, prefix `sglang:cake_`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -13,6 +13,9 @@ from sglang_cake.store.base import Store, StoreStats, TierStats
 from sglang_cake.store.events import events_of
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.tiers.tier import TierCounts
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 M = TypeVar("M", Counter, Gauge)
 
@@ -165,6 +168,44 @@ def _labels(name: str) -> tuple[str, ...]:
     return () if COUNTERS[name] == ("",) else _LABELS.get(name, ("reason",))
 
 
+class FailureMetrics:
+    """What the boundary to SGLang has caught, and whether cake is on. Any thread.
+
+    Args:
+        labels: of the scheduler; empty in a process that has none, where cake is neither on nor
+            off.
+        hooks: every place that can fail; each is there from the start, at zero.
+    """
+
+    def __init__(self, labels: dict[str, str], hooks: Iterable[str]) -> None:
+        self._labels, names = labels, list(labels)
+        self._failures = Counter(
+            "sglang:cake_hook_failures_total",
+            "Exceptions of cake that SGLang did not see, by the place where it calls cake.",
+            [*names, "hook"],
+        )
+        self._on: Gauge | None = None
+        if labels:
+            self._on = Gauge(
+                "sglang:cake_on",
+                "Whether cake is on; 0 once it was switched off after failures.",
+                names,
+                multiprocess_mode="mostrecent",
+            ).labels(**labels)
+            self._on.set(1)
+        for hook in hooks:
+            self._failures.labels(**labels, hook=hook)
+
+    def failed(self, hook: str) -> None:
+        """A hook has failed once more."""
+        self._failures.labels(**self._labels, hook=hook).inc()
+
+    def switched_off(self) -> None:
+        """Cake is off for the life of the process."""
+        if self._on is not None:
+            self._on.set(0)
+
+
 class StoreMetrics:
     """How full the store is and how its tiers are doing, asked of it now and then. I/O thread."""
 
@@ -286,3 +327,15 @@ class TierMetrics:
     def _of(self, metric: M, number: int, **label: str) -> M:
         child: M = metric.labels(**self._labels, tier=str(number), **label)
         return child
+
+
+def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
+    """The labels that SGLang puts on its own cache metrics; None if it is to have no metrics."""
+    if not ctx.params.enable_metrics:
+        return None
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
+    from sglang.srt.runtime_context import get_parallel
+
+    labels = radix_cache_metric_labels("CakeRadixCache", get_parallel(), is_dp_attention_enabled())
+    return {name: str(value) for name, value in labels.items()}

@@ -54,10 +54,13 @@ class Pace:
         self._loader.recall(loads)
         self.agreed = self._fit.cost
 
-    def agree(self, restores: Sequence[Restore], agreement: Agreement) -> list[Facts]:
-        """The ranks' common facts of `restores`, and from now on their common costs."""
+    def hear(self, restores: Sequence[Restore]) -> None:
+        """What the loads of `restores` cost on this rank, before the ranks agree."""
         for restore in restores:
             restore.load = self._loader.cost_of(restore.ticket)
+
+    def agree(self, restores: Sequence[Restore], agreement: Agreement) -> list[Facts]:
+        """The ranks' common facts of `restores`, and from now on their common costs."""
         facts, self.agreed = agreement.reach(restores, self._fit.cost)
         return facts
 

@@ -3,10 +3,12 @@
 import sys
 from typing import TYPE_CHECKING
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.adapter import flags
+from sglang_cake.adapter.boundary import register as register_hook
 from sglang_cake.adapter.handover import is_handed_over
+from sglang_cake.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -21,21 +23,25 @@ def register() -> None:
 
     SGLang logs and swallows what is raised here, so nothing that can be wrong is checked here.
     """
-    HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", flags.add_flags, HookType.AFTER)
-    HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", flags.from_cli_args, HookType.AROUND)
-    HookRegistry.register(f"{_SERVER_ARGS}.resolve_once", flags.resolve_once, HookType.AROUND)
+    register_hook(f"{_SERVER_ARGS}.add_cli_args", flags.add_flags, HookType.AFTER)
+    for name, hook in (
+        ("from_cli_args", flags.from_cli_args),
+        ("resolve_once", flags.resolve_once),
+    ):
+        register_hook(f"{_SERVER_ARGS}.{name}", hook, HookType.AROUND, passes=ConfigError)
     _accept_engine_keywords()
     if is_handed_over():
         # Only here: these imports are heavy, and a server without cake must stay as it is.
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sglang_cake.adapter import forwards, responses, scheduling, weights
+        from sglang_cake.adapter import cached_tokens, forwards, responses, scheduling, weights
 
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduling.install()
         weights.install()
         responses.install()
         forwards.install()
+        cached_tokens.install()
 
 
 def _build(ctx: "TreeCacheBuildContext") -> "BasePrefixCache":

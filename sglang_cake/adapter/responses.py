@@ -4,6 +4,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_cake.adapter.boundary import register
+
 _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
 
 
@@ -13,7 +15,7 @@ def install() -> None:
     Responses without a story pass untouched.
     """
     if _TARGET not in HookRegistry._patched:
-        HookRegistry.register(_TARGET, _unwrap, HookType.AFTER)
+        register(_TARGET, _unwrap, HookType.AFTER)
         HookRegistry.apply_hooks()
 
 

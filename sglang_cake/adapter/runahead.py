@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from sglang_cake.adapter.boundary import HERE, Plain, guarded
 from sglang_cake.adapter.layers import LayerGate, PoolRows
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.parts import part_of, run_part
@@ -61,6 +62,8 @@ BYTES_PER_S = 1e9
 _NEWEST = 0.3  # weight of the newest chain in what handing over is taken to cost
 _FADE = 0.02  # how much of that is forgotten with each prompt that is computed alone
 _WHATEVER = float("inf")
+
+_HOOK = "TpModelWorker.forward_batch_generation"
 
 Verdict = Literal["alone", "wait", "share"]
 
@@ -190,8 +193,9 @@ class Runahead:
 
     # ---- the forward ----
 
-    def forward(self, original: Callable[..., Any], worker: Any, batch: Any, **kwargs: Any) -> Any:
-        """AROUND a worker's `forward_batch_generation`."""
+    def forward(self, original: Plain, worker: Any, batch: Any, **kwargs: Any) -> Any:
+        """AROUND a worker's `forward_batch_generation`. Raises: what SGLang raises; if something of
+        ours fails, all is computed here."""
         mine = self._mine
         if mine is None or batch is None or mine.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
@@ -199,18 +203,20 @@ class Runahead:
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
         owned, span, scheduler, req = mine.owned, mine.span, self._scheduler, batch.reqs[0]
-        assert owned.hop.inflow is not None
-        assert scheduler is not None
-        owned.hop.watch = lambda: check_abort(scheduler, req)
-        owned.hop.inflow.bind(batch.out_cache_loc[: owned.split - span.start].long(), span.start)
         began_s = time.monotonic()
-        self._pace.helped()
         try:
+            assert owned.hop.inflow is not None
+            assert scheduler is not None
+            owned.hop.watch = lambda: check_abort(scheduler, req)
+            slots = batch.out_cache_loc[: owned.split - span.start].long()
+            owned.hop.inflow.bind(slots, span.start)
+            self._pace.helped()
             with self._gate(owned.hop):
                 result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
             self._counters.add("runahead_failures", label=error.reason)
             self._end(mine, "cancelled", str(error))
+            assert scheduler is not None
             give_up(scheduler, req)
             # The least that a step may compute; what it reads and samples means nothing.
             return original(worker, part_of(batch, span.stop - 1, span.stop), **kwargs)
@@ -219,9 +225,13 @@ class Runahead:
             self._counters.add("runahead_failures", label=error.reason)
             self._end(mine, "cancelled", str(error))  # after which nobody writes into our slots
             return self._forward_alone(original, worker, batch, span, kwargs)
-        self._learn(mine, time.monotonic() - began_s)
-        self._end(mine, "done")
-        self._tell(req, mine)
+        except Exception as error:
+            if original.error is error:
+                raise
+            self._end(mine, "cancelled", repr(error))
+            HERE.failed(_HOOK, error, rid=req.rid)
+            return self._forward_alone(original, worker, batch, span, kwargs)
+        self._shared(req, mine, time.monotonic() - began_s)
         return result
 
     def close(self) -> None:
@@ -310,7 +320,7 @@ class Runahead:
         self.member.end_owned(mine.owned, outcome, reason)
 
     def _forward_alone(
-        self, original: Callable[..., Any], worker: Any, batch: Any, span: Span, kwargs: Any
+        self, original: Plain, worker: Any, batch: Any, span: Span, kwargs: Any
     ) -> Any:
         """All of it, in steps of what one forward may compute."""
         start = span.start
@@ -318,6 +328,12 @@ class Runahead:
             run_part(worker, part_of(batch, start, start + self._limit_tokens))
             start += self._limit_tokens
         return original(worker, part_of(batch, start, span.stop), **kwargs)
+
+    @guarded(_HOOK)
+    def _shared(self, req: "Req", mine: Mine, took_s: float) -> None:
+        self._learn(mine, took_s)
+        self._end(mine, "done")
+        self._tell(req, mine)
 
     def _learn(self, mine: Mine, took_s: float) -> None:
         inflow = mine.owned.hop.inflow

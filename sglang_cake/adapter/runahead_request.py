@@ -75,9 +75,15 @@ def give_up(scheduler: "Scheduler", req: "Req") -> None:
     As SGLang ends a step whose KV could not be loaded (`run_batch`): what the step samples is
     dropped, nothing of the request joins the tree any more, and its slots are freed.
     """
+    drop_answer(req)
+    if scheduler.chunked_req is req:
+        scheduler._pending_chunked_abort_req = req
+
+
+def drop_answer(req: "Req") -> None:
+    """Nothing that the step under way samples for `req` is its answer, and nothing of it is kept:
+    the request ends as aborted."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req.skip_radix_cache_insert = True
     req.discard_output_reason = FINISH_ABORT()
-    if scheduler.chunked_req is req:
-        scheduler._pending_chunked_abort_req = req

@@ -123,6 +123,11 @@ class Searches:
         self._queue: queue.SimpleQueue[Search] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self._reduce_min is None
+
     def begin(self, search: Search, *, size_bytes: int) -> None:
         """Look, at once if there is little to read. It takes the place of a search of that name."""
         self.end(search.name)

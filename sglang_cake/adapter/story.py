@@ -5,11 +5,15 @@ import logging
 import time
 from typing import IO
 
+from sglang_cake.adapter.boundary import HERE
 from sglang_cake.adapter.metrics import Metrics
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.read.cost import Costs
 
 logger = logging.getLogger("sglang_cake")
+
+_TRACE = "--cake-trace-file"
+HERE.hooks[_TRACE] = []
 
 
 class Storyteller:
@@ -34,7 +38,11 @@ class Storyteller:
         """Write one trace line, if a trace is wanted. `at_s`: when it happened, if not now."""
         if self._trace is not None:
             line = {"t_s": at_s or time.monotonic(), "rid": restore.rid, "event": event, **facts}
-            self._trace.write(json.dumps(line) + "\n")
+            try:
+                self._trace.write(json.dumps(line) + "\n")
+            except OSError as error:
+                HERE.failed(_TRACE, error, rid="")
+                self._trace = None  # what a trace lacks, nobody can tell
 
     def stepped(self, *, overhead_s: float | None, block_bytes: int, costs: Costs) -> None:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""

@@ -36,7 +36,7 @@ class Tail:
     def __init__(
         self, rows: PoolRows, pieces: Sequence[Piece], *, block_tokens: int, until_s: float
     ) -> None:
-        self._rows, self._pieces, self._until_s = rows, pieces, until_s
+        self._rows, self.pieces, self._until_s = rows, pieces, until_s
         self._layer_bytes = rows.token_bytes * block_tokens
         self._written = 0  # layers
         self.waited_s = 0.0  # by the forward, so far
@@ -53,9 +53,9 @@ class Tail:
 
     def has(self, layer: int) -> bool:
         if self._is_last(layer):
-            return all(piece.reading.is_whole for piece in self._pieces)
+            return all(piece.reading.is_whole for piece in self.pieces)
         come_bytes = (layer + 1) * self._layer_bytes
-        return all(piece.reading.has(come_bytes) for piece in self._pieces)
+        return all(piece.reading.has(come_bytes) for piece in self.pieces)
 
     def wait(self, layer: int) -> None:
         """Until the layer is there, and in its slots; at the last one, until every byte has passed
@@ -65,13 +65,13 @@ class Tail:
         if layer > self._written:
             raise OverlapError(f"attention skipped layer {self._written}", LAYERS)
         began_s = time.monotonic()
-        for piece in self._pieces:
+        for piece in self.pieces:
             if not self._came(piece.reading, layer):
                 late = time.monotonic() >= self._until_s
                 what = "did not come in time" if late else "did not come, or came anew"
                 raise OverlapError(f"block {piece.block} {what}", "late" if late else "lost")
         self.waited_s += time.monotonic() - began_s
-        self._write(self._pieces, layer)
+        self._write(self.pieces, layer)
         self._written += 1
 
     def finish(self) -> None:

@@ -1,13 +1,15 @@
 """Hooks where SGLang loads weights and adapters: the files are noted as they are at that moment."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.adapter import content
+from sglang_cake.adapter.boundary import register
 from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.identity import MAX_ADAPTERS
 from sglang_cake.adapter.searches import LOADED, ModelPlace
@@ -26,7 +28,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 def install() -> None:
     """Register the hooks. Call while plugins are being loaded."""
-    around = {
+    around: dict[str, Callable[..., Any]] = {
         f"{_RUNNER}.load_model": _load_model,
         f"{_LORA}._load_lora_adapter": _load_adapter,
         f"{_LORA}._load_lora_adapter_from_tensors": _push_adapter,
@@ -38,7 +40,8 @@ def install() -> None:
         f"{_UPDATER}.resume_memory_occupation": _resume,
     }
     for target, hook in around.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+        # What KV means is unknown after a failure: nothing may be loaded or stored any more.
+        register(target, hook, HookType.AROUND, unsafe=True)
 
 
 def _load_model(original: Any, runner: Any) -> Any:

@@ -30,7 +30,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreFull
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
+from sglang_cake.namespace import LABEL, Namespace
 from sglang_cake.store.base import Store
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.url import parse_size
@@ -142,7 +142,7 @@ async def _measure_size(
     place: Place, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
 ) -> list[Measured]:
     layout = BlockLayout(1, (("bench", (size_bytes,)),), "uint8", 1)
-    fields = {"model": "sglang-cake store bench", "run": secrets.token_hex(8)}
+    fields = {LABEL: "sglang-cake store bench", "run": secrets.token_hex(8)}
     named = Namespace((*fields.items(), ("layout", layout.describe())))
     frame = BlockFrame(named, layout)
     found = []

@@ -22,6 +22,7 @@ from sglang_cake.cli.store_access import (
 from sglang_cake.cli.store_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
+from sglang_cake.namespace import LABEL
 from sglang_cake.store.base import StoredNamespace, StoreStats
 
 
@@ -106,7 +107,7 @@ def _namespace_table(place: Place, found: list[dict[str, Any]]) -> str:
         rows.append(
             [
                 digest,
-                printable(fields.get("model", "-")),
+                printable(fields.get(LABEL, "-")),
                 json.loads(fields["layout"])["dtype"],
                 printable(rank if rank == size == "-" else f"{rank}/{size}", 12),
                 count_text(each["blocks"]),

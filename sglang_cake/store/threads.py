@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
 from typing import Any, TypeVar
@@ -20,6 +22,70 @@ def check_stop(stop: threading.Event) -> None:
     """A point where work may be given up. Raises: Stopped."""
     if stop.is_set():
         raise Stopped
+
+
+class DaemonPool(Executor):
+    """As `ThreadPoolExecutor`, whose threads keep the process from ending for as long as a system
+    call on a broken disk takes; these do not."""
+
+    def __init__(self, most: int, name: str) -> None:
+        """Args: most: threads, each started when it is first needed."""
+        self._most, self._name = most, name
+        self._lock = threading.Lock()
+        self._jobs: queue.Queue[tuple[Future[Any], Callable[[], None]] | None] = queue.Queue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """Raises: RuntimeError once it is shut down."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("shut down")
+            self._jobs.put((future, job))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+                name = f"{self._name}_{len(self._threads)}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As `Executor.shutdown`."""
+        with self._lock:
+            while cancel_futures and not self._jobs.empty():
+                waiting = self._jobs.get()
+                if waiting is not None:
+                    waiting[0].cancel()
+            if not self._closed or cancel_futures:
+                self._closed = True
+                for _ in self._threads:
+                    self._jobs.put(None)
+        if wait:
+            self.join(None)
+
+    def join(self, at_most_s: float | None) -> bool:
+        """Wait for the threads of a pool that was shut down; whether all have ended."""
+        until_s = None if at_most_s is None else time.monotonic() + at_most_s
+        for thread in self._threads:
+            thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job[1]()
+            del job  # and what it refers to
+            self._idle.release()
 
 
 async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) -> T:

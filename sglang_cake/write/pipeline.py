@@ -65,12 +65,12 @@ class Writer:
         return buffer
 
     def offer(self, job: WriteJob) -> None:
-        """Hand over `job` and its buffers. Scheduler thread."""
-        assert self._store is not None
+        """Hand over `job` and its buffers; without a store they come back, and its blocks count as
+        unstored. Scheduler thread."""
         self._io.post(self._accept, job, self._store)
 
     def use(self, store: Store | None) -> None:
-        """Jobs that are offered from now on go to `store`; None: none may be. Scheduler thread."""
+        """Jobs that are offered from now on go to `store`; None: nowhere. Scheduler thread."""
         self._store = store
 
     async def drained(self) -> None:
@@ -78,13 +78,13 @@ class Writer:
         while self._jobs:
             await asyncio.wait(self._jobs)
 
-    def _accept(self, job: WriteJob, store: Store) -> None:
+    def _accept(self, job: WriteJob, store: Store | None) -> None:
         self.pending_blocks += len(job.blocks)
         task = asyncio.ensure_future(self._run(job, store))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 
-    async def _run(self, job: WriteJob, store: Store) -> None:
+    async def _run(self, job: WriteJob, store: Store | None) -> None:
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, job.ready)
@@ -95,9 +95,17 @@ class Writer:
             for buffer in job.buffers:
                 self._release(buffer)
             return
+        if store is None:  # detached between a request's lookup and its last blocks
+            self._counters.add("unstored_blocks", len(job.blocks), label="unavailable")
+            for buffer in job.buffers:
+                self._release(buffer)
+            return
         if job.facts is not None:
-            with contextlib.suppress(StoreError):  # what to keep is decided without
-                await tell(store, keys, job.facts)
+            try:
+                with contextlib.suppress(StoreError):  # what to keep is decided without
+                    await tell(store, keys, job.facts)
+            except Exception:
+                logger.exception("a store broke its contract; it was not told of a request")
         puts = [
             self._put(store, keys[block], buffer)
             for block, buffer in zip(job.blocks, job.buffers, strict=True)

@@ -57,7 +57,10 @@ class FakeReq:
     customized_info: dict | None = None
     retracted_stain: bool = False
     cached_tokens: int = 0
-    cached_tokens_device: int = 0
+    cached_tokens_storage: int = 0
+    storage_hit_length: int = 0
+    storage_hit_start: int | None = None
+    _cache_breakdown_computed: bool = False
     owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
 
     def _compute_max_prefix_len(self, tokens: int) -> int:
@@ -74,8 +77,9 @@ class Desk:
         priority: Any = "adaptive",
         prefill: PrefillCost = PREFILL,
         store: Callable[[Store], Store] | None = None,
+        ranks: bool = False,
     ) -> None:
-        """Args: store: is put in front of what is stored."""
+        """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
@@ -110,7 +114,7 @@ class Desk:
             page_tokens=PAGE,
             pace=self.pace,
             adapter=self.digest,
-            agreement=Agreement(self.reduce),
+            agreement=Agreement(self.reduce if ranks else None),
             counters=self.counters,
             teller=Storyteller(None, speaks=True, metrics=None),
         )
@@ -225,6 +229,14 @@ class Desk:
 @pytest.fixture
 def desk() -> Iterator[Desk]:
     made = Desk()
+    yield made
+    made.io.close()
+
+
+@pytest.fixture
+def two() -> Iterator[Desk]:
+    """One of two ranks."""
+    made = Desk(ranks=True)
     yield made
     made.io.close()
 
@@ -484,6 +496,23 @@ def test_new_weights_make_new_keys_and_may_pause_everything(desk: Desk) -> None:
     desk.all_back()
 
 
+def test_before_the_weights_are_known_no_request_is_looked_up_and_each_is_counted(
+    desk: Desk,
+) -> None:
+    req = req_of(2.5)
+    desk.fill(req.origin_input_ids, {0, 1})
+    desk.cake.rebase(None, suspended=False)
+    desk.arrive(req)
+    desk.cake.poll([req.rid])
+    assert desk.cake.restore(req.rid) is None
+    assert desk.counters.snapshot()["unnamed_requests", ""] == 1
+    desk.cake.rebase(NAMESPACE, suspended=False)
+    desk.arrive(req)
+    assert desk.cake.restore(req.rid) is not None
+    desk.cake.end_all()
+    desk.all_back()
+
+
 # ---- the end at every stage ----
 
 STAGES = ["asked", "found", "reading", "in the outbox", "staged", "placed", "attached"]
@@ -548,69 +577,69 @@ def test_a_prefix_that_the_tree_got_meanwhile_frees_what_landed_for_it(desk: Des
 LANDED_AT, KEPT_AT = 14, 18  # where the 4 blocks of the only request stand in what is reduced
 
 
-def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(desk: Desk) -> None:
+def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(two: Desk) -> None:
     req = req_of(4.5)
-    desk.open(*desk.fill(req.origin_input_ids, set(range(4))))
+    two.open(*two.fill(req.origin_input_ids, set(range(4))))
 
     def lags(numbers: torch.Tensor) -> None:
         numbers[LANDED_AT : LANDED_AT + 4] = 0
 
-    desk.peer = lags
-    desk.arrive(req)
+    two.peer = lags
+    two.arrive(req)
     for _ in range(3):
-        desk.cake.poll([req.rid])
-    restore = desk.cake.restore(req.rid)
+        two.cake.poll([req.rid])
+    restore = two.cake.restore(req.rid)
     assert restore is not None
     assert sorted(restore.arrived) == [0, 1, 2, 3]
-    assert desk.cake.held_tokens == 0
-    desk.cake.settle(req, desk.attach)
-    desk.cake.claimed(req, 32)
+    assert two.cake.held_tokens == 0
+    two.cake.settle(req, two.attach)
+    two.cake.claimed(req, 32)
     req.prefix_len = 32
     assert sorted(restore.arrived) == [2, 3]
-    assert desk.counters.snapshot()["wasted_bytes", "overtaken"] == 2 * desk.kv.layout.block_bytes
-    desk.peer = None
-    desk.cake.poll([req.rid])
+    assert two.counters.snapshot()["wasted_bytes", "overtaken"] == 2 * two.kv.layout.block_bytes
+    two.peer = None
+    two.cake.poll([req.rid])
     assert sorted(restore.slots) == [2, 3]
-    desk.peer = lags
-    desk.leave(req)
-    desk.all_back()
+    two.peer = lags
+    two.leave(req)
+    two.all_back()
 
 
-def test_what_a_peer_does_not_have_is_given_up_at_the_end(desk: Desk) -> None:
+def test_what_a_peer_does_not_have_is_given_up_at_the_end(two: Desk) -> None:
     req = req_of(4.5)
-    desk.open(*desk.fill(req.origin_input_ids, set(range(4))))
+    two.open(*two.fill(req.origin_input_ids, set(range(4))))
 
     def lags(numbers: torch.Tensor) -> None:
         numbers[LANDED_AT : LANDED_AT + 4] = 0
 
-    desk.peer = lags
-    desk.arrive(req)
-    desk.cake.poll([req.rid])
-    desk.cake.poll([req.rid])
-    desk.leave(req)
-    desk.all_back()
-    assert desk.counters.snapshot()["wasted_bytes", "ended"] == 4 * desk.kv.layout.block_bytes
+    two.peer = lags
+    two.arrive(req)
+    two.cake.poll([req.rid])
+    two.cake.poll([req.rid])
+    two.leave(req)
+    two.all_back()
+    assert two.counters.snapshot()["wasted_bytes", "ended"] == 4 * two.kv.layout.block_bytes
 
 
-def test_what_a_peer_has_lost_is_computed_everywhere(desk: Desk) -> None:
+def test_what_a_peer_has_lost_is_computed_everywhere(two: Desk) -> None:
     req = req_of(4.5)
-    desk.open(*desk.fill(req.origin_input_ids, set(range(4))))
+    two.open(*two.fill(req.origin_input_ids, set(range(4))))
 
     def has_lost_the_second(numbers: torch.Tensor) -> None:
         if len(numbers) > KEPT_AT:
             numbers[LANDED_AT + 1] = numbers[KEPT_AT + 1] = 0
 
-    desk.peer = has_lost_the_second
-    desk.arrive(req)
+    two.peer = has_lost_the_second
+    two.arrive(req)
     for _ in range(3):
-        desk.cake.poll([req.rid])
-    assert desk.counters.snapshot()["wasted_bytes", "peer"] == desk.kv.layout.block_bytes
-    assert not desk.step(req)  # block 0 is attached, block 1 computed
+        two.cake.poll([req.rid])
+    assert two.counters.snapshot()["wasted_bytes", "peer"] == two.kv.layout.block_bytes
+    assert not two.step(req)  # block 0 is attached, block 1 computed
     assert req.prefix_len == 32
-    assert desk.step(req)
+    assert two.step(req)
     assert req.customized_info["cake"][0]["loaded_tokens"] == 48
-    desk.leave(req)
-    desk.all_back()
+    two.leave(req)
+    two.all_back()
 
 
 # ---- anything in any order ----

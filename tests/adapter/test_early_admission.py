@@ -9,11 +9,13 @@ import torch
 
 pytest.importorskip("sglang")
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import AddReqResult
 from test_coordinator import BLOCK
 from test_standing_aside import Stand
 
-from sglang_cake.adapter.scheduling import CakePrefillAdder
+from sglang_cake.adapter.admission import CakePrefillAdder
+from sglang_cake.adapter.boundary import HERE
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.spans import Span
 
@@ -177,12 +179,21 @@ def test_beside_a_chunked_request_it_waits(door: Door) -> None:
     assert door.last.calls == []
 
 
-def test_a_step_that_ran_past_cake_joins_no_tree(door: Door) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_step_that_ran_past_cake_joins_no_tree_and_gives_no_answer(
+    door: Door, finished: bool
+) -> None:
     restore = door.stand.desk.cake.restore("stored")
     assert restore is not None
     restore.overlap = SimpleNamespace(slots=None)  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="ran past cake"):
-        door.adder.tree_cache.checkpoint(door.req, up_to=10)
+    tree, req, off = door.adder.tree_cache, door.req, []
+    HERE.watch(SimpleNamespace(switch_off=lambda: off.append(True)), None)
+    req.finished = lambda: finished
+    req.finished_reason = req.to_finish = None
+    tree.checkpoint(req, up_to=10)
+    assert req.skip_radix_cache_insert
+    assert isinstance(req.finished_reason if finished else req.to_finish, FINISH_ABORT)
+    assert off  # SGLang runs steps that cake does not see
     restore.overlap = None
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_cake.adapter.facts import facts_of
+from sglang_cake.adapter.facts import facts_of, tenant_key
+from sglang_cake.keys import Digest, KeySeed
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
 from sglang_cake.store.eviction import Worth
 
@@ -41,6 +42,36 @@ def test_tenants_are_told_apart_and_not_named():
     assert len({nobody.tenant, one.tenant, other.tenant}) == 3
     assert facts(salt="alice").tenant == one.tenant
     assert "alice" not in one.to_json()
+
+
+def test_a_tenants_number_cannot_be_guessed_from_its_salt(tmp_path, monkeypatch):
+    """Servers of one user agree on it; nobody without that user's key can compute it."""
+    found = []
+    for config in ("one", "one", "other"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / config))
+        tenant_key.cache_clear()  # as in a process of its own
+        found.append(facts(salt="alice").tenant)
+    tenant_key.cache_clear()
+    assert found[0] == found[1] != found[2]
+    key = tmp_path / "one" / "sglang_cake" / "tenant-key"
+    assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tenant_has_a_number_where_no_key_can_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    tenant_key.cache_clear()
+    assert facts(salt="alice").tenant == facts(salt="alice").tenant > 0
+    tenant_key.cache_clear()
+
+
+def test_a_salt_that_is_no_text_has_a_number_and_keys():
+    """`sglang.Engine` takes any Python string."""
+    assert facts(salt="a\ud800").tenant != facts(salt="a\ud801").tenant
+    seeds = {
+        KeySeed(Digest(bytes(32)), None, salt).digest() for salt in ("a\ud800", "a\ud801", "a?")
+    }
+    assert len(seeds) == 3
 
 
 def test_what_blocks_save_is_what_was_measured():

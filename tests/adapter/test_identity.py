@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
 
@@ -14,7 +16,8 @@ from sglang.srt import runtime_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from sglang_cake.adapter import identity
+from sglang_cake.adapter import identity, searches
+from sglang_cake.adapter.content import look
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 
@@ -148,3 +151,129 @@ def test_the_context_length_counts_for_a_model_that_reads_it(
     reads = _model(tmp_path / "1", "cake_external_2", text.format("config and config.context_len"))
     digests = [_digest(monkeypatch, served=reads, context_len=n) for n in (4096, 8192)]
     assert digests[0] != digests[1]
+
+
+# ---- what the namespace says while weights and adapters come and go ----
+
+
+class Named:
+    """An `Identity` beside a model in a folder; every namespace that it has named."""
+
+    def __init__(self, folder: Path, **args: Any) -> None:
+        self.folder, self.said = folder, list[Namespace]()
+        ctx: Any = SimpleNamespace(
+            server_args=ServerArgs(model_path=str(folder), **args),
+            model_config=SimpleNamespace(model_path=str(folder), revision=None),
+        )
+        searches.LOADED.looked = True
+        searches.LOADED.weights = searches.ModelPlace(str(folder)).look()
+        facts = {"format": "auto", "weight_version": "default", "layout": "l"}
+        self.identity = identity.Identity(ctx, facts, reduce_min=None, on_known=self.said.append)
+
+    @property
+    def weights(self) -> str:
+        return self.said[-1].describe()["weights"]
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(searches, "LOADED", searches._Loaded())
+    monkeypatch.setattr(identity, "LOADED", searches.LOADED)
+    return Named
+
+
+def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"w": torch.full((4,), value)}, folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_model_is_named_when_it_starts(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    same = named(_checkpoint(tmp_path / "b", 1.0))
+    same.identity.start()
+    other = named(_checkpoint(tmp_path / "c", 2.0))
+    other.identity.start()
+    assert one.said[-1].digest() == same.said[-1].digest() != other.said[-1].digest()
+    assert not one.identity.is_private
+
+
+def test_a_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    _checkpoint(tmp_path / "a", 2.0)
+    one.identity.start()
+    assert one.identity.is_private
+
+
+def test_a_load_that_nobody_saw_is_private(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    searches.LOADED.looked = False
+    one.identity.start()
+    assert one.identity.is_private
+
+
+def test_an_update_names_the_new_weights_and_keeps_the_configuration(
+    tmp_path: Path, named: Any
+) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    new = _checkpoint(tmp_path / "new", 2.0)
+    (new / "config.json").write_text('{"rope_theta": 7}')  # SGLang does not read it again
+    one.identity.weights_changed(look(new.glob("*.safetensors")), "auto", None)
+    started = named(_checkpoint(tmp_path / "b", 2.0))
+    started.identity.start()
+    assert one.said[-1].digest() == started.said[-1].digest()
+    with_new_config = named(new)
+    with_new_config.identity.start()
+    assert one.said[-1].digest() != with_new_config.said[-1].digest()
+
+
+@pytest.mark.parametrize("load_format", ["dummy", None])
+def test_an_update_in_an_unknown_format_is_private(
+    tmp_path: Path, named: Any, load_format: str | None
+) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    files = look((tmp_path / "a").glob("*.safetensors"))
+    one.identity.weights_changed(files, load_format, None)
+    first = one.weights
+    one.identity.weights_changed(files, load_format, None)
+    assert one.identity.is_private
+    assert one.weights != first
+
+
+def test_a_model_whose_configuration_is_unknown_stays_private(
+    tmp_path: Path, named: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0), quantization_param_path=str(tmp_path / "none"))
+    monkeypatch.setattr(searches.content, "config_files", _unreadable)
+    one.identity.start()
+    assert one.identity.is_private
+    one.identity.weights_changed(look((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
+
+
+def _unreadable(*args: Any, **kwargs: Any) -> Any:
+    raise PermissionError("config.json")
+
+
+def test_an_adapter_is_known_by_what_was_loaded(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    for name, value in (("x", 1.0), ("y", 2.0), ("z", 1.0)):
+        searches.LOADED.adapters[name] = look(_checkpoint(tmp_path / name, value).glob("*"))
+    one.identity.start()
+    found = {name: one.identity.adapter(name) for name in "xyz"}
+    assert found["x"] == found["z"] != found["y"]
+    assert one.identity.adapter("unknown") is None
+
+
+def test_an_adapter_that_was_pushed_is_like_no_other(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    searches.LOADED.adapters.update(x=None, y=None)
+    one.identity.start()
+    assert None not in (one.identity.adapter("x"), one.identity.adapter("y"))
+    assert one.identity.adapter("x") != one.identity.adapter("y")

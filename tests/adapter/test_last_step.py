@@ -11,14 +11,17 @@ import torch
 
 pytest.importorskip("sglang")
 
+from faults import Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_of
 from test_coordinator import BLOCK, PAGE, PATIENCE_S, Desk, FakeReq, req_of
 
 from sglang_cake.adapter import last_step as module
+from sglang_cake.adapter.boundary import HERE, Plain
 from sglang_cake.adapter.last_step import LastStep
 from sglang_cake.adapter.layers import LayerGate, PoolRows
+from sglang_cake.adapter.tail import Tail
 from sglang_cake.buffers import TellBytes
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
@@ -151,7 +154,7 @@ class Stage:
 
     def run(self, batch: Any) -> None:
         assert self.last.is_due(batch)
-        self.last.forward(self._forward, None, batch)
+        self.last.forward(Plain(self._forward), None, batch)
         assert not self.last.is_due(batch)
 
     def _forward(self, worker: Any, batch: Any) -> None:
@@ -221,6 +224,99 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
     for stage in made:
         stage.desk.cake.end_all()
         stage.desk.io.close()
+
+
+def _fail(*args: Any, **kwargs: Any) -> None:
+    raise Fault
+
+
+@pytest.mark.parametrize("part", ["begin", "wait", "finish", "write_whole"])
+def test_a_step_in_which_our_part_fails_computes_what_was_to_come(
+    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    stage = stages()
+    stage.arrive(2.5)
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    stage.give(1.0, 0, 1)
+    if part == "begin":
+        stage.rows.begin = _fail  # type: ignore[method-assign]
+    else:
+        monkeypatch.setattr(Tail, part, _fail)
+    if part == "write_whole":  # which is called if something else went wrong before
+        monkeypatch.setattr(Tail, "finish", _fail)
+    stage.run(batch)
+    assert stage.bad == 0
+    assert stage.computed == ([Span(0, 2 * BLOCK)] if part == "write_whole" else [])
+    stage.desk.leave(stage.req)
+    stage.desk.all_back()
+
+
+def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(
+    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stages()
+    req = stage.arrive(2.5)
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    stage.give(1.0, 0, 1)
+    monkeypatch.setattr(stage.desk.cake, "overlapped", _fail)
+    stage.run(batch)
+    assert (stage.bad, stage.sampled) == (0, 1)
+    assert stage.desk.cake.restore(req.rid) is None
+    stage.desk.leave(req)
+    stage.desk.all_back()
+
+
+def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(
+    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stages()
+    req: Any = stage.arrive(2.5, fates=["whole", "corrupt"])
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    stage.give(1.0, 0, 1)
+    monkeypatch.setattr(module, "run_part", _fail)
+    before = HERE.counts.total()
+    stage.run(batch)
+    assert HERE.counts.total() == before + 1
+    assert req.skip_radix_cache_insert
+    assert req.discard_output_reason is not None
+    stage.desk.leave(req)
+    stage.desk.all_back()
+
+
+def test_what_sglang_raises_in_the_step_passes(stages: Callable[..., Stage]) -> None:
+    stage, error = stages(), MemoryError("of the device")
+    stage.arrive(2.5)
+    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+    stage.give(1.0, 0, 1)
+
+    def fail(layer: int) -> None:
+        raise error
+
+    stage.on_layer = fail
+    with pytest.raises(MemoryError) as caught:
+        stage.run(batch)
+    assert caught.value is error
+    stage.desk.leave(stage.req)
+    stage.desk.all_back()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_request_leaves_before_its_step_and_not_within(
+    stages: Callable[..., Stage], kept: bool
+) -> None:
+    stage = stages()
+    req = stage.arrive(2.5)
+    span = stage.begin()
+    assert span is not None
+    if kept:
+        batch = stage.schedule(span)
+        stage.give(1.0, 0, 1)
+        assert not stage.last.leave(req.rid)
+        stage.run(batch)
+        assert stage.bad == 0
+    assert stage.last.leave(req.rid)
+    stage.desk.leave(req)
+    stage.desk.all_back()
 
 
 @pytest.mark.parametrize("blocks", [2, 2.25, 2.5])
@@ -433,10 +529,11 @@ def test_what_was_computed_after_all_is_not_called_cached(stages: Callable[..., 
     stage = stages()
     req = stage.arrive(2.5, fates=["whole", "corrupt"])
     batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    req.cached_tokens = req.cached_tokens_device = 2 * BLOCK  # as SGLang counts when it schedules
+    req.cached_tokens = 2 * BLOCK  # as SGLang counts when it schedules
+    req._cache_breakdown_computed = True
     stage.give(1.0, 0, 1)
     stage.run(batch)
-    assert (req.cached_tokens, req.cached_tokens_device) == (BLOCK, BLOCK)
+    assert (req.cached_tokens, req.cached_tokens_storage) == (BLOCK, BLOCK)
     assert stage.over()["loaded_tokens"] == BLOCK
 
 

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_cake.adapter import runahead as module
+from sglang_cake.adapter.boundary import Plain
 from sglang_cake.adapter.layers import LayerGate
 from sglang_cake.adapter.pools import Copy
 from sglang_cake.adapter.runahead import Runahead
@@ -162,7 +163,7 @@ class Setup:
             seq_lens=torch.tensor([STOP]),
             seq_lens_cpu=torch.tensor([STOP]),
         )
-        found: tuple[int, int] = self.owner.forward(self.compute, None, batch)
+        found: tuple[int, int] = self.owner.forward(Plain(self.compute), None, batch)
         return found
 
     def compute(self, worker: object, part: Any) -> tuple[int, int]:

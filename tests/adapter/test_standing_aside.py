@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 from test_coordinator import BLOCK, Desk, FakeReq, req_of
 
 from sglang_cake.adapter import turns
-from sglang_cake.adapter.scheduling import CakePrefillAdder
+from sglang_cake.adapter.admission import CakePrefillAdder
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.read.cost import LoadCost
 

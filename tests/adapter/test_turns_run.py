@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 from test_coordinator import BLOCK, PAGE, Desk, req_of
 
 from sglang_cake.adapter import turns
+from sglang_cake.adapter.admission import CakePrefillAdder
 from sglang_cake.adapter.restore import Restore
-from sglang_cake.adapter.scheduling import CakePrefillAdder
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.read.meet import BlockState
 from sglang_cake.read.plan import Step

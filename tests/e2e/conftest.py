@@ -71,6 +71,7 @@ def standins(folder: Path) -> dict[str, str]:
         "cake_test_layers = cake_test_layers:register\n"
         "cake_test_decoders = cake_test_decoders:register\n"
         "cake_test_slow = cake_test_slow:register\n"
+        "cake_test_faults = cake_test_faults:register\n"
     )
     module = Path(__file__).parent / "standins"
     paths = [str(info.parent), str(module), os.environ.get("PYTHONPATH", "")]
@@ -224,7 +225,7 @@ def loading(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Liv
 def _flags(mode: str) -> tuple[str, ...]:
     return (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
-        *("--enable-metrics", "--sleep-on-idle"),
+        *("--enable-metrics", "--sleep-on-idle", "--enable-cache-report"),
     )
 
 

@@ -64,6 +64,10 @@ class Answer:
     def of(cls, body: dict[str, Any]) -> "Answer":
         assert "meta_info" in body, body
         meta = body["meta_info"]
+        details = meta.get("cached_tokens_details")
+        if details is not None:
+            places = sum(details.get(place, 0) for place in ("device", "host", "storage"))
+            assert places == meta["cached_tokens"], meta
         return cls(
             tokens=body["output_ids"],
             logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
@@ -98,6 +102,7 @@ class StoreView:
     """The files of a store, for tests that look at them or spoil them."""
 
     root: Path
+    ranks: int = 1  # that store: each has a namespace, which is written down with its first block
 
     def places(self) -> list[NamespaceFolder]:
         found = sorted(self.root.glob("*/namespace.json"))
@@ -112,13 +117,17 @@ class StoreView:
         ]
 
     def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
-        files = self.files(tokens, **seed)
+        if not tokens:
+            return []
         with contextlib.closing(BlockFolder(self.root)) as folder:
             until(
-                lambda: all(_is_booked(folder, file) for file in files),
-                f"{len(files)} blocks in the store",
+                lambda: (
+                    len(self.places()) >= self.ranks
+                    and all(_is_booked(folder, file) for file in self.files(tokens, **seed))
+                ),
+                f"{len(tokens)} tokens in the store",
             )
-        return files
+        return self.files(tokens, **seed)
 
     def forget(self, *files: Path) -> None:
         """Remove blocks, as another process that shares the store may."""
@@ -196,6 +205,7 @@ class Live:
     known: dict[str, Answer] = field(default_factory=dict)
     # Whether compute may overtake any load, so that nothing is certain to come from the store.
     races: bool = True
+    headers: dict[str, str] = field(default_factory=dict)  # of every request
     killed: bool = False  # by a test, on purpose: what its log says after that is no alarm
 
     @property
@@ -203,7 +213,7 @@ class Live:
         return self.server.base_url
 
     def post(self, path: str, timeout_s: float = DEADLINE_S, **body: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=timeout_s)
+        return requests.post(self.url + path, json=body, headers=self.headers, timeout=timeout_s)
 
     def ask(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
         """Greedy, with the logprobs of what was generated."""
@@ -220,7 +230,7 @@ class Live:
 
     def flush(self) -> None:
         """Empty the tree, once everything that runs has ended."""
-        reply = requests.post(f"{self.url}/flush_cache?timeout={DEADLINE_S}", timeout=DEADLINE_S)
+        reply = self.post(f"/flush_cache?timeout={DEADLINE_S}")
         assert reply.status_code == 200, reply.text
 
     def again(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:

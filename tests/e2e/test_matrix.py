@@ -49,6 +49,8 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
     )
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with start(models["first"], flags, store=folder / "store-tp", env=env) as live:
+        assert live.store is not None
+        live.store.ranks = 2
         yield live
 
 

@@ -106,6 +106,7 @@ def test_a_swap_while_a_prompt_loads_harms_nothing(served: Live, plain: Live, fo
         ({"store": "file:///proc/kv"}, "cannot be made or written"),
         ({"store": 7}, "send {"),
         ({"shop": "file:///a"}, "send {"),
+        ({"store": "a" * 70_000}, "more than 65536 bytes"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_refused_in_one_line(

@@ -43,7 +43,7 @@ def until_room_is_made(folder):
     """The background has evicted what it should. Who did it here as well would evict it twice."""
     deadline_s = time.monotonic() + 60
     with folder._books.open() as index:
-        while folder._room.ahead_bytes(index) > 0:
+        while folder._room.ahead(index):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 

@@ -139,7 +139,7 @@ async def crash(root, at):
 
         return call
 
-    for name in ("open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync"):
+    for name in ("open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync", "rmdir"):
         setattr(os, name, dying(getattr(os, name)))
     await store.put(key_of(0), BLOCKS[0])
     os._exit(0)

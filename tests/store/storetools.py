@@ -13,8 +13,8 @@ from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of
 def frame_named(model, *, tp_rank=0, tp_size=1):
     """A namespace with the fields that a server gives it."""
     facts = {
-        "model": model,
-        "weights": "0" * 8,
+        "name": model,
+        "weights": model,
         "layout": LAYOUT.describe(),
         "tp_rank": tp_rank,
         "tp_size": tp_size,

@@ -24,11 +24,11 @@ class Held:
         self.real, self.calls = real, 0
         self.entered, self.go = threading.Event(), threading.Event()
 
-    def __call__(self, *args):
+    def __call__(self, *args, **kwargs):
         self.calls += 1
         self.entered.set()
         self.go.wait(60)  # bounded, so that a test that fails does not hang
-        return self.real(*args)
+        return self.real(*args, **kwargs)
 
 
 @pytest.fixture

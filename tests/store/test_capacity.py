@@ -18,7 +18,8 @@ from test_crash import SINCE, Nursery
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.file.books import RECLAIM_EVERY_S, Books
-from sglang_cake.store.file.folder import MAX_SET_ASIDE, BlockFolder
+from sglang_cake.store.file.files import MAX_SET_ASIDE
+from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -32,9 +33,10 @@ FILLED = {name: block_of(name, nursery.LAYOUT) for name in nursery.FILL}
 def du_bytes(root):
     """What is really taken on the disk."""
     total = 0
-    for path in [root, *root.rglob("*")]:
-        with contextlib.suppress(FileNotFoundError):  # evicted meanwhile, in the background
-            total += os.stat(path).st_blocks * 512
+    for folder, _, files in os.walk(root):
+        for path in (folder, *(os.path.join(folder, name) for name in files)):
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile, in the background
+                total += os.stat(path).st_blocks * 512
     return total
 
 

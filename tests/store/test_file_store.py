@@ -13,7 +13,7 @@ from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.file import blockfile
-from sglang_cake.store.file.folder import MAX_SET_ASIDE
+from sglang_cake.store.file.files import MAX_SET_ASIDE
 from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,

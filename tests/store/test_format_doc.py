@@ -15,7 +15,8 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.keys import KeySeed, block_keys
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.file.folder import MAX_SET_ASIDE, BlockFolder
+from sglang_cake.store.file.files import MAX_SET_ASIDE
+from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.store import FileStore
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -87,7 +88,7 @@ def test_the_examples_digests_follow_from_the_text_alone():
             return b"\xff" * 8
         return len(text.encode()).to_bytes(8, "little") + text.encode()
 
-    facts = {name: text for name, text in EXAMPLE["namespace"].items() if name != "model"}
+    facts = {name: text for name, text in EXAMPLE["namespace"].items() if name != "name"}
     fields = b"".join(sized(part) for field in facts.items() for part in field)
     namespace = hashlib.sha256(b"sglang_cake namespace v2" + fields).digest()
     assert namespace.hex() == EXAMPLE["namespace_digest"] == NAMESPACE.digest().hex()

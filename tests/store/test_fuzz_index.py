@@ -4,7 +4,7 @@ touched. Writing may rest; where the index is plainly not ours it is made anew."
 import asyncio
 import sqlite3
 import time
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 
 import pytest
 from filestore import A, B, put_a, read_a, with_store
@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.errors import StoreUnavailable
-from sglang_cake.store.file import index as index_module
+from sglang_cake.store.file import database
 from sglang_cake.store.file.index import BlockIndex
-from sglang_cake.store.file.schema import SCHEMA
-from sglang_cake.testing.store_contract import block_of
+from sglang_cake.store.file.schema import APPLICATION_ID, PREPARE, SCHEMA_VERSION
+from sglang_cake.testing.store_contract import block_of, key_of
 
 FEW = settings(
     deadline=None,
@@ -57,7 +57,7 @@ CHANGES = st.one_of(
         st.sampled_from(["key", "state", "stored_bytes", "owner", "created_s", "used_s", "uses"]),
         VALUES,
     ).map(lambda change: "UPDATE blocks SET {} = {} WHERE id = 2".format(*change)),
-    st.tuples(st.sampled_from(["digest", "blocks", "used_bytes", "folder_bytes"]), VALUES).map(
+    st.tuples(st.sampled_from(["digest", "blocks", "used_bytes", "own_bytes"]), VALUES).map(
         lambda change: "UPDATE OR IGNORE namespaces SET {} = {}".format(*change)
     ),
     st.just("DELETE FROM namespaces"),
@@ -82,23 +82,30 @@ def test_hostile_rows(changes):
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
 FOREIGN = {
     "another program's": "CREATE TABLE blocks (name TEXT); INSERT INTO blocks VALUES ('theirs')",
-    "another program's, of our version": "CREATE TABLE notes (t TEXT); PRAGMA user_version = 1",
-    "a later version": "PRAGMA user_version = 2",
-    "a view that never ends": f"CREATE VIEW blocks AS {ENDLESS}; PRAGMA user_version = 1",
+    "another program's, of our version": (
+        f"CREATE TABLE notes (t TEXT); PRAGMA user_version = {SCHEMA_VERSION}"
+    ),
+    "another program's, of an earlier version": (
+        "CREATE TABLE notes (t TEXT); PRAGMA user_version = 1"
+    ),
+    "a later version": (
+        f"PRAGMA application_id = {APPLICATION_ID}; CREATE TABLE blocks (key BLOB);"
+        f"PRAGMA user_version = {SCHEMA_VERSION + 1}"
+    ),
+    "a view that never ends": (
+        f"CREATE VIEW blocks AS {ENDLESS}; PRAGMA user_version = {SCHEMA_VERSION}"
+    ),
 }
 
 
-@pytest.mark.parametrize("script", [*FOREIGN, "a trigger of its own"])
+@pytest.mark.parametrize("script", FOREIGN)
 def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, script, caplog):
     with_store(tmp_path, put_a)
     index = tmp_path / "index.db"
-    if script in FOREIGN:
-        for path in tmp_path.glob("index.db*"):
-            path.unlink()
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
     with closing(sqlite3.connect(index)) as made:
-        made.executescript(
-            FOREIGN.get(script, f"CREATE TRIGGER t DELETE ON blocks BEGIN {ENDLESS}; END")
-        )
+        made.executescript(FOREIGN[script])
     before = index.read_bytes()
 
     async def test(store):
@@ -114,36 +121,10 @@ def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, s
     assert "remove it" in caplog.text
 
 
-def _statements():
-    """Those that make the tables, one by one."""
-    found = [""]
-    for line in SCHEMA.splitlines(keepends=True):
-        found[-1] += line
-        if sqlite3.complete_statement(found[-1]):
-            found.append("")
-    return [text for text in found if text.strip()]
-
-
-@pytest.mark.parametrize("made", range(1, len(_statements())))
-def test_an_index_whose_maker_was_killed_in_the_middle_is_made_anew(tmp_path, made):
-    with_store(tmp_path, put_a)
-    for path in tmp_path.glob("index.db*"):
-        path.unlink()
-    with closing(sqlite3.connect(tmp_path / "index.db")) as index:
-        index.executescript("".join(_statements()[:made]))
-
-    async def test(store):
-        assert await read_a(store) == block_of("a")
-        await store.put(B, block_of("b"))
-        assert await store.contains([A, B]) == [True, True]
-
-    with_store(tmp_path, test)
-
-
 def test_an_index_is_made_at_once_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "index.db"
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "SCHEMA", SCHEMA + "CREATE TABLE this is no SQL;")
+        patch.setattr(database, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
         with pytest.raises(sqlite3.Error):
             BlockIndex(path)
     with closing(sqlite3.connect(path)) as found:
@@ -151,31 +132,57 @@ def test_an_index_is_made_at_once_or_not_at_all(tmp_path, monkeypatch):
     BlockIndex(path).close()
 
 
-NOT_UTF8 = [
-    (b"CREATE TABLE blocks", True),  # SQLite's own message quotes it, and Python cannot read that
-    (b"never used again", False),  # a schema that is not ours to the letter
-]
+DAMAGE = {
+    "a schema that is no text, so that SQLite's message is none": b"CREATE TABLE blocks",
+    "a comment in the schema that is no text": b"never used again",
+}
 
 
-@pytest.mark.parametrize(("text", "made_anew"), NOT_UTF8)
-def test_a_schema_that_is_no_text(tmp_path, text, made_anew, caplog):
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE)
+def test_a_schema_that_is_no_text(tmp_path, text, caplog):
     with_store(tmp_path, put_a)
     rewrite(
         tmp_path / "index.db", lambda bytes_: bytes_.replace(text, text[:2] + b"\xdc" + text[3:])
     )
+    is_made_anew(tmp_path, caplog)
 
+
+def is_made_anew(tmp_path, caplog):
     async def test(store):
         assert await read_a(store) == block_of("a")
-        if made_anew:
-            await store.put(B, block_of("b"))
-            assert await store.contains([A, B]) == [True, True]
-        else:
-            with pytest.raises(StoreUnavailable):
-                await store.put(B, block_of("b"))
+        await store.put(B, block_of("b"))
+        assert await store.contains([A, B]) == [True, True]
 
-    with patched_wait() if not made_anew else nullcontext():
-        with_store(tmp_path, test)
-    assert ("beginning anew" if made_anew else "remove it") in caplog.text
+    with_store(tmp_path, test)
+    assert "beginning anew" in caplog.text
+
+
+OURS_BUT_FOR = {
+    "a trigger of its own": f"CREATE TRIGGER t DELETE ON blocks BEGIN {ENDLESS}; END",
+    "the version": f"PRAGMA user_version = {SCHEMA_VERSION + 256}",
+    "the application id": f"PRAGMA application_id = {APPLICATION_ID + 256}",
+}
+
+
+@pytest.mark.parametrize("script", OURS_BUT_FOR.values(), ids=OURS_BUT_FOR)
+def test_an_index_that_is_ours_but_for_one_mark_is_made_anew(tmp_path, script, caplog):
+    with_store(tmp_path, put_a)
+    with closing(sqlite3.connect(tmp_path / "index.db")) as index:
+        index.executescript(script)
+    is_made_anew(tmp_path, caplog)
+
+
+@FEW
+@given(st.integers(0, 4095), st.integers(0, 7))
+def test_one_flipped_bit_in_the_first_page_never_ends_writing(at, bit):
+    def damage(root, outside):
+        def flip(raw):
+            return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+
+        rewrite(root / "index.db", flip)
+
+    with folder_with_blocks(damage) as root:
+        with_store(root, lambda store: store.put(key_of("new"), block_of("new")))
 
 
 def test_text_in_a_row_that_is_no_text(tmp_path):

@@ -14,6 +14,7 @@ from sglang_cake.store.eviction.reuse import POOLED
 from sglang_cake.store.file import books
 from sglang_cake.store.file import room as rooms
 from sglang_cake.store.file.index import BlockIndex
+from sglang_cake.store.file.space import Amount
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
@@ -26,7 +27,7 @@ def book(folder, blocks, used_s):
             use = Use("chat", 1, number, blocks)
             at_s = used_s + number
             usage = Usage(4096, at_s, at_s, 0, ident_of(key), use)
-            assert index.settle(index.reserve(DIGEST, key, usage, None).id, 4096)
+            assert index.settle(index.reserve(DIGEST, 0, key, usage, None).booking, 4096)
 
 
 @pytest.mark.parametrize("policy", ["workload", "cake-prefix"])
@@ -140,7 +141,8 @@ def test_an_evicting_put_learns_one_portion_and_no_more(tmp_path, gate):
         assert held.wait(30)
         assert len(folder._room._policy) == 5
         with folder._books.open() as index:
-            assert folder._room.make(index, 2 * STORED_BYTES) == 2 * STORED_BYTES
+            wanted = Amount(2 * STORED_BYTES)
+            assert folder._room.make(index, wanted) == Amount(2 * STORED_BYTES, 2)
         assert len(folder._room._policy) == 8
         assert there(folder, range(4)) == [2, 3]
         go.set()
@@ -153,7 +155,7 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
         folder._books.close()  # nobody learns beside us
         room, index = folder._room, BlockIndex(tmp_path / "index.db")
         with contextlib.closing(index):
-            room.begin_anew(index)
+            room.begin_anew(index, leads=True)
             known = []
 
             def rest(seconds):
@@ -169,7 +171,7 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
             assert known == [10, 20, 30, 40, 50, 60, 70, 80, 90]
             assert len(room._policy) == 95
             monkeypatch.setattr(rooms, "LEARN_A_TURN", 30)
-            room.begin_anew(index)
+            room.begin_anew(index, leads=True)
             assert not room.learn(index, lambda seconds: False)
             assert len(room._policy) == 30
 
@@ -177,17 +179,17 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
 def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp_path, monkeypatch):
     real, asked = rooms.Room.make, []
 
-    def make(room, index, bytes_wanted):
+    def make(room, index, wanted):
         assert room._lock.acquire(timeout=30)  # nobody holds it from one portion to the next
         room._lock.release()
-        asked.append(bytes_wanted)
-        return real(room, index, bytes_wanted)
+        asked.append(wanted.bytes)
+        return real(room, index, wanted)
 
     with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
         for name in range(35):
             put(folder, name)
     monkeypatch.setattr(rooms, "AHEAD_SHARE", 0.5)
-    monkeypatch.setattr(books, "AHEAD_AT_ONCE_BYTES", 2 * STORED_BYTES)
+    monkeypatch.setattr(books, "AHEAD_AT_ONCE", Amount(2 * STORED_BYTES, 1000))
     monkeypatch.setattr(rooms.Room, "make", make)
     with contextlib.closing(opened(tmp_path)) as folder:
         until_room_is_made(folder)

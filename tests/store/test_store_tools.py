@@ -71,7 +71,7 @@ def test_ls_names_whose_kv_is_stored(root, capsys):
 
 def test_ls_in_json(root, capsys):
     (answer,) = told(capsys, "ls", url_of(root))["stores"]
-    found = {each["fields"]["model"]: each for each in answer["namespaces"]}
+    found = {each["fields"]["name"]: each for each in answer["namespaces"]}
     assert found["alice-7b"]["namespace"] == ALICE.digest.hex()
     assert found["alice-7b"]["blocks"] == 3
     assert found["alice-7b"]["bytes"] == 3 * FRAMED
@@ -135,7 +135,9 @@ FOREIGN = {
 def test_a_namespace_that_cannot_be_read_is_named_and_passed_over(root, capsys, description):
     foreign = root / ("f" * 64)
     foreign.mkdir()
-    if FOREIGN[description] is not None:
+    if FOREIGN[description] is None:
+        (foreign / "notes").write_text("an empty folder would be removed")
+    else:
         (foreign / "namespace.json").write_text(FOREIGN[description])
     before = sorted(foreign.rglob("*"))
     assert store("ls", url_of(root)) == 0
@@ -359,9 +361,9 @@ def test_cp_to_a_full_store_stops_and_says_so(root, tmp_path, capsys):
         (["verify", "{root}", "--namespace", "zz"], "no namespace starts with 'zz'"),
         (["clear", "{root}", "--namespace", "zz", "--yes"], "no namespace starts with 'zz'"),
         (["gc", "{root}", "--to", "lots"], "--to: 'lots' is not a size"),
-        (["cp", "{root},{root}", "{root}"], "names 2 stores, write one"),
-        (["cp", "{root}", "{root},{root}"], "names 2 stores, write one"),
-        (["bench", "{root},{root}"], "names 2 stores, write one"),
+        (["cp", "{root},http://127.0.0.1:1", "{root}"], "names 2 stores, write one"),
+        (["cp", "{root}", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
+        (["bench", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
         (["bench", "{root}", "--sizes", "1"], "--sizes: 1: blocks are measured from 4 KiB"),
         (["bench", "{root}", "--sizes", "2GiB"], "blocks are measured from 4 KiB to 1 GiB"),
         (["bench", "{root}", "--sizes", "x"], "--sizes: 'x' is not a size"),

@@ -1,5 +1,7 @@
 """What may be written as a store URL, and one clear line for everything else."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.errors import ConfigError
 from sglang_cake.store.file import source as source_module
+from sglang_cake.store.file.disk import file_system_type
 from sglang_cake.store.file.source import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.url import parse_bandwidth, parse_size
@@ -241,3 +244,17 @@ def test_checking_really_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(source_module.tempfile, "TemporaryFile", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         FileSource(tmp_path).check()
+
+
+def test_a_folder_that_several_machines_mount_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "file_system_type", lambda folder: 0x6969)
+    with pytest.raises(ConfigError, match=r"is on NFS.*store serve") as error:
+        FileSource(tmp_path).check()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not shutil.which("stat"), reason="asks `stat` for the same")
+@pytest.mark.parametrize("folder", ["/proc", "/dev/shm", "/"])
+def test_the_type_of_a_file_system_is_what_the_system_says(folder):
+    said = subprocess.run(["stat", "-f", "-c", "%t", folder], capture_output=True, check=True)
+    assert file_system_type(Path(folder)) == int(said.stdout, 16)

@@ -10,7 +10,7 @@ from filestore import A, files_below, path_of, put_a, read_a, with_store
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.store.file.paths import new_tmp_name, this_host
-from sglang_cake.store.file.sweep import STALE_S, is_stale, remove_if_stale
+from sglang_cake.store.file.sweep import STALE_S, is_stale, remove_stale
 from sglang_cake.testing.store_contract import block_of, key_of
 
 
@@ -62,8 +62,9 @@ def test_only_stale_files_are_swept(tmp_path):
     for path in kept[4:]:
         os.utime(path, (long_ago, long_ago))
     assert STALE_S == 3600
-    entries = list(os.scandir(folder))
-    assert sum(map(remove_if_stale, entries)) == len(gone)
+    removed, living = remove_stale(tmp_path, "ab", "cd")
+    assert removed == len(gone)
+    assert living == {f"{here}-{os.getpid()}", f"{here}-1", f"{other_host}-{dead}"}
     assert files_below(tmp_path) == sorted(kept)
 
 
@@ -85,9 +86,9 @@ def test_what_lies_there_when_the_books_are_made_is_swept(tmp_path):
 def test_a_writer_that_was_swept_away_fails_cleanly(tmp_path, monkeypatch):
     replace = os.replace
 
-    def swept_then_replace(tmp, path):
-        os.unlink(tmp)
-        replace(tmp, path)
+    def swept_then_replace(tmp, path, **folders):
+        os.unlink(tmp, dir_fd=folders["src_dir_fd"])
+        replace(tmp, path, **folders)
 
     async def test(store):
         with monkeypatch.context() as patch:

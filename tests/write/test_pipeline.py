@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +14,7 @@ from sglang_cake.errors import StoreUnavailable
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.request import RequestFacts
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
 from sglang_cake.write.pipeline import PUTS_IN_FLIGHT, WriteJob, Writer
 
@@ -62,7 +63,11 @@ class Desk:
         self.writer = Writer(self.store, self.pool, self.io, self.counters)
 
     def offer(
-        self, tokens: array, blocks: tuple[int, ...], ready: Callable[[], None] = lambda: None
+        self,
+        tokens: array,
+        blocks: tuple[int, ...],
+        ready: Callable[[], None] = lambda: None,
+        facts: RequestFacts | None = None,
     ) -> None:
         buffers = []
         for block in blocks:
@@ -71,7 +76,9 @@ class Desk:
             buffer.view[:] = bytes([block + 1]) * BYTES
             buffers.append(buffer)
         self.writer.offer(
-            WriteJob(KeyChain(SEED, BLOCK), tokens, blocks, tuple[Buffer, ...](buffers), ready)
+            WriteJob(
+                KeyChain(SEED, BLOCK), tokens, blocks, tuple[Buffer, ...](buffers), ready, facts
+            )
         )
 
     def drain(self) -> None:
@@ -184,6 +191,24 @@ def test_a_store_that_breaks_its_contract_costs_blocks_only(desk: Desk) -> None:
     assert desk.writer.pending_blocks == 0
 
 
+class DeafStore(HeldStore):
+    """Breaks its contract when it is told of a request."""
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_store_that_fails_to_listen_gets_the_blocks_and_gives_the_buffers_back(
+    desk: Desk,
+) -> None:
+    desk.writer.use(DeafStore(desk.memory))
+    desk.offer(TOKENS, (0, 1), facts=RequestFacts("r1", len(TOKENS)))
+    desk.drain()
+    assert desk.count("stored_blocks") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
 def test_few_puts_at_a_time_over_all_jobs(desk: Desk) -> None:
     held = HeldStore(desk.memory)
     desk.writer.use(held)
@@ -205,6 +230,15 @@ def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
     desk.drain()
     assert list(desk.stored()) == [KEYS[0]]
     assert list(desk.stored(other)) == [KEYS[1]]
+
+
+def test_blocks_that_are_offered_after_the_store_was_detached_are_counted(desk: Desk) -> None:
+    desk.writer.use(None)
+    desk.offer(TOKENS, (0, 1))
+    desk.drain()
+    assert desk.count("unstored_blocks", "unavailable") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
 
 
 def test_drained_waits_for_jobs_that_come_meanwhile(desk: Desk) -> None:

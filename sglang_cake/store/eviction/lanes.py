@@ -20,6 +20,7 @@ class Lanes(Generic[Lane]):
         self._value = value
         self._ticks = itertools.count()
         self._heaps: dict[Lane, BlockHeap] = {}
+        self._known: dict[Lane, Lane] = {}  # one object for each lane: there are many blocks
         self._lane: dict[int, Lane] = {}  # of each block
         # The first of each lane; outdated ones are found out when they come up.
         self._firsts: list[tuple[Value, Entry, Lane]] = []
@@ -31,6 +32,7 @@ class Lanes(Generic[Lane]):
 
     def put(self, block: int, lane: Lane, used_s: float) -> None:
         """Enter a block, or move it."""
+        lane = self._known.setdefault(lane, lane)
         before = self._lane.get(block, lane)
         if before != lane:
             self._heaps[before].remove(block)
@@ -78,6 +80,7 @@ class Lanes(Generic[Lane]):
             first = heap.first()
             if first is None:
                 del self._heaps[lane]
+                self._known.pop(lane, None)
             else:
                 self._offer(lane, first, now_s)
 

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, wait
-from pathlib import Path
 
 from sglang_cake.buffers import PAGE_BYTES
 from sglang_cake.codec.frame import Incoming
@@ -54,15 +53,16 @@ def read_framed(
     return block.finish()
 
 
-def open_to_read(path: str, *, counts: bool) -> int:
-    """Open a block's file. Args: counts: False: nor does the file's own time of use change, which
-    is what eviction knows when the books are lost. Raises: OSError."""
+def open_to_read(folder: int, name: str, *, counts: bool) -> int:
+    """Open a block's file in an open folder. Args: counts: False: nor does the file's own time of
+    use change, which is what eviction knows when the books are lost. Raises: OSError (ELOOP for a
+    link)."""
     # O_NONBLOCK does nothing to a file, and keeps a foreign pipe from hanging us.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     if not counts and hasattr(os, "O_NOATIME"):
         with contextlib.suppress(PermissionError):  # somebody else's file
-            return os.open(path, flags | os.O_NOATIME)
-    return os.open(path, flags)
+            return os.open(name, flags | os.O_NOATIME, dir_fd=folder)
+    return os.open(name, flags, dir_fd=folder)
 
 
 class _Pieces:
@@ -97,17 +97,26 @@ def _whole_pages(views: list[memoryview], at: int) -> list[memoryview]:
 class NewFile:
     """A file that is written under a temporary name and then becomes visible at once, or never.
 
-    Mode 0600. A crash at any point leaves either nothing new at `path` or all of it, and at most a
-    temporary file beside it. Not thread-safe.
+    Mode 0600. A crash at any point leaves either nothing new under `name` or all of it, and at most
+    a temporary file beside it. Not thread-safe.
     """
 
-    def __init__(self, path: Path, *, sync: bool) -> None:
-        """Args: sync: bytes and name are on the disk when `commit` returns. Raises: OSError."""
-        self.path, self._sync = path, sync
+    def __init__(self, folder: int, name: str, *, sync: bool) -> None:
+        """Args:
+            folder: a descriptor, closed with this file (also if this raises).
+            sync: bytes and name are on the disk when `commit` returns.
+
+        Raises: OSError; FileNotFoundError if the folder was removed meanwhile.
+        """
+        self._folder, self._name, self._sync = folder, name, sync
         self.committed = False
-        self._tmp: Path | None = path.parent / new_tmp_name()
+        self._tmp: str | None = new_tmp_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(self._tmp, flags, 0o600)
+        try:
+            self._fd = os.open(self._tmp, flags, 0o600, dir_fd=folder)
+        except BaseException:
+            os.close(folder)
+            raise
 
     def append(self, views: Sequence[memoryview], stop: threading.Event) -> None:
         """Write all of `views` ("B"). Raises: OSError; Stopped."""
@@ -126,15 +135,20 @@ class NewFile:
             os.fdatasync(self._fd)
         self._close()  # before the rename: a network file system may only now say it was full
         check_stop(stop)
-        os.replace(self._tmp, self.path)
+        os.replace(self._tmp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._tmp, self.committed = None, True
         if self._sync:
             try:
-                sync_folder(self.path.parent)
+                os.fsync(self._folder)
             except OSError:
-                self.path.unlink()
-                self.committed = False
+                self.withdraw()
                 raise
+
+    def withdraw(self) -> None:
+        """Take a committed file away again. Raises: OSError."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+            os.unlink(self._name, dir_fd=self._folder)
+        self.committed = False
 
     def discard(self) -> None:
         """Leave nothing of it, unless it was committed. Harmless afterwards."""
@@ -142,8 +156,11 @@ class NewFile:
             self._close()
         if self._tmp is not None:
             with contextlib.suppress(OSError):
-                self._tmp.unlink()
+                os.unlink(self._tmp, dir_fd=self._folder)
             self._tmp = None
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
     def _close(self) -> None:
         if self._fd >= 0:
@@ -158,21 +175,12 @@ def _after(views: list[memoryview], done: int) -> list[memoryview]:
     return [views[0][done:], *views[1:]] if views else []
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`, atomically and on the disk. Raises: OSError."""
+def write_file(folder: int, name: str, data: bytes) -> None:
+    """Make `name` hold `data`, atomically and on the disk. `folder` is closed. Raises: OSError."""
     stop = threading.Event()
-    file = NewFile(path, sync=True)
+    file = NewFile(folder, name, sync=True)
     try:
         file.append([memoryview(data)], stop)
         file.commit(stop)
     finally:
         file.discard()
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the folder's names on the disk. Raises: OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

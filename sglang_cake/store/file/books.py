@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import sqlite3
@@ -13,18 +14,20 @@ from pathlib import Path
 
 from sglang_cake.errors import StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
+from sglang_cake.store.file import tree
+from sglang_cake.store.file.description import Descriptions
 from sglang_cake.store.file.index import BlockIndex, Touch
 from sglang_cake.store.file.ownership import put_aside
-from sglang_cake.store.file.paths import NamespaceFolder, create_private
+from sglang_cake.store.file.paths import NamespaceFolder, open_private
 from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.schema import DamagedIndexError
+from sglang_cake.store.file.space import Amount
 from sglang_cake.store.file.sweep import (
     blocks_in,
     is_stale,
     namespaces_in,
+    remove_empty_folders,
     remove_stale,
-    remove_tmp_of,
-    shard_count,
 )
 from sglang_cake.store.file.touches import Told
 
@@ -32,9 +35,10 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just opened
 RECLAIM_EVERY_S = 60.0
+CLOSE_S = 10.0  # how long who closes a store waits for a disk that does not answer
 # Of room made ahead; then puts that wait for the policy get in between.
-AHEAD_AT_ONCE_BYTES = 16 << 20
-FOLDER_BYTES = 4096  # what a folder for blocks takes on the disk
+AHEAD_AT_ONCE = Amount(16 << 20, 1000)
+KEEP_ASIDE_S = 86_400.0  # files that were set aside as corrupt, of a namespace, after the last one
 MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
 # The last one is an error in what we ask: our own tables gave no cause for one when it was opened.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
@@ -44,12 +48,16 @@ class Books:
     """The books of one folder in one process. Without them, what is stored can be read and asked
     for, file by file, and nothing can be written."""
 
-    def __init__(self, root: Path, room: Room, allocated_bytes: int) -> None:
+    def __init__(
+        self, root: Path, room: Room, descriptions: Descriptions, allocated_bytes: int
+    ) -> None:
         """Start the background thread.
 
         Args: allocated_bytes: files take multiples of it on the disk.
         """
         self._root, self._room, self._allocated_bytes = root, room, allocated_bytes
+        self._descriptions = descriptions
+        self._lead: int | None = None  # a descriptor; whoever holds the lock on it leads
         self._index: BlockIndex | None = None
         self._opened, self._closing = threading.Event(), threading.Event()
         self._wake = threading.Event()
@@ -114,10 +122,15 @@ class Books:
                         self._room.touched(index.touch([read]))
 
     def close(self) -> None:
-        """Blocks until the thread has ended."""
+        """Blocks until the thread has ended, or for CLOSE_S."""
         self._closing.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+
+    def _give_up_lead(self) -> None:
+        if self._lead is not None:
+            os.close(self._lead)
+            self._lead = None
 
     def _is_current(self, index: BlockIndex) -> bool:
         """Whether the file is still the one we opened: another process may have begun anew."""
@@ -153,6 +166,7 @@ class Books:
         ):
             self.flush(index)
         self._give_up(self._index)
+        self._give_up_lead()
 
     def _complain(self, error: Exception) -> None:
         """Say what is wrong, once."""
@@ -166,6 +180,8 @@ class Books:
             self._complained = ""
         with self.open(wait=False) as index:
             self.flush(index)
+            if not self._room.leads and self._takes_the_lead():
+                self._room.begin_anew(index, leads=True)
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self._reclaim(index)
@@ -173,23 +189,27 @@ class Books:
             self._room.refresh(index)
             if not knows_all:
                 self._wake.set()  # to go on at once; until then no room is made ahead
-                return
-            self._make_ahead(index)
+            elif self._room.leads:
+                self._make_ahead(index)
+
+    def _takes_the_lead(self) -> bool:
+        """Whether this process makes the room ahead from now on, until it ends. One of all does: it
+        alone needs the order of all blocks in memory, and no two free the same room twice."""
+        return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _make_ahead(self, index: BlockIndex) -> None:
-        ahead_bytes = self._room.ahead_bytes(index)
-        while ahead_bytes > 0 and not self._closing.is_set():
-            freed_bytes = self._room.make(index, min(ahead_bytes, AHEAD_AT_ONCE_BYTES))
-            if not freed_bytes:
+        wanted = self._room.ahead(index)
+        while wanted and not self._closing.is_set():
+            freed = self._room.make(index, Amount(*map(min, wanted, AHEAD_AT_ONCE)))
+            if not freed:
                 return
-            ahead_bytes -= freed_bytes
+            wanted = Amount(wanted.bytes - freed.bytes, wanted.files - freed.files)
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error."""
-        place = self._root / "index.lock"
-        create_private(place)
-        with place.open() as held:
-            while not lock(held.fileno(), fcntl.LOCK_EX):  # somebody rebuilds
+        held = open_private(self._root / "index.lock")
+        try:
+            while not lock(held, fcntl.LOCK_EX):  # somebody rebuilds
                 if self._closing.wait(0.05):
                     return
             index = self._open_undamaged()
@@ -197,10 +217,15 @@ class Books:
                 if index.boot() != _this_boot():
                     self._rebuild(index)
                 self._reclaim(index)
+                # Below a root that was removed and made again, the lead is another file.
+                self._give_up_lead()
+                self._lead = open_private(self._root / "index.evict")
             except BaseException:
                 index.close()
                 raise
-        self._room.begin_anew(index)
+        finally:
+            os.close(held)
+        self._room.begin_anew(index, leads=self._takes_the_lead())
         self._index = index
         self._opened.set()
 
@@ -230,9 +255,8 @@ class Books:
         for digest in namespaces_in(self._root):
             if self._closing.is_set():
                 return
-            place = NamespaceFolder(self._root, digest)
-            index.found(digest, blocks_in(place, self._allocated_bytes))
-            index.add_folder(digest, shard_count(place) * FOLDER_BYTES)
+            own_bytes = self._descriptions.own_bytes(digest)
+            index.found(digest, own_bytes, blocks_in(self._root, digest, self._allocated_bytes))
         index.agreed(_this_boot())
         blocks, used_bytes = index.totals()
         logger.info(
@@ -241,18 +265,45 @@ class Books:
         )
 
     def _reclaim(self, index: BlockIndex) -> None:
-        """Finish what dead writers began: their block is whole and counts, or never was."""
+        """Finish what dead writers began: their block is whole and counts, or never was. Then
+        remove what nobody uses."""
         for digest in namespaces_in(self._root):  # one who died while he described it
-            remove_stale(NamespaceFolder(self._root, digest).folder)
+            remove_stale(self._root, digest.hex())
         for booked in index.writing():
             if not is_stale(booked.owner, booked.usage.created_s):
                 continue
-            path = NamespaceFolder(self._root, booked.namespace).block(booked.key)
-            remove_tmp_of(path.parent, booked.owner)
-            if path.exists():
-                index.settle(booked.id, booked.usage.stored_bytes)
+            shard = NamespaceFolder(self._root, booked.namespace).shard(booked.key)
+            _, living = remove_stale(self._root, *shard)
+            if booked.owner in living:  # for longer than that, and not in vain
+                continue
+            if tree.has_file(self._root, *shard, booked.key.hex()):
+                index.settle(booked, booked.usage.stored_bytes)
             else:
-                index.drop(booked.id)
+                tree.remove_empty(self._root, *shard)
+                index.drop(booked)
+        self._room.remove_aside(index, KEEP_ASIDE_S)
+        self.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
+
+    def remove_unused(
+        self, index: BlockIndex, *, unless_younger_s: float, at_most: int | None = None
+    ) -> None:
+        """Remove namespaces without blocks, the oldest first.
+
+        Args: unless_younger_s: of which the description is younger: a block may be on its way.
+        Raises: sqlite3.Error; OSError.
+        """
+        unused = index.unused()
+        unused += [
+            digest for digest in namespaces_in(self._root) if not index.has_namespace(digest)
+        ]
+        for digest in unused[:at_most]:
+            remove_empty_folders(self._root, digest)  # may be many: not while others wait
+            index.forget_namespace(
+                digest,
+                functools.partial(
+                    self._descriptions.remove, digest, unless_younger_s=unless_younger_s
+                ),
+            )
 
 
 def _is_damage(error: Exception) -> bool:

@@ -2,45 +2,38 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sglang_cake.errors import (
-    BlockCorrupt,
-    BlockMissing,
-    ConfigError,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
-)
+from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage, ident_of
 from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
-from sglang_cake.store.file.blockfile import NewFile, open_to_read, sync_folder, write_file
-from sglang_cake.store.file.books import FOLDER_BYTES, Books
-from sglang_cake.store.file.description import read_description
-from sglang_cake.store.file.index import BlockIndex
+from sglang_cake.store.file import tree
+from sglang_cake.store.file.blockfile import NewFile
+from sglang_cake.store.file.books import Books
+from sglang_cake.store.file.description import Descriptions
+from sglang_cake.store.file.files import BlockFiles
+from sglang_cake.store.file.index import BlockIndex, Booking, Reserved
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.file.pause import Pause
 from sglang_cake.store.file.room import Room, lock
-from sglang_cake.store.file.space import FreeSpace
-from sglang_cake.store.file.sweep import folders_of, namespaces_in, remove_stale
+from sglang_cake.store.file.space import Amount
+from sglang_cake.store.file.sweep import namespaces_in, remove_stale, shards_of
 from sglang_cake.store.file.touches import Touches
-from sglang_cake.store.file.trouble import foreign_errors, is_whole
+from sglang_cake.store.file.trouble import foreign_errors
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import check_stop
 from sglang_cake.store.url import DEFAULT_POLICY
 
-MAX_SET_ASIDE = 16  # corrupt files a namespace keeps for whoever wants to know what happened
 LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
+MOST_UNUSED = 64  # namespaces that were described and have no block yet
 
 
 class BlockFolder:
@@ -71,45 +64,55 @@ class BlockFolder:
 
         Raises: StoreUnavailable.
         """
-        self._root, self._sync = root, sync
-        self._claimed: dict[Digest, dict[str, str]] = {}
+        self._root = root
         self._pause = Pause()
-        with foreign_errors():
+        with foreign_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
-        self._space = FreeSpace(root, min_free_bytes)
+        self._descriptions = Descriptions(root, self._allocated_bytes)
+        self._files = BlockFiles(root, self._descriptions, sync=sync)
         self._touches = Touches()
         self._room = Room(
             root,
             capacity_bytes,
             policy,
+            min_free_bytes=min_free_bytes,
             sharing=sharing,
             admission=admission,
             on_learned=self._touches.remember,
         )
-        self._books = Books(root, self._room, self._allocated_bytes)
+        self._books = Books(root, self._room, self._descriptions, self._allocated_bytes)
 
     def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
-        """Make the namespace's folder with its description, or check the one that is there.
+        """Say what a namespace stands for; its first block has that written down.
 
-        The root itself is never made again: if it has gone, a disk was unmounted, and blocks would
-        land on the one below it.
-        Raises: StoreUnavailable; ConfigError if the description is another one.
+        Raises: StoreUnavailable; ConfigError if its folder describes something else.
         """
-        place = NamespaceFolder(self._root, digest)
-        self._claimed[digest] = dict(fields)
-        with foreign_errors():
-            place.folder.mkdir(mode=0o700, exist_ok=True)
-            if not place.description.exists():
-                # Always synced: an empty one after a power cut would lock the namespace.
-                write_file(place.description, (json.dumps(dict(fields), indent=2) + "\n").encode())
-                sync_folder(place.root)
-        found = Namespace(tuple(read_description(place.description).items()))
-        if found.digest() != Namespace(tuple(fields.items())).digest():
-            raise ConfigError(
-                f"{place.description} does not describe the namespace it is in: "
-                "remove that folder, or choose another one for the store"
+        self._descriptions.check(digest, fields)
+
+    def describe(self, digest: Digest, fields: Mapping[str, str]) -> None:
+        """As `claim`, and written down now, for processes that were not told. Of more than
+        MOST_UNUSED namespaces without blocks the oldest are forgotten.
+
+        Raises: StoreFull; StoreUnavailable; ConfigError.
+        """
+        if self._descriptions.check(digest, fields):
+            return
+        own_bytes = self._descriptions.own_bytes(digest)
+        with foreign_errors(self._root, self._pause), self._books.open() as index:
+            unused = len(index.unused())
+            if unused >= MOST_UNUSED:
+                at_most = unused - MOST_UNUSED + 1
+                self._books.remove_unused(index, unless_younger_s=0.0, at_most=at_most)
+            self._make_room(
+                index,
+                lambda: index.reserve_namespace(digest, own_bytes, self._room.limit_bytes()),
             )
+            self._descriptions.write(digest)
+
+    def description(self, digest: Digest) -> dict[str, str]:
+        """What a namespace stands for; empty if nobody said so. Raises: StoreUnavailable."""
+        return self._descriptions.read(digest)
 
     def contains(
         self,
@@ -125,10 +128,12 @@ class BlockFolder:
         """
         with contextlib.suppress(StoreUnavailable), self._books.open(wait=False) as index:
             return index.contains(digest, keys)
-        place, found = NamespaceFolder(self._root, digest), []
+        found = []
         for key in keys:
             check_stop(stop)
-            found.append(is_whole(place.block_name(key), framed_bytes))
+            with foreign_errors(self._root):
+                size = self._files.size_bytes(digest, key)
+            found.append(size is not None and framed_bytes in (None, size))
         return found
 
     def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
@@ -138,9 +143,9 @@ class BlockFolder:
         self._books.was_touched(digest, self._touches.told(keys, facts, time.time()))
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the block has a file; the books are not asked. Blocks on the disk for a moment,
-        if at all."""
-        return os.path.exists(NamespaceFolder(self._root, digest).block_name(key))
+        """Whether something has the block's name; the books are not asked. Blocks on the disk for a
+        moment, if at all."""
+        return self._files.is_there(digest, key)
 
     @contextlib.contextmanager
     def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
@@ -149,25 +154,26 @@ class BlockFolder:
         A BlockCorrupt that the caller raises inside has the file set aside.
 
         Args: counts: as a use of the block, for eviction.
-        Raises: BlockMissing, BlockCorrupt (no file at all), StoreUnavailable.
+        Raises: BlockMissing, BlockCorrupt (no file at all, or a link), StoreUnavailable.
         """
-        path = NamespaceFolder(self._root, digest).block_name(key)
-        with foreign_errors():
+        with foreign_errors(self._root):
             try:
-                fd = open_to_read(path, counts=counts)
-            except FileNotFoundError:
+                fd = self._files.open_to_read(digest, key, counts=counts)
+            except BlockMissing:
                 self._forget(digest, key)
-                raise BlockMissing(key.hex()) from None
+                raise
             try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise BlockCorrupt("not a file")
+                bad = os.fstat(fd)
+                if not stat.S_ISREG(bad.st_mode):
+                    raise BlockCorrupt("not a file, or a link")
                 if not lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
                 if counts and not self._touches.foretold(key, time.time()):
                     self._books.was_read(digest, key, counts=not self._touches.listening)
             except BlockCorrupt as error:
-                self._set_aside(digest, key, os.fstat(fd).st_ino)
+                self._set_aside(digest, key, bad)
+                path = NamespaceFolder(self._root, digest).block(key)
                 raise BlockCorrupt(f"{path}: {error}") from None
             finally:
                 os.close(fd)
@@ -187,29 +193,29 @@ class BlockFolder:
         now_s = time.time()
         told = self._touches.use_of(key, now_s)
         usage = Usage(stored_bytes, now_s, told.at_s, 0, ident_of(key), told.use)
-        with foreign_errors(self._pause):
-            block = None
+        with foreign_errors(self._root, self._pause):
+            booking = None
             if self._room.admits(usage):
-                block = self._book(digest, key, usage)
-            if block is None:
+                booking = self._book(digest, key, usage)
+            if booking is None:
                 yield None
                 return
             file: NewFile | None = None
             try:
-                file = self._new_file(digest, key)
+                file = self._files.new(digest, key)
                 yield file
                 if file.committed:
-                    self._settle(block, usage, file)
+                    self._settle(booking, usage, file)
             finally:
                 if file is not None:
                     file.discard()
                 if file is None or not file.committed:
-                    self._unbook(block)
+                    self._unbook(booking)
 
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Forget one block. Raises: StoreUnavailable."""
-        with foreign_errors():
-            NamespaceFolder(self._root, digest).block(key).unlink(missing_ok=True)
+        with foreign_errors(self._root):
+            self._files.remove(digest, key)
         self._forget(digest, key)
 
     def list_blocks(self, digest: Digest) -> Iterator[BlockInfo]:
@@ -225,19 +231,20 @@ class BlockFolder:
             after = batch[-1].id
 
     def namespaces(self) -> list[StoredNamespace]:
-        """Every namespace that was claimed. Raises: StoreUnavailable."""
-        with foreign_errors():
-            return [
-                StoredNamespace(
-                    digest, read_description(NamespaceFolder(self._root, digest).description)
-                )
-                for digest in namespaces_in(self._root)
-            ]
+        """Every namespace that has a folder. Raises: StoreUnavailable."""
+        found = []
+        with foreign_errors(self._root):
+            for digest in namespaces_in(self._root):
+                fields: dict[str, str] = {}
+                with contextlib.suppress(StoreUnavailable):  # it may not be entered
+                    fields = self._descriptions.read(digest)
+                found.append(StoredNamespace(digest, fields))
+        return found
 
     def used_bytes(self, digest: Digest) -> int:
         """What one namespace takes on the disk. Raises: StoreUnavailable."""
         with self._books.open() as index:
-            return index.totals(digest)[1]
+            return index.taken_bytes(digest)
 
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
@@ -258,26 +265,27 @@ class BlockFolder:
     def evict(self, bytes_wanted: int) -> int:
         """Evict blocks of so many bytes, those first that would go first anyway; returns how many
         bytes they were. Raises: StoreUnavailable."""
-        with foreign_errors(), self._books.open() as index:
+        with foreign_errors(self._root), self._books.open() as index:
             self._books.flush(index)
-            return self._room.make(index, bytes_wanted)
+            return self._room.make(index, Amount(bytes_wanted)).bytes
 
     def remove_stale(self) -> int:
-        """Remove what killed writers left behind, in every folder; returns how many files."""
-        places = [NamespaceFolder(self._root, digest) for digest in namespaces_in(self._root)]
-        return sum(remove_stale(folder) for place in places for folder in folders_of(place))
+        """Remove what killed writers left behind, empty folders, and namespaces without blocks;
+        returns how many files. Raises: StoreUnavailable."""
+        removed = 0
+        with foreign_errors(self._root):
+            for digest in namespaces_in(self._root):
+                for names in ((digest.hex(),), *shards_of(self._root, digest)):
+                    removed += remove_stale(self._root, *names)[0]
+                    tree.remove_empty(self._root, *names)
+            with self._books.open() as index:
+                self._books.remove_unused(index, unless_younger_s=0.0)
+        return removed
 
     def remove_set_aside(self) -> int:
         """Remove the corrupt files that were kept; returns how many. Raises: StoreUnavailable."""
-        removed = 0
-        with foreign_errors(), self._books.open() as index:
-            for digest in namespaces_in(self._root):
-                place = NamespaceFolder(self._root, digest)
-                for path in place.corrupt.glob("*"):
-                    path.unlink(missing_ok=True)
-                    removed += 1
-                index.drop_aside(digest)
-        return removed
+        with foreign_errors(self._root), self._books.open() as index:
+            return self._room.remove_aside(index).files
 
     def close(self) -> None:
         """Stop what runs in the background. Blocks until it has."""
@@ -285,107 +293,89 @@ class BlockFolder:
 
     # ---- booking ----
 
-    def _book(self, digest: Digest, key: BlockKey, usage: Usage) -> int | None:
+    def _book(self, digest: Digest, key: BlockKey, usage: Usage) -> Booking | None:
         """Book room for a block, evicting others if need be; None if it is there.
 
         Raises: StoreFull; StoreUnavailable; OSError.
         """
-        path = NamespaceFolder(self._root, digest).block(key)
+        own_bytes, found = self._descriptions.own_bytes(digest), Reserved()
+
+        def reserve() -> int:
+            nonlocal found
+            limit_bytes = self._room.limit_bytes()
+            found = index.reserve(digest, own_bytes, key, usage, limit_bytes)
+            return found.short_bytes
+
         with self._books.open() as index:
-            block = self._reserve(index, digest, key, usage)
-            if block is None and index.forget(digest, key, path):  # removed behind our back
-                block = self._reserve(index, digest, key, usage)
-            if block is None:
+            self._make_room(index, reserve)
+            if found.booking is None and self._forget_in(index, digest, key):  # removed by others
+                self._make_room(index, reserve)
+            if found.booking is None:
                 return None
             try:
                 self._take_space(index, usage.stored_bytes)
             except BaseException:
-                index.drop(block)
+                index.drop(found.booking)
                 raise
         self._books.wake()
-        return block
+        return found.booking
 
-    def _reserve(
-        self, index: BlockIndex, digest: Digest, key: BlockKey, usage: Usage
-    ) -> int | None:
-        while True:
-            room = index.reserve(digest, key, usage, self._room.limit_bytes())
-            if not room.short_bytes:
-                return room.id
+    def _make_room(self, index: BlockIndex, reserve: Callable[[], int]) -> None:
+        """Args: reserve: returns how many bytes are short. Raises: StoreFull; OSError."""
+        while short_bytes := reserve():
             self._books.flush(index)
-            if not self._room.make(index, room.short_bytes):
+            if not self._room.make(index, Amount(short_bytes)):
                 raise StoreFull(f"{self._root}: capacity={self._room.capacity_bytes} is taken")
 
     def _take_space(self, index: BlockIndex, stored_bytes: int) -> None:
         """Leave `min_free` bytes of the file system. Raises: StoreFull; OSError."""
-        short_bytes = self._space.take(stored_bytes)
-        if short_bytes:
+        space = self._room.space
+        missing = space.take(stored_bytes)
+        if missing:
             self._books.flush(index)
-            self._space.freed(self._room.make(index, short_bytes))
-            if self._space.take(stored_bytes):
+            self._room.make(index, missing)
+            if space.take(stored_bytes):
                 raise StoreFull(
                     f"{self._root}: {stored_bytes} more bytes would leave less than "
-                    f"min_free={self._space.min_free_bytes} bytes free"
+                    f"min_free={space.min_free_bytes} bytes free, or that share of the inodes"
                 )
 
-    def _new_file(self, digest: Digest, key: BlockKey) -> NewFile:
-        """Raises: OSError; StoreUnavailable."""
-        path = NamespaceFolder(self._root, digest).block(key)
-        try:
-            return NewFile(path, sync=self._sync)
-        except FileNotFoundError:  # the first block of its folder, or the folder was removed
-            self._claim_again(digest)
-            for made in (path.parent.parent, path.parent):
-                with contextlib.suppress(FileExistsError):
-                    made.mkdir(mode=0o700)
-                    with self._books.open() as index:
-                        index.add_folder(digest, FOLDER_BYTES)
-            return NewFile(path, sync=self._sync)
-
-    def _claim_again(self, digest: Digest) -> None:
-        fields = self._claimed.get(digest) or read_description(
-            NamespaceFolder(self._root, digest).description
-        )
-        if not fields:
-            raise StoreUnavailable(f"namespace {digest.hex()} was never described")
-        try:
-            self.claim(digest, fields)
-        except ConfigError as error:  # somebody else made it meanwhile, for something else
-            raise StoreUnavailable(str(error)) from error
-
-    def _settle(self, block: int, usage: Usage, file: NewFile) -> None:
-        """Raises: StoreUnavailable."""
+    def _settle(self, booking: Booking, usage: Usage, file: NewFile) -> None:
+        """A file that is not in the books must not stay. Raises: StoreUnavailable; OSError."""
         self._pause.succeeded()
-        with self._books.open() as index:
-            if not index.settle(block, usage.stored_bytes):  # we were taken for dead
-                file.path.unlink(missing_ok=True)
-                raise StoreUnavailable(f"{file.path}: was written too slowly")
-        self._room.stored(block, usage)
+        stored = None
+        try:
+            with self._books.open() as index:
+                stored = index.settle(booking, usage.stored_bytes)
+            if stored is None:
+                raise StoreUnavailable(f"{self._root}: the index was made anew meanwhile")
+        finally:
+            if stored is None:
+                file.withdraw()
+        self._room.stored(stored, usage)
 
-    def _unbook(self, block: int) -> None:
+    def _unbook(self, booking: Booking) -> None:
+        self._files.remove_folders(booking.namespace, booking.key)
         # If that fails, the booking is taken away when this process has ended.
         with contextlib.suppress(StoreError), self._books.open() as index:
-            index.drop(block)
+            index.drop(booking)
 
     def _forget(self, digest: Digest, key: BlockKey) -> None:
-        path = NamespaceFolder(self._root, digest).block(key)
         with contextlib.suppress(StoreError), self._books.open() as index:
-            index.forget(digest, key, path)
+            self._forget_in(index, digest, key)
 
-    def _set_aside(self, digest: Digest, key: BlockKey, inode: int) -> None:
-        """Keep a bad file for inspection, up to MAX_SET_ASIDE of them; delete any further one."""
-        place = NamespaceFolder(self._root, digest)
-        path = place.block(key)
-        try:
-            if os.stat(path).st_ino != inode:  # a new file took its place
+    def _forget_in(self, index: BlockIndex, digest: Digest, key: BlockKey) -> bool:
+        """Take the booking of a block away if its file is gone; whether that was done."""
+        return index.forget(digest, key, lambda: self._files.is_gone(digest, key))
+
+    def _set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> None:
+        # Read-only, or another reader was first: the block stays bad, and is never used.
+        with contextlib.suppress(OSError):
+            kept = self._files.set_aside(digest, key, bad)
+            if kept is None:
                 return
-            place.corrupt.mkdir(mode=0o700, exist_ok=True)
-            if len(os.listdir(place.corrupt)) < MAX_SET_ASIDE:
-                os.replace(path, place.corrupt / path.name)
-                with contextlib.suppress(StoreError), self._books.open() as index:
+            with contextlib.suppress(StoreError), self._books.open() as index:
+                if kept:
                     index.set_aside(digest, key)
-            else:
-                path.unlink()
-                self._forget(digest, key)
-        except OSError:
-            pass  # read-only, or another reader was first: the block stays bad, and is never used
+                else:
+                    self._forget_in(index, digest, key)

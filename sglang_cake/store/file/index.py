@@ -6,37 +6,46 @@ effects, so that a crash never makes the books too small: a block is booked befo
 begun, and its file is removed before its booking is.
 """
 
-import sqlite3
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from math import isfinite
-from pathlib import Path
-from typing import Any, NamedTuple
+from sys import intern
+from typing import NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.eviction import Fit, Fits, Usage, Use, ident_of
-from sglang_cake.store.file.paths import create_private, this_process
-from sglang_cake.store.file.schema import (
-    BUSY_S,
-    SCHEMA,
-    SCHEMA_VERSION,
-    DamagedIndexError,
-    any_text,
-    check_ours,
-    readable_errors,
+from sglang_cake.store.file.namespace_rows import (
+    NamespaceRows,
+    NoRoom,
+    check_room,
+    count_of,
+    open_namespace,
 )
+from sglang_cake.store.file.paths import this_process
+from sglang_cake.store.file.schema import DamagedIndexError
 
 _SET_USE = "".join(f", {name} = ?" for name in Use._fields)
-WAL_BYTES = 4 << 20  # the log is folded into the file when it is about as long
+_NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
+FOUND_AT_ONCE = (
+    10_000  # files booked in one transaction: others get in between, the log stays short
+)
 
 
 class State(IntEnum):
     WRITING = 0
     STORED = 1
     ASIDE = 2  # corrupt, kept for inspection
+
+
+class Booking(NamedTuple):
+    """Room that was booked for a block. The id alone would not do: an index that is made anew, of
+    which this process has not heard yet, gives it to somebody else's block."""
+
+    id: int
+    namespace: Digest
+    key: BlockKey
 
 
 class Booked(NamedTuple):
@@ -60,10 +69,10 @@ class Touch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Reserved:
     """What a reservation found."""
 
-    id: int | None = None  # of the booking; None: there already, or no room
+    booking: Booking | None = None  # None: there already, or no room
     short_bytes: int = 0  # how much room is missing
 
 
@@ -76,177 +85,130 @@ class Found(NamedTuple):
     used_s: float
 
 
-class BlockIndex:
+class BlockIndex(NamespaceRows):
     """Blocking and thread-safe; every method raises sqlite3.Error when the file is damaged, gone
     or busy for longer than BUSY_S."""
 
-    def __init__(self, path: Path) -> None:
-        """Open it, and make it when it is not there. Raises: sqlite3.Error; OSError."""
-        create_private(path)
-        check_ours(path)
-        self._path = path
-        self.inode = path.stat().st_ino
-        self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
-        with readable_errors():
-            self._writer, self._reader = self._connect(), self._connect()
-            try:  # at once, or not at all: half of it would be taken for another program's
-                self._writer.executescript(
-                    f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-                )
-            except BaseException:
-                self.close()  # or it would keep others out
-                raise
-        self._namespaces: dict[Digest, int] = {}
-
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        connection.text_factory = any_text
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-        return connection
-
-    def close(self) -> None:
-        with self._write_lock, self._read_lock:
-            self._writer.close()
-            self._reader.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock, readable_errors():
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._writer
-            except BaseException:
-                self._writer.execute("ROLLBACK")
-                raise
-            self._writer.execute("COMMIT")
-
-    def _ask(self, sql: str, *values: object) -> list[Any]:
-        with self._read_lock, readable_errors():
-            return self._reader.execute(sql, values).fetchall()
-
-    def namespace(self, digest: Digest) -> int:
-        """The short name of a namespace, made if need be."""
-        found = self._namespaces.get(digest)
-        if found is None:
-            with self._transaction() as books:
-                books.execute("INSERT OR IGNORE INTO namespaces (digest) VALUES (?)", (digest,))
-                (found,) = books.execute(
-                    "SELECT id FROM namespaces WHERE digest = ?", (digest,)
-                ).fetchone()
-            self._namespaces[digest] = found
-        return found
-
     def contains(self, digest: Digest, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of `keys` are stored."""
-        name, found = self.namespace(digest), set[object]()
+        found = set[object]()
         for start in range(0, len(keys), 500):
             some = keys[start : start + 500]
             rows = self._ask(
-                f"SELECT key FROM blocks WHERE namespace = ? AND state = {State.STORED} "
+                f"SELECT key FROM blocks WHERE {_NAMESPACE} AND state = {State.STORED} "
                 f"AND key IN ({','.join('?' * len(some))})",
-                name,
+                digest,
                 *some,
             )
             found.update(key for (key,) in rows)
         return [key in found for key in keys]
 
-    def reserve(self, digest: Digest, key: BlockKey, usage: Usage, limit_bytes: int | None) -> Room:
-        """Book a block that is about to be written, if it is not there and the room is."""
-        name, stored_bytes = self.namespace(digest), usage.stored_bytes
-        with self._transaction() as books:
-            if books.execute(
-                "SELECT 1 FROM blocks WHERE namespace = ? AND key = ?", (name, key)
-            ).fetchone():
-                return Room()
-            if limit_bytes is not None:
-                short_bytes = _used_bytes(books) + stored_bytes - limit_bytes
-                if short_bytes > 0:
-                    return Room(short_bytes=short_bytes)
-            cursor = books.execute(
-                "INSERT INTO blocks "
-                "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
-                f"{', '.join(Use._fields)}) "
-                f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.use)})",
-                (
-                    *(name, key, stored_bytes, this_process()),
-                    *(usage.created_s, usage.used_s, *usage.use),
-                ),
-            )
-            return Room(cursor.lastrowid)
+    def reserve(
+        self,
+        digest: Digest,
+        own_bytes: int,
+        key: BlockKey,
+        usage: Usage,
+        limit_bytes: int | None,
+    ) -> Reserved:
+        """Book a block that is about to be written, if it is not there and the room is.
 
-    def settle(self, block: int, stored_bytes: int) -> bool:
-        """The booked block is stored; False if its booking was taken away meanwhile."""
-        with self._transaction() as books:
-            return bool(
-                books.execute(
-                    f"UPDATE blocks SET state = {State.STORED}, owner = NULL, stored_bytes = ? "
-                    "WHERE id = ?",
-                    (stored_bytes, block),
-                ).rowcount
-            )
+        Args: own_bytes: what its namespace takes beside its blocks.
+        """
+        try:
+            with self._transaction() as books:
+                namespace = open_namespace(books, digest, own_bytes)
+                there = "SELECT 1 FROM blocks WHERE namespace = ? AND key = ?"
+                if books.execute(there, (namespace, key)).fetchone():
+                    return Reserved()
+                cursor = books.execute(
+                    "INSERT INTO blocks "
+                    "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
+                    f"{', '.join(Use._fields)}) "
+                    f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.use)})",
+                    (
+                        *(namespace, key, usage.stored_bytes, this_process()),
+                        *(usage.created_s, usage.used_s, *usage.use),
+                    ),
+                )
+                check_room(books, limit_bytes)
+                assert cursor.lastrowid is not None
+                return Reserved(Booking(cursor.lastrowid, digest, key))
+        except NoRoom as missing:
+            return Reserved(short_bytes=int(missing.args[0]))
 
-    def drop(self, block: int) -> None:
+    def settle(self, booking: Booking | Booked, stored_bytes: int) -> int | None:
+        """The booked block is stored; returns its id, which is another one if the index was made
+        anew meanwhile and the file was found. None if its booking was taken away."""
+        with self._transaction() as books:
+            books.execute(
+                f"UPDATE blocks SET state = {State.STORED}, owner = NULL, stored_bytes = ? "
+                f"WHERE id = ? AND {_NAMESPACE} AND key = ?",
+                (stored_bytes, *booking[:3]),
+            )
+            row = books.execute(
+                f"SELECT id FROM blocks WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
+                (booking.namespace, booking.key),
+            ).fetchone()
+            return None if row is None else int(row[0])
+
+    def drop(self, booking: Booking | Booked) -> None:
         """Take a booking away: its file is gone, or was never finished."""
         with self._transaction() as books:
-            books.execute("DELETE FROM blocks WHERE id = ?", (block,))
+            books.execute(
+                f"DELETE FROM blocks WHERE id = ? AND {_NAMESPACE} AND key = ?", booking[:3]
+            )
 
-    def forget(self, digest: Digest, key: BlockKey, path: Path) -> int | None:
-        """Take the booking of a stored block away if its file is gone; returns which it was."""
-        name = self.namespace(digest)
+    def forget(self, digest: Digest, key: BlockKey, is_gone: Callable[[], bool]) -> bool:
+        """Take the booking of a stored block away if its file is gone; whether that was done."""
+        stored = f"{_NAMESPACE} AND key = ? AND state = {State.STORED}"
+        if not self._ask(f"SELECT 1 FROM blocks WHERE {stored}", digest, key):
+            return False
         with self._transaction() as books:
-            row = books.execute(
-                f"SELECT id FROM blocks WHERE namespace = ? AND key = ? AND state = {State.STORED}",
-                (name, key),
-            ).fetchone()
             # Here, where nobody else can book it: a file that is not there now stays away.
-            if row is None or path.exists():
-                return None
-            books.execute("DELETE FROM blocks WHERE id = ?", row)
-            return int(row[0])
+            gone = is_gone()
+            if gone:
+                books.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
+            return gone
 
     def set_aside(self, digest: Digest, key: BlockKey) -> None:
         """The block's file lies elsewhere, for inspection; its room stays booked."""
-        name = self.namespace(digest)
         with self._transaction() as books:
             books.execute(
                 f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
-                f"WHERE namespace = ? AND key = ? AND state = {State.STORED}",
-                (name, key),
+                f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
+                (digest, key),
             )
+
+    def with_aside(self) -> list[tuple[Digest, int]]:
+        """The namespaces of which files were set aside, and how many bytes these are."""
+        rows = self._ask(
+            "SELECT digest, sum(stored_bytes) FROM blocks JOIN namespaces ON namespaces.id = "
+            f"namespace WHERE state = {State.ASIDE} GROUP BY digest"
+        )
+        return [(Digest(digest), count_of(stored_bytes)) for digest, stored_bytes in rows]
 
     def drop_aside(self, digest: Digest) -> None:
         """The files of a namespace that were set aside are gone."""
-        name = self.namespace(digest)
         with self._transaction() as books:
             books.execute(
-                f"DELETE FROM blocks WHERE namespace = ? AND state = {State.ASIDE}", (name,)
-            )
-
-    def add_folder(self, digest: Digest, stored_bytes: int) -> None:
-        """A folder was made, which takes room of its own."""
-        name = self.namespace(digest)
-        with self._transaction() as books:
-            books.execute(
-                "UPDATE namespaces SET folder_bytes = folder_bytes + ? WHERE id = ?",
-                (stored_bytes, name),
+                f"DELETE FROM blocks WHERE {_NAMESPACE} AND state = {State.ASIDE}", (digest,)
             )
 
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
         """Blocks were used; returns those that are there, by id, in the same order. What was used
         before it was stored is not meant."""
-        rows = [(touch, self.namespace(touch.namespace)) for touch in touches]
         there = []
         with self._transaction() as books:
-            for touch, name in rows:
+            for touch in touches:
                 facts = "" if touch.use is None else _SET_USE
                 found = books.execute(
                     f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{facts} "
-                    "WHERE namespace = ? AND key = ? AND created_s <= ? RETURNING id",
-                    (touch.at_s, touch.uses, *(touch.use or ()), name, touch.key, touch.at_s),
+                    f"WHERE {_NAMESPACE} AND key = ? AND created_s <= ? RETURNING id",
+                    (
+                        *(touch.at_s, touch.uses, *(touch.use or ())),
+                        *(touch.namespace, touch.key, touch.at_s),
+                    ),
                 ).fetchone()
                 if found is not None:
                     there.append((int(found[0]), touch))
@@ -258,6 +220,11 @@ class BlockIndex:
             return found
         return None
 
+    def last(self) -> int:
+        """The largest id that there is."""
+        rows = self._ask("SELECT max(id) FROM blocks")
+        return count_of(rows[0][0] or 0)
+
     def stored(self, after: int, at_most: int) -> list[Booked]:
         """Stored blocks of all namespaces with an id above `after`, in that order."""
         return self._booked(
@@ -267,9 +234,9 @@ class BlockIndex:
     def stored_in(self, digest: Digest, after: int, at_most: int) -> list[Booked]:
         """Stored blocks of one namespace with an id above `after`, in that order."""
         return self._booked(
-            f"state = {State.STORED} AND namespace = ? AND blocks.id > ? "
+            f"state = {State.STORED} AND {_NAMESPACE} AND blocks.id > ? "
             f"ORDER BY blocks.id LIMIT {at_most}",
-            self.namespace(digest),
+            digest,
             after,
         )
 
@@ -292,19 +259,16 @@ class BlockIndex:
                 digest,
                 key,
                 owner,
-                Usage(size, created_s, used_s, uses, ident_of(key), Use(*use)),
+                Usage(size, created_s, used_s, uses, ident_of(key), Use(intern(workload), *use)),
             )
-            for block, digest, key, owner, size, created_s, used_s, uses, *use in rows
+            for block, digest, key, owner, size, created_s, used_s, uses, workload, *use in rows
         ]
 
-    def totals(self, digest: Digest | None = None) -> tuple[int, int]:
-        """(blocks, booked bytes) of one namespace, or of all."""
-        ((blocks, used_bytes),) = self._ask(
-            "SELECT coalesce(sum(blocks), 0), coalesce(sum(used_bytes + folder_bytes), 0) "
-            "FROM namespaces WHERE digest = coalesce(?, digest)",
-            digest,
-        )
-        return _count(blocks), _count(used_bytes)
+    def totals(self) -> tuple[int, int]:
+        """(blocks, booked bytes) of all namespaces."""
+        rows = self._ask("SELECT blocks, taken_bytes FROM total")
+        blocks, taken_bytes = rows[0] if rows else (None, None)
+        return count_of(blocks), count_of(taken_bytes)
 
     def check(self) -> None:
         """Look for damage, quickly. Raises: sqlite3.DatabaseError."""
@@ -338,29 +302,36 @@ class BlockIndex:
     def clear(self) -> None:
         """Begin anew."""
         with self._transaction() as books:
-            books.execute("DELETE FROM agreed")
-            books.execute("DELETE FROM blocks")
-            books.execute("UPDATE namespaces SET blocks = 0, used_bytes = 0, folder_bytes = 0")
+            for table in ("agreed", "blocks", "namespaces", "total"):
+                books.execute(f"DELETE FROM {table}")
+            books.execute("INSERT INTO total VALUES (1, 0, 0)")
 
-    def found(self, digest: Digest, blocks: Iterable[Found]) -> None:
-        """Book what was found on the disk in one namespace."""
-        name = self.namespace(digest)
-        with self._transaction() as books:
-            books.executemany(
-                "INSERT INTO blocks (namespace, key, state, stored_bytes, created_s, used_s) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (
+    def found(self, digest: Digest, own_bytes: int, blocks: Iterable[Found]) -> None:
+        """Book a namespace that was found on the disk, with what is in it."""
+        files = iter(blocks)
+        while True:
+            some = list(islice(files, FOUND_AT_ONCE))  # the disk is looked at between transactions
+            with self._transaction() as books:
+                namespace = open_namespace(books, digest, own_bytes)
+                # What somebody else booked meanwhile is booked.
+                books.executemany(
+                    "INSERT OR IGNORE INTO blocks "
+                    "(namespace, key, state, stored_bytes, created_s, used_s) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
                     (
-                        name,
-                        block.key,
-                        State.ASIDE if block.key is None else State.STORED,
-                        block.stored_bytes,
-                        block.changed_s,
-                        block.used_s,
-                    )
-                    for block in blocks
-                ),
-            )
+                        (
+                            namespace,
+                            block.key,
+                            State.ASIDE if block.key is None else State.STORED,
+                            block.stored_bytes,
+                            block.changed_s,
+                            block.used_s,
+                        )
+                        for block in some
+                    ),
+                )
+            if len(some) < FOUND_AT_ONCE:
+                return
 
 
 def _is_sound(row: Sequence[object]) -> bool:
@@ -384,16 +355,3 @@ def _is_fit(
         and 0 < share < 1
         and 0 < rate < 1e9
     )
-
-
-def _used_bytes(books: sqlite3.Connection) -> int:
-    (used_bytes,) = books.execute(
-        "SELECT coalesce(sum(used_bytes + folder_bytes), 0) FROM namespaces"
-    ).fetchone()
-    return _count(used_bytes)
-
-
-def _count(value: object) -> int:
-    if isinstance(value, int) and value >= 0:
-        return value
-    raise DamagedIndexError("the totals make no sense")

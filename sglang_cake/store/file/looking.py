@@ -1,19 +1,18 @@
 """What a folder of blocks holds, for who only looks: nothing is made, moved, changed or removed."""
 
 import contextlib
-import os
 import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, StoredNamespace
-from sglang_cake.store.file import sweep
+from sglang_cake.store.file import tree
 from sglang_cake.store.file.description import read_description
 from sglang_cake.store.file.index import State
 from sglang_cake.store.file.ownership import INDEX
-from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.file.schema import check_ours, connect_to_read
 
 _SHARD, _BLOCK = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{64}")
@@ -23,12 +22,10 @@ AND namespace = (SELECT id FROM namespaces WHERE digest = ?)"""
 
 def namespaces_in(root: Path) -> list[StoredNamespace]:
     """Every namespace that has a folder."""
-    with contextlib.suppress(FileNotFoundError):
-        return [
-            StoredNamespace(digest, read_description(NamespaceFolder(root, digest).description))
-            for digest in sweep.namespaces_in(root)
-        ]
-    return []
+    return [
+        StoredNamespace(Digest(bytes.fromhex(name)), _fields(root, Digest(bytes.fromhex(name))))
+        for name in sorted(filter(_BLOCK.fullmatch, tree.folders_in(root)))
+    ]
 
 
 def blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
@@ -55,25 +52,19 @@ def _indexed(index: Path, digest: Digest) -> list[BlockInfo]:
 
 
 def _files(root: Path, digest: Digest) -> Iterator[BlockInfo]:
-    above = root / digest.hex()
-    for first in _folders(above):
-        for second in _folders(first):
-            for entry in os.scandir(second):
-                if _BLOCK.fullmatch(entry.name):
-                    with contextlib.suppress(OSError):  # evicted meanwhile
-                        status = entry.stat(follow_symlinks=False)
-                        yield BlockInfo(
-                            BlockKey(bytes.fromhex(entry.name)),
-                            status.st_blocks * 512,
-                            max(status.st_atime, status.st_mtime),
-                        )
+    name = digest.hex()
+    for first in filter(_SHARD.fullmatch, tree.folders_in(root, name)):
+        for second in filter(_SHARD.fullmatch, tree.folders_in(root, name, first)):
+            for key, status in tree.files_in(root, name, first, second):
+                if _BLOCK.fullmatch(key):
+                    yield BlockInfo(
+                        BlockKey(bytes.fromhex(key)),
+                        status.st_blocks * 512,
+                        max(status.st_atime, status.st_mtime),
+                    )
 
 
-def _folders(above: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return [
-            Path(entry.path)
-            for entry in os.scandir(above)
-            if _SHARD.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
-    return []
+def _fields(root: Path, digest: Digest) -> dict[str, str]:
+    with contextlib.suppress(OSError, StoreUnavailable):  # it may not be entered
+        return read_description(root, digest) or {}
+    return {}

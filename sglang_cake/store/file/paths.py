@@ -1,6 +1,8 @@
 """Names inside a file store: this module alone makes and parses them (see docs/format.md).
 
-<root>/index.db                     the books (index.py); index.lock: who opens or rebuilds them
+<root>/index.db                     the books (index.py)
+<root>/index.lock                   locked by who opens or rebuilds them
+<root>/evict.lock                   locked by the process that makes room ahead (books.py)
 <root>/<namespace digest>/          one namespace
     namespace.json                  what the digest stands for
     ab/cd/<key>                     one block; ab and cd are the first bytes of its key
@@ -21,6 +23,7 @@ from typing import NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
 
+DESCRIPTION, CORRUPT = "namespace.json", "corrupt"
 TMP_PREFIX = ".tmp-"
 _OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
 _TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
@@ -46,19 +49,19 @@ class NamespaceFolder:
 
     @property
     def description(self) -> Path:
-        return self.folder / "namespace.json"
+        return self.folder / DESCRIPTION
 
     @property
     def corrupt(self) -> Path:
-        return self.folder / "corrupt"
+        return self.folder / CORRUPT
+
+    def shard(self, key: BlockKey) -> tuple[str, str, str]:
+        """The folders that lead from the root to the block, one by one."""
+        name = key.hex()
+        return self.digest.hex(), name[:2], name[2:4]
 
     def block(self, key: BlockKey) -> Path:
-        return Path(self.block_name(key))
-
-    def block_name(self, key: BlockKey) -> str:
-        """As `block`, for reads, where making a Path would take longer than opening the file."""
-        name = key.hex()
-        return f"{self.root}/{self.digest.hex()}/{name[:2]}/{name[2:4]}/{name}"
+        return self.root.joinpath(*self.shard(key), key.hex())
 
 
 @functools.cache
@@ -98,13 +101,12 @@ def tmp_owner(name: str) -> str | None:
     return match[1] if match else None
 
 
-def create_private(path: Path) -> None:
-    """Make an empty file, mode 0600, unless one is there. Raises: OSError; also for a link, a pipe
-    or whatever else is there and is not a file of this folder."""
+def open_private(path: Path) -> int:
+    """Open a file, made with mode 0600 if it is not there; the caller closes it. Raises: OSError;
+    also for a link, a pipe or whatever else is there and is not a file of this folder."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o600)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "is not a file", str(path))
-    finally:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return fd

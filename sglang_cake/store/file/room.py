@@ -4,21 +4,25 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from sglang_cake.store.base import EVICTION_COUNTS
 from sglang_cake.store.eviction import EvictionPolicy, Usage, Use, Worth, new_policy
 from sglang_cake.store.eviction.admission import Admission
 from sglang_cake.store.eviction.tenants import Sharing, TenantPolicy
-from sglang_cake.store.file.index import WAL_BYTES, BlockIndex, Booked, Touch
+from sglang_cake.store.file import tree
+from sglang_cake.store.file.database import WAL_BYTES
+from sglang_cake.store.file.index import BlockIndex, Booked, Touch
 from sglang_cake.store.file.ownership import aside_bytes
-from sglang_cake.store.file.paths import NamespaceFolder
+from sglang_cake.store.file.paths import CORRUPT, NamespaceFolder
+from sglang_cake.store.file.space import Amount, FreeSpace
 
-# What lies in the folder beside blocks and their folders: descriptions of namespaces, the lock.
-SMALL_FILES_BYTES = 256 << 10
+# What lies in the root beside namespaces and the index: locks, a description that is being written.
+SMALL_FILES_BYTES = 128 << 10
 # Blocks that are learned of without a rest: some milliseconds, which a put may have to wait for,
 # and in which other threads of the process compete for the interpreter.
 LEARN_AT_ONCE = 100
@@ -26,13 +30,21 @@ REST_S = 0.005
 LEARN_A_TURN = 10_000
 # Room that is made ahead in the background, so that a put seldom has to wait for it.
 AHEAD_SHARE, AHEAD_MOST_BYTES = 0.02, 1 << 30
+TAKE_UP_FITS_EVERY_S = 60.0
 
 
 class Room:
-    """Evicts by a policy. The policy lives in memory and learns from the books what is there: after
-    a start in the background, and of other processes' blocks also when room is needed. What they
-    have read in the meantime it learns block by block, before it evicts one. As long as it does not
-    know all blocks, those go that are worth least among the ones it knows. Thread-safe."""
+    """Evicts by a policy. Thread-safe.
+
+    Of the processes that have a folder open, one `leads` (books.py says which). Its policy holds
+    the order of all blocks in memory: it learns from the books what is there, after a start in the
+    background, and of other processes' blocks also when room is needed. What they have read in the
+    meantime it learns block by block, before it evicts one. As long as it does not know all blocks,
+    those go that are worth least among the ones it knows.
+
+    The others hold no order. Room that the leader has not made in time they make themselves: of
+    LEARN_AT_ONCE blocks, from a random one on, those go that are worth least.
+    """
 
     def __init__(
         self,
@@ -40,6 +52,7 @@ class Room:
         capacity_bytes: int | None,
         policy: str,
         *,
+        min_free_bytes: int,
         sharing: Sharing,
         admission: Admission,
         on_learned: Callable[[int, Use], None],
@@ -56,6 +69,9 @@ class Room:
         self._policy = self._new_policy()
         self._kept = self._policy.fits()  # as the books have them
         self._seen = 0  # blocks with a larger id are not in the policy yet
+        self._took_up_fits_s = 0.0
+        self.leads = False
+        self.space = FreeSpace(root, min_free_bytes)
         self._choosing_ns = 0
         self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
@@ -64,7 +80,7 @@ class Room:
         sizes = {"": 0, "-wal": 0, "-shm": 0}
         for suffix in sizes:
             with contextlib.suppress(FileNotFoundError):
-                sizes[suffix] = os.stat(self._root / f"index.db{suffix}").st_blocks * 512
+                sizes[suffix] = os.lstat(self._root / f"index.db{suffix}").st_blocks * 512
         index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
         return index_bytes + aside_bytes(self._root / "index.db") + SMALL_FILES_BYTES
 
@@ -74,43 +90,88 @@ class Room:
             return None
         return self.capacity_bytes - self.overhead_bytes()
 
-    def ahead_bytes(self, index: BlockIndex) -> int:
-        """How much should be evicted now, so that later puts find room."""
+    def ahead(self, index: BlockIndex) -> Amount:
+        """How much should be evicted now: so that later puts find room, and that the file system
+        keeps what it should, also where nothing is put. Raises: sqlite3.Error; OSError."""
         with self._lock:
-            over_bytes = self._policy.over_bytes()
+            wanted_bytes = self._policy.over_bytes()
         limit_bytes = self.limit_bytes()
-        if limit_bytes is None:
-            return over_bytes
-        ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
-        return max(over_bytes, index.totals()[1] + ahead_bytes - limit_bytes)
+        if limit_bytes is not None:
+            ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
+            wanted_bytes = max(wanted_bytes, index.totals()[1] + ahead_bytes - limit_bytes)
+        missing = self.space.missing()
+        return Amount(max(wanted_bytes, missing.bytes), missing.files)
 
-    def make(self, index: BlockIndex, bytes_wanted: int) -> int:
-        """Evict blocks of `bytes_wanted` bytes in all, or as many as there are; returns their
-        bytes. Raises: sqlite3.Error; OSError."""
-        freed_bytes, now_s, pinned = 0, time.time(), dict[int, Usage]()  # pinned: being read
-        self._learn_some(index)
-        with self._lock:
-            try:
-                while freed_bytes < bytes_wanted:
-                    popped = self._pop(now_s) or self._pop_forgotten(index, now_s, pinned)
-                    if popped is None:
-                        break
-                    block, usage = popped
-                    booked = index.find(block)
-                    if booked is None:
-                        continue
-                    if booked.usage.used_s > usage.used_s:  # another process has read it
-                        self._policy.add(block, booked.usage)
-                    elif self._evict(index, booked):
-                        freed_bytes += booked.usage.stored_bytes
-                        self.counts["evicted_bytes"] += booked.usage.stored_bytes
-                        self.counts["evicted_blocks"] += 1
-                    else:
-                        pinned[block] = booked.usage
-            finally:
-                for block, usage in pinned.items():
-                    self._policy.add(block, usage)
-        return freed_bytes
+    def make(self, index: BlockIndex, wanted: Amount) -> Amount:
+        """Evict as much as is `wanted`, or as much as there is; returns how much that was. Files
+        that were set aside go after all blocks. Raises: sqlite3.Error; OSError."""
+        if self.leads:
+            self._learn_some(index)
+        with self._lock, self._order(index):
+            freed = self._evict_first(index, wanted)
+        if freed.bytes < wanted.bytes or freed.files < wanted.files:
+            aside = self.remove_aside(index)
+            freed = Amount(freed.bytes + aside.bytes, freed.files + aside.files)
+        self.space.freed(freed)
+        return freed
+
+    def _evict_first(self, index: BlockIndex, wanted: Amount) -> Amount:
+        freed, pinned, now_s = Amount(), dict[int, Usage](), time.time()  # pinned: being read
+        try:
+            while freed.bytes < wanted.bytes or freed.files < wanted.files:
+                popped = self._pop(now_s) or self._pop_forgotten(index, now_s, pinned)
+                if popped is None:
+                    break
+                block, usage = popped
+                booked = index.find(block)
+                if booked is None:
+                    continue
+                if booked.usage.used_s > usage.used_s:  # another process has read it
+                    self._policy.add(block, booked.usage)
+                elif self._evict(index, booked):
+                    freed = Amount(freed.bytes + booked.usage.stored_bytes, freed.files + 1)
+                    self.counts["evicted_bytes"] += booked.usage.stored_bytes
+                    self.counts["evicted_blocks"] += 1
+                else:
+                    pinned[block] = booked.usage
+        finally:
+            for block, usage in pinned.items():
+                self._policy.add(block, usage)
+        return freed
+
+    @contextlib.contextmanager
+    def _order(self, index: BlockIndex) -> Iterator[None]:
+        """Without the lead: the order of some blocks, for a moment."""
+        if self.leads:
+            yield
+            return
+        kept = self._policy, self._seen
+        try:
+            self._policy, self._seen = self._new_policy(), random.randrange(index.last() + 1)
+            self._policy.learned(self._kept, time.time())
+            batch = index.stored(self._seen, LEARN_AT_ONCE)
+            if len(batch) < LEARN_AT_ONCE:
+                batch = index.stored(0, LEARN_AT_ONCE - len(batch)) + batch
+            self._take_up(batch, order=True)
+            yield
+        finally:
+            self._policy, self._seen = kept
+
+    def remove_aside(self, index: BlockIndex, older_than_s: float = 0.0) -> Amount:
+        """Remove the files that were set aside as corrupt, of namespaces where the last one was so
+        long ago; returns how much that was. Raises: sqlite3.Error; OSError."""
+        removed = Amount()
+        for digest, stored_bytes in index.with_aside():
+            place = (digest.hex(), CORRUPT)
+            found = list(tree.files_in(self._root, *place))
+            last_s = max((status.st_ctime for _, status in found), default=0.0)
+            if time.time() - last_s < older_than_s:
+                continue
+            for name, _ in found:
+                tree.remove_file(self._root, *place, name)
+            index.drop_aside(digest)
+            removed = Amount(removed.bytes + stored_bytes, removed.files + len(found))
+        return removed
 
     def admits(self, usage: Usage) -> bool:
         """Whether a block that is used like this is worth writing; counted if it is not."""
@@ -139,8 +200,9 @@ class Room:
 
     def stored(self, booked_id: int, usage: Usage) -> None:
         """A block was stored here."""
-        with self._lock:
-            self._policy.add(booked_id, usage)
+        if self.leads:
+            with self._lock:
+                self._policy.add(booked_id, usage)
 
     def touched(self, touches: Sequence[tuple[int, Touch]]) -> None:
         """Blocks were used here, as the books have it."""
@@ -153,24 +215,34 @@ class Room:
         self._told_worth = worth
 
     def refresh(self, index: BlockIndex) -> None:
-        """Let the policy learn from what it saw, and keep what it learned."""
+        """Let the policy learn from what it saw, and keep what it learned; without the lead, take
+        up what the leader has learned."""
+        now_s = time.time()
         with self._lock:
             if self._worth != self._told_worth:
                 self._worth = self._told_worth
                 self._policy.weigh(self._worth)
-            self._policy.refresh(time.time())
-            fits = dict(self._policy.fits())
-        if fits != self._kept:
+            if self.leads:
+                self._policy.refresh(now_s)
+                fits = dict(self._policy.fits())
+        if not self.leads:
+            if abs(now_s - self._took_up_fits_s) >= TAKE_UP_FITS_EVERY_S:
+                self._take_up_fits(index, leads=False)
+        elif fits != self._kept:
             index.keep_fits(fits)
             self._kept = fits
 
-    def begin_anew(self, index: BlockIndex) -> None:
-        """The books are others now."""
+    def begin_anew(self, index: BlockIndex, *, leads: bool) -> None:
+        """The books are others now, or the lead is."""
+        self._seen = 0
+        self._take_up_fits(index, leads=leads)
+
+    def _take_up_fits(self, index: BlockIndex, *, leads: bool) -> None:
+        fits, now_s = index.fits(), time.time()
         with self._lock:
-            self._policy = self._new_policy()
-            self._policy.learned(index.fits(), time.time())
-            self._kept = dict(self._policy.fits())
-            self._seen = 0
+            self._policy, self.leads = self._new_policy(), leads
+            self._policy.learned(fits, now_s)
+            self._kept, self._took_up_fits_s = dict(self._policy.fits()), now_s
 
     def _new_policy(self) -> EvictionPolicy:
         policy = new_policy(self.policy_name, self._worth)
@@ -184,12 +256,13 @@ class Room:
         batch = index.stored(seen, LEARN_AT_ONCE)
         with self._lock:
             if (policy, seen) == (self._policy, self._seen):  # nobody else was quicker
-                self._take_up(batch)
+                self._take_up(batch, order=self.leads)
         return len(batch) == LEARN_AT_ONCE
 
-    def _take_up(self, batch: Sequence[Booked]) -> None:
+    def _take_up(self, batch: Sequence[Booked], *, order: bool) -> None:
         for booked in batch:
-            self._policy.add(booked.id, booked.usage)
+            if order:
+                self._policy.add(booked.id, booked.usage)
             self._on_learned(booked.usage.ident, booked.usage.use)
             self._seen = booked.id
 
@@ -207,7 +280,7 @@ class Room:
         for anew in (False, True):
             self._seen = 0 if anew else self._seen
             while batch := index.stored(self._seen, LEARN_AT_ONCE):
-                self._take_up(batch)
+                self._take_up(batch, order=True)
                 for block in pinned:
                     self._policy.remove(block)
                 popped = self._pop(now_s)
@@ -216,28 +289,35 @@ class Room:
         return None
 
     def _evict(self, index: BlockIndex, booked: Booked) -> bool:
-        """Remove a block's file and then its booking; False if it is being read."""
-        path = NamespaceFolder(self._root, booked.namespace).block(booked.key)
-        if not remove_unread(path):
+        """Remove a block's file, its folders if they are empty then, and last its booking; False if
+        it is being read."""
+        shard = NamespaceFolder(self._root, booked.namespace).shard(booked.key)
+        if not remove_unread(self._root, *shard, booked.key.hex()):
             return False
-        index.drop(booked.id)
+        tree.remove_empty(self._root, *shard)
+        index.drop(booked)
         return True
 
 
-def remove_unread(path: Path) -> bool:
-    """Remove a file unless somebody holds a lock on it; True if it is gone. Raises: OSError."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return True
-    try:
-        if not lock(fd, fcntl.LOCK_EX):
-            return False
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    finally:
-        os.close(fd)
+def remove_unread(root: Path, *names: str) -> bool:
+    """Remove a file unless somebody holds a lock on it; True if it is gone, as it is where a link
+    has taken the place of its folder. Raises: OSError."""
+    gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+    with gone, tree.opened(root, *names[:-1]) as folder:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        try:
+            fd = os.open(names[-1], flags, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            os.unlink(names[-1], dir_fd=folder)  # a link: nobody reads that
+            return True
+        try:
+            if not lock(fd, fcntl.LOCK_EX):
+                return False
+            os.unlink(names[-1], dir_fd=folder)
+        finally:
+            os.close(fd)
     return True
 
 

@@ -17,9 +17,11 @@ from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
 from sglang_cake.store.file import looking
+from sglang_cake.store.file.disk import SHARED, file_system_type
 from sglang_cake.store.file.folder import BlockFolder
 from sglang_cake.store.file.ownership import check_folder
 from sglang_cake.store.file.store import FileStore
+from sglang_cake.store.file.trouble import foreign_errors
 from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 
 # A store never fills a disk to the last byte, even where the user named no bound.
@@ -49,19 +51,25 @@ class FileSource:
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"probe")
                 probe.flush()
+            shared = SHARED.get(file_system_type(self.path))
         except OSError as error:
             raise ConfigError(
                 f"store folder {self.path} cannot be made or written: {error.strerror}"
             ) from None
+        if shared:
+            raise ConfigError(
+                f"store folder {self.path} is on {shared}, over which processes of several "
+                "machines cannot share the index: take a folder on a disk of this machine, or an "
+                "http:// URL of `sglang-cake store serve` on the machine that has the disk"
+            )
 
     def check_ours(self) -> None:
-        """The folder is absent, empty, or a store. Changes nothing. Raises: ConfigError."""
-        try:
+        """The folder is absent, empty, or a store. Changes nothing.
+
+        Raises: ConfigError; StoreUnavailable if it cannot be read.
+        """
+        with foreign_errors(self.path):
             check_folder(self.path)
-        except OSError as error:
-            raise ConfigError(
-                f"store folder {self.path} cannot be read: {error.strerror}"
-            ) from None
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
@@ -72,12 +80,12 @@ class FileSource:
             raise
 
     async def namespaces(self) -> list[StoredNamespace]:
-        """Changes nothing. Raises: ConfigError."""
+        """Changes nothing. Raises: ConfigError; StoreUnavailable."""
         self.check_ours()
         return await asyncio.to_thread(looking.namespaces_in, self.path)
 
     def blocks_in(self, digest: Digest) -> Iterator[BlockInfo]:
-        """The blocks of one namespace, for who only looks. Changes nothing. Raises: ConfigError."""
+        """The blocks of one namespace, for who only looks. Changes nothing."""
         self.check_ours()
         return looking.blocks_in(self.path, digest)
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import functools
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from sglang_cake.buffers import TellBytes
@@ -14,10 +14,12 @@ from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.file.blockfile import read_framed
+from sglang_cake.store.file.books import CLOSE_S
 from sglang_cake.store.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.store.request import RequestFacts
-from sglang_cake.store.threads import check_stop, run_stoppable
+from sglang_cake.store.threads import DaemonPool, check_stop, run_stoppable
 
+logger = logging.getLogger(__name__)
 ASKERS = 2  # threads
 
 
@@ -35,10 +37,10 @@ class FileStore:
         """
         self._folder, self._frame, self._reads_count = folder, frame, reads_count
         folder.claim(frame.digest, frame.namespace.describe())
-        self._readers = ThreadPoolExecutor(threads, "cake-file-read")
-        self._writers = ThreadPoolExecutor(threads, "cake-file-write")
-        self._askers = ThreadPoolExecutor(ASKERS, "cake-file-ask")
-        self._checkers = ThreadPoolExecutor(threads, "cake-file-check")  # for the readers
+        self._readers = DaemonPool(threads, "cake-file-read")
+        self._writers = DaemonPool(threads, "cake-file-write")
+        self._askers = DaemonPool(ASKERS, "cake-file-ask")
+        self._checkers = DaemonPool(threads, "cake-file-check")  # for the readers
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await run_stoppable(self._askers, functools.partial(self._contains, list(keys)))
@@ -74,11 +76,14 @@ class FileStore:
         return await run_stoppable(self._askers, lambda stop: self._folder.stats())
 
     async def close(self) -> None:
-        """Calls still queued fail; those that run end as they would have."""
+        """Calls still queued fail; those that run end as they would have. What a broken disk
+        holds for longer than CLOSE_S is left behind."""
         for pool in (self._readers, self._writers, self._askers):
             pool.shutdown(wait=False, cancel_futures=True)
         for last in (self._readers, self._writers, self._askers, self._checkers):
-            await asyncio.to_thread(last.shutdown)
+            last.shutdown(wait=False)
+            if not await asyncio.to_thread(last.join, CLOSE_S):
+                logger.warning("a disk did not answer within %.0f s; left as it is", CLOSE_S)
         await asyncio.to_thread(self._folder.close)
 
     # What follows runs in the pools' threads.

@@ -8,14 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_cake.keys import BlockKey, Digest
+from sglang_cake.store.file import tree
 from sglang_cake.store.file.index import Found
-from sglang_cake.store.file.paths import (
-    TMP_PREFIX,
-    NamespaceFolder,
-    owner_of,
-    this_host,
-    tmp_owner,
-)
+from sglang_cake.store.file.paths import CORRUPT, owner_of, this_host, tmp_owner
 
 STALE_S = 3600.0  # a writer touches its file every PIECE_BYTES; none is silent that long
 _HEX32 = re.compile(r"[0-9a-f]{64}")
@@ -46,88 +41,66 @@ def _is_alive(pid: int) -> bool:
 
 def namespaces_in(root: Path) -> list[Digest]:
     """The namespaces that have a folder. Raises: OSError."""
-    with os.scandir(root) as entries:
-        names = sorted(e.name for e in entries if _HEX32.fullmatch(e.name) and e.is_dir())
+    os.stat(root)  # one that cannot be looked into is not empty
+    names = sorted(filter(_HEX32.fullmatch, tree.folders_in(root)))
     return [Digest(bytes.fromhex(name)) for name in names]
 
 
-def blocks_in(place: NamespaceFolder, allocated_bytes: int) -> Iterator[Found]:
-    """Every block file of a namespace, and those set aside; stale temporary files are removed.
+def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[Found]:
+    """Every block file of a namespace, and those set aside; stale temporary files and empty folders
+    are removed.
 
     Files and folders that vanish meanwhile, or that may not be read, are passed over.
 
     Args: allocated_bytes: sizes are rounded up to multiples of it.
     """
-    for folder in _shards(place.folder):
-        for entry in _entries(folder):
-            if _HEX32.fullmatch(entry.name):
-                yield from _found(entry, BlockKey(bytes.fromhex(entry.name)), allocated_bytes)
-            elif entry.name.startswith(TMP_PREFIX):
-                remove_if_stale(entry)
-    for entry in _entries(place.corrupt):
-        yield from _found(entry, None, allocated_bytes)
+
+    def found(key: BlockKey | None, status: os.stat_result) -> Found:
+        size = -(-status.st_size // allocated_bytes) * allocated_bytes
+        return Found(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
+
+    for shard in shards_of(root, digest):
+        remove_stale(root, *shard)
+        for name, status in tree.files_in(root, *shard):
+            if _HEX32.fullmatch(name):
+                yield found(BlockKey(bytes.fromhex(name)), status)
+        tree.remove_empty(root, *shard)
+    for _, status in tree.files_in(root, digest.hex(), CORRUPT):
+        yield found(None, status)
 
 
-def shard_count(place: NamespaceFolder) -> int:
-    """How many folders there are for blocks."""
-    return sum(1 for _ in _shards(place.folder)) + sum(1 for _ in _hex_folders(place.folder))
+def shards_of(root: Path, digest: Digest) -> Iterator[tuple[str, str, str]]:
+    """The folders for blocks of a namespace, as names from the root on."""
+    name = digest.hex()
+    for first in filter(_is_shard, tree.folders_in(root, name)):
+        for second in filter(_is_shard, tree.folders_in(root, name, first)):
+            yield name, first, second
+        tree.remove_empty(root, name, first)
 
 
-def remove_if_stale(entry: "os.DirEntry[str]") -> bool:
-    """Remove a temporary file whose writer has died; whether that was done."""
-    owner = tmp_owner(entry.name)
-    if owner is None:  # nobody's we know of: not ours to remove
-        return False
-    with contextlib.suppress(OSError):
-        if is_stale(owner, entry.stat(follow_symlinks=False).st_mtime):
-            os.unlink(entry.path)
-            return True
-    return False
+def remove_empty_folders(root: Path, digest: Digest) -> None:
+    """Those of a namespace, but for its own."""
+    for shard in shards_of(root, digest):
+        tree.remove_empty(root, *shard)
+    tree.remove_empty(root, digest.hex(), CORRUPT)
 
 
-def remove_stale(folder: Path) -> int:
-    """Remove what dead writers left in one folder; returns how many files."""
-    return sum(remove_if_stale(entry) for entry in _entries(folder))
+def _is_shard(name: str) -> bool:
+    return len(name) == 2
 
 
-def folders_of(place: NamespaceFolder) -> Iterator[Path]:
-    """Where writers write."""
-    yield place.folder
-    yield from _shards(place.folder)
-
-
-def remove_tmp_of(folder: Path, owner: str) -> None:
-    """Remove what a dead writer left in one folder."""
-    for entry in _entries(folder):
-        if tmp_owner(entry.name) == owner:
+def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
+    """Remove what dead writers left in one folder; returns how many files, and whose (this_process)
+    are left: they are being written."""
+    removed, living = 0, set[str]()
+    for name, status in tree.files_in(root, *names):
+        owner = tmp_owner(name)
+        if owner is None:  # nobody's we know of: not ours to remove
+            continue
+        if is_stale(owner, status.st_mtime):
             with contextlib.suppress(OSError):
-                os.unlink(entry.path)
-
-
-def _shards(folder: Path) -> Iterator[Path]:
-    for first in _hex_folders(folder):
-        yield from _hex_folders(first)
-
-
-def _hex_folders(folder: Path) -> Iterator[Path]:
-    for entry in _entries(folder):
-        if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False):
-            yield Path(entry.path)
-
-
-def _entries(folder: Path) -> list["os.DirEntry[str]"]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []
-
-
-def _found(
-    entry: "os.DirEntry[str]", key: BlockKey | None, allocated_bytes: int
-) -> Iterator[Found]:
-    with contextlib.suppress(OSError):
-        if entry.is_file(follow_symlinks=False):
-            status = entry.stat(follow_symlinks=False)
-            size = -(-status.st_size // allocated_bytes) * allocated_bytes
-            yield Found(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
+                tree.remove_file(root, *names, name)
+                removed += 1
+        else:
+            living.add(owner)
+    return removed, living

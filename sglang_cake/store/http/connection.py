@@ -19,6 +19,7 @@ from sglang_cake.store.http.plain_get import MAX_BYTES, PlainGet, read_plain_get
 from sglang_cake.store.http.refusal import refusal_of
 from sglang_cake.store.http.sending import is_cached, send_at_once, send_rest
 from sglang_cake.store.http.server import StoreServer
+from sglang_cake.store.http.server_blocks import NotInMemory
 
 
 @dataclass(slots=True)
@@ -140,9 +141,10 @@ class BlockConnection(asyncio.BufferedProtocol):
             # A file that is there is opened at once: the way to a thread and back takes longer. A
             # block that is not may have to be struck from the books, which can take its time.
             if self._left is None and blocks.is_there(get.digest, get.key):
-                block = self._open(get, held)
-                if is_cached(block.fd, 0, block.size):
-                    self._begin(block)
+                with contextlib.suppress(NotInMemory):
+                    block = self._open(get, held, at_once=True)
+                    if is_cached(block.fd, 0, block.size):
+                        self._begin(block)
         except Exception as error:
             self._failed(held, block, error)
         else:
@@ -173,10 +175,10 @@ class BlockConnection(asyncio.BufferedProtocol):
         else:
             self._answered(held, block)
 
-    def _open(self, get: PlainGet, held: contextlib.ExitStack) -> _Block:
-        """Raises: StoreError."""
-        blocks = self._server.blocks
-        fd = held.enter_context(blocks.reading(get.digest, get.key, counts=get.counts))
+    def _open(self, get: PlainGet, held: contextlib.ExitStack, *, at_once: bool = False) -> _Block:
+        """Raises: StoreError; NotInMemory if it is to be done `at_once`."""
+        reading = self._server.blocks.reading
+        fd = held.enter_context(reading(get.digest, get.key, counts=get.counts, at_once=at_once))
         size = os.fstat(fd).st_size
         return _Block(fd, size, head_of(200, block_fields(size), keep_alive=True))
 

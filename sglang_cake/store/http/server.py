@@ -61,7 +61,6 @@ class StoreServer:
         self._evicted_before = {name: counts[name] for name in EVICTION_COUNTS}
         self.blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
-        self._claimed: set[Digest] = set()
         self._under_way = 0
         self.is_stopping = False
         self._idle = asyncio.Event()
@@ -196,20 +195,20 @@ class StoreServer:
 
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
-            fields = await run_stoppable(self.blocks.askers, lambda stop: self._fields(digest))
-            if fields is None:
+            fields = await run_stoppable(
+                self.blocks.askers, lambda stop: self._folder.description(digest)
+            )
+            if not fields:
                 raise Refused(404, "no such namespace")
             return web.json_response(fields)
         told = protocol.read_fields(await read_body(request, protocol.MAX_DESCRIPTION_BYTES))
         if told is None or not protocol.describes(told, digest):
             raise Refused(400, "does not describe this namespace")
 
-        def claim(stop: threading.Event) -> None:
-            self._folder.claim(digest, told)
-            self._claimed.add(digest)
-
         try:
-            await run_stoppable(self.blocks.askers, claim)
+            await run_stoppable(
+                self.blocks.askers, lambda stop: self._folder.describe(digest, told)
+            )
         except ConfigError:
             raise Refused(409, "the namespace.json that is here says something else") from None
         return web.Response(status=204)
@@ -239,21 +238,9 @@ class StoreServer:
 
     # What follows runs in threads.
 
-    def _fields(self, digest: Digest) -> dict[str, str] | None:
-        for space in self._folder.namespaces():
-            if space.digest == digest:
-                return space.fields or None
-        return None
-
     def _is_claimed(self, digest: Digest) -> bool:
         """Whether somebody said, now or earlier, what the namespace is: blocks of it may come."""
-        if digest not in self._claimed:
-            fields = self._fields(digest)
-            if fields is None:
-                return False
-            self._folder.claim(digest, fields)
-            self._claimed.add(digest)
-        return True
+        return bool(self._folder.description(digest))
 
 
 async def _read_keys(request: web.BaseRequest) -> list[BlockKey]:

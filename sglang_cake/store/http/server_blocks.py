@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import threading
@@ -37,6 +38,10 @@ MAX_PUTS = 8  # at once, in all processes; each holds about two pieces
 READ_THREADS = 8
 ASK_THREADS = 4  # of their own: a slow disk holds up no lookup
 CHECK_BYTES = 1 << 20
+
+
+class NotInMemory(Exception):
+    """A header would have to be read from the disk."""
 
 
 class PassingBlock:
@@ -102,11 +107,21 @@ class BlockService:
         none, the books may have to be told, which can take its time."""
         return self._folder.has_file(digest, key)
 
+    @contextlib.contextmanager
     def reading(
-        self, digest: Digest, key: BlockKey, *, counts: bool
-    ) -> AbstractContextManager[int]:
-        """As `BlockFolder.reading`."""
-        return self._folder.reading(digest, key, counts=counts)
+        self, digest: Digest, key: BlockKey, *, counts: bool, at_once: bool = False
+    ) -> Iterator[int]:
+        """As `BlockFolder.reading`, of a file that says of itself to be this block: nothing else
+        is ever sent.
+
+        Args: at_once: raise NotInMemory rather than wait for the disk to say so.
+        """
+        with self._folder.reading(digest, key, counts=counts) as fd:
+            size = os.fstat(fd).st_size
+            if size > MAX_BLOCK_BYTES:
+                raise BlockCorrupt(f"{size} bytes are no block")
+            PassingBlock(digest, key, size).feed(memoryview(_header(fd, at_once=at_once)))
+            yield fd
 
     async def in_thread(self, work: Callable[[threading.Event], T]) -> T:
         """Have one of the threads for reads do `work`, as `run_stoppable` does."""
@@ -120,10 +135,9 @@ class BlockService:
         self, request: web.BaseRequest, digest: Digest, key: BlockKey
     ) -> web.StreamResponse:
         """Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
-        pool = None if self.is_there(digest, key) else self._readers
         told_so = request.headers.get(protocol.USE_HEADER) == protocol.NO_USE
         counts = request.method == "GET" and not told_so
-        async with entered(pool, self.reading(digest, key, counts=counts)) as fd:
+        async with entered(self._readers, self.reading(digest, key, counts=counts)) as fd:
             size = os.fstat(fd).st_size
             status, start, stop, place = 200, 0, size, {}
             if (asked := wanted_slice(request)) is not None:
@@ -247,21 +261,29 @@ class BlockService:
         raise StoreFull(f"the namespace's quota of {quota_bytes} bytes is used up")
 
 
+def _header(fd: int, *, at_once: bool) -> bytes:
+    """The first HEADER_BYTES of a file, or fewer. Raises: NotInMemory; OSError."""
+    if not at_once:
+        return os.pread(fd, HEADER_BYTES, 0)
+    raw = bytearray(HEADER_BYTES)
+    try:
+        got = os.preadv(fd, [raw], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        raise NotInMemory from None
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return os.pread(fd, HEADER_BYTES, 0)  # as tmpfs, which is memory
+    return bytes(raw[:got])
+
+
 @contextlib.asynccontextmanager
-async def entered(
-    pool: ThreadPoolExecutor | None, context: AbstractContextManager[T]
-) -> AsyncIterator[T]:
-    """Enter and leave a blocking context in `pool`; without one, here.
+async def entered(pool: ThreadPoolExecutor, context: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter and leave a blocking context in `pool`.
 
     It is not told of exceptions inside: those are the client's, and none of the folder's business.
     """
     stack = contextlib.ExitStack()
-    if pool is None:
-        try:
-            yield stack.enter_context(context)
-        finally:
-            stack.close()
-        return
     try:
         yield await run_stoppable(pool, lambda stop: stack.enter_context(context))
     finally:  # runs on when this is cancelled

@@ -1,6 +1,7 @@
 """Whatever comes over the wire: the server goes on, and nothing wrong becomes visible."""
 
 import json
+import os
 import socket
 
 import pytest
@@ -220,3 +221,57 @@ def test_no_text_from_a_server_is_more_than_unavailable(body):
         except protocol.StoreUnavailable:
             continue
     protocol.read_fields(body)
+
+
+LINKS = {
+    "a link to a secret": lambda path, outside: path.symlink_to(outside),
+    "a secret": lambda path, outside: os.link(outside, path),
+    "a link to a block": lambda path, outside: path.symlink_to(path.with_name(B.hex())),
+    "another block": lambda path, outside: path.write_bytes(framed("b")),
+    "a block of another length": lambda path, outside: path.write_bytes(GOOD + b"x"),
+    "a huge file": lambda path, outside: (path.write_bytes(GOOD), os.truncate(path, 1 << 42)),
+    "the beginning of a header": lambda path, outside: path.write_bytes(GOOD[:100]),
+}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("what", LINKS)
+def test_what_is_not_the_block_is_not_sent(tmp_path, what, plain):
+    outside = tmp_path / "secret"
+    outside.write_bytes(SECRET * 1000)
+    server = OurServer(tmp_path / "root")
+    try:
+        claim(server)
+        put_block(server, "a")
+        name = A.hex()
+        path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name
+        path.unlink()
+        LINKS[what](path, outside)
+        headers = {} if plain else {"Range": "bytes=0-9"}
+        for _ in range(2):
+            assert ask(server, "GET", PATH, headers=headers)[::2] == (404, b"no such block\n")
+        assert outside.read_bytes() == SECRET * 1000
+        assert put_block(server, "a") == 201  # it has made way
+        assert ask(server, "GET", PATH)[2] == GOOD
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("above", [1, 2, 3])
+def test_no_folder_that_is_a_link_is_entered(tmp_path, above):
+    server = OurServer(tmp_path / "root")
+    try:
+        claim(server)
+        put_block(server, "a")
+        name = A.hex()
+        path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name
+        folder = path.parents[above - 1]
+        folder.rename(tmp_path / "outside")
+        folder.symlink_to(tmp_path / "outside")
+        before = visible(tmp_path / "outside")
+        assert ask(server, "GET", PATH)[0] in (404, 503)
+        ask(server, "DELETE", PATH)
+        ask(server, "PUT", PATH, GOOD)
+        assert visible(tmp_path / "outside") == before
+    finally:
+        assert server.stop() == 0

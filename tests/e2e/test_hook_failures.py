@@ -1,0 +1,205 @@
+"""A server in which every hook of cake raises, one after the other: it answers as without cake."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import requests
+from live import BLOCK, CHUNK, DEADLINE_S, Asking, Live, Start, assert_same, until
+
+Make = Callable[[int], list[int]]
+POOL = 2560
+KEY = "an admin key"
+ADMIN = {"Authorization": f"Bearer {KEY}"}
+# What every request on a stored prompt passes, and a flush.
+HOOKS = (
+    "Scheduler._add_request_to_queue",
+    "Scheduler._process_hicache_events",
+    "Scheduler.get_prefill_adder_class",
+    "Scheduler.on_idle",
+    "SchedulePolicy.calc_priority",
+    "SchedulerOutputStreamer.get_cached_tokens_details",
+    "TokenizerManager.update_request_meta_info",
+    "TpModelWorker.forward_batch_generation",
+    "CakePrefillAdder.__init__",
+    "CakePrefillAdder.add_one_req",
+    "CakePrefillAdder.add_chunked_req",
+    "CakePrefillAdder._select_prefill_admission",
+    "CakePrefillAdder._commit_prefill_admission",
+    "CakeRadixCache.checkpoint",
+    "CakeRadixCache.on_release",
+    "CakeRadixCache.reset",
+    "CakeRadixCache.evict",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Faulty:
+    live: Live
+    folder: Path
+
+    def order(self, hook: str, number: int = 1) -> None:
+        (self.folder / "reached").unlink(missing_ok=True)
+        draft = self.folder / "draft"
+        draft.write_text(f"{hook} {number}")
+        draft.rename(self.folder / "order")
+
+    @contextlib.contextmanager
+    def failing(self, hook: str, number: int = 1) -> Iterator[None]:
+        """The body makes SGLang call the hook, whose failure is counted, and harms nobody."""
+        before = self.live.metric("hook_failures_total", hook=hook)
+        self.order(hook, number)
+        yield
+        until((self.folder / "reached").exists, f"{hook} is called")
+        until(lambda: self.live.metric("hook_failures_total", hook=hook) == before + 1, "it counts")
+        self.live.flush()
+        self.live.check_log()
+
+
+@contextlib.contextmanager
+def faulty_server(
+    start: Start, model: Path, store: Path, folder: Path, env: dict[str, str]
+) -> Iterator[Faulty]:
+    folder.mkdir()
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", str(POOL), "--cake-mode", "load"),
+        *("--enable-metrics", "--admin-api-key", KEY),
+    )
+    env = {**env, "CAKE_TEST_FAULTS": str(folder)}
+    with start(model, flags, store=store, bandwidth="1GB/s", env=env) as live:
+        live.headers = ADMIN
+        yield Faulty(live, folder)
+
+
+@pytest.fixture(scope="module")
+def patient(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Faulty]:
+    """A server that is not switched off, however often cake fails."""
+    store, env = folder / "store-faulty", {**standins, "CAKE_TEST_PATIENT": "1"}
+    with faulty_server(start, models["first"], store, folder / "faults", env) as faulty:
+        yield faulty
+
+
+@pytest.fixture(scope="module")
+def impatient(
+    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
+) -> Iterator[Faulty]:
+    store = folder / "store-impatient"
+    with faulty_server(start, models["first"], store, folder / "faults-2", standins) as faulty:
+        yield faulty
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_raises_changes_no_answer(
+    patient: Faulty, plain: Live, prompt: Make, hook: str
+) -> None:
+    live, stored = patient.live, prompt(14 * BLOCK)
+    live.keep(stored)
+    live.flush()
+    ids = stored + prompt(2 * CHUNK + 9)  # of which a part is computed in chunks
+    reference = plain.know(ids)
+    others = [prompt(9 * BLOCK) for _ in range(4)] if hook.endswith("evict") else []
+    with patient.failing(hook):
+        for other in others:  # more than the pool holds
+            live.ask(other, 1)
+        assert_same(live.ask(ids), reference)
+        if hook.endswith("reset"):
+            live.flush()
+    again = live.again(ids)
+    assert_same(again, reference)
+    assert again.loaded > 0  # cake goes on
+
+
+@pytest.mark.parametrize("number", [2, 4, 7])
+@pytest.mark.parametrize(
+    "hook",
+    ["Scheduler._process_hicache_events", "CakePrefillAdder.add_one_req", "CakeRadixCache.evict"],
+)
+def test_it_may_raise_in_the_middle_of_a_load(
+    patient: Faulty, plain: Live, prompt: Make, hook: str, number: int
+) -> None:
+    live, ids = patient.live, prompt(30 * BLOCK)
+    live.keep(ids)
+    live.flush()
+    with patient.failing(hook, number):
+        asked = [
+            Asking(live, ids[: (30 - i) * BLOCK], rid=f"{hook}-{number}-{i}") for i in range(3)
+        ]
+        for i, asking in enumerate(asked):
+            assert asking.answer().tokens == plain.know(ids[: (30 - i) * BLOCK]).tokens
+        while (patient.folder / "order").exists():  # a load may have been over too soon
+            live.again(ids, 1)
+            live.ask(prompt(20 * BLOCK), 1)
+
+
+def test_an_abort_whose_hook_raises_gives_everything_back(patient: Faulty, prompt: Make) -> None:
+    live = patient.live
+    with patient.failing("CakeRadixCache.release_aborted_request"):
+        while (patient.folder / "order").exists():
+            asked = [
+                Asking(live, prompt(20 * BLOCK), new_tokens=64, rid=f"a-{i}") for i in range(4)
+            ]
+            for asking in asked:
+                live.post("/abort_request", rid=asking.rid)
+            for asking in asked:
+                with contextlib.suppress(AssertionError):  # one that never began is an error
+                    asking.answer()
+
+
+def _swap(live: Live, method: str, **body: str) -> requests.Response:
+    return requests.request(
+        method, live.url + "/cake/store", json=body or None, headers=ADMIN, timeout=DEADLINE_S
+    )
+
+
+@pytest.mark.parametrize("way", ["attach", "detach"])
+def test_a_swap_of_the_store_that_raises_is_refused(
+    patient: Faulty, plain: Live, prompt: Make, way: str, tmp_path: Path
+) -> None:
+    live, ids = patient.live, prompt(6 * BLOCK)
+    with patient.failing(f"Scheduler.{way}_hicache_storage_wrapped"):
+        store = {"store": f"file://{tmp_path}/other?min_free=0"}
+        reply = _swap(live, "PUT", **store) if way == "attach" else _swap(live, "DELETE")
+        assert reply.status_code == 400
+    live.keep(ids)  # in the store that it had
+    assert live.again(ids).loaded > 0
+
+
+def test_failures_that_repeat_switch_cake_off_for_good(
+    impatient: Faulty, plain: Live, prompt: Make
+) -> None:
+    live, ids = impatient.live, prompt(14 * BLOCK)
+    live.keep(ids)
+    assert live.again(ids).loaded > 0
+    assert live.metric("on") == 1
+    for hook in HOOKS[:3]:
+        with impatient.failing(hook):
+            assert_same(live.again(ids), plain.know(ids))
+    assert live.metric("on") == 0
+    assert live.server.logs().count("cake is switched off") == 1
+    after = live.again(ids)
+    assert_same(after, plain.know(ids))
+    assert after.cached == 0
+    assert "cake" not in after.meta
+    assert _swap(live, "PUT", store="file:///tmp/x").status_code == 400
+    live.flush()
+
+
+def test_new_weights_that_cannot_be_named_switch_cake_off_and_nothing_else(
+    patient: Faulty, models: dict[str, Path], prompt: Make
+) -> None:
+    """As when the store's disk is full while the weights change. The last test of this server."""
+    live, ids = patient.live, prompt(6 * BLOCK)
+    live.keep(ids)
+    first = live.again(ids)
+    assert first.loaded > 0
+    with patient.failing("SchedulerWeightUpdaterManager.update_weights_from_disk"):
+        reply = live.post("/update_weights_from_disk", model_path=str(models["second"]))
+        assert reply.json()["success"], reply.text
+    assert live.metric("on") == 0
+    second = live.again(ids)
+    assert second.cached == 0  # nothing of the old weights
+    assert second.tokens != first.tokens
