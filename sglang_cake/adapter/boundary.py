@@ -82,6 +82,7 @@ class Boundary:
         self.counts: Counter[str] = Counter()
         self.health = Health()
         self.off = False
+        self.touched = False  # an unsafe hook was called since this was looked at
         self._owner: Owner | None = None
         self._meter: Meter | None = None
         self._told: set[tuple[str, type]] = set()
@@ -195,6 +196,7 @@ def register(
 
     @functools.wraps(hook)
     def beside(*args: Any, **kwargs: Any) -> Any:
+        HERE.touched |= unsafe
         try:
             return hook(*args, **kwargs)
         except passes:
@@ -206,6 +208,7 @@ def register(
     @functools.wraps(hook)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plain = Plain(original)
+        HERE.touched |= unsafe
         try:
             return hook(plain, *args, **kwargs)
         except passes:

@@ -168,7 +168,7 @@ class Coordinator:
 
     def together(self) -> bool:
         """Whether cake is on, on every rank. Each of them calls it at the start of each poll with
-        prompts to prefill."""
+        prompts to prefill, and of the first one after an unsafe hook."""
         return self._rounds.together()
 
     @property

@@ -63,9 +63,11 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is None:
         return
     started_s = time.perf_counter()
-    # Nothing is decided, and no rank reduces, while no prompt is left to prefill.
-    deciding = scheduler.chunked_req is not None or bool(scheduler.waiting_queue)
-    if (deciding or coordinator.left) and not coordinator.together():
+    # While no prompt is left to prefill nothing is decided, and ranks reduce only to learn what an
+    # unsafe hook has loaded. It may have failed on one of them, which then has nothing to reduce.
+    asked = scheduler.chunked_req is not None or bool(scheduler.waiting_queue) or HERE.touched
+    HERE.touched = False
+    if (asked or coordinator.left) and not coordinator.together():
         tree.let_go()
         return
     _identify(tree)

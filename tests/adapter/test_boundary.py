@@ -305,6 +305,36 @@ def test_new_weights_that_cannot_be_named_switch_off(
     assert tree.calls == ["off"]
 
 
+def test_an_idle_rank_asks_the_others_once_after_an_unsafe_hook_before_it_reduces(
+    registry: Any, tree: Tree
+) -> None:
+    """The hook may have failed on one rank, which then looks for nothing and does not reduce."""
+    calls: list[str] = []
+    coordinator = SimpleNamespace(
+        left=False,
+        step_s=0.0,
+        adaptive=False,
+        together=lambda: calls.append("together") or True,
+        poll=lambda serving: calls.append("poll"),
+    )
+    identity = SimpleNamespace(poll=lambda: calls.append("identify"))
+    holder = SimpleNamespace(
+        coordinator=coordinator, engine=SimpleNamespace(identity=identity), runahead=None
+    )
+    scheduler = SimpleNamespace(
+        tree_cache=holder, chunked_req=None, waiting_queue=[], policy=None, running_batch=None
+    )
+    (poll,) = (each for each in registry if each.endswith("_process_hicache_events"))
+    (load,) = (each for each in registry if each.endswith("begin_weight_update"))
+    registry[poll][0][1](None, scheduler)
+    assert calls == ["identify", "poll"]
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=None))
+    registry[load][0][1](lambda *args: None, updater, None)
+    for _ in range(2):
+        registry[poll][0][1](None, scheduler)
+    assert calls[2:] == ["together", "identify", "poll", "identify", "poll"]
+
+
 def test_what_failed_before_there_is_a_tree_leaves_cake_off() -> None:
     here, tree = Boundary(), Tree()
     here.failed("ModelRunner.load_model", Fault(), unsafe=True)
