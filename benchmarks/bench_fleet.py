@@ -17,9 +17,10 @@ from typing import Any
 from benchmarks import facts
 from sglang_cake.cli.store_tables import table
 from sglang_cake.sim.engine import Server
-from sglang_cake.sim.hardware import GPUS, MODELS, Medium, load_cost, prefill_cost
+from sglang_cake.sim.hardware import GPUS, Medium, load_cost, prefill_cost
 from sglang_cake.sim.machine import Clock, Hub, Machine
 from sglang_cake.sim.records import Prompt
+from sglang_cake.sim.shapes import find_shape
 
 ARMS = {"compute": "compute", "load": "load", "cake": "auto"}
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -34,11 +35,11 @@ RATE = 0.5  # requests per second and server
 
 def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) -> dict[str, Any]:
     """One fleet, one way: times to first token of all requests."""
-    shape = MODELS["llama-3.1-8b"]
-    cost = prefill_cost(shape, GPUS["h100"])
+    shape = find_shape("llama-3.1-8b")
+    cost = prefill_cost(shape, GPUS["h100"], chunk_tokens=CHUNK)
     clock, hub, races = Clock(), Hub(links), []
     for number in range(servers):
-        machine = Machine(cost, load_cost(shape, LINK, BLOCK), hub=hub)
+        machine = Machine(cost, load_cost(shape.kv_bytes(1), LINK, BLOCK), hub=hub)
         server = Server(
             machine,
             clock,
@@ -63,7 +64,7 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
         "ttft_p50_s": round(statistics.median(ttft_s), 4),
         "ttft_p99_s": round(ttft_s[int(0.99 * (len(ttft_s) - 1))], 4),
         "loaded_share": round(loaded / sum(race.prompt.prompt_tokens for race in races), 4),
-        "store_gb_per_s": round(loaded * shape.kv_bytes / end_s / 1e9, 2),
+        "store_gb_per_s": round(loaded * shape.kv_bytes(1) / end_s / 1e9, 2),
     }
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.cli import main
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
+from sglang_cake.sim.shapes import MODELS
 from sglang_cake.testing.server import Reply
 from sglang_cake.testing.trace import read_trace
 
@@ -127,3 +129,29 @@ def test_the_picture_is_drawn(arms: Arms, tmp_path: Path) -> None:
     paths = draw(arms, result, tmp_path / "meet")
     assert [path.suffix for path in paths] == [".svg", ".png"]
     assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_position_embeddings": 8192}, "set --prompt-tokens 8183 or less"),
+        ({"vision_config": {}}, "does not support multimodal"),
+    ],
+    ids=["context", "kind"],
+)
+def test_a_model_that_the_demo_cannot_serve_is_one_line_before_any_server(
+    changes: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"] | changes))
+    assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_config_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -30,11 +30,11 @@ _HELP = {
     "load_failures": "Blocks or lookups that the store failed, by reason.",
     "fallback": "Prompts of whose stored KV one side alone got everything.",
     "unnamed_requests": "Requests left to SGLang: what their weights hold was not known.",
-    "read_bytes": "Bytes read from the store.",
-    "stored_bytes": "Bytes written to the store.",
+    "read_blocks": "Blocks read from the store.",
+    "read_bytes": "Bytes of blocks read from the store, as they are stored.",
+    "stored_bytes": "Bytes of blocks written to the store, as they are stored; each form once.",
     "stored_blocks": "Blocks written to the store.",
     "encoded_blocks": "Blocks that were encoded and written, by codec; once for each form.",
-    "encoded_bytes": "Bytes that encoded blocks came to, in all their forms.",
     "auto_refused_blocks": "Forms that the codec auto did not make with a codec, and why.",
     "unstored_blocks": "Blocks that were not written, by reason.",
     "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
@@ -88,7 +88,7 @@ class Metrics:
         ).labels(**labels)
         self._bandwidth = Gauge(
             "sglang:cake_read_bandwidth_bytes_per_s",
-            "Bandwidth of recent reads from the store.",
+            "Bandwidth of recent reads from the store, in bytes as they are stored.",
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
@@ -113,7 +113,7 @@ class Metrics:
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
         ).labels(**labels)
 
-    def publish(self, *, block_bytes: int, costs: Costs, step_overhead_s: float | None) -> None:
+    def publish(self, *, costs: Costs, step_overhead_s: float | None) -> None:
         """Once a step; counters go out once a second."""
         if step_overhead_s is not None:
             self._overhead.observe(step_overhead_s)
@@ -121,9 +121,14 @@ class Metrics:
         if now_s < self._next_s:
             return
         self._next_s = now_s + PUBLISH_EVERY_S
-        self._bandwidth.set(block_bytes / costs.load.block_s)
         self._publish_costs(costs)
-        for (name, value), total in self._counters.snapshot().items():
+        counts = self._counters.snapshot()
+        news = {
+            name: counts[name, ""] - self._seen[name, ""] for name in ("read_blocks", "read_bytes")
+        }
+        if news["read_blocks"]:
+            self._bandwidth.set(news["read_bytes"] / news["read_blocks"] / costs.load.block_s)
+        for (name, value), total in counts.items():
             self._child(name, value).inc(total - self._seen[name, value])
             self._seen[name, value] = total
 

@@ -80,7 +80,6 @@ class Rounds:
         self._pace.polled()
         self._teller.stepped(
             overhead_s=step_s if self._restores else None,  # an idle poll is no step
-            block_bytes=self._landing.block_bytes,
             costs=self._pace.own,
         )
         self._inbox.take()

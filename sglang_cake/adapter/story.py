@@ -44,10 +44,10 @@ class Storyteller:
                 HERE.failed(_TRACE, error, rid="")
                 self._trace = None  # what a trace lacks, nobody can tell
 
-    def stepped(self, *, overhead_s: float | None, block_bytes: int, costs: Costs) -> None:
+    def stepped(self, *, overhead_s: float | None, costs: Costs) -> None:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
-            self._metrics.publish(step_overhead_s=overhead_s, block_bytes=block_bytes, costs=costs)
+            self._metrics.publish(step_overhead_s=overhead_s, costs=costs)
 
     def prefilled(self, restore: Restore) -> None:
         """The last prefill step of the request is scheduled."""

@@ -5,6 +5,9 @@ parsed arguments to an exit status. These modules import heavy packages only ins
 """
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +20,8 @@ from sglang_cake.cli.simulate import add_parser as add_simulate
 from sglang_cake.cli.store import add_parser as add_store
 from sglang_cake.cli.trace import add_parser as add_trace
 from sglang_cake.errors import CakeError
+
+PIPE_STATUS = 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,11 +38,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; a `CakeError` is one line on stderr and exit status 2."""
-    args = _parser().parse_args(argv)
+    """Run one sub-command; a `CakeError` is one line on stderr and exit status 2.
+
+    Where the reader of stdout has left (`sglang-cake plan ... | head`), the command ends without a
+    word and with the status of a process that SIGPIPE ended. SIGPIPE itself stays ignored: sockets
+    of servers and stores break as well, and that must not end a process.
+    """
     try:
-        status: int = args.run(args)
-    except CakeError as error:
-        print(f"sglang-cake: {error}", file=sys.stderr)
-        return 2
+        try:
+            args = _parser().parse_args(argv)
+            status: int = args.run(args)
+        except CakeError as error:
+            print(f"sglang-cake: {error}", file=sys.stderr)
+            status = 2
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _stdout_is_broken():
+            raise
+        # Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_STATUS
     return status
+
+
+def _stdout_is_broken() -> bool:
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
+    except (OSError, ValueError):
+        return False
+    return bool(poll.poll(0))

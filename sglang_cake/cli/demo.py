@@ -19,6 +19,8 @@ from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
 from sglang_cake.codec_names import CHOICES, RAW, check_installed
+from sglang_cake.errors import ConfigError
+from sglang_cake.sim.shapes import find_shape
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.models import build_llama, kv_token_bytes
 from sglang_cake.testing.server import (
@@ -76,6 +78,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--model", type=Path, help="folder of a model (default: a small random one)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float16", "bfloat16", "float32"),
+        help="of weights and KV (default: auto; of the random model, its own)",
     )
     parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--new-tokens", type=int, default=8, metavar="N", help="to generate")
@@ -146,8 +153,8 @@ def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
     model, dtype = args.model, "auto"
     if model is None:
         model, dtype = _random_model(out, gpu, args.prompt_tokens, progress)
-    elif not (model / "config.json").is_file():
-        raise DemoFailed(f"{model} is not a model folder: it has no config.json")
+    else:
+        _check_model(model, args.prompt_tokens, args.new_tokens)
     prompt = _prompt(model, args.prompt_tokens)
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
     shutil.rmtree(out / "store", ignore_errors=True)
@@ -155,10 +162,26 @@ def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
     for source in parse_sources(",".join(_held(stores, 1e6))):
         source.check()
     return Setting(
-        *(model.resolve(), gpu, dtype, prompt),
+        *(model.resolve(), gpu, args.dtype or dtype, prompt),
         *(args.new_tokens, args.repeats, out),
         *(args.codec, tuple(stores)),
     )
+
+
+def _check_model(model: Path, prompt_tokens: int, new_tokens: int) -> None:
+    """Before a server is started for it. Raises: ConfigError."""
+    config = model / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"--model {model} is not a model folder: it has no config.json")
+    shape = find_shape(str(config))
+    if shape.refused is not None:
+        raise ConfigError(f"--model {model}: cake does not support {shape.refused}")
+    most = shape.context_tokens - new_tokens - 1
+    if prompt_tokens > most:
+        raise ConfigError(
+            f"--model {model} has a context of {shape.context_tokens:,} tokens: "
+            f"set --prompt-tokens {most} or less"
+        )
 
 
 def _held(stores: Sequence[str], bytes_per_s: float) -> list[str]:
@@ -263,10 +286,11 @@ def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str
 
 
 def _stored_share(base_url: str, setting: Setting) -> float:
-    """Bytes that blocks came to, of those they have; 1 if none was encoded."""
+    """Bytes that blocks came to, header included, of those they have."""
     block_bytes = BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
-    blocks = cake_metric(base_url, "encoded_blocks_total")
-    return cake_metric(base_url, "encoded_bytes_total") / (blocks * block_bytes) if blocks else 1.0
+    blocks = cake_metric(base_url, "encoded_blocks_total")  # a form for each tier counts
+    blocks = blocks or cake_metric(base_url, "stored_blocks_total")
+    return cake_metric(base_url, "stored_bytes_total") / (blocks * block_bytes) if blocks else 1.0
 
 
 def _wait_for_store(base_url: str, setting: Setting, progress: Progress) -> None:

@@ -8,19 +8,17 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.read.plan import Mode
 from sglang_cake.sim.clairvoyant import clairvoyant
 from sglang_cake.sim.hardware import (
-    EFFICIENCY,
     GPUS,
     MEDIA,
-    MODELS,
-    Shape,
+    Gpu,
     find_gpu,
     find_medium,
-    find_shape,
     load_cost,
     prefill_cost,
 )
 from sglang_cake.sim.machine import Machine, Source
 from sglang_cake.sim.race import run_race
+from sglang_cake.sim.shapes import MODELS, Shape, find_shape
 
 ARMS: dict[str, Mode] = {"compute": "compute", "load": "load", "cake": "auto"}
 
@@ -36,8 +34,8 @@ def add_machine(parser: Any) -> None:
     parser.add_argument(
         "--gpu",
         required=True,
-        metavar="NAME|TFLOPS:TB/s",
-        help=f"one of {', '.join(sorted(GPUS))}, or dense BF16 TFLOPS and memory TB/s",
+        metavar="NAME|TFLOPS:TB/s:GiB",
+        help=f"one of {', '.join(sorted(GPUS))}, or dense BF16 TFLOPS, memory TB/s and GiB",
     )
     parser.add_argument(
         "--store",
@@ -51,9 +49,9 @@ def add_machine(parser: Any) -> None:
     parser.add_argument(
         "--efficiency",
         type=float,
-        default=EFFICIENCY,
         metavar="SHARE",
-        help=f"of the peak FLOPS that prefill reaches (default {EFFICIENCY}; measure yours)",
+        help="of the peak FLOPS that the matmuls of prefill reach, if you measured it (default: by "
+        "GPU, see docs/simulator.md)",
     )
     parser.add_argument("--chunk-tokens", type=int, default=2048, metavar="N", help="of a step")
     parser.add_argument("--block-tokens", type=int, default=128, metavar="N", help="of the store")
@@ -81,30 +79,50 @@ def add_machine(parser: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the arguments describe."""
+    """What the arguments describe.
+
+    Attributes:
+        kv_bytes: of one token, as it is stored and read, all ranks together.
+    """
 
     shape: Shape
+    gpu: Gpu
+    gpus: int
+    kv_bytes: float
     machine: Machine
     chunk_tokens: int
     block_tokens: int
 
 
-def read_machine(args: argparse.Namespace) -> Asked:
-    """Check and convert. Raises: ConfigError, one line."""
+def read_machine(args: argparse.Namespace, slower: float = 1.0) -> Asked:
+    """Check and convert.
+
+    Args:
+        slower: how many times longer computing takes than predicted.
+
+    Raises: ConfigError, one line.
+    """
     _within("--gpus", args.gpus, 1, 1024)
-    _within("--efficiency", args.efficiency, 0.01, 1)
+    if args.efficiency is not None:
+        _within("--efficiency", args.efficiency, 0.01, 1)
     _within("--chunk-tokens", args.chunk_tokens, 16, 1_000_000)
     _within("--block-tokens", args.block_tokens, 1, 65536)
     _within("--utilisation", args.utilisation, 0.01, 1)
     _within("--smaller", args.smaller, 0.1, 100)
     if args.early_last_step and (args.gpus > 1 or args.smaller != 1):
         raise ConfigError("--early-last-step: needs --gpus 1 and no --smaller, as a server does")
-    shape = find_shape(args.model)
-    cost = prefill_cost(shape, find_gpu(args.gpu), gpus=args.gpus, efficiency=args.efficiency)
-    loads = [
-        load_cost(shape, find_medium(store), args.block_tokens, args.smaller)
-        for store in args.store
-    ]
+    shape, gpu = find_shape(args.model), find_gpu(args.gpu)
+    cost = prefill_cost(
+        shape,
+        gpu,
+        gpus=args.gpus,
+        chunk_tokens=args.chunk_tokens,
+        utilisation=args.utilisation,
+        efficiency=args.efficiency,
+        slower=slower,
+    )
+    kv_bytes = shape.kv_bytes(args.gpus) / args.smaller
+    loads = [load_cost(kv_bytes, find_medium(store), args.block_tokens) for store in args.store]
     taken = args.chunk_tokens - max(1, round(args.utilisation * args.chunk_tokens))
     machine = Machine(
         cost,
@@ -113,7 +131,7 @@ def read_machine(args: argparse.Namespace) -> Asked:
         further=tuple(Source(load) for load in loads[1:]),
         layers=shape.layers if args.early_last_step else 1,
     )
-    return Asked(shape, machine, args.chunk_tokens, args.block_tokens)
+    return Asked(shape, gpu, args.gpus, kv_bytes, machine, args.chunk_tokens, args.block_tokens)
 
 
 def read_lengths(text: str) -> list[int]:

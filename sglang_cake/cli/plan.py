@@ -15,7 +15,9 @@ from typing import Any
 from sglang_cake.cli.machine_args import Asked, add_machine, read_lengths, read_machine, times
 from sglang_cake.cli.store_tables import size_text, table
 from sglang_cake.read.cost import LoadCost
+from sglang_cake.sim.hardware import UNSURE, gpus_for, kv_room_tokens
 
+SHOWN = ("compute", "load", "cake", "optimum")
 WORTH = 1.05  # gains below this are lost in what the model leaves out
 WANTED = 1.2
 SEARCHES = 40
@@ -39,39 +41,93 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer; 0 whatever it is. Raises: ConfigError for arguments that cannot be."""
-    asked, lengths = read_machine(args), read_lengths(args.prompt_tokens)
-    rows = [{"tokens": tokens, **_row(asked, tokens)} for tokens in lengths]
+    # The rates of computing are the uncertain part, unless somebody measured them.
+    slower = (1.0,) if args.efficiency is not None else (1 / UNSURE, 1.0, UNSURE)
+    ends = [read_machine(args, factor) for factor in slower]
+    asked = ends[len(ends) // 2]
+    lengths = read_lengths(args.prompt_tokens)
+    reason = _impossible(asked)
+    refused = {n: reason or _too_long(asked, n) for n in lengths}
+    rows = [{"tokens": n, **_row(ends, n)} for n, why in refused.items() if why is None]
+    if rows:
+        answer, because = _answer(rows), _because(asked, rows)
+    else:
+        answer, because = "no", f"no: {reason or refused[min(lengths)]}"
     result = {
-        "answer": _answer(rows),
-        "because": _because(asked, rows),
-        "kv_bytes_per_token": asked.shape.kv_bytes,
+        "answer": answer,
+        "because": because,
+        "kv_bytes_per_token": round(asked.kv_bytes),
         "prompts": rows,
+        "left_out": [{"tokens": n, "because": why} for n, why in refused.items() if why],
     }
     print(json.dumps(result) if args.json else _text(result))
     return 0
 
 
-def _row(asked: Asked, tokens: int) -> dict[str, Any]:
-    found = {name: round(value, 5) for name, value in times(asked, tokens).items()}
+def _impossible(asked: Asked) -> str | None:
+    """Why no server of this kind begins, or none with cake."""
+    shape, gpus = asked.shape, asked.gpus
+    if shape.refused is not None:
+        return f"cake does not support {shape.refused}"
+    if shape.heads % gpus or max(shape.kv_heads, gpus) % min(shape.kv_heads, gpus):
+        return f"{gpus} GPUs cannot share {shape.heads} heads, and {shape.kv_heads} of KV, evenly"
+    if kv_room_tokens(shape, asked.gpu, gpus) < asked.block_tokens:
+        weights = size_text(shape.parameters * shape.weight_bytes)
+        return (
+            f"{weights} of weights do not fit in {gpus} x {asked.gpu.memory_gib:g} GiB with room "
+            f"for KV; set --gpus {gpus_for(shape, asked.gpu)} or more"
+        )
+    return None
+
+
+def _too_long(asked: Asked, tokens: int) -> str | None:
+    """Why a prompt of this length cannot be served."""
+    if tokens >= asked.shape.context_tokens:
+        return f"the model's context ends at {asked.shape.context_tokens:,} tokens"
+    room = kv_room_tokens(asked.shape, asked.gpu, asked.gpus)
+    return f"KV of {max(0, room):,} tokens fits beside the weights" if tokens > room else None
+
+
+def _row(ends: list[Asked], tokens: int) -> dict[str, Any]:
+    """Of one length: the middle, and under `range` the ends, the fast device first."""
+    found = [times(asked, tokens) for asked in ends]
+    over_compute = [one["compute"] / one["cake"] for one in found]
+    over_load = [one["load"] / one["cake"] for one in found]
+    middle = len(ends) // 2
     return {
-        **found,
-        "over_compute": round(found["compute"] / found["cake"], 3),
-        "over_load": round(found["load"] / found["cake"], 3),
-        "stored_bytes": tokens * asked.shape.kv_bytes,
+        **{name: round(value, 5) for name, value in found[middle].items()},
+        "over_compute": round(over_compute[middle], 3),
+        "over_load": round(over_load[middle], 3),
+        "range": {
+            **{name: [round(one[name], 5) for one in (found[0], found[-1])] for name in SHOWN},
+            "over_compute": [round(over_compute[0], 3), round(over_compute[-1], 3)],
+            "over_load": [round(over_load[0], 3), round(over_load[-1], 3)],
+        },
+        "answer": _verdict(over_compute, over_load),
+        "stored_bytes": round(tokens * ends[middle].kv_bytes),
     }
 
 
-def _answer(rows: list[dict[str, Any]]) -> str:
-    """yes: faster than computing and than loading alone; store: the store is what helps."""
-    best = max(min(row["over_compute"], row["over_load"]) for row in rows)
-    if max(row["over_compute"] for row in rows) < WORTH:
+def _verdict(over_compute: list[float], over_load: list[float]) -> str:
+    """Of one length. yes: faster than computing and than loading alone, at both ends of the range;
+    store: than computing, whatever computing beside it adds; unsure: the ends disagree."""
+    if max(over_compute) < WORTH:
         return "no"
-    return "yes" if best >= WORTH else "store"
+    if min(over_compute) < WORTH:
+        return "unsure"
+    return "yes" if min(over_load) >= WORTH else "store"
+
+
+def _answer(rows: list[dict[str, Any]]) -> str:
+    """Of all lengths; partly: not of each."""
+    found = {row["answer"] for row in rows}
+    if found <= {"yes", "store"}:
+        return "yes" if "yes" in found else "store"
+    return found.pop() if len(found) == 1 else "partly"
 
 
 def _because(asked: Asked, rows: list[dict[str, Any]]) -> str:
     longest = max(rows, key=lambda row: row["tokens"])
-    best = max(rows, key=lambda row: row["over_compute"])
     answer = _answer(rows)
     if answer == "no":
         needed = _bandwidth_for(asked, longest["tokens"], WANTED)
@@ -82,22 +138,37 @@ def _because(asked: Asked, rows: list[dict[str, Any]]) -> str:
             if needed
             else ", and a quicker one would not change it at these lengths"
         )
-    gain = f"{best['over_compute']:.1f}x faster than computing at {best['tokens']:,} tokens"
+    best = max(rows, key=lambda row: row["over_compute"])
+    gain = f"{_range(best, 'over_compute')} faster than computing at {best['tokens']:,} tokens"
     if answer == "store":
         return (
             f"yes, but any cache that loads would do: {gain}. The store is so much faster than the "
             "GPU that computing at the same time adds little"
         )
+    if answer == "unsure":
+        return f"unsure: {gain}. Measure what prefill reaches, and set --efficiency"
     both = max(rows, key=lambda row: min(row["over_compute"], row["over_load"]))
-    return (
-        f"yes: {gain}, and at {both['tokens']:,} tokens {both['over_load']:.2f}x faster than "
-        f"loading alone and {both['over_compute']:.2f}x faster than computing alone"
+    gains = (
+        f"{gain}, and at {both['tokens']:,} tokens {_range(both, 'over_load')} faster than "
+        f"loading alone and {_range(both, 'over_compute')} faster than computing alone"
     )
+    if answer == "yes":
+        return f"yes: {gains}"
+    named = {
+        text: [f"{row['tokens']:,}" for row in rows if row["answer"] in kinds]
+        for text, kinds in (
+            ("yes at", ("yes", "store")),
+            ("no at", ("no",)),
+            ("unsure at", ("unsure",)),
+        )
+    }
+    where = "; ".join(f"{text} {', '.join(found)} tokens" for text, found in named.items() if found)
+    return f"{where}: {gains}"
 
 
 def _bandwidth_for(asked: Asked, tokens: int, gain: float) -> float | None:
     """Bytes per second of the first source at which Cake is `gain` times faster than computing."""
-    block_bytes = asked.block_tokens * asked.shape.kv_bytes
+    block_bytes = asked.block_tokens * asked.kv_bytes
     load = asked.machine.load
 
     def gains(bytes_per_s: float) -> bool:
@@ -116,21 +187,35 @@ def _bandwidth_for(asked: Asked, tokens: int, gain: float) -> float | None:
     return high
 
 
+def _range(row: dict[str, Any], name: str) -> str:
+    """A gain as text, `1.4 to 2.1x`."""
+    low, high = (f"{value:.1f}" for value in sorted(row["range"][name]))
+    return f"{low}x" if low == high else f"{low} to {high}x"
+
+
 def _text(result: dict[str, Any]) -> str:
+    if not result["prompts"]:
+        return f"{result['because']}."
+    left_out = "".join(
+        f"\n{prompt['tokens']:,} tokens are left out: {prompt['because']}."
+        for prompt in result["left_out"]
+    )
     rows = [
         [
             f"{row['tokens']:,}",
-            *(f"{row[name]:.3f}" for name in ("compute", "load", "cake", "optimum")),
+            *("-".join(dict.fromkeys(f"{v:.3f}" for v in row["range"][name])) for name in SHOWN),
             f"{row['over_compute']:.2f}x",
             f"{row['over_load']:.2f}x",
             f"{row['computed_share']:.0%}",
             size_text(row["stored_bytes"]),
+            row["answer"],
         ]
         for row in result["prompts"]
     ]
     heads = ["tokens", "compute", "load", "Cake", "optimum", "over compute", "over load"]
-    heads += ["computed", "in the store"]
+    heads += ["computed", "in the store", "worth it"]
     return (
-        f"{result['because']}.\n\nseconds to the first token of a stored prompt, idle machine, "
-        "from data sheets (see --efficiency)\n\n" + table(heads, rows, right=range(9))
+        f"{result['because']}.{left_out}\n\nseconds to the first token of a stored prompt, idle "
+        "machine, from data sheets; ratios: the middle of the range (see --efficiency)\n\n"
+        + table(heads, rows, right=range(9))
     )

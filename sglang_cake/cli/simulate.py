@@ -5,7 +5,7 @@ One prompt at a time by default, by length: computed, loaded, both at once (Cake
 of somebody who knew everything beforehand. With --requests, a queue of prompts as well.
 
     sglang-cake simulate --model llama-3.1-8b --gpu h100 --store 25gbe --prompt-tokens 4k,16k,64k
-    sglang-cake simulate --model ./my-model --gpu 312:2.0 --store 32Gbps --requests 200 --rate 2
+    sglang-cake simulate --model ./my-model --gpu 312:2.0:80 --store 32Gbps --requests 200 --rate 2
 """
 
 import argparse
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             "pair": asked.machine.prefill.pair_s,
             "block": [source.load.block_s for source in asked.machine.sources],
         },
-        "kv_bytes_per_token": asked.shape.kv_bytes,
+        "kv_bytes_per_token": round(asked.kv_bytes),
         "prompts": prompts,
     }
     if args.requests:

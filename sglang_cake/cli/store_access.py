@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -169,19 +168,14 @@ async def for_each(
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse out of a coroutine function; Ctrl-C and a closed pipe end it quietly."""
+    """A `run` for argparse out of a coroutine function; Ctrl-C ends it quietly."""
 
     def run(args: argparse.Namespace) -> int:
         try:
-            status = asyncio.run(tool(args))
-            sys.stdout.flush()
+            return asyncio.run(tool(args))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        except BrokenPipeError:  # `... | head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        return status
 
     return run
 

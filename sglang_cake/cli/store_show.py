@@ -141,12 +141,13 @@ async def _stat(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"stores": stores}))
         return 0
-    heads = ["STORE", "NAMESPACES", "BLOCKS", "BYTES", "CAPACITY", "FREE", "DISK FREE"]
+    heads = ["STORE", "NAMESPACES", "BLOCKS", "BYTES", "USED", "CAPACITY", "FREE", "DISK FREE"]
     rows = [
         [
             each["url"],
             count_text(each["namespaces"]),
             count_text(each["blocks"]),
+            size_text(each["block_bytes"]),
             size_text(each["used_bytes"]),
             size_text(each["capacity_bytes"]),
             size_text(each["free_bytes"]),
@@ -154,7 +155,7 @@ async def _stat(args: argparse.Namespace) -> int:
         ]
         for each in stores
     ]
-    print(table(heads, rows, right=range(1, 7)))
+    print(table(heads, rows, right=range(1, 8)))
     return 0
 
 
@@ -165,16 +166,18 @@ async def _totals(place: Place) -> dict[str, Any]:
     for _, frame in good[:1]:  # they share the room, and each tells of all
         async with opened(place.source, frame, 1) as store:
             stats = await store.stats()
-    blocks, used_bytes = stats.blocks, stats.used_bytes
-    if blocks is None or used_bytes is None:  # it does not keep count: do it here
+    blocks, block_bytes = stats.blocks, stats.block_bytes
+    if blocks is None or block_bytes is None:  # it does not keep count: do it here
         held = [await count(place, frame) for _, frame in good]
-        blocks, used_bytes = sum(h.blocks for h in held), sum(h.bytes for h in held)
+        blocks, block_bytes = sum(h.blocks for h in held), sum(h.bytes for h in held)
+    used_bytes = block_bytes if stats.used_bytes is None else stats.used_bytes
     capacity = stats.capacity_bytes
     return {
         "url": place.url,
         "namespaces": len(good) + len(bad),
         "unreadable_namespaces": bad,
         "blocks": blocks,
+        "block_bytes": block_bytes,
         "used_bytes": used_bytes,
         "capacity_bytes": capacity,
         "free_bytes": None if capacity is None else max(0, capacity - used_bytes),

@@ -340,7 +340,6 @@ class Loader:
         for lane in self._lanes:
             lane.look_ahead()
             lane.cost = self._fits.of(lane.ahead, now_s)
-        self._counters.add("read_bytes", len(buffer.view))
         staged = StagedBlock(buffer, self._staging, lambda s: self._freed(flight.key, s))
         self._staged[flight.key] = staged
         takers = [waiter for waiter in flight.waiters if staged.hold()]

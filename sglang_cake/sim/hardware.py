@@ -1,55 +1,62 @@
 """Costs of a model on a GPU with a store, from data sheets: what to expect before measuring.
 
-A step reads all weights once and then computes, so it costs
+A step of prefill costs, with a GPU's rates below,
 
-    fixed  = weight bytes / memory bandwidth + LAUNCH_S
-    token  = 2 x active parameters / (peak FLOP/s x efficiency)
-    pair   = 4 x heads x head_dim x layers / (peak FLOP/s x ATTENTION x efficiency)
+    one token      = LAUNCH_S + bytes of the weights that it passes / memory bandwidth
+    chunk_tokens   = LAUNCH_S + the longer of: 2 x active parameters x tokens / matmul rate,
+                                bytes of all weights / memory bandwidth
+    pair           = FLOPs of a (query, key) pair / attention rate
 
-`EFFICIENCY` is between what Cake's tables show for an A100 (0.65 of the peak, vLLM 0.6.2) and for
-an H100 (0.27); ATTENTION is their share of attention. N GPUs in tensor parallel are
-N x SCALING^log2(N) as fast as one: theirs gained 1.6 with two.
+and between one token and a full chunk the line through both: a mixture of experts reads few of
+them for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast.
+
+The matmul rate is SERVED of what the largest matmul was measured to reach on that GPU: 0.86 of the
+peak on an A100, 0.80 on an H100 or H200, 0.78 on a B200, 0.60 on an MI300X (Bekman, "Machine
+Learning Engineering", table of maximum achievable matmul FLOPS; BF16). 0.75 of it is 0.65 of an
+A100's peak, which is what Cake's tables show (vLLM 0.6.2), and 0.60 of an H100's. Where nothing was
+measured, REACHED stands. A mixture of experts gets EXPERTS of that: a chunk leaves each expert few
+tokens. SGLang reports 52,300 tokens/s of DeepSeek-V3 on 8 H100, 0.49 of the peak, with large
+batches over 96 GPUs (lmsys.org, 2025-05-05); one prompt alone does not fill them.
+
+The attention rate is ATTENTION of the peak: 0.72 was reached on an A100 (FlashAttention-2, 225
+TFLOPS) and 0.75 on an H100 (FlashAttention-3, 740 TFLOPS) without a causal mask and without pages.
+
+None of this is a measurement of your server: times to compute are given as a range, from
+1 / UNSURE of the middle to UNSURE times it.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sglang_cake.errors import ConfigError
 from sglang_cake.read.cost import LoadCost, PrefillCost
+from sglang_cake.sim.shapes import Shape
 from sglang_cake.store.url import parse_bandwidth
 
-EFFICIENCY = 0.5
-ATTENTION = 0.65
-LAUNCH_S = 0.003
-SCALING = 0.8
-_VALUE_BYTES = 2  # of weights and KV: BF16
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A transformer, as far as costs go.
-
-    Attributes:
-        active: parameters that a token passes, embeddings aside; `parameters`: all.
-        kv_bytes: of one token, all layers, BF16.
-    """
-
-    layers: int
-    attention_width: int  # heads x head_dim
-    active: float
-    parameters: float
-    kv_bytes: int
+REACHED = 0.8
+SERVED = 0.72
+EXPERTS = 0.55
+ATTENTION = 0.55
+MEMORY = 0.8  # of the memory's bandwidth, that reading weights reaches
+LAUNCH_S = 0.001
+SCALING = 0.88
+UNSURE = 1.3
+KV_ROOM = 0.88  # of a GPU's memory, for weights and KV: SGLang's --mem-fraction-static by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """From the maker's data sheet: dense BF16, without sparsity."""
+    """From the maker's data sheet: dense BF16, without sparsity.
+
+    Attributes:
+        reached: of the peak, by the largest matmul, measured.
+    """
 
     tflops: float
     memory_tb_per_s: float
+    memory_gib: float
+    reached: float = REACHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +67,16 @@ class Medium:
     latency_s: float
 
 
-def _dense(
-    layers: int, hidden: int, kv_heads: int, parameters: float, head_dim: int = 128
-) -> Shape:
-    kv_bytes = 2 * layers * kv_heads * head_dim * _VALUE_BYTES
-    return Shape(layers, hidden, parameters, parameters, kv_bytes)
-
-
-# From the models' config.json; `--model PATH` reads one. Mixture: active and all parameters.
-MODELS = {
-    "llama-2-7b": _dense(32, 4096, 32, 6.7e9),
-    "llama-2-13b": _dense(40, 5120, 40, 13.0e9),
-    "llama-3.1-8b": _dense(32, 4096, 8, 8.0e9),
-    "llama-3.1-70b": _dense(80, 8192, 8, 70.6e9),
-    "qwen3-8b": _dense(36, 4096, 8, 8.2e9),
-    "qwen3-32b": _dense(64, 8192, 8, 32.8e9),
-    "qwen3-30b-a3b": Shape(48, 4096, 3.3e9, 30.5e9, 2 * 48 * 4 * 128 * _VALUE_BYTES),
-    "mistral-7b": _dense(32, 4096, 8, 7.2e9),
-    "deepseek-v3": Shape(61, 24576, 37e9, 671e9, 61 * (512 + 64) * _VALUE_BYTES),
-}
 GPUS = {
-    "a10": Gpu(125, 0.6),
-    "a100": Gpu(312, 2.0),
-    "h100": Gpu(989, 3.35),
-    "h200": Gpu(989, 4.8),
-    "b200": Gpu(2250, 8.0),
-    "l4": Gpu(121, 0.3),
-    "l40s": Gpu(362, 0.86),
-    "rtx4090": Gpu(165, 1.0),
-    "mi300x": Gpu(1307, 5.3),
+    "a10": Gpu(125, 0.6, 24),
+    "a100": Gpu(312, 2.0, 80, 0.86),
+    "h100": Gpu(989, 3.35, 80, 0.80),
+    "h200": Gpu(989, 4.8, 141, 0.80),
+    "b200": Gpu(2250, 8.0, 180, 0.78),
+    "l4": Gpu(121, 0.3, 24),
+    "l40s": Gpu(362, 0.86, 48),
+    "rtx4090": Gpu(165, 1.0, 24),
+    "mi300x": Gpu(1307, 5.3, 192, 0.60),
 }
 MEDIA = {
     "hdd": Medium(200e6, 0.010),
@@ -103,62 +91,72 @@ MEDIA = {
 
 
 def prefill_cost(
-    shape: Shape, gpu: Gpu, *, gpus: int = 1, efficiency: float = EFFICIENCY
+    shape: Shape,
+    gpu: Gpu,
+    *,
+    gpus: int = 1,
+    chunk_tokens: int = 2048,
+    utilisation: float = 1.0,
+    efficiency: float | None = None,
+    slower: float = 1.0,
 ) -> PrefillCost:
-    """Seconds of a prefill step (see the module)."""
-    faster = gpus * SCALING ** math.log2(gpus)
-    flops = gpu.tflops * 1e12 * efficiency * faster
-    weights_s = shape.parameters * _VALUE_BYTES / (gpu.memory_tb_per_s * 1e12 * faster)
+    """Seconds of a prefill step (see the module).
+
+    Args:
+        utilisation: of every step's tokens, ours. The others' prompts are taken to be as far as
+            ours, so a step has 1 / utilisation of our (query, key) pairs.
+        efficiency: of the peak, that matmuls reach, if it was measured.
+        slower: than the rates of the module; the ends of the range.
+    """
+    many = gpus * SCALING ** math.log2(gpus)
+    peak = gpu.tflops * 1e12 * many
+    served = efficiency or gpu.reached * SERVED * (EXPERTS if shape.has_experts else 1)
+    read_s = shape.weight_bytes / (gpu.memory_tb_per_s * 1e12 * MEMORY * many)
+    first_s = shape.active * read_s
+    chunk_s = max(
+        2 * shape.active * chunk_tokens / (peak * served) * slower, shape.parameters * read_s
+    )
+    token_s = max(0.0, chunk_s - first_s) / chunk_tokens
     return PrefillCost(
-        fixed_s=weights_s + LAUNCH_S,
-        token_s=2 * shape.active / flops,
-        pair_s=4 * shape.attention_width * shape.layers / (flops * ATTENTION),
-        decode_s=2 * shape.active / flops,
+        fixed_s=LAUNCH_S + first_s,
+        token_s=token_s,
+        pair_s=shape.pair_flops / (peak * ATTENTION * utilisation) * slower,
+        decode_s=token_s,
         error=0.02,
     )
 
 
-def load_cost(shape: Shape, medium: Medium, block_tokens: int, smaller: float = 1.0) -> LoadCost:
-    """Seconds of a load. Args: smaller: how many times smaller than BF16 KV is stored."""
-    block_bytes = block_tokens * shape.kv_bytes / smaller
-    return LoadCost(medium.latency_s, block_bytes / medium.bytes_per_s)
+def load_cost(kv_bytes: float, medium: Medium, block_tokens: int) -> LoadCost:
+    """Seconds of a load. Args: kv_bytes: of one token, as it is stored."""
+    return LoadCost(medium.latency_s, block_tokens * kv_bytes / medium.bytes_per_s)
 
 
-def find_shape(text: str) -> Shape:
-    """A known model's name, a model folder, or a config.json. Raises: ConfigError."""
-    if text.lower() in MODELS:
-        return MODELS[text.lower()]
-    path = Path(text)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"--model {text!r} is neither a folder, nor a config.json, nor one of {_names(MODELS)}"
-        )
-    try:
-        config = json.loads(path.read_text())
-        return _shape(config.get("text_config", config))
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError) as error:
-        raise ConfigError(
-            f"--model {text!r}: not a transformer's config.json ({error!r})"
-        ) from None
+def kv_room_tokens(shape: Shape, gpu: Gpu, gpus: int) -> int:
+    """Tokens whose KV fits beside the weights; negative if the weights alone do not fit."""
+    room = gpu.memory_gib * 2**30 * KV_ROOM - shape.parameters * shape.weight_bytes / gpus
+    return math.floor(room / shape.rank_kv_bytes(gpus))
+
+
+def gpus_for(shape: Shape, gpu: Gpu) -> int:
+    """The least power of two of GPUs that hold the weights."""
+    one = gpu.memory_gib * 2**30 * KV_ROOM
+    return int(2 ** math.ceil(math.log2(shape.parameters * shape.weight_bytes / one)))
 
 
 def find_gpu(text: str) -> Gpu:
-    """A known GPU, or `TFLOPS:TB/s`, for example 312:2.0. Raises: ConfigError."""
+    """A known GPU, or `TFLOPS:TB/s:GiB`, for example 312:2.0:80. Raises: ConfigError."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
-    tflops, colon, memory = text.partition(":")
     try:
-        gpu = Gpu(float(tflops), float(memory))
+        tflops, memory_tb_per_s, memory_gib = map(float, text.split(":"))
+        if 0 < tflops < 1e6 and 0 < memory_tb_per_s < 1e4 and 0 < memory_gib < 1e5:
+            return Gpu(tflops, memory_tb_per_s, memory_gib)
     except ValueError:
-        gpu = Gpu(0, 0)
-    if not colon or not (0 < gpu.tflops < 1e6 and 0 < gpu.memory_tb_per_s < 1e4):
-        raise ConfigError(
-            f"--gpu {text!r} is not one of {_names(GPUS)}; otherwise write its dense BF16 TFLOPS "
-            "and memory TB/s, for example 312:2.0"
-        )
-    return gpu
+        pass
+    raise ConfigError(
+        f"--gpu {text!r} is not one of {_names(GPUS)}; otherwise write its dense BF16 TFLOPS, "
+        "memory TB/s and memory GiB, for example 312:2.0:80"
+    )
 
 
 def find_medium(text: str) -> Medium:
@@ -183,32 +181,3 @@ def find_medium(text: str) -> Medium:
 
 def _names(table: dict[str, Any]) -> str:
     return ", ".join(sorted(table))
-
-
-def _shape(config: dict[str, Any]) -> Shape:
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    attention = hidden * head_dim * 2 * (heads + kv_heads)
-    experts = int(
-        config.get("num_experts")
-        or config.get("num_local_experts")
-        or config.get("n_routed_experts")
-        or 0
-    )
-    chosen = int(config.get("num_experts_per_tok") or 0) + int(config.get("n_shared_experts") or 0)
-    width = int(
-        (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
-    )
-    mlp = 3 * hidden * width
-    embeddings = int(config.get("vocab_size") or 0) * hidden
-    active = layers * (attention + (chosen or 1) * mlp)
-    every = layers * (attention + (experts or 1) * mlp) + 2 * embeddings
-    if "kv_lora_rank" in config:  # MLA keeps one latent row a layer
-        kv_values = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
-    else:
-        kv_values = 2 * kv_heads * head_dim
-    if min(hidden, layers, heads, width) <= 0:
-        raise ValueError("a size is not positive")
-    return Shape(layers, heads * head_dim, active, every, layers * kv_values * _VALUE_BYTES)

@@ -46,7 +46,8 @@ class StoreStats:
     """How full a store is; over all namespaces that share its room."""
 
     blocks: int | None = None  # None: the store cannot tell
-    used_bytes: int | None = None
+    block_bytes: int | None = None  # of the blocks alone, as `BlockInfo.stored_bytes`
+    used_bytes: int | None = None  # with all that counts against the capacity: index, folders
     capacity_bytes: int | None = None  # None: no bound of its own
     evictions: EvictionCounts = EvictionCounts()
     policy: str = ""  # what decides who is evicted

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -23,12 +23,10 @@ from sglang_cake.errors import BlockCorrupt, StoreError
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import BlockInfo, Store, StoreSource, StoreStats
-from sglang_cake.store.events import events_of
+from sglang_cake.store.base import Store, StoreSource
 from sglang_cake.store.forms import FormOf, LinkSpeed, TakesForms
+from sglang_cake.store.front import CountedStore, Front, count_read, count_written
 from sglang_cake.store.open import open_store
-from sglang_cake.store.request import RequestFacts, tell
-from sglang_cake.store.several import sources_of
 from sglang_cake.store.threads import check_stop, run_stoppable
 
 MAX_THREADS = 4  # of decoding; encoding has one, so that no load waits behind a write
@@ -43,7 +41,7 @@ def decode_threads(depth: int) -> int:
     return max(1, min(MAX_THREADS, depth, len(os.sched_getaffinity(0)) // 2))
 
 
-class EncodedStore:
+class EncodedStore(Front):
     """Implements `Store`, but for what `on_device` says. What is read is decoded by what stands in
     front of it.
 
@@ -73,7 +71,8 @@ class EncodedStore:
         on_device: `get_into` fills memory of `payload_bytes` with a payload that a device is to
             decode (`catalogue.prepare`), and not with a block.
         """
-        self._inner, self._layout, self._encode = inner, layout, encode
+        super().__init__(inner)
+        self._layout, self._encode = layout, encode
         self._tiers = inner if by_tier and isinstance(inner, TakesForms) else None
         self._link, self._counters = link, counters
         self._payload_bytes, self._on_device = payload_bytes, on_device
@@ -81,15 +80,6 @@ class EncodedStore:
         self._idle: list[memoryview] = []
         self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
         self._encoders = ThreadPoolExecutor(1, "cake-encode")
-
-    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await self._inner.contains(keys)
-
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await tell(self._inner, keys, facts)
-
-    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        return sources_of(self._inner, keys)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -101,6 +91,7 @@ class EncodedStore:
             begun_s = time.monotonic()
             size_bytes = await self._inner.get_into(key, payload)
             self._link.read.landed(size_bytes, begun_s, time.monotonic())
+            count_read(self._counters, size_bytes)
             try:
                 work = functools.partial(self._decode, payload[:size_bytes], out)
                 await run_stoppable(self._decoders, work)
@@ -117,7 +108,7 @@ class EncodedStore:
             fresh = await self._put(key, functools.partial(self._form, forms))
             for codec, payload in forms.payloads.items() if fresh else ():
                 self._counters.add("encoded_blocks", label=RAW if is_raw(payload) else codec)
-                self._counters.add("encoded_bytes", payload.nbytes)
+                count_written(self._counters, payload.nbytes)
             return fresh
 
     async def _put(self, key: BlockKey, form_of: FormOf) -> bool:
@@ -136,18 +127,6 @@ class EncodedStore:
             return self._encode(forms, tier)
 
         return await run_stoppable(self._encoders, work)
-
-    async def delete(self, key: BlockKey) -> None:
-        await self._inner.delete(key)
-
-    def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self._inner.list_blocks()
-
-    def events(self) -> Mapping[str, int]:
-        return events_of(self._inner)
-
-    async def stats(self) -> StoreStats:
-        return await self._inner.stats()
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""
@@ -204,11 +183,13 @@ def open_blocks(
         on_device: see `EncodedStore`; of blocks that are not encoded it says nothing.
     Raises: StoreUnavailable; ConfigError, also if the codec cannot take such blocks.
     """
+    counters = counters or Counters()
     if codec == RAW:
-        return open_store(sources, BlockFrame(namespace, layout), depth=depth)
+        return CountedStore(
+            open_store(sources, BlockFrame(namespace, layout), depth=depth), counters
+        )
     from sglang_cake.codec.encoders import BestCodec, OneCodec
 
-    counters = counters or Counters()
     chains = _chains(layout, codec, max_error, rope_theta)
     frame = encoded_frame(namespace, layout, codec)
     inner, link = open_store(sources, frame, depth=depth), LinkSpeed()

@@ -54,7 +54,8 @@ class MemoryStore:
 
     async def stats(self) -> StoreStats:
         self._check_open()
-        return StoreStats(len(self._blocks), sum(map(len, self._blocks.values())))
+        held_bytes = sum(map(len, self._blocks.values()))
+        return StoreStats(len(self._blocks), held_bytes, held_bytes)
 
     async def close(self) -> None:
         self._closed = True

@@ -2,20 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 
 from sglang_cake.buffers import TellBytes
 from sglang_cake.errors import BlockCorrupt
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import BlockInfo, Store, StoreStats
-from sglang_cake.store.events import events_of
-from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.base import Store
+from sglang_cake.store.front import Front
 
 # By what bytes are told to cross the link: so many, or what crosses it in so long, if that is more.
 PIECE_BYTES, PIECE_S = 1 << 16, 0.002
 
 
-class PacedStore:
+class PacedStore(Front):
     """Implements `Store`: reads go one after another, first come first served.
 
     A read has the link for at least its bytes divided by `bytes_per_s`. One that is cancelled
@@ -38,16 +37,11 @@ class PacedStore:
         clock, sleep: seconds; tests pass their own, which go together.
         """
         assert bytes_per_s > 0, bytes_per_s
-        self._inner, self._clock, self._sleep = inner, clock, sleep
+        super().__init__(inner)
+        self._clock, self._sleep = clock, sleep
         self._bytes_per_s, self._block_bytes = bytes_per_s, block_bytes
         self._piece_bytes = max(PIECE_BYTES, int(bytes_per_s * PIECE_S))
         self._link = asyncio.Lock()  # hands itself on in the order of asking
-
-    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await self._inner.contains(keys)
-
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await tell(self._inner, keys, facts)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -70,21 +64,3 @@ class PacedStore:
         left_s = until_s - self._clock()
         if left_s > 0:
             await self._sleep(left_s)
-
-    async def put(self, key: BlockKey, data: memoryview) -> bool:
-        return await self._inner.put(key, data)
-
-    async def delete(self, key: BlockKey) -> None:
-        await self._inner.delete(key)
-
-    def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self._inner.list_blocks()
-
-    def events(self) -> Mapping[str, int]:
-        return events_of(self._inner)
-
-    async def stats(self) -> StoreStats:
-        return await self._inner.stats()
-
-    async def close(self) -> None:
-        await self._inner.close()

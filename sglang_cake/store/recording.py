@@ -6,15 +6,14 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import BlockInfo, Store, StoreStats
-from sglang_cake.store.events import events_of
-from sglang_cake.store.request import RequestFacts, tell
-from sglang_cake.store.several import sources_of
+from sglang_cake.store.base import Store
+from sglang_cake.store.front import Front
+from sglang_cake.store.request import RequestFacts
 
 logger = logging.getLogger(__name__)
 MOST_REQUESTS = 4096  # whose further words are known to be of the same request
@@ -64,14 +63,13 @@ class TraceFile:
         self._file.close()
 
 
-class RecordingStore:
-    """Implements `Store`: another one, whose requests are written down."""
+class RecordingStore(Front):
+    """Another store, whose requests are written down."""
 
     def __init__(self, inner: Store, trace: TraceFile) -> None:
         """Args: trace: stays open when this store is closed."""
-        self._inner, self._trace = inner, trace
-        self.contains, self.get_into = inner.contains, inner.get_into
-        self.put, self.delete = inner.put, inner.delete
+        super().__init__(inner)
+        self._trace = trace
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `Attentive`."""
@@ -79,19 +77,4 @@ class RecordingStore:
             self._trace.write(keys, facts)
         except OSError as error:
             raise StoreUnavailable(f"the trace cannot be written: {error}") from error
-        await tell(self._inner, keys, facts)
-
-    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        return sources_of(self._inner, keys)
-
-    def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self._inner.list_blocks()
-
-    def events(self) -> Mapping[str, int]:
-        return events_of(self._inner)
-
-    async def stats(self) -> StoreStats:
-        return await self._inner.stats()
-
-    async def close(self) -> None:
-        await self._inner.close()
+        await super().touched(keys, facts)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,10 +25,9 @@ from sglang_cake.codec.sealed import (
 from sglang_cake.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
-from sglang_cake.store.events import events_of
+from sglang_cake.store.base import Store, StoredNamespace, StoreSource
+from sglang_cake.store.front import Front
 from sglang_cake.store.key_file import read_key_file
-from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.threads import check_stop, run_stoppable
 
 # One thread does some GB/s where the CPU has AES instructions; the second is for the writer, so
@@ -66,7 +65,7 @@ class Sealer:
             raise BlockCorrupt(f"{key.hex()} is not what was sealed with this key") from None
 
 
-class SealedStore:
+class SealedStore(Front):
     """Implements `Store`. Every call has a buffer of one sealed block, at most `depth` for reads
     and `depth` for writes; bytes are copied only by being encrypted and decrypted."""
 
@@ -76,17 +75,12 @@ class SealedStore:
         block_bytes: of a payload that is not sealed, at most.
         depth: reads, and writes, at once; more of them wait.
         """
-        self._inner, self._sealer = inner, sealer
+        super().__init__(inner)
+        self._sealer = sealer
         self._block_bytes = block_bytes
         self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
         self._threads = ThreadPoolExecutor(THREADS, "cake-seal")
-
-    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await self._inner.contains(keys)
-
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await tell(self._inner, keys, facts)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -115,18 +109,6 @@ class SealedStore:
             sealed = buffer[: data.nbytes + SEALED_BYTES]
             await self._in_thread(self._sealer.seal, key, data.cast("B"), sealed)
             return await self._inner.put(key, sealed)
-
-    async def delete(self, key: BlockKey) -> None:
-        await self._inner.delete(key)
-
-    def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self._inner.list_blocks()
-
-    def events(self) -> Mapping[str, int]:
-        return events_of(self._inner)
-
-    async def stats(self) -> StoreStats:
-        return await self._inner.stats()
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""

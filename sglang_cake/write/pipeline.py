@@ -118,7 +118,6 @@ class Writer:
                 fresh = await store.put(key, buffer.view)
             if fresh:
                 self._counters.add("stored_blocks")
-                self._counters.add("stored_bytes", len(buffer.view))
         except StoreError as error:
             known = error.reason in UNSTORED_REASONS
             self._counters.add("unstored_blocks", label=error.reason if known else "unavailable")

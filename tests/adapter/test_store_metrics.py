@@ -109,11 +109,14 @@ def test_every_counter_is_there_from_the_start_and_follows_what_happens():
         for reason in REFUSALS:
             found = sample(registry, "auto_refused_blocks_total", codec=codec, reason=reason)
             assert found == 0
-    assert sample(registry, "encoded_bytes_total") == 0
+    assert sample(registry, "stored_bytes_total") == 0
     counters.add("auto_refused_blocks", 3, label="int8 block_error")
     counters.add("fallback", label="load")
     counters.add("unstored_blocks", label="full")
-    metrics.publish(block_bytes=1, costs=COSTS, step_overhead_s=None)
+    counters.add("read_blocks", 2)
+    counters.add("read_bytes", 600)
+    metrics.publish(costs=COSTS, step_overhead_s=None)
+    assert sample(registry, "read_bandwidth_bytes_per_s") == 300 / COSTS.load.block_s
     refused = {"codec": "int8", "reason": "block_error"}
     assert sample(registry, "auto_refused_blocks_total", **refused) == 3
     assert sample(registry, "fallback_total", side="load") == 1

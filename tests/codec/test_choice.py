@@ -363,7 +363,8 @@ def test_auto_says_what_it_does_in_log_and_counters(
     counts = counters.snapshot()
     assert counts["encoded_blocks", "raw"] == 1
     assert sum(counts["encoded_blocks", codec] for codec in CODECS) == 4
-    assert 0 < counts["encoded_bytes", ""] < 4 * LAYOUT.block_bytes
+    assert counts["stored_bytes", ""] == counts["read_bytes", ""]
+    assert 0 < counts["stored_bytes", ""] < 4 * LAYOUT.block_bytes
     assert any("blocks are stored as raw" in line for line in caplog.messages)
     assert any("of the time of raw at" in line for line in caplog.messages)
     assert counts["auto_refused_blocks", "int8 unknown_link"] == 1

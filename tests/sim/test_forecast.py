@@ -1,4 +1,4 @@
-"""`sglang-cake simulate` and `plan`: answers, also no; wrong input is one line and exit 2."""
+"""`sglang-cake simulate`; wrong input, to `plan` as well, is one line and exit 2."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from sglang_cake.cli import main
-from sglang_cake.errors import ConfigError
-from sglang_cake.sim import hardware
-from sglang_cake.testing.models import kv_token_bytes
 
 MACHINE = ["--model", "llama-2-13b", "--gpu", "a100", "--store", "32Gbps,38ms"]
 
@@ -23,8 +20,8 @@ def test_simulate_orders_the_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["tokens"] for row in found["prompts"]] == [4096, 16384]
     for row in found["prompts"]:
         assert row["optimum"] <= row["cake"] <= 1.02 * min(row["compute"], row["load"])
-    # Cake's Table 3 measured 3.34 s on this machine in smaller chunks.
-    assert found["prompts"][1]["compute"] == pytest.approx(3.3, rel=0.15)
+    # Cake's Table 4 says 2.93 s for this machine and these chunks.
+    assert found["prompts"][1]["compute"] == pytest.approx(2.9, rel=0.15)
 
 
 def test_simulate_serves_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,31 +64,13 @@ def test_a_last_step_that_begins_early_saves_a_little(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("args", "answer"),
-    [
-        (["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"], "yes"),
-        (["--model", "llama-3.1-70b", "--gpu", "a100", "--store", "100gbe"], "store"),
-        (["--model", "llama-2-7b", "--gpu", "b200", "--gpus", "4", "--store", "hdd"], "no"),
-    ],
-)
-def test_plan_answers(args: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "plan", *args)
-    assert found["answer"] == answer
-    assert found["because"].startswith("no" if answer == "no" else "yes")
-    if answer == "no":
-        assert "would need about" in found["because"]
-        assert all(row["over_compute"] < 1.05 for row in found["prompts"])
-    assert main(["plan", *args]) == 0
-    assert capsys.readouterr().out.startswith(found["because"])
-
-
-@pytest.mark.parametrize(
     "wrong",
     [
         ["plan", "--model", "no-such", "--gpu", "h100", "--store", "nvme"],
         ["plan", "--model", "llama-2-7b", "--gpu", "warp-drive", "--store", "nvme"],
         ["plan", "--model", "llama-2-7b", "--gpu", "312", "--store", "nvme"],
-        ["plan", "--model", "llama-2-7b", "--gpu", "0:2", "--store", "nvme"],
+        ["plan", "--model", "llama-2-7b", "--gpu", "312:2.0", "--store", "nvme"],
+        ["plan", "--model", "llama-2-7b", "--gpu", "0:2:80", "--store", "nvme"],
         ["plan", "--model", "llama-2-7b", "--gpu", "h100", "--store", "fast"],
         ["plan", "--model", "llama-2-7b", "--gpu", "h100", "--store", "1GB/s,fast"],
         ["plan", "--model", "llama-2-7b", "--gpu", "h100", "--store", "nvme", "--gpus", "0"],
@@ -110,54 +89,3 @@ def test_a_mistake_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[s
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("sglang-cake: ")
-
-
-def _config(folder: Path, **changes: object) -> Path:
-    config = {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-        **changes,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"head_dim": 64}, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}],
-    ids=["gqa", "head_dim", "mla"],
-)
-def test_a_config_gives_the_kv_size_that_the_server_has(tmp_path: Path, changes: dict) -> None:
-    path = _config(tmp_path, **changes)
-    assert hardware.find_shape(str(path)).kv_bytes == kv_token_bytes(path, "bfloat16")
-
-
-def test_a_config_gives_the_parameters(tmp_path: Path) -> None:
-    found = hardware.find_shape(str(_config(tmp_path)))
-    known = hardware.MODELS["llama-3.1-8b"]
-    assert found.parameters == pytest.approx(known.parameters, rel=0.02)
-    assert (found.layers, found.attention_width, found.kv_bytes) == (32, 4096, known.kv_bytes)
-    mixture = {"num_experts": 8, "num_experts_per_tok": 2}
-    mixed = hardware.find_shape(str(_config(tmp_path, **mixture)))
-    assert mixed.parameters > 2 * mixed.active > 2 * found.active
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": "x"}', "\x00", '{"a": 1'])
-def test_a_bad_config_is_a_mistake(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="config"):
-        hardware.find_shape(str(tmp_path))
-
-
-def test_the_data_sheets_are_near_what_the_papers_show() -> None:
-    """LongAlpaca-13B on an A100, a step of 512 tokens: 79.5 ms; a pair: 6e-9 s."""
-    cost = hardware.prefill_cost(
-        hardware.MODELS["llama-2-13b"], hardware.GPUS["a100"], efficiency=0.65
-    )
-    assert cost.step_s(0, 512) == pytest.approx(0.0795, rel=0.1)
-    assert cost.pair_s == pytest.approx(6e-9, rel=0.1)

@@ -49,8 +49,10 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, re
         assert error.value.reason == reason
         assert await store.contains([A]) == [False]
         assert {path.name for path in files_below(tmp_path)} <= {"namespace.json"}
-        with pytest.raises(StoreUnavailable, match="writing rests for 1 s after"):
+        with pytest.raises(StoreError, match="writing rests for 1 s after") as error:
             await put_a(store)
+        assert error.value.reason == reason  # a full disk stays full in the metrics
+        assert str(tmp_path) in str(error.value)
         store._folder._pause = Pause()  # a second later
         await put_a(store)
 
@@ -81,7 +83,7 @@ def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_succes
                 before = tried
                 for part in (0.0, 0.5, 0.49):
                     now_s += part * rest_s
-                    with pytest.raises(StoreUnavailable, match="writing rests for"):
+                    with pytest.raises(StoreFull, match="writing rests for"):
                         await store.put(B, block_of("b"))
                     assert await read_a(store) == block_of("a")
                     assert await store.contains([A, B]) == [True, False]

@@ -29,6 +29,7 @@ from storetools import (
 )
 
 import sglang_cake
+from sglang_cake.cli import PIPE_STATUS
 from sglang_cake.cli.store_cp import _lacking
 from sglang_cake.store.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.store.memory import MemoryStore
@@ -102,7 +103,9 @@ def test_stat_sums_over_all_namespaces(root, capsys):
     (answer,) = told(capsys, "stat", url_of(root))["stores"]
     assert answer["namespaces"] == 2
     assert answer["blocks"] == 4
-    assert answer["used_bytes"] >= 4 * FRAMED
+    (listed,) = told(capsys, "ls", url_of(root))["stores"]
+    assert answer["block_bytes"] == sum(each["bytes"] for each in listed["namespaces"])
+    assert answer["used_bytes"] > answer["block_bytes"] >= 4 * FRAMED  # the index, folders
     assert answer["disk_free_bytes"] > 0
     assert store("stat", url_of(root)) == 0
     heads, row = capsys.readouterr().out.splitlines()
@@ -474,7 +477,7 @@ def test_a_reader_that_has_seen_enough_ends_the_tool_quietly(tmp_path):
     with process("ls", url_of(tmp_path), ALICE.digest.hex()[:4]) as listing:
         listing.stdout.readline()
         listing.stdout.close()
-        assert listing.wait(60) == 0
+        assert listing.wait(60) == PIPE_STATUS
         assert listing.stderr.read() == ""
 
 

@@ -13,6 +13,7 @@ from sglang_cake.codec.chain import is_raw
 from sglang_cake.codec.encoded import HEAD_BYTES
 from sglang_cake.codec.encoders import BestCodec, OneCodec
 from sglang_cake.codec.error import relative_error
+from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.codec_names import CODECS, namespace_value
 from sglang_cake.counters import Counters
 from sglang_cake.errors import StoreFull, StoreUnavailable
@@ -126,7 +127,8 @@ def test_every_tier_gets_the_form_that_suits_its_link(speeds, max_error, codecs)
             assert await tiers.loaded() == out
         assert tiers.forms_made() == dict.fromkeys(codecs, 1), "equal choices are made once"
         made = {codec: tiers.form(tier) for tier, codec in enumerate(codecs)}
-        assert tiers.counters.snapshot()["encoded_bytes", ""] == sum(map(len, made.values()))
+        stored_bytes = sum(HEADER_BYTES + len(payload) for payload in made.values())
+        assert tiers.counters.snapshot()["stored_bytes", ""] == stored_bytes
         assert len(tiers.blocks._idle) == len(made), "a buffer for each form"
 
     encoded(test, *speeds, max_error=max_error)

@@ -186,9 +186,7 @@ class BlockFolder:
 
         Raises: StoreFull, StoreUnavailable.
         """
-        left_s = self._pause.left_s()
-        if left_s > 0:
-            raise StoreUnavailable(f"writing rests for {left_s:.0f} s after {self._pause.reason}")
+        self._pause.check()
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
         now_s = time.time()
         told = self._touches.use_of(key, now_s)
@@ -249,10 +247,11 @@ class BlockFolder:
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
         with self._books.open() as index:
-            blocks, used_bytes = index.totals()
+            (blocks, taken_bytes), block_bytes = index.totals(), index.block_bytes()
         return StoreStats(
             blocks=blocks,
-            used_bytes=used_bytes + self._room.overhead_bytes(),
+            block_bytes=block_bytes,
+            used_bytes=taken_bytes + self._room.overhead_bytes(),
             capacity_bytes=self._room.capacity_bytes,
             policy=self._room.policy_name,
             evictions=self.evictions(),

@@ -270,6 +270,11 @@ class BlockIndex(NamespaceRows):
         blocks, taken_bytes = rows[0] if rows else (None, None)
         return count_of(blocks), count_of(taken_bytes)
 
+    def block_bytes(self) -> int:
+        """Booked bytes of all blocks, without folders and descriptions."""
+        ((total_bytes,),) = self._ask("SELECT coalesce(sum(used_bytes), 0) FROM namespaces")
+        return count_of(total_bytes)
+
     def check(self) -> None:
         """Look for damage, quickly. Raises: sqlite3.DatabaseError."""
         self._ask("SELECT count(*) FROM namespaces")

@@ -17,8 +17,8 @@ def foreign_errors(root: Path, pause: Pause | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        failure = (StoreFull if full else StoreUnavailable)(f"{root}: {error}")
         if pause is not None and error.errno in _DISK_TROUBLE:
-            pause.failed(f"{root}: {error}")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFull(f"{root}: {error}") from error
-        raise StoreUnavailable(f"{root}: {error}") from error
+            pause.failed(failure)
+        raise failure from error

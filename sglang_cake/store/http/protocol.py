@@ -164,6 +164,7 @@ def read_block_line(line: bytes) -> BlockInfo:
 def write_stats(stats: StoreStats) -> dict[str, object]:
     return {
         "blocks": stats.blocks,
+        "block_bytes": stats.block_bytes,
         "used_bytes": stats.used_bytes,
         "capacity_bytes": stats.capacity_bytes,
         **asdict(stats.evictions),
@@ -182,6 +183,7 @@ def read_stats(body: bytes) -> StoreStats:
         found = json.loads(body)
         return StoreStats(
             blocks=number("blocks"),
+            block_bytes=number("block_bytes"),
             used_bytes=number("used_bytes"),
             capacity_bytes=number("capacity_bytes"),
             evictions=EvictionCounts(*(number(name) or 0 for name in EVICTION_COUNTS)),

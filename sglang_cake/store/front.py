@@ -1,0 +1,86 @@
+"""A store in front of another one: what most wrappers pass on, and one that counts bytes."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from sglang_cake.buffers import TellBytes
+from sglang_cake.codec.frame import HEADER_BYTES
+from sglang_cake.counters import Counters
+from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.store.events import events_of
+from sglang_cake.store.request import RequestFacts, tell
+from sglang_cake.store.several import sources_of
+
+
+class Front:
+    """Implements `Store`: `inner`, which is closed with it. A subclass does one thing otherwise."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self._inner.contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `Attentive`."""
+        await tell(self._inner, keys, facts)
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        """As in `Several`."""
+        return sources_of(self._inner, keys)
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        return await self._inner.get_into(key, out, progress)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await self._inner.put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await self._inner.delete(key)
+
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        return self._inner.list_blocks()
+
+    def events(self) -> Mapping[str, int]:
+        """As in `Counting`."""
+        return events_of(self._inner)
+
+    async def stats(self) -> StoreStats:
+        return await self._inner.stats()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class CountedStore(Front):
+    """Counts the bytes of blocks as they cross the link, header and payload."""
+
+    def __init__(self, inner: Store, counters: Counters) -> None:
+        super().__init__(inner)
+        self._counters = counters
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        size_bytes = await self._inner.get_into(key, out, progress)
+        count_read(self._counters, size_bytes)
+        return size_bytes
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        fresh = await self._inner.put(key, data)
+        if fresh:
+            count_written(self._counters, data.nbytes)
+        return fresh
+
+
+def count_read(counters: Counters, payload_bytes: int) -> None:
+    """One block came over the link."""
+    counters.add("read_blocks")
+    counters.add("read_bytes", HEADER_BYTES + payload_bytes)
+
+
+def count_written(counters: Counters, payload_bytes: int) -> None:
+    """One form of a block went over the link."""
+    counters.add("stored_bytes", HEADER_BYTES + payload_bytes)
