@@ -8,7 +8,8 @@ from sglang_cake.codec_names import CODECS, REFUSALS
 # Every counter with its label values, so that each is visible from the start, at zero. One that has
 # two labels has both values in one text, with a space between.
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
-FAILURE_REASONS = ("missing", "corrupt", "unavailable", "lookup", "internal")
+LATE = "late"
+FAILURE_REASONS = ("missing", "corrupt", "unavailable", LATE, "lookup", "internal")
 OVERLAP_REASONS = ("lost", "late", "layers")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
 RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")

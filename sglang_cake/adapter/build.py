@@ -53,6 +53,7 @@ from sglang_cake.store.encoded import check_codec, open_blocks
 from sglang_cake.store.recording import RecordingStore, TraceFile
 from sglang_cake.store.sources import sources_of
 from sglang_cake.store.tiers.late import LateSource
+from sglang_cake.store.url import redacted
 from sglang_cake.write.pipeline import Writer
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Engine:
         )
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
-        logger.info("cake is on: %s", config)
+        logger.info("cake is on: %s", redacted(str(config)))
         self.identity.start()
 
     @property
@@ -229,7 +230,7 @@ class Engine:
         if self._namespace is not None:
             self._use(self._open(self._namespace))
         self._recall()
-        logger.info("cake: store %s attached", setting)
+        logger.info("cake: store %s attached", redacted(setting))
 
     def detach(self) -> None:
         """From now on nothing is loaded and nothing stored."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger("sglang_cake")
+MOST_SLACK = 0.25  # of a step, for loads that come a little later than predicted
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
@@ -80,14 +81,10 @@ class LastStep:
         if lent is None:
             return None
         self._lent = lent
-        size = self._block_tokens
-        tail = Span(min(wanted) * size, (max(wanted) + 1) * size)
-        # As long as it is predicted to take, and as computing what comes would take once more.
-        patience_s = (
-            restore.to_land_s
-            + costs.prefill.step_s(span.stop, len(restore.tokens))
-            + costs.prefill.span_s(*tail, chunk_tokens)
-        )
+        step_s = costs.prefill.step_s(span.stop, len(restore.tokens))
+        # The loads should be over within a step, as far as predictions hold. A longer wait could
+        # cost more than the prompt would have taken without the store, by more than a step.
+        patience_s = step_s * (1 + min(costs.load.error, MOST_SLACK))
         restore.overlap = Overlap(span, wanted, patience_s)
         return span
 

@@ -13,10 +13,10 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import Store, StoredNamespace, StoreSource
+from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.url import split_urls
+from sglang_cake.store.url import redacted, split_urls
 
 T = TypeVar("T")
 DEFAULT_DEPTH = 8
@@ -49,7 +49,9 @@ def places(text: str) -> list[Place]:
     """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a folder that is absent:
     a tool that makes what it should look at hides the typing error."""
     sources = parse_sources(text, reads_count=False)  # looking at blocks is no use of them
-    found = [Place(url.text, source) for url, source in zip(split_urls(text), sources, strict=True)]
+    found = [
+        Place(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
+    ]
     for place in found:
         if place.files is not None and not place.files.path.is_dir():
             raise ConfigError(f"store URL {place.url!r}: there is no such folder")
@@ -60,7 +62,7 @@ def one_place(text: str) -> Place:
     """The store that a single URL names. Raises: ConfigError."""
     found = places(text)
     if len(found) > 1:
-        raise ConfigError(f"{text!r} names {len(found)} stores, write one")
+        raise ConfigError(f"{redacted(text)!r} names {len(found)} stores, write one")
     return found[0]
 
 
@@ -123,6 +125,20 @@ async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIte
         yield store
     finally:
         await store.close()
+
+
+async def blocks_in(place: Place, frame: BlockFrame) -> AsyncIterator[BlockInfo]:
+    """The blocks of one namespace. Of a folder, without a change in it.
+
+    Raises: StoreUnavailable; ConfigError.
+    """
+    if place.files is not None:
+        for block in place.files.blocks_in(place.stored(frame).digest):
+            yield block
+        return
+    async with opened(place.source, frame, 1) as store:
+        async for block in store.list_blocks():
+            yield block
 
 
 async def for_each(

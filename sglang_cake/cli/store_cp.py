@@ -26,7 +26,7 @@ from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store
 from sglang_cake.store.probing import EXACT_KEYS
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.url import split_urls
+from sglang_cake.store.url import redacted, split_urls
 
 ASK_AT_ONCE = EXACT_KEYS  # of more, a store may answer for some by their neighbours
 
@@ -85,9 +85,9 @@ def _target(text: str) -> Place:
     """Unlike what is read, this may be made. Raises: ConfigError."""
     urls, sources = split_urls(text), parse_sources(text)
     if len(sources) > 1:
-        raise ConfigError(f"{text!r} names {len(sources)} stores, write one")
+        raise ConfigError(f"{redacted(text)!r} names {len(sources)} stores, write one")
     sources[0].check()
-    return Place(urls[0].text, sources[0])
+    return Place(urls[0].shown, sources[0])
 
 
 async def _copy(

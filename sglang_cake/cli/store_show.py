@@ -9,6 +9,7 @@ from typing import Any
 from sglang_cake.cli.store_access import (
     SHORT_DIGEST,
     Place,
+    blocks_in,
     complain,
     frame_of,
     namespaces_of,
@@ -84,13 +85,12 @@ async def count(place: Place, frame: BlockFrame) -> Held:
     """Look at every block of a namespace. Raises: StoreUnavailable."""
     held = Held()
     with progress("counting") as bar:
-        async with opened(place.source, frame, 1) as store:
-            async for block in store.list_blocks():
-                held.blocks += 1
-                held.bytes += block.stored_bytes
-                if block.used_s is not None:
-                    held.last_used_s = max(held.last_used_s or 0.0, block.used_s)
-                bar.update(1)
+        async for block in blocks_in(place, frame):
+            held.blocks += 1
+            held.bytes += block.stored_bytes
+            if block.used_s is not None:
+                held.last_used_s = max(held.last_used_s or 0.0, block.used_s)
+            bar.update(1)
     return held
 
 
@@ -127,14 +127,13 @@ async def _list_blocks(place: Place, prefix: str, *, as_json: bool) -> None:
     for _, frame in good:
         if not as_json:
             print(f"{'KEY':64}  {'BYTES':>12}  LAST USED")
-        async with opened(place.source, frame, 1) as store:
-            async for block in store.list_blocks():
-                if as_json:
-                    told = {"key": block.key.hex(), "bytes": block.stored_bytes}
-                    print(json.dumps(told | {"last_used_s": block.used_s}))
-                else:
-                    used = time_text(block.used_s)
-                    print(f"{block.key.hex()}  {block.stored_bytes:>12,}  {used}")
+        async for block in blocks_in(place, frame):
+            if as_json:
+                told = {"key": block.key.hex(), "bytes": block.stored_bytes}
+                print(json.dumps(told | {"last_used_s": block.used_s}))
+            else:
+                used = time_text(block.used_s)
+                print(f"{block.key.hex()}  {block.stored_bytes:>12,}  {used}")
 
 
 async def _stat(args: argparse.Namespace) -> int:

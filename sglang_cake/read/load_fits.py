@@ -10,6 +10,9 @@ MOST_SOURCES = 8  # further ones count as the last of these
 # What was measured longer ago is doubted: a source that was slow, so that nothing is loaded from
 # it, would never be known to be fast again.
 DOUBT_S = 60.0
+# A read may take so many times what was measured, but at least LATE_S; before anything was measured
+# it may take FIRST_S.
+LATE_TIMES, LATE_S, FIRST_S = 8.0, 5.0, 30.0
 
 
 class LoadFits:
@@ -77,6 +80,13 @@ class LoadFits:
         )
         latency_s, block_s, copy_s, error, coming_s, _ = means
         return LoadCost(latency_s, block_s, copy_s, error, coming_s, self._prior.depth)
+
+    def limit_s(self, source: int, now_s: float) -> float:
+        """How long a read from there may take, with all that share the link with it."""
+        if self.is_new(source):
+            return FIRST_S
+        cost = self._cost(source, now_s)
+        return max(LATE_S, LATE_TIMES * (cost.latency_s + cost.depth * cost.block_s))
 
     def _cost(self, source: int, now_s: float) -> LoadCost:
         source = self._known(source)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_cake.buffers import Buffer, BufferPool
-from sglang_cake.counters import FAILURE_REASONS, Counters
+from sglang_cake.counters import FAILURE_REASONS, LATE, Counters
 from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
@@ -300,7 +300,10 @@ class Loader:
         started_s = time.monotonic()
         try:
             (source,) = sources_of(flight.store, [flight.key])
-            await flight.store.get_into(flight.key, buffer.view, flight.reading.came)
+            async with asyncio.timeout(self._fits.limit_s(source, started_s)):
+                await flight.store.get_into(flight.key, buffer.view, flight.reading.came)
+        except TimeoutError:
+            self._give_up(flight, buffer, reason=LATE)
         except asyncio.CancelledError:
             # An upper bound: how much of the block had been read is not known here.
             self._counters.add("wasted_bytes", len(buffer.view), label="cancelled")
@@ -350,7 +353,9 @@ class Loader:
         if reason is not None:
             self._counters.add("load_failures", label=reason)
             for lane, block in flight.waiters:
-                self._outbox.append(Lost(lane.prompt.rid, block, reason))
+                lost = [block, *lane.todo] if reason == LATE else [block]  # not one after another
+                self._outbox.extend(Lost(lane.prompt.rid, each, reason) for each in lost)
+                lane.todo = [] if reason == LATE else lane.todo
         flight.end(whole=False)  # before the buffer is anybody else's
         self._staging.give(buffer)
 

@@ -21,6 +21,21 @@ _SIZE = re.compile(_NUMBER + r" ?(?:([kKMGTP]i?)?B)?")
 _BANDWIDTH = re.compile(_NUMBER + r" ?([kKMGTP]i?)?(B/s|bit/s|bps)")
 
 
+# From `://` on: a user, a user and a password whatever is in it; then options that hold a secret.
+_USER = re.compile(
+    r"(?i)(://|%3a%2f%2f)(?:[^/?#\s]*:(?:(?!,\w+://)\S)*|(?:(?!,\w+://)[^/?#\s])*)(@|%40)"
+)
+_SECRET = re.compile(
+    r"(?i)([?&](?![a-z_]*_file=)[^=&\s]*(?:pass|pwd|secret|token|key|credential|signature)[^=&\s]*=)"
+    r"[^&,\s'\"]*"
+)
+
+
+def redacted(text: str) -> str:
+    """A text that may hold URLs, for messages and logs: without users, passwords and tokens."""
+    return _SECRET.sub(r"\1***", _USER.sub(r"\1***\2", text))
+
+
 def parse_size(text: str) -> int:
     """Bytes in `500GB`, `1.5GiB`, `200kB` or `4096`; GB is 10^9, GiB 2^30. Raises: ConfigError."""
     match = _SIZE.fullmatch(text)
@@ -78,7 +93,7 @@ def absolute_path(text: str) -> Path:
 class StoreUrl:
     """One URL taken apart; its scheme's `parse` takes the options and then calls `finish`."""
 
-    text: str  # as the user wrote it
+    text: str  # as the user wrote it; `shown` is for messages
     scheme: str
     place: str  # between `://` and `?`, still percent-encoded
     options: dict[str, str]  # decoded
@@ -103,9 +118,26 @@ class StoreUrl:
                 allowed = ", ".join(sorted(self._known))
                 raise self.error(f"{name!r}: unknown key, allowed: {allowed}")
 
+    @property
+    def shown(self) -> str:
+        """The URL for messages, logs and tables: without a password or a token."""
+        return redacted(self.text)
+
     def error(self, message: str) -> ConfigError:
         """One line that names this URL."""
-        return ConfigError(f"store URL {self.text!r}: {message}")
+        return ConfigError(f"store URL {self.shown!r}: {redacted(message)}")
+
+    def is_place_of(self, other: "StoreUrl") -> bool:
+        """Whether both name the same place, however they want it to be used."""
+        return self._place == other._place
+
+    @property
+    def _place(self) -> tuple[str, str, str]:
+        place = re.sub("/+", "/", unquote(self.place)).strip("/")
+        if self.scheme != "file":
+            host, slash, path = place.partition("/")
+            place = host.lower() + slash + path
+        return self.scheme, place, self.options.get("endpoint", "").rstrip("/").lower()
 
 
 def split_urls(
@@ -121,18 +153,25 @@ def split_urls(
     """
     if not text.strip():
         raise ConfigError("the store URL is empty: write for example file:///nvme/kv")
-    return [_split(part.strip(), policy, reads_count=reads_count) for part in text.split(",")]
+    if re.search(r"://[^/?#,]*:[^/?#,]*,[^/?#]*@", text):  # half a password would be a URL
+        raise ConfigError(f"store URL {redacted(text)!r}: write a ',' in it as %2C")
+    urls = [_split(part.strip(), policy, reads_count=reads_count) for part in text.split(",")]
+    for number, url in enumerate(urls):
+        if any(url.is_place_of(before) for before in urls[:number]):
+            raise url.error("is named twice: name each store once")
+    return urls
 
 
 def _split(text: str, policy: str, *, reads_count: bool) -> StoreUrl:
     scheme, separator, rest = text.partition("://")
     if not separator:
-        raise ConfigError(f"store URL {text!r}: write for example file:///absolute/path")
+        shown = redacted(f"://{text}").removeprefix("://")
+        raise ConfigError(f"store URL {shown!r}: write for example file:///absolute/path")
     place, _, query = rest.partition("?")
     options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         name, _, value = part.partition("=")
         if name in options:
-            raise ConfigError(f"store URL {text!r}: {name!r} is given twice")
+            raise ConfigError(f"store URL {redacted(text)!r}: {name!r} is given twice")
         options[name] = unquote(value)
     return StoreUrl(text, scheme, place, options, policy, reads_count)

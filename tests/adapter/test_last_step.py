@@ -431,8 +431,8 @@ def test_a_link_that_falls_silent_is_waited_for_no_longer_than_it_may_take(
     span = stage.begin()
     assert span is not None
     overlap = stage.desk.cake.restore(req.rid).overlap  # type: ignore[union-attr]
-    # Two loads as known, the step, and computing what is loaded.
-    assert overlap.patience_s == pytest.approx(0.1 + (8 + 32) * TOKEN_S, rel=0.02)
+    # One step, and by how much predictions miss: not what is loaded, computed, which is 32 tokens.
+    assert 8 * TOKEN_S <= overlap.patience_s <= 1.25 * 8.2 * TOKEN_S
     overlap.patience_s = 0.05
     batch = stage.schedule(span)
     stage.give(0.75, 0, 1)

@@ -954,3 +954,50 @@ def seen_under_way(desk: Desk) -> set[Reading]:
         return {flight.reading for flight in flights}
 
     return desk.io.run(look(), PATIENCE_S)
+
+
+class StuckStore(PassingStore):
+    """A source that trickles: its reads begin, and never end."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.stuck = False
+        self.asked = 0
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        self.asked += 1
+        if self.stuck:
+            assert progress is not None
+            progress(0)
+            progress(1)
+            await asyncio.Event().wait()
+        return await self.inner.get_into(key, out, progress)
+
+
+def test_a_source_that_trickles_loses_all_that_its_prompt_had_to_load(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = desk
+    stuck = StuckStore(d.memory)
+    d.loader.use(stuck)
+    known, tokens = tokens_of(1, 2), tokens_of(2, 40)
+    d.fill(known)
+    d.fill(tokens)
+    d.begin("known", known)
+    while len(d.held) < 2:
+        d.news()
+    d.release()
+    monkeypatch.setattr("sglang_cake.read.load_fits.LATE_S", 0.0)
+    monkeypatch.setattr("sglang_cake.read.load_fits.LATE_TIMES", 1e-6)
+    stuck.stuck, stuck.asked = True, 0
+    d.begin("late", tokens)
+    lost: list[Lost] = []
+    while len(lost) < 40:
+        lost += [event for event in d.news() if isinstance(event, Lost)]
+    assert sorted(event.block for event in lost) == list(range(40))
+    assert {event.reason for event in lost} == {"late"}
+    assert stuck.asked == 2  # one wait for all, not one for each two blocks
+    assert d.failures() == {"late": 2}
+    assert d.pool.free == d.pool.capacity

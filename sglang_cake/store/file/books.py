@@ -17,6 +17,7 @@ from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.file import tree
 from sglang_cake.store.file.description import Descriptions
 from sglang_cake.store.file.index import BlockIndex, Touch
+from sglang_cake.store.file.ownership import put_aside
 from sglang_cake.store.file.paths import NamespaceFolder, open_private
 from sglang_cake.store.file.room import Room, lock
 from sglang_cake.store.file.schema import DamagedIndexError
@@ -238,9 +239,11 @@ class Books:
         except sqlite3.Error as error:
             if not _is_damage(error):
                 raise
-            logger.warning("store %s: the index is damaged (%s), beginning anew", path, error)
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            aside = put_aside(path)
+            logger.warning(
+                "store %s: the index is damaged (%s), kept as %s, beginning anew",
+                *(self._root, error, aside.name),
+            )
             index = BlockIndex(path)
         self._damaged = False
         return index

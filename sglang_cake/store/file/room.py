@@ -17,6 +17,7 @@ from sglang_cake.store.eviction.tenants import Sharing, TenantPolicy
 from sglang_cake.store.file import tree
 from sglang_cake.store.file.database import WAL_BYTES
 from sglang_cake.store.file.index import BlockIndex, Booked, Touch
+from sglang_cake.store.file.ownership import aside_bytes
 from sglang_cake.store.file.paths import CORRUPT, NamespaceFolder
 from sglang_cake.store.file.space import Amount, FreeSpace
 
@@ -80,7 +81,8 @@ class Room:
         for suffix in sizes:
             with contextlib.suppress(FileNotFoundError):
                 sizes[suffix] = os.lstat(self._root / f"index.db{suffix}").st_blocks * 512
-        return sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"] + SMALL_FILES_BYTES
+        index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
+        return index_bytes + aside_bytes(self._root / "index.db") + SMALL_FILES_BYTES
 
     def limit_bytes(self) -> int | None:
         """How much blocks and their folders may take in all."""

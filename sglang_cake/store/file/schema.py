@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from sglang_cake.store.file.description import ENTRY_BYTES, FOLDER_BYTES
 
@@ -97,7 +98,7 @@ def check_ours(path: Path) -> None:
     damaged in one place two still do: it is ours, and made anew. What fewer than two say is ours is
     somebody else's, or a later version's, and left alone.
     """
-    with readable_errors(), closing(sqlite3.connect(path, timeout=BUSY_S)) as found:
+    with readable_errors(), closing(connect_to_read(path)) as found:
         found.text_factory = any_text
         application_id = found.execute("PRAGMA application_id").fetchone()[0]
         version = found.execute("PRAGMA user_version").fetchone()[0]
@@ -115,6 +116,17 @@ def check_ours(path: Path) -> None:
     if application_id == 0 and version in (1, 2) and {n for _, n, *_ in tables} >= _EARLIER:
         raise DamagedIndexError(f"{path} is of an earlier version")
     raise ForeignIndexError(f"{path} is not an index of this version: remove it")
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing but, beside a log, where SQLite notes who reads.
+
+    Raises: sqlite3.Error.
+    """
+    # Without a log the file is all there is, and SQLite would make one even to read.
+    immutable = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+    url = f"file:{quote(str(path.absolute()))}?mode=ro{immutable}"
+    return sqlite3.connect(url, uri=True, timeout=BUSY_S)
 
 
 def any_text(text: bytes) -> str:

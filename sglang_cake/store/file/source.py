@@ -1,9 +1,9 @@
 """`file:///abs/path?capacity=500GB&min_free=20GB&fsync=off`: blocks in a folder."""
 
 import asyncio
-import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -11,13 +11,17 @@ from urllib.parse import unquote
 from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
-from sglang_cake.store.base import Store, StoredNamespace
+from sglang_cake.keys import Digest
+from sglang_cake.store.base import BlockInfo, Store, StoredNamespace
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.eviction.admission import ALL, Admission
 from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
+from sglang_cake.store.file import looking
 from sglang_cake.store.file.disk import SHARED, file_system_type
 from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.store.file.ownership import check_folder
 from sglang_cake.store.file.store import FileStore
+from sglang_cake.store.file.trouble import foreign_errors
 from sglang_cake.store.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 
 # A store never fills a disk to the last byte, even where the user named no bound.
@@ -42,6 +46,7 @@ class FileSource:
 
     def check(self) -> None:
         try:
+            check_folder(self.path)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"probe")
@@ -58,6 +63,14 @@ class FileSource:
                 "http:// URL of `sglang-cake store serve` on the machine that has the disk"
             )
 
+    def check_ours(self) -> None:
+        """The folder is absent, empty, or a store. Changes nothing.
+
+        Raises: ConfigError; StoreUnavailable if it cannot be read.
+        """
+        with foreign_errors(self.path):
+            check_folder(self.path)
+
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
         try:
@@ -67,14 +80,21 @@ class FileSource:
             raise
 
     async def namespaces(self) -> list[StoredNamespace]:
-        def look() -> list[StoredNamespace]:
-            with contextlib.closing(self.folder()) as folder:
-                return folder.namespaces()
+        """Changes nothing. Raises: ConfigError; StoreUnavailable."""
+        self.check_ours()
+        return await asyncio.to_thread(looking.namespaces_in, self.path)
 
-        return await asyncio.to_thread(look)
+    def blocks_in(self, digest: Digest) -> Iterator[BlockInfo]:
+        """The blocks of one namespace, for who only looks. Changes nothing."""
+        self.check_ours()
+        return looking.blocks_in(self.path, digest)
 
     def folder(self) -> BlockFolder:
-        """All namespaces at once, for tools; the caller closes it. Raises: StoreUnavailable."""
+        """All namespaces at once, for tools; the caller closes it.
+
+        Raises: StoreUnavailable; ConfigError if it is somebody else's.
+        """
+        self.check_ours()
         return BlockFolder(
             self.path,
             sync=self.fsync == "data",

@@ -97,8 +97,8 @@ def _base(url: StoreUrl) -> str:
     try:
         parts = urlsplit(f"{url.scheme}://{url.place}")
         host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise url.error(str(error)) from None
+    except ValueError:  # whose message quotes what may be half of a password
+        raise url.error("host or port cannot be read, write for example http://host:8700") from None
     if not host or " " in url.place:
         raise url.error("names no host, write for example http://host:8700")
     return f"{url.scheme}://{url.place}".rstrip("/")

@@ -14,6 +14,7 @@ import aiohttp
 from sglang_cake.errors import BlockCorrupt, ConfigError, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.breaker import Breaker
+from sglang_cake.store.http.outage import Outage
 from sglang_cake.store.http.timing import Hedging, Pace, Patience
 
 T = TypeVar("T")
@@ -99,6 +100,7 @@ class Wire:
         self._others: aiohttp.ClientSession | None = None
         self._closed = False
         self._breaker = Breaker(failures=5, first_s=1.0, last_s=60.0)
+        self._outage = Outage()
         self.lookups, self.reads, self.writes = Pace(patience), Pace(patience), Pace(patience)
         self._hedging = Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
@@ -137,7 +139,9 @@ class Wire:
         ticket = self._breaker.ask(time.monotonic())
         if ticket is None:
             self.counters.refused += 1
-            raise StoreUnavailable(f"{self._endpoint.base} did not answer, and is left alone")
+            raise StoreUnavailable(
+                f"{self._endpoint.base} is left alone since {self._outage.fault}"
+            )
         started_s, backoff = time.monotonic(), pace.backoff
         try:
             async with asyncio.timeout(pace.timeout_s(size_bytes)):
@@ -145,7 +149,7 @@ class Wire:
         except TimeoutError as error:
             pace.was_late(backoff)
             self.counters.timeouts += 1
-            self._failed(ticket)
+            self._failed(ticket, "no answer in time")
             raise StoreUnavailable(self._message(error)) from error
         except Forbidden:
             self._breaker.succeeded(ticket)
@@ -154,13 +158,13 @@ class Wire:
             self._breaker.abandoned(ticket)
             raise
         except (aiohttp.ClientError, OSError, TryAgain) as error:
-            self._failed(ticket)
+            self._failed(ticket, _words(error))
             again = error if isinstance(error, TryAgain) else TryAgain(_words(error))
             raise again from error
         except (BlockCorrupt, StoreUnavailable) as error:
             # Answered, but not with anything of use: a server that only does that is left alone.
             self.counters.corrupt += isinstance(error, BlockCorrupt)
-            self._failed(ticket)
+            self._failed(ticket, f"{error.reason}: {_words(error)}")
             raise
         except StoreError:
             self._breaker.succeeded(ticket)
@@ -171,14 +175,18 @@ class Wire:
                 raise StoreUnavailable("the store is closed") from error
             raise
         self._breaker.succeeded(ticket)
+        if self._breaker.is_closed:
+            self._outage.ended(self._endpoint.base)
         pace.answered(size_bytes, max(time.monotonic() - started_s, 1e-6))
         return result
 
-    def _failed(self, ticket: int) -> None:
+    def _failed(self, ticket: int, fault: str) -> None:
         self.counters.failures += 1
+        self._outage.fault = fault
         self._breaker.failed(ticket, time.monotonic())
         if self._breaker.openings > self.counters.breaker_openings:
             self.counters.breaker_openings = self._breaker.openings
+            self._outage.began(self._endpoint.base)
             self._on_outage()
 
     def _message(self, error: BaseException) -> str:
@@ -341,6 +349,7 @@ async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
     Raises: StoreFull, Forbidden, StoreUnavailable; TryAgain for what may pass.
     """
     text = _one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
+    why = "a redirect, which is not followed" if 300 <= response.status < 400 else why
     message = f"{response.method} was answered {response.status}: {why or text}"
     if response.status == 507:
         raise StoreFull(message)

@@ -5,15 +5,19 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 from botocore.exceptions import ClientError
 
 from sglang_cake.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.store.http.timing import SLOWEST_BYTES_PER_S
+from sglang_cake.store.s3.session import DirectSession
 
 CONNECT_TIMEOUT_S = 3.0
-READ_TIMEOUT_S = 10.0  # without a byte; a slow answer may take as long as it likes
+READ_TIMEOUT_S = 10.0  # without a byte
+CALL_S = 30.0  # one call with its retry, beside what its bytes take at SLOWEST_BYTES_PER_S
 ATTEMPTS = 2  # of one call, with botocore's own back-off between them
 NAMES_AT_ONCE = 1000  # the most that one page of a listing may hold
 
@@ -27,13 +31,42 @@ def one_line(error: object) -> str:
     return "".join(letter for letter in text if letter.isprintable())[:300]
 
 
+def _host(location: str) -> str:
+    try:
+        return urlsplit(location).hostname or ""
+    except ValueError:
+        return ""
+
+
 class Refused(StoreUnavailable):
     """The service answered, and not with what it was asked for."""
 
     def __init__(self, error: ClientError) -> None:
-        super().__init__(f"S3: {one_line(error)}")
-        self.code = str(error.response.get("Error", {}).get("Code", ""))
-        self.status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        said, about = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        self.code = str(said.get("Code", ""))
+        self.status = int(about.get("HTTPStatusCode", 0))
+        self.elsewhere = self._elsewhere(said, about.get("HTTPHeaders", {}))
+        super().__init__(f"S3: {self.elsewhere or one_line(error)}")
+
+    def _elsewhere(self, said: Any, headers: Any) -> str:
+        """Where the service wants the request to be sent instead; empty if it does not say so."""
+        region = one_line(headers.get("x-amz-bucket-region") or said.get("Region") or "")
+        endpoint = ""
+        if 300 <= self.status < 400:
+            # Of a URL the host alone: the rest may be a signature.
+            endpoint = one_line(said.get("Endpoint") or _host(headers.get("location", "")))
+        elif not region:
+            return ""
+        names = [
+            f"{what} {value!r}"
+            for what, value in (("endpoint", endpoint), ("region", region))
+            if value
+        ]
+        return (
+            f"the service answers {self.status} and wants the requests elsewhere "
+            f"({', '.join(names) or 'it does not say where'}), and no redirect is followed: "
+            "write the bucket's own endpoint= and region= into the store's URL"
+        )
 
     @property
     def no_such_object(self) -> bool:
@@ -154,13 +187,17 @@ class S3Bucket:
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """One operation of S3 on the bucket, with botocore's names. Raises: Refused."""
+        limit_s = time_limit_s(len(arguments.get("Body", b"")))
         try:
             client = await self._opened()
-            answer: dict[str, Any] = await getattr(client, operation)(
-                Bucket=self.place.bucket, **arguments
-            )
+            async with asyncio.timeout(limit_s):
+                answer: dict[str, Any] = await getattr(client, operation)(
+                    Bucket=self.place.bucket, **arguments
+                )
         except StoreError:
             raise
+        except TimeoutError as error:
+            raise StoreUnavailable(f"S3: no whole answer within {limit_s:.0f} s") from error
         except ClientError as error:
             raise Refused(error) from error
         except Exception as error:  # of botocore, aiohttp, or of parsers fed by a hostile server
@@ -179,12 +216,15 @@ class S3Bucket:
             if self._closed:
                 raise StoreUnavailable("the store is closed")
             if self._client is None:
-                self._client = await self._stack.enter_async_context(self._made())
+                client = await self._stack.enter_async_context(self._made())
+                client.meta.events.register("before-call.s3", _stay)
+                self._client = client
         return self._client
 
     def _made(self) -> Any:
         place = self.place
         config = AioConfig(
+            http_session_cls=DirectSession,
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
@@ -202,6 +242,11 @@ class S3Bucket:
         return get_session().create_client(
             "s3", region_name=place.region, endpoint_url=place.endpoint, config=config
         )
+
+
+def time_limit_s(size_bytes: int) -> float:
+    """How long a call that moves `size_bytes` may take."""
+    return CALL_S + size_bytes / SLOWEST_BYTES_PER_S
 
 
 class ObjectBody:
@@ -224,6 +269,12 @@ class ObjectBody:
     def close(self) -> None:
         """Drop what has not come yet."""
         self._stream.close()
+
+
+def _stay(context: dict[str, Any], **_: Any) -> None:
+    """botocore sends a request once more to whatever region an answer names, unless it has done so
+    already: which this pretends."""
+    context["s3_redirect"]["redirected"] = True
 
 
 def _full_or_not(refused: Refused) -> StoreError:

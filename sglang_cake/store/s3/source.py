@@ -17,7 +17,7 @@ from botocore.exceptions import (
 )
 
 from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.errors import ConfigError, StoreError
+from sglang_cake.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.keys import Digest
 from sglang_cake.store.base import Store, StoredNamespace
 from sglang_cake.store.s3.bucket import Refused, S3Bucket, S3Place, one_line
@@ -25,6 +25,7 @@ from sglang_cake.store.s3.store import DESCRIPTION, S3Store
 
 CHECK_S = 8.0  # how long a start may wait for an answer
 MAX_DESCRIPTION_BYTES = 2**16
+MAX_NAMESPACES = 10_000
 # What waiting does not heal.
 _MISTAKES = (
     ConfigParseError,
@@ -73,12 +74,12 @@ class S3Source:
         start = self.place.name("")
         bucket = S3Bucket(self.place, connections=1)
         try:
-            digests = [
-                name
-                async for page in bucket.pages(start, delimiter="/")
-                for folder in page.folders
-                if _NAMESPACE.fullmatch(name := folder.removeprefix(start).rstrip("/"))
-            ]
+            digests: list[str] = []
+            async for page in bucket.pages(start, delimiter="/"):
+                names = (folder.removeprefix(start).rstrip("/") for folder in page.folders)
+                digests += filter(_NAMESPACE.fullmatch, names)
+                if len(digests) > MAX_NAMESPACES:
+                    raise StoreUnavailable(f"S3: a listing of more than {MAX_NAMESPACES} folders")
             return [
                 StoredNamespace(Digest(bytes.fromhex(name)), await self._fields(bucket, name))
                 for name in digests
@@ -98,6 +99,8 @@ class S3Source:
         where = self.place.endpoint or "the configured S3 service"
         which = f"bucket {self.place.bucket!r} at {where}"
         if isinstance(error, Refused):
+            if error.elsewhere:
+                return f"{which}: {error.elsewhere}"
             if error.code == "NoSuchBucket":
                 return f"{which} does not exist: make it first"
             if error.status in (400, 401, 403):

@@ -1,5 +1,6 @@
 """One namespace of blocks in an S3 bucket."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -12,7 +13,7 @@ from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
 from sglang_cake.store.probing import probe
-from sglang_cake.store.s3.bucket import S3Bucket, S3Place
+from sglang_cake.store.s3.bucket import S3Bucket, S3Place, time_limit_s
 from sglang_cake.store.threads import run_stoppable
 
 PROBES_AT_ONCE = 32  # blocks that a lookup asks for in one round trip: 1024 are known after two
@@ -110,9 +111,13 @@ class S3Store:
                     f"{body.length_bytes} bytes, a block has {self._frame.framed_bytes}"
                 )
             block = Incoming(self._frame, key, out, progress)
-            while data := await body.read(READ_BYTES):
-                block.feed(data)
+            limit_s = time_limit_s(body.length_bytes)
+            async with asyncio.timeout(limit_s):
+                while data := await body.read(READ_BYTES):
+                    block.feed(data)
             return block.finish()
+        except TimeoutError as error:
+            raise StoreUnavailable(f"S3: no whole block within {limit_s:.0f} s") from error
         finally:
             body.close()
 

@@ -36,7 +36,7 @@ def test_urls(url, expected):
         ("http://:8700", "names no host"),
         ("http://h:port", "ort"),
         ("http://h:99999", "ort"),
-        ("http://[::1", "IPv6"),
+        ("http://[::1", "host or port"),
         ("http://user:secret@h", "token_file"),
         ("http://h/a b", "names no host"),
         ("http://h#x", "not a URL"),
