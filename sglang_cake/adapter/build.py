@@ -199,6 +199,7 @@ class Engine:
         """The server's weights are about to be others. Live requests are forgotten: their KV is of
         mixed origin and must never be stored. Until `weights_changed`, no request is ours."""
         self._namespace = None
+        self.identity.weights_changing()
         self.coordinator.rebase(None, suspended=self.coordinator.suspended)
         self._use(None)
 

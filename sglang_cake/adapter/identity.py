@@ -20,6 +20,7 @@ from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.searches import (
     LOADED,
     PRIVATE,
+    WEIGHTS,
     Facts,
     ModelPlace,
     Search,
@@ -163,6 +164,10 @@ class Identity:
     def place_of(self, path: str) -> ModelPlace:
         """Where an update of weights loads from: SGLang asks the default cache of Hugging Face."""
         return ModelPlace(path, self._revision)
+
+    def weights_changing(self) -> None:
+        """Other weights are about to be loaded: what is still looked for is not what will be."""
+        self._searches.end(WEIGHTS)
 
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None

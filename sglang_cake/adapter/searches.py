@@ -23,6 +23,7 @@ Facts = dict[str, str]
 # Hashed at once, in a quarter of a second: small models and adapters are known when they are asked.
 SHORT_BYTES = 256 << 20
 PRIVATE = "private-"
+WEIGHTS = "weights"  # the search for what the model holds
 
 
 def private_name() -> str:
@@ -217,7 +218,7 @@ def model_search(
         return facts
 
     hashed = [configs, *beside] if private is not None else [weights, configs, *beside]
-    return Search("weights", find), sum(map(content.unhashed_bytes, hashed))
+    return Search(WEIGHTS, find), sum(map(content.unhashed_bytes, hashed))
 
 
 def update_search(files: Files | None, complete: frozenset[str] | None) -> tuple[Search, int]:
@@ -237,7 +238,7 @@ def update_search(files: Files | None, complete: frozenset[str] | None) -> tuple
             raise ContentChanged("the files do not hold all of the model's tensors")
         return {"weights": content_digest(files, search.stop)}
 
-    return Search("weights", find), 0 if files is None else content.unhashed_bytes(files)
+    return Search(WEIGHTS, find), 0 if files is None else content.unhashed_bytes(files)
 
 
 def adapter_search(lora_id: str, files: Files | None, settings: str) -> tuple[Search, int]:

@@ -1,6 +1,5 @@
 """Hooks where SGLang loads weights and adapters: the files are noted as they are at that moment."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from sglang_cake.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_cake.adapter.build import Engine
-
-logger = logging.getLogger("sglang_cake")
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -101,7 +98,7 @@ def _adapter_files(path: str) -> Files | None:
 
 def _note_adapter(lora_id: str, files: Files | None) -> None:
     LOADED.adapters[lora_id] = files
-    if LOADED.on_adapter is not None:  # else there is no tree yet: who makes it looks here
+    if LOADED.on_adapter is not None:  # else there is no tree yet; `Identity.start` looks here
         LOADED.on_adapter(lora_id)
     if len(LOADED.adapters) > MAX_ADAPTERS:
         del LOADED.adapters[next(iter(LOADED.adapters))]

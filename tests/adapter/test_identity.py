@@ -1,6 +1,7 @@
 """Every fact that changes what KV bytes mean makes another namespace, and no other fact does."""
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,23 @@ def test_an_update_names_the_new_weights_and_keeps_the_configuration(
     with_new_config = named(new)
     with_new_config.identity.start()
     assert one.said[-1].digest() != with_new_config.said[-1].digest()
+
+
+def test_a_digest_of_the_start_that_is_ready_after_weights_began_to_change_names_nothing(
+    tmp_path: Path, named: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are pushed over many steps, in which the model is neither the old nor the new one."""
+    go = threading.Event()
+    monkeypatch.setattr(searches, "SHORT_BYTES", -1)
+    monkeypatch.setattr(searches, "content_digest", lambda *_: str(go.wait(60)))
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    pending = one.identity._searches._open["weights"]
+    one.identity.weights_changing()
+    go.set()
+    assert pending.done.wait(60)
+    one.identity.poll()
+    assert one.said == []
 
 
 @pytest.mark.parametrize("load_format", ["dummy", None])
