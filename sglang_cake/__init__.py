@@ -1,3 +1,33 @@
-"""Compute and load: a radix-cache extension of SGLang that restores stored KV from both ends."""
+"""Compute and load: a radix-cache extension of SGLang that restores stored KV from both ends.
 
-__version__ = "0.1.0"
+The public interface: the settings, and what a store of one's own implements. Everything else may
+change with any version.
+"""
+
+from sglang_cake.config import CakeConfig
+from sglang_cake.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    CakeError,
+    ConfigError,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from sglang_cake.store.base import Store, StoreSource
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "BlockCorrupt",
+    "BlockMissing",
+    "CakeConfig",
+    "CakeError",
+    "ConfigError",
+    "Store",
+    "StoreError",
+    "StoreFull",
+    "StoreSource",
+    "StoreUnavailable",
+    "__version__",
+]

@@ -10,9 +10,9 @@ import importlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 from sglang_cake.codec_names import AUTO, CHOICES, RAW, may_lose
 from sglang_cake.errors import ConfigError
@@ -30,49 +30,214 @@ _MAX_BYTES: Final = 2**50  # 1 PiB
 _MAX_RANK: Final = 255
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"
 
+_T = TypeVar("_T")
+_Reader = Callable[[str, object], Any]
+
+
+def _bad(spelled: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{spelled}: {value!r} is not possible, allowed: {allowed}")
+
+
+def _one_of(*allowed: str) -> Callable[[str, object], str]:
+    def read(spelled: str, value: object) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            near = difflib.get_close_matches(str(value).lower(), allowed, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise _bad(spelled, value, ", ".join(allowed) + hint)
+        return value
+
+    return read
+
+
+def _integer(low: int, high: int) -> Callable[[str, object], int]:
+    def read(spelled: str, value: object) -> int:
+        number = value
+        # Not int(): that takes " 12" and "1_2" too, which are slips more often than numbers.
+        if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
+            number = int(value)
+        # bool is an int for Python, not for somebody who writes `queue_depth = true`.
+        if type(number) is not int or not low <= number <= high:
+            raise _bad(spelled, value, f"a whole number from {low} to {high}")
+        return number
+
+    return read
+
+
+def _rank(spelled: str, value: object) -> int | None:
+    return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
+
+
+def _share(spelled: str, value: object) -> float:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if type(number) not in (int, float) or not 0 <= cast(float, number) < 1:  # NaN is neither
+        raise _bad(spelled, value, "a number from 0 to less than 1, for example 0.01")
+    return float(cast(float, number))
+
+
+def _size(spelled: str, value: object) -> int:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = parse_size(value)
+        except ConfigError as error:
+            raise ConfigError(f"{spelled}: {error}") from None
+    if type(number) is not int or not 0 < number <= _MAX_BYTES:
+        raise _bad(spelled, value, "1 byte to 1PiB, for example 512MiB or 2GB")
+    return number
+
+
+def _store(spelled: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise _bad(spelled, value, "a URL, for example file:///nvme/kv")
+    try:
+        parse_sources(value)
+    except ConfigError as error:
+        raise ConfigError(f"{spelled}: {_one_line(str(error))}") from None
+    return value
+
+
+def _path(spelled: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise _bad(spelled, value, "the path of a file")
+    return value
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _setting(default: _T, read: "_Reader", value: str, text: str) -> _T:
+    """A field of CakeConfig.
+
+    Args:
+        read: `(spelled, value)` checks a given value; raises ConfigError.
+        value: what the value is called in help texts.
+        text: the help text, in whole sentences.
+    """
+    metadata = {"read": read, "value": value, "text": text}
+    return field(default=default, metadata=metadata)
+
 
 @dataclass(frozen=True, slots=True)
 class CakeConfig:
-    """What a user may set. First what cake does, then what it may use for that."""
+    """All settings: what cake does, the host memory that it may use, then KV-Runahead."""
 
-    store: str | None = None
-    """URL of the store; None is a file store in the user's cache folder."""
-    mode: Literal["auto", "both", "compute", "load"] = "auto"
-    """Who provides a stored prefix; auto decides by measured costs, the rest is for benchmarks."""
-    codec: str = RAW
-    """How KV is encoded in the store, one of `codec_names.CHOICES`; raw and zstd keep every bit."""
-    max_error: float = 0.0
-    """What auto may lose: relative error of K and of V in any layer; 0 keeps every bit."""
-    block_tokens: int = 128
-    """Tokens of a block, the unit of storing and loading; a multiple of SGLang's page size."""
-    min_load_tokens: int = 256
-    """Tokens that must be loadable before a load is worth its overhead."""
-    priority: Literal["adaptive", "fair", "fcfs"] = "adaptive"
-    """Who is prefilled first: adaptive lets others go before prompts that are being loaded."""
-    eviction_policy: str = DEFAULT_POLICY
-    """Which block of a full file store goes first, unless its URL says `policy=`."""
-    record_trace: str | None = None
-    """File to which one JSON line per request is appended, for `sglang-cake trace replay`."""
-    trace_file: str | None = None
-    """File to which one JSON line per event is appended; None writes no trace."""
+    store: str | None = _setting(
+        None,
+        _store,
+        "URL,...",
+        "Where KV is stored: file:///folder?capacity=500GB, http://host:8700, s3://bucket/prefix, "
+        "mooncake://host:50051, or several of them as tiers, fastest first. Default: a folder in "
+        "the user's cache folder, with at most half of the disk.",
+    )
+    mode: Literal["auto", "both", "compute", "load"] = _setting(
+        "auto",
+        _one_of("auto", "both", "compute", "load"),
+        "MODE",
+        "How a stored prefix is restored: auto decides by measured costs; both, compute and load "
+        "are for benchmarks.",
+    )
+    codec: str = _setting(
+        RAW,
+        _one_of(*CHOICES),
+        "CODEC",
+        f"How KV is encoded in the store: {', '.join(CHOICES)}. Only raw and zstd keep every bit.",
+    )
+    max_error: float = _setting(
+        0.0,
+        _share,
+        "SHARE",
+        "Largest relative error of K and of V, in any layer, that the codec auto may cause. "
+        "0 keeps every bit.",
+    )
+    block_tokens: int = _setting(
+        128,
+        _integer(1, _MAX_BLOCK_TOKENS),
+        "N",
+        "Tokens of a stored block, the unit of storing and loading; a multiple of the page size.",
+    )
+    min_load_tokens: int = _setting(
+        256,
+        _integer(0, 2**31 - 1),
+        "N",
+        "A prompt with fewer loadable tokens is computed. KV-Runahead shares no prompt with fewer "
+        "tokens to compute.",
+    )
+    priority: Literal["adaptive", "fair", "fcfs"] = _setting(
+        "adaptive",
+        _one_of("adaptive", "fair", "fcfs"),
+        "ORDER",
+        "Order of prefill: adaptive (shortest remaining time, loading prompts last), fair (tenants "
+        "in turn) or fcfs (SGLang's order).",
+    )
+    eviction_policy: str = _setting(
+        DEFAULT_POLICY,
+        _one_of(*POLICIES),
+        "POLICY",
+        f"Eviction of a full file store whose URL has no policy=: {', '.join(POLICIES)}.",
+    )
+    record_trace: str | None = _setting(
+        None,
+        _path,
+        "FILE",
+        "File to which one line per request is appended, with its hashed blocks, for "
+        "`sglang-cake trace replay`.",
+    )
+    trace_file: str | None = _setting(
+        None, _path, "FILE", "File to which one JSON line per event is appended."
+    )
 
-    staging_bytes: int = 2**30
-    """Bytes of host memory, per rank, for blocks on their way in."""
-    write_queue_bytes: int = 256 * 2**20
-    """Bytes of host memory, per rank, for blocks on their way out; when full, blocks drop."""
-    queue_depth: int = 4
-    """Reads of the store in flight at once, per rank."""
+    staging_bytes: int = _setting(
+        2**30, _size, "BYTES", "Host memory, per rank, for blocks that are being loaded."
+    )
+    write_queue_bytes: int = _setting(
+        256 * 2**20,
+        _size,
+        "BYTES",
+        "Host memory, per rank, for blocks that are being stored. While it is full, new blocks are "
+        "not stored, and counted.",
+    )
+    queue_depth: int = _setting(
+        4, _integer(1, _MAX_QUEUE_DEPTH), "N", "Concurrent reads of the store, per rank."
+    )
 
-    runahead_rank: int | None = None
-    """This server's place among the peers, from 0; None: that of the only one on this machine."""
-    runahead_peers: str | None = None
-    """HOST:PORT of every member, this one too, by rank; or a file of them, one a line."""
-    runahead_secret: str | None = None
-    """File with what all members know and nobody else does, 16 bytes or more, mode 0600; None: the
-    one in the user's config folder, made there if all members are on this machine."""
-    runahead_transport: Literal["tcp", "mooncake", "cuda-ipc"] = "tcp"
-    """What carries KV from member to member: a TCP connection, Mooncake's transfer engine, or
-    copies from GPU to GPU in one machine."""
+    runahead_rank: int | None = _setting(
+        None,
+        _rank,
+        "N",
+        "KV-Runahead: this server's place among the peers, from 0. Default: the only peer with an "
+        "address of this machine.",
+    )
+    runahead_peers: str | None = _setting(
+        None,
+        _path,
+        "HOST:PORT,...",
+        "KV-Runahead: addresses of all members, this server's included, by rank; or a file with "
+        "one address per line.",
+    )
+    runahead_secret: str | None = _setting(
+        None,
+        _path,
+        "FILE",
+        "KV-Runahead: file with the group's secret, 64 hex digits, mode 0600. Default: the file in "
+        "the user's config folder, which is made there if all members are on this machine.",
+    )
+    runahead_transport: Literal["tcp", "mooncake", "cuda-ipc"] = _setting(
+        "tcp",
+        _one_of("tcp", "mooncake", "cuda-ipc"),
+        "KIND",
+        "KV-Runahead: how KV gets from member to member: TCP, Mooncake's transfer engine, or "
+        "copies between GPUs of one machine.",
+    )
 
     @property
     def lossy(self) -> bool:
@@ -80,7 +245,8 @@ class CakeConfig:
         return may_lose(self.codec, self.max_error)
 
 
-NAMES: Final = tuple(field.name for field in fields(CakeConfig))
+_FIELDS: Final = {field.name: field for field in fields(CakeConfig)}
+NAMES: Final = tuple(_FIELDS)
 
 # How an error names a setting where it was given, from its plain name: a flag, a variable, a key.
 Spell = Callable[[str], str]
@@ -94,6 +260,33 @@ def as_flag(name: str) -> str:
 def as_variable(name: str) -> str:
     """`SGLANG_CAKE_BLOCK_TOKENS` for `block_tokens`."""
     return ENVIRONMENT_PREFIX + name.upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """What a user is told of a setting.
+
+    Attributes:
+        value: what its value is called, as a metavar of argparse.
+        text: whole sentences.
+        default: as it is written; None where `text` says it.
+    """
+
+    value: str
+    text: str
+    default: str | None
+
+
+def help_of(name: str) -> Help:
+    """Of the setting with this plain name."""
+    default: Any = _FIELDS[name].default
+    if name.endswith("_bytes"):
+        default = f"{default // 2**20}MiB"
+    return Help(
+        value=_FIELDS[name].metadata["value"],
+        text=_FIELDS[name].metadata["text"],
+        default=None if default is None else str(default),
+    )
 
 
 def from_mapping(mapping: Mapping[str, object], *, spell: Spell = str) -> CakeConfig:
@@ -200,9 +393,9 @@ def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:
 def _read(mapping: Mapping[str, object], spell: Spell) -> dict[str, Any]:
     settings = {}
     for name, value in mapping.items():
-        if name not in _READERS:
+        if name not in _FIELDS:
             raise ConfigError(_unknown(name, spell))
-        settings[name] = _READERS[name](spell(name), value)
+        settings[name] = _FIELDS[name].metadata["read"](spell(name), value)
     return settings
 
 
@@ -211,104 +404,6 @@ def _unknown(name: str, spell: Spell) -> str:
     known = "allowed: " + ", ".join(spell(each).rpartition(": ")[2] for each in NAMES)
     hint = f"did you mean {spell(near[0]).rpartition(': ')[2]}?" if near else known
     return f"{_one_line(spell(name))}: unknown setting, {hint}"
-
-
-def _bad(spelled: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{spelled}: {value!r} is not possible, allowed: {allowed}")
-
-
-def _one_of(*allowed: str) -> Callable[[str, object], str]:
-    def read(spelled: str, value: object) -> str:
-        if not isinstance(value, str) or value not in allowed:
-            near = difflib.get_close_matches(str(value).lower(), allowed, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise _bad(spelled, value, ", ".join(allowed) + hint)
-        return value
-
-    return read
-
-
-def _integer(low: int, high: int) -> Callable[[str, object], int]:
-    def read(spelled: str, value: object) -> int:
-        number = value
-        # Not int(): that takes " 12" and "1_2" too, which are slips more often than numbers.
-        if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
-            number = int(value)
-        # bool is an int for Python, not for somebody who writes `queue_depth = true`.
-        if type(number) is not int or not low <= number <= high:
-            raise _bad(spelled, value, f"a whole number from {low} to {high}")
-        return number
-
-    return read
-
-
-def _rank(spelled: str, value: object) -> int | None:
-    return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
-
-
-def _share(spelled: str, value: object) -> float:
-    number = value
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            number = None
-    if type(number) not in (int, float) or not 0 <= cast(float, number) < 1:  # NaN is neither
-        raise _bad(spelled, value, "a number from 0 to less than 1, for example 0.01")
-    return float(cast(float, number))
-
-
-def _size(spelled: str, value: object) -> int:
-    number = value
-    if isinstance(value, str):
-        try:
-            number = parse_size(value)
-        except ConfigError as error:
-            raise ConfigError(f"{spelled}: {error}") from None
-    if type(number) is not int or not 0 < number <= _MAX_BYTES:
-        raise _bad(spelled, value, "1 byte to 1PiB, for example 512MiB or 2GB")
-    return number
-
-
-def _store(spelled: str, value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise _bad(spelled, value, "a URL, for example file:///nvme/kv")
-    try:
-        parse_sources(value)
-    except ConfigError as error:
-        raise ConfigError(f"{spelled}: {_one_line(str(error))}") from None
-    return value
-
-
-def _path(spelled: str, value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise _bad(spelled, value, "the path of a file")
-    return value
-
-
-_READERS: Final[dict[str, Callable[[str, object], Any]]] = {
-    "store": _store,
-    "mode": _one_of("auto", "both", "compute", "load"),
-    "codec": _one_of(*CHOICES),
-    "max_error": _share,
-    "block_tokens": _integer(1, _MAX_BLOCK_TOKENS),
-    "min_load_tokens": _integer(0, 2**31 - 1),
-    "priority": _one_of("adaptive", "fair", "fcfs"),
-    "eviction_policy": _one_of(*POLICIES),
-    "record_trace": _path,
-    "trace_file": _path,
-    "staging_bytes": _size,
-    "write_queue_bytes": _size,
-    "queue_depth": _integer(1, _MAX_QUEUE_DEPTH),
-    "runahead_rank": _rank,
-    "runahead_peers": _path,
-    "runahead_secret": _path,
-    "runahead_transport": _one_of("tcp", "mooncake", "cuda-ipc"),
-}
 
 
 def _parse_file(path: str) -> object:
@@ -330,7 +425,3 @@ def _parse_file(path: str) -> object:
         reason = _one_line(str(error))
         raise ConfigError(f"{path}: is not valid {kind[1:].upper()}: {reason}") from None
     raise ConfigError(f"settings file {path!r} has an unknown type, allowed: {_FILE_TYPES}")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

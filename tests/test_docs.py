@@ -1,15 +1,23 @@
 """What the documents claim to be shown by a test, is; and their links lead somewhere."""
 
+import importlib.util
 import re
+import subprocess
+import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from sglang_cake.config import NAMES
+
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))
 LINKED = [*DOCS, *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
 LINKED += [ROOT / folder / "README.md" for folder in ("benchmarks", "patches")]
+LINKED += [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [path for path in LINKED if path.name != "CHANGELOG.md"]  # which names what has gone
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 SHIPPED = "\n".join(p.read_text() for p in (ROOT / "sglang_cake/testing").glob("*_contract.py"))
 
@@ -36,6 +44,83 @@ def anchors(path: Path) -> set[str]:
 def test_named_tests_exist(path: Path) -> None:
     for name in re.findall(r"`(test_\w+)`", path.read_text()):
         assert f"def {name}(" in TESTS + SHIPPED, name
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """All files of the repository, relative to it."""
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return tuple(Path(name) for name in names.split("\n") if name and (ROOT / name).is_file())
+
+
+def words_of(paths: Iterable[Path]) -> frozenset[str]:
+    texts = (path.read_text(errors="replace") for path in paths)
+    return frozenset(re.findall(r"[A-Za-z_]\w*", "\n".join(texts)))
+
+
+@cache
+def words() -> frozenset[str]:
+    """Every word of the source texts, the names of modules, and those of metrics."""
+    kinds = {".py", ".toml", ".sh", ".diff", ".patch", ".json", ".lock", ".txt", ""}
+    sources = words_of(ROOT / path for path in tracked() if path.suffix in kinds)
+    metrics = re.findall(r"`sglang:cake_(\w+)`", (ROOT / "docs/monitoring.md").read_text())
+    return sources | {path.stem for path in tracked()} | {*metrics}
+
+
+@cache
+def sglang_words() -> frozenset[str]:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    (folder,) = found.submodule_search_locations or ()
+    return words_of(Path(folder).rglob("*.py"))
+
+
+def is_name(name: str) -> bool:
+    plain = name.removeprefix("cake_")
+    ours = {name, plain, plain.removesuffix("_total")}
+    return not ours.isdisjoint(words()) or name in sglang_words()
+
+
+def named_file(name: str) -> bool:
+    """Whether `name` is the end of the path of a file, or of a folder, of the repository."""
+    parts = Path(name).parts
+    return any(
+        part.parts[-len(parts) :] == parts for path in tracked() for part in (path, *path.parents)
+    )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_page_back_ticked_path_exists(path: Path) -> None:
+    ours = r"(?:sglang_cake|tests|benchmarks|docs|patches|examples|\.ci)/"
+    for text in re.findall(r"`([^`\n]+)`", prose(path)):
+        name, _, rest = text.partition(": ")
+        if re.fullmatch(r"[\w./-]+\.(?:py|md)", name) or re.fullmatch(ours + r"[\w./-]*", name):
+            assert named_file(name), text
+            for each in re.findall(r"\w+", rest):
+                assert each in words(), text
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_page_back_ticked_name_exists(path: Path) -> None:
+    for text in re.findall(r"`([^`\n]+)`", prose(path)):
+        name = text.removesuffix("()")
+        compound = r"[A-Za-z]+_\w+|[A-Z][a-z]+[A-Z]\w*"
+        if re.fullmatch(rf"(?:\w+\.)*(?:{compound})", name):
+            assert is_name(name.rpartition(".")[2]), text
+        for flag in re.findall(r"--(cake-[\w-]+)", text):
+            assert flag.removeprefix("cake-").replace("-", "_") in {*NAMES, "config"}, text
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    command = [sys.executable, ROOT / "docs/generate.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))

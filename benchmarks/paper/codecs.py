@@ -20,7 +20,7 @@ MEASURED = RESULTS / "codec-speed-cpu.json"
 SHAPE = "LongAlpaca-13B, 6 of 40 layers"
 GBPS = (7.0, 32.0, 100.0)
 Cells = Sequence[dict[str, Any]]
-ASSUMED = {"zstd": 0.80, "int8": 0.516, "int4": 0.266, "kvquant3": 0.203}  # share of raw, theory
+ASSUMED = {"zstd": 0.80, "int8": 0.516, "int4": 0.266, "kvquant3": 0.203}  # share of raw, assumed
 
 
 def section53(cells: Cells) -> list[tuple[str, str, str]]:

@@ -23,49 +23,16 @@ from sglang_cake.adapter.support import (
     unsupported_codec,
     unsupported_group,
 )
-from sglang_cake.codec_names import CHOICES, check_installed
-from sglang_cake.config import NAMES, CakeConfig, as_flag, resolve
+from sglang_cake.codec_names import check_installed
+from sglang_cake.config import NAMES, CakeConfig, as_flag, help_of, resolve
 from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.setting import group_setting
-from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.sources import sources_of
 
 SGLANG_VERSION = "0.5.23"
 BACKEND = "cake"
 
 _SETTINGS_FILE = "config"  # `--cake-config`: beside the settings, names a file of them
-_HELP = {
-    "store": "URL of the KV store, for example file:///nvme/kv. Default: in your cache folder.",
-    "mode": "Who provides a stored prefix: auto, both, compute or load.",
-    "codec": f"How KV is encoded in the store: {', '.join(CHOICES)}.",
-    "max_error": "What the codec auto may lose, as the relative error of K and V.",
-    "block_tokens": "Tokens of a stored block, a multiple of the page size.",
-    "min_load_tokens": "Load nothing when less than this many tokens could be loaded.",
-    "priority": "Who goes first: adaptive (what is being loaded last), fair (to tenants) or fcfs.",
-    "record_trace": "File to append each request's hashed blocks to. Default: none.",
-    "trace_file": "File to append one JSON line per event to. Default: no trace.",
-    "staging_bytes": "Host memory for blocks on their way in, for example 1GiB.",
-    "write_queue_bytes": "Host memory for blocks on their way out, for example 256MiB.",
-    "eviction_policy": f"What a full file store evicts: {', '.join(POLICIES)}.",
-    "queue_depth": "Reads of the store in flight at once.",
-    "runahead_rank": "KV-Runahead: this server's place among the peers. Default: found out.",
-    "runahead_peers": "KV-Runahead: HOST:PORT,... of all members, or a file of them.",
-    "runahead_secret": "KV-Runahead: file of the group's secret. Default: in your config folder.",
-    "runahead_transport": "KV-Runahead: what carries KV: tcp, mooncake or cuda-ipc.",
-}
-_METAVARS = {
-    "store": "URL",
-    "record_trace": "FILE",
-    "trace_file": "FILE",
-    "mode": "MODE",
-    "codec": "CODEC",
-    "max_error": "SHARE",
-    "eviction_policy": "POLICY",
-    "priority": "ORDER",
-    "runahead_peers": "HOST:PORT,...",
-    "runahead_secret": "FILE",
-    "runahead_transport": "KIND",
-}
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 
 
@@ -77,16 +44,10 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-cake", action="store_true", help="The same as --radix-cache-backend cake."
     )
-    defaults = CakeConfig()
     for name in NAMES:
-        default = getattr(defaults, name)
-        if name.endswith("_bytes"):
-            default = f"{default // 2**20}MiB"
-        group.add_argument(
-            as_flag(name),
-            metavar=_METAVARS.get(name, "N"),
-            help=_HELP[name] + ("" if default is None else f" Default: {default}."),
-        )
+        told = help_of(name)
+        default = "" if told.default is None else f" Default: {told.default}."
+        group.add_argument(as_flag(name), metavar=told.value, help=told.text + default)
     group.add_argument(
         as_flag(_SETTINGS_FILE),
         metavar="FILE",

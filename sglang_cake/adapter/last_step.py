@@ -1,4 +1,4 @@
-"""The last step of a prompt, begun while its last blocks are still on their way (theory C.2).
+"""The last step of a prompt, begun while its last blocks are still on their way (docs/theory.md).
 
 To SGLang it is a step over what no store has: the prefix before it counts as there. Slots of the
 prefix belong to the request alone, as those of what it computes do; they join the tree with those,

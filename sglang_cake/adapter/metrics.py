@@ -24,30 +24,30 @@ NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
 _HELP = {
     "loaded_tokens": "Prompt tokens whose KV came from the store.",
     "computed_tokens": "Prompt tokens whose KV was computed.",
-    "overlapped_tokens": "Prompt tokens whose KV came while the prompt's last step ran.",
-    "overlap_failures": "Last steps that were run once more, since KV did not come, by reason.",
-    "wasted_bytes": "Bytes loaded in vain, by reason.",
-    "load_failures": "Blocks or lookups that the store failed, by reason.",
-    "fallback": "Prompts of whose stored KV one side alone got everything.",
-    "unnamed_requests": "Requests left to SGLang: what their weights hold was not known.",
+    "overlapped_tokens": "Prompt tokens whose KV was loaded while the prompt's last step ran.",
+    "overlap_failures": "Last steps that were repeated because KV did not arrive, by reason.",
+    "wasted_bytes": "Bytes that were loaded and not used, by reason.",
+    "load_failures": "Reads and lookups that failed, by reason.",
+    "fallback": "Prompts whose stored KV was all computed or all loaded, by side.",
+    "unnamed_requests": "Requests left to SGLang because the digest of the weights was not known.",
     "read_blocks": "Blocks read from the store.",
-    "read_bytes": "Bytes of blocks read from the store, as they are stored.",
-    "stored_bytes": "Bytes of blocks written to the store, as they are stored; each form once.",
+    "read_bytes": "Bytes of blocks read from the store, encoded and with header.",
+    "stored_bytes": "Bytes of blocks written to the store, encoded and with header.",
     "stored_blocks": "Blocks written to the store.",
-    "encoded_blocks": "Blocks that were encoded and written, by codec; once for each form.",
-    "auto_refused_blocks": "Forms that the codec auto did not make with a codec, and why.",
-    "unstored_blocks": "Blocks that were not written, by reason.",
-    "helped_tokens": "Prompt tokens whose KV other members of the group computed.",
-    "runahead_hops": "Spans of prompts that other members computed.",
-    "runahead_bytes": "Bytes of KV that came from other members.",
-    "runahead_sent_bytes": "Bytes of KV that were sent to other members.",
-    "runahead_failures": "Prompts offered to others and not shared to the end, by reason.",
+    "encoded_blocks": "Encoded blocks that were written, by codec.",
+    "auto_refused_blocks": "Codecs that auto did not use for a block, by codec and reason.",
+    "unstored_blocks": "Computed blocks that were not stored, by reason.",
+    "helped_tokens": "KV-Runahead: prompt tokens whose KV other members computed.",
+    "runahead_hops": "KV-Runahead: spans of prompts that other members computed.",
+    "runahead_bytes": "KV-Runahead: bytes of KV received from other members.",
+    "runahead_sent_bytes": "KV-Runahead: bytes of KV sent to other members.",
+    "runahead_failures": "KV-Runahead: prompts whose sharing failed, by reason.",
 }
 _EVICTION_HELP = {  # of EVICTION_COUNTS
-    "evicted_bytes": "Bytes that made way for others, evicted by this process.",
-    "evicted_blocks": "Blocks that did.",
-    "evicting_us": "Microseconds that the policy took to choose them.",
-    "skipped_blocks": "Blocks that were not worth writing.",
+    "evicted_bytes": "Bytes evicted by this process, by policy.",
+    "evicted_blocks": "Blocks evicted by this process, by policy.",
+    "evicting_us": "Microseconds that the policy took to choose victims.",
+    "skipped_blocks": "Blocks that admission did not write, by policy.",
 }
 _LABELS = {
     "fallback": ("side",),
@@ -82,13 +82,13 @@ class Metrics:
                 self._child(name, value)
         self._meet = Histogram(
             "sglang:cake_meet_fraction",
-            "Where in the prompt compute met load (0: all loaded, 1: all computed).",
+            "Where in the prompt computing met loading (0: all loaded, 1: all computed).",
             names,
             buckets=[i / 10 for i in range(11)],
         ).labels(**labels)
         self._bandwidth = Gauge(
             "sglang:cake_read_bandwidth_bytes_per_s",
-            "Bandwidth of recent reads from the store, in bytes as they are stored.",
+            "Bandwidth of recent reads from the store, encoded and with header.",
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
@@ -101,14 +101,14 @@ class Metrics:
         )
         self._error = Gauge(
             "sglang:cake_prediction_error",
-            "Mean share by which recent predictions missed.",
+            "Mean relative error of recent predictions.",
             [*names, "of"],
             multiprocess_mode="mostrecent",
         )
         self._ttft_error = 0.0
         self._overhead = Histogram(
             "sglang:cake_step_overhead_seconds",
-            "Time that cake took of a scheduling step.",
+            "Time that cake added to a scheduling step.",
             names,
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
         ).labels(**labels)
@@ -186,14 +186,14 @@ class FailureMetrics:
         self._labels, names = labels, list(labels)
         self._failures = Counter(
             "sglang:cake_hook_failures_total",
-            "Exceptions of cake that SGLang did not see, by the place where it calls cake.",
+            "Exceptions of cake that were kept from SGLang, by hook.",
             [*names, "hook"],
         )
         self._on: Gauge | None = None
         if labels:
             self._on = Gauge(
                 "sglang:cake_on",
-                "Whether cake is on; 0 once it was switched off after failures.",
+                "1 while cake is on; 0 after it switched itself off because of failures.",
                 names,
                 multiprocess_mode="mostrecent",
             ).labels(**labels)
@@ -220,13 +220,13 @@ class StoreMetrics:
         self._labels, names = labels, list(labels)
         self._used = Gauge(
             "sglang:cake_store_used_bytes",
-            "What the store holds, over all who share it.",
+            "Bytes that the store holds, of all processes that share it.",
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
         self._capacity = Gauge(
             "sglang:cake_store_capacity_bytes",
-            "What the store may hold; 0 when it has no bound of its own.",
+            "Bytes that the store may hold; 0 if it has no bound of its own.",
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)

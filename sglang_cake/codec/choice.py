@@ -1,7 +1,7 @@
 """Which codec a block should be stored with: the one with which its prompt will start soonest.
 
 A block loads in `l = max(size / link, block / decoding)` seconds, since decoding goes on while the
-next block comes over the link (theory: Cake's two-sided prefill with compressed chunks). Compute
+next block comes over the link (docs/theory.md#codecs). Compute
 and load share the blocks of a prompt, so a block takes `c * l / (c + l)` of it where computing one
 takes `c`. That grows with `l` whatever `c` is: the choice needs no `c`, the prediction does.
 """

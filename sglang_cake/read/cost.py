@@ -227,7 +227,7 @@ class Costs:
             none, the device rests when this prompt waits.
         pipelined: steps are planned while the one before runs, so that none begins at once.
         overlap: share of a prompt's last step that may run before its loads are over: of all layers
-            but the first (theory C.2).
+            but the first (docs/theory.md).
     """
 
     prefill: PrefillCost

@@ -1,4 +1,4 @@
-"""The last step of a prompt may begin before its last loads are over (theory C.2).
+"""The last step of a prompt may begin before its last loads are over (docs/theory.md).
 
 The step computes what no store has, from the end of the stored part on. Its layer i needs KV of
 layer i alone, and a block's bytes come layer by layer: so the step runs while the last blocks come,

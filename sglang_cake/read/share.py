@@ -1,6 +1,6 @@
 """Who gets the device's budget and the link first, when several prompts want them.
 
-Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3) with the order of theory C.5:
+Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3) with the order of docs/theory.md:
 
 1. prompts for which nothing is loaded, or nothing more, in SGLang's order; of equal age those first
    whose rest fits one step;

@@ -174,7 +174,7 @@ def lower_bound(workers: int) -> float:
     """TTFT(p) / TTFT(1) when attention is all there is: equation 2.
 
     It takes the split to be even and the load to be balanced, which no split is at once: the best
-    that can be had is 2 to 3 % more (theory D).
+    that can be had is 2 to 3 % more (docs/theory.md#kv-runahead).
     """
     return (1 / workers + 1 / workers**2) / 2
 

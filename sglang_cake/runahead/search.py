@@ -4,7 +4,7 @@ A level measures a grid of partitions around the best one so far, `points` value
 bound, `stride` tokens apart; the next level does the same around the best of them with half the
 stride, or with the same stride if the best lies on the border of the grid. A full grid is
 `points ** (workers - 1)` measurements a level (the paper's appendix D says `(workers - 1) **
-points`, which is fewer than it takes; theory A).
+points`, which is fewer than it takes).
 
 The search is deterministic and asks for what it wants to know: whoever keeps the answers (see
 `Journal`) can stop at any moment and go on later.

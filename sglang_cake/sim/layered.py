@@ -1,4 +1,4 @@
-"""When a step is over whose layers wait each for its own KV (theory C.2)."""
+"""When a step is over whose layers wait each for its own KV (docs/theory.md)."""
 
 from collections.abc import Callable
 

@@ -109,8 +109,8 @@ def test_a_loader_that_costs_nothing_leaves_one_block() -> None:
     assert plan.partition.bounds[-1] == 128
 
 
-def test_theory_c6() -> None:
-    """LongAlpaca-13B on an A100, 32 Gbps: the table of theory C.6."""
+def test_with_loader_four_workers_meet_as_predicted() -> None:
+    """LongAlpaca-13B on an A100, 32 Gbps: the balance of docs/theory.md."""
     chunk, a, b = 512, 0.0803, 0.00156
     step_s = step((0, (a - b / 2) / chunk, b / chunk / chunk))
     load_token_s = (13.1072e9 / 4e9 + 0.155) / 16384

@@ -63,7 +63,7 @@ def test_it_measures_nothing_twice_and_keeps_to_pages() -> None:
 
 
 def test_the_size_of_a_grid_is_points_to_the_power_of_the_bounds() -> None:
-    """The paper's appendix D has it the other way round; theory A."""
+    """The paper's appendix D has it the other way round."""
     count: list[int] = []
 
     def measure(partitions: Sequence[Partition]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Stores of others: a scheme that an installed package registers (docs/store-tools.md says how)."""
+"""Stores of others: a scheme that an installed package registers (docs/extending.md says how)."""
 
 import asyncio
 import sys

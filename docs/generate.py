@@ -1,0 +1,75 @@
+"""Writes the generated parts of the pages in docs/: `python docs/generate.py`.
+
+With `--check` nothing is written, and the exit status is 1 if a page differs.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from prometheus_client import REGISTRY
+
+from sglang_cake.adapter.metrics import FailureMetrics, Metrics, StoreMetrics
+from sglang_cake.config import NAMES, as_flag, help_of
+from sglang_cake.counters import Counters
+
+DOCS = Path(__file__).parent
+
+
+def settings() -> str:
+    """A table of all settings."""
+    rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    for name in NAMES:
+        told = help_of(name)
+        default = "" if told.default is None else f"`{told.default}`"
+        rows.append(f"| `{as_flag(name)}` | `{told.value}` | {default} | {told.text} |")
+    return "\n".join(rows)
+
+
+def metrics() -> str:
+    """A table of all metrics that a server publishes, without the labels of SGLang's own."""
+    own = "model"  # stands for SGLang's labels
+    labels = {own: ""}
+    Metrics(Counters(), labels)
+    FailureMetrics(labels, ["any"])
+    StoreMetrics(labels, tiers=2)
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in sorted(REGISTRY.collect(), key=lambda family: family.name):
+        if not family.name.startswith("sglang:cake_"):
+            continue
+        name = family.name + ("_total" if family.type == "counter" else "")
+        names = sorted({key for sample in family.samples for key in sample.labels} - {own, "le"})
+        told = ", ".join(f"`{each}`" for each in names)
+        rows.append(f"| `{name}` | {family.type} | {told} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {"settings": settings, "metrics": metrics}
+
+
+def generated(page: str) -> str:
+    """The text of a page with its generated parts written anew."""
+
+    def written(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}"
+
+    part = r"(<!-- generated: (\w+) -->)\n.*?\n?(<!-- end of generated -->)"
+    return re.sub(part, written, page, flags=re.DOTALL)
+
+
+def main() -> int:
+    differ = []
+    for path in sorted(DOCS.glob("*.md")):
+        before = path.read_text(encoding="utf-8")
+        after = generated(before)
+        if after != before:
+            differ.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(after, encoding="utf-8")
+    print(f"pages that differed: {', '.join(differ) or 'none'}")
+    return 1 if differ and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
