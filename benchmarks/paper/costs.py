@@ -1,11 +1,11 @@
 """What computing and loading cost on the papers' machines, fitted to what they print.
 
 The papers print ratios. Loading is known: `io_s` (its two overheads are the fit of the model of
-our fit: T_load = bytes / bandwidth + 0.038 s + 0.117 s per 16k tokens). So T_compute = T_load x
+theory: T_load = bytes / bandwidth + 0.038 s + 0.117 s per 16k tokens). So T_compute = T_load x
 comp / io, cell by cell, without Cake's own time in it; over the bandwidths these agree within 1 %.
 
 A step of k tokens at position p costs fixed + token * k + pair * (pairs of the step). At full
-utilisation, for LongAlpaca-13B and 512 tokens, the sums are `FULL`. Beside them:
+utilisation, for LongAlpaca-13B and 512 tokens, the sums are those of theory (`FULL`). Beside them:
 
 - `fixed` from Table 4, which has six chunk sizes.
 - Utilisation u: other users take 1 - u of the token budget of every step. The two numbers per step

@@ -88,7 +88,9 @@ def test_traffic_is_equations_4_to_7(workers: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("workers", "attainable", "sent"), [(2, 0.382, 0.62), (4, 0.160, 1.89), (8, 0.072, 4.48)]
 )
-def test_chain_attention_only_optimum_is_that_of_the_theory_page(workers: int, attainable: float, sent: float) -> None:
+def test_chain_attention_only_optimum_is_that_of_the_theory_page(
+    workers: int, attainable: float, sent: float
+) -> None:
     worker = Worker(200, 0.0, 1e-9, projections=0.0)
     tokens = 40_000
     plan = balanced(Span(0, tokens), workers, worker.step_s)
