@@ -3,7 +3,8 @@
 Worker j of a chain computes span j on top of everything before it, so a later span costs more per
 token, and the spans of an even split (KVR-E) end at different times. Here: the even split; the
 split in which all workers need the same time (`balanced`, docs/theory.md); the same with a loader
-that fills the tail meanwhile (`with_loader`); and a split read off others (`scaled`, KVR-P). All are pure, and every bound but the last is on a page.
+that fills the tail meanwhile (`with_loader`); and a split read off others (`scaled`, KVR-P). All
+are pure, and every bound but the last is on a page.
 
 The cost of a span is a function `step_s(start, stop)`: seconds to compute tokens `[start, stop)` on
 top of `start` tokens whose KV is there. It may not fall when `stop` grows.
