@@ -99,8 +99,8 @@ def plan_beside_loader(
 
     x and the partition belong together (docs/theory.md): p workers are taken for one that is p
     times as fast and hands over once, its meeting point is x, and the front up to x is split so
-    that all need the same time. None if loading all of it is quicker, or one worker and the loader nearly
-    as quick.
+    that all need the same time. None if loading all of it is quicker, or one worker and the loader
+    nearly as quick.
     """
     view = loading.view
 
