@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_cake.adapter import turns
 from sglang_cake.adapter.boundary import HERE, guarded
+from sglang_cake.adapter.compat import lock_node
 from sglang_cake.adapter.tree import CakeRadixCache
 from sglang_cake.spans import Span
 
@@ -148,14 +149,14 @@ class CakePrefillAdder(PrefillAdder):
         restored = cake.restore(req.rid) is not None
         started_s = time.perf_counter()
         if restored:
-            with self._lock_node(req.last_node):
+            with lock_node(self, req.last_node):
                 cake.settle(req, tree.attach_waiting)
         self._share(decision, req, has_chunked_req)
         if decision.shared or decision.result is not None or not restored:
             return True
         step = cake.plan(req, self.rem_chunk_tokens)
         if step is not None and step.wait and not has_chunked_req:
-            with self._lock_node(req.last_node):
+            with lock_node(self, req.last_node):
                 decision.early = self._early(req)
         cake.step_s += time.perf_counter() - started_s
         if step is not None and decision.early is None:

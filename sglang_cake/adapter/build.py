@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang_cake.adapter import forwards, runahead_hooks
 from sglang_cake.adapter.agree import Agreement
 from sglang_cake.adapter.boundary import HERE
+from sglang_cake.adapter.compat import reduce_in_attention_group
 from sglang_cake.adapter.content import Files
 from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.facts import tenant_key
@@ -414,4 +415,4 @@ def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
 def _reducer(ctx: "TreeCacheBuildContext", tree: CakeRadixCache) -> Any:
     if ctx.tp_size == 1:
         return None
-    return lambda tensor: tree._all_reduce_attn_groups(tensor, torch.distributed.ReduceOp.MIN)
+    return lambda tensor: reduce_in_attention_group(tree, tensor, torch.distributed.ReduceOp.MIN)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.adapter.boundary import register
+from sglang_cake.adapter.compat import has_split_cached_tokens
 from sglang_cake.spans import Span
 from sglang_cake.store.url import split_urls
 
@@ -29,7 +30,7 @@ def loaded(req: "Req", span: Span) -> None:
     """The tokens of `span`, which SGLang counts as cached, came from the store."""
     if req.retracted_stain:  # SGLang has stopped counting
         return
-    if req._cache_breakdown_computed:
+    if has_split_cached_tokens(req):
         req.cached_tokens_storage += span.tokens
     else:  # SGLang splits what its first step finds by these two
         req.storage_hit_length += span.tokens

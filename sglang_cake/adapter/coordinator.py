@@ -17,6 +17,7 @@ import torch
 
 from sglang_cake.adapter import cached_tokens
 from sglang_cake.adapter.agree import Agreement
+from sglang_cake.adapter.compat import longest_prefix_tokens
 from sglang_cake.adapter.facts import begins_early, facts_of, keyable, seed_of, tenant_of
 from sglang_cake.adapter.inbox import Inbox
 from sglang_cake.adapter.landing import Landing
@@ -99,7 +100,7 @@ class Coordinator:
         seed = seed_of(req, self._namespace, adapter)
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
-        limit = req._compute_max_prefix_len(len(tokens))
+        limit = longest_prefix_tokens(req, len(tokens))
         block_tokens = self._config.block_tokens
         ticket = f"{req.rid}#{next(self._numbers)}"
         restore = Restore(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_cake.adapter.boundary import HERE, register
+from sglang_cake.adapter.compat import answer_without_admin_key, is_hooked, tokenizer_manager
 from sglang_cake.config import CakeConfig
 from sglang_cake.errors import CakeError, ConfigError
 from sglang_cake.store.sources import sources_of
@@ -28,7 +29,7 @@ MAX_BODY_BYTES = 65_536
 def install(config: CakeConfig) -> None:
     """Hook the process that serves HTTP; it knows that it does when plugins are long loaded."""
     _StoreEndpoint.setting = config.store
-    if _SERVER not in HookRegistry._patched:
+    if not is_hooked(_SERVER):
         register(_SERVER, _add_route, HookType.BEFORE)
         HookRegistry.apply_hooks()
 
@@ -54,13 +55,12 @@ def _add_route(*args: Any, **kwargs: Any) -> None:
 
 async def _serve(request: "Request") -> "Response":
     from fastapi.responses import JSONResponse
-    from sglang.srt.entrypoints import http_server
     from sglang.srt.runtime_context import get_serving
 
     if not get_serving().admin_api_key:  # whoever may name a store may name any folder
-        missing: Response = http_server._admin_api_key_missing_response()
+        missing: Response = answer_without_admin_key()
         return missing
-    manager = http_server._global_state.tokenizer_manager
+    manager = tokenizer_manager()
     try:
         if request.method == "PUT":
             setting = _setting_in(await _body(request))

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-from sglang.version import __version__ as sglang_version
 
-from sglang_cake.adapter import endpoints, responses
+from sglang_cake.adapter import compat, endpoints, responses
 from sglang_cake.adapter.handover import environment_of_user, hand_over, withdraw
 from sglang_cake.adapter.support import (
     ModelFacts,
@@ -29,7 +28,6 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.runahead.setting import group_setting
 from sglang_cake.store.sources import sources_of
 
-SGLANG_VERSION = "0.5.23"
 BACKEND = "cake"
 
 _SETTINGS_FILE = "config"  # `--cake-config`: beside the settings, names a file of them
@@ -127,11 +125,7 @@ def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> A
         if given:
             raise ConfigError(f"{spell(next(iter(given)))} has no effect without {switch}: add it")
         return record
-    if sglang_version != SGLANG_VERSION:
-        raise ConfigError(
-            f"cake needs SGLang {SGLANG_VERSION}, and {sglang_version} is installed: "
-            f"pip install sglang=={SGLANG_VERSION}"
-        )
+    compat.require()
     if record.radix_cache_backend not in (None, BACKEND):
         raise ConfigError(
             f"{switch} and another radix cache backend, {record.radix_cache_backend!r}, exclude "

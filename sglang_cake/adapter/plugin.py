@@ -1,6 +1,7 @@
 """The entry point of group `sglang.srt.plugins`: SGLang calls `register` once in every process."""
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -24,11 +25,9 @@ def register() -> None:
     SGLang logs and swallows what is raised here, so nothing that can be wrong is checked here.
     """
     register_hook(f"{_SERVER_ARGS}.add_cli_args", flags.add_flags, HookType.AFTER)
-    for name, hook in (
-        ("from_cli_args", flags.from_cli_args),
-        ("resolve_once", flags.resolve_once),
-    ):
-        register_hook(f"{_SERVER_ARGS}.{name}", hook, HookType.AROUND, passes=ConfigError)
+    around = partial(register_hook, kind=HookType.AROUND, passes=ConfigError)
+    around(f"{_SERVER_ARGS}.from_cli_args", flags.from_cli_args)
+    around(f"{_SERVER_ARGS}.resolve_once", flags.resolve_once)
     _accept_engine_keywords()
     if is_handed_over():
         # Only here: these imports are heavy, and a server without cake must stay as it is.

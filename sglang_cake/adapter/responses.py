@@ -5,6 +5,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_cake.adapter.boundary import register
+from sglang_cake.adapter.compat import is_hooked
 
 _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
 
@@ -14,7 +15,7 @@ def install() -> None:
 
     Responses without a story pass untouched.
     """
-    if _TARGET not in HookRegistry._patched:
+    if not is_hooked(_TARGET):
         register(_TARGET, _unwrap, HookType.AFTER)
         HookRegistry.apply_hooks()
 

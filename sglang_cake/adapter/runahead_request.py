@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_cake.adapter.compat import abort_chunked_request, take_deferred_requests
 from sglang_cake.errors import RunaheadError
 from sglang_cake.spans import Span
 
@@ -62,9 +63,7 @@ def check_abort(scheduler: "Scheduler", req: "Req") -> None:
     """
     from sglang.srt.managers.io_struct import AbortReq
 
-    deferred = scheduler._deferred_input_requests
-    deferred.extend(scheduler.request_receiver.recv_requests())
-    for each in deferred:
+    for each in take_deferred_requests(scheduler):
         if isinstance(each, AbortReq) and (each.abort_all or req.rid.startswith(each.rid)):
             raise Aborted("its request is aborted")
 
@@ -76,8 +75,7 @@ def give_up(scheduler: "Scheduler", req: "Req") -> None:
     dropped, nothing of the request joins the tree any more, and its slots are freed.
     """
     drop_answer(req)
-    if scheduler.chunked_req is req:
-        scheduler._pending_chunked_abort_req = req
+    abort_chunked_request(scheduler, req)
 
 
 def drop_answer(req: "Req") -> None:

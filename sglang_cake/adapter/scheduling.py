@@ -1,7 +1,6 @@
 """Hooks into SGLang's scheduler: when requests arrive, what each step begins with."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +29,12 @@ _OFF = "cake is switched off after failures, which the server's log has; start t
 def install() -> None:
     """Register the scheduler hooks. Call while plugins are being loaded."""
     register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
-    hooks: dict[str, Callable[..., Any]] = {
-        "get_prefill_adder_class": _adder_class,
-        "_process_hicache_events": _poll,
-        "_add_request_to_queue": _arrived,
-        "on_idle": _idle,
-    }
-    for name, hook in hooks.items():
-        register(f"{_SCHEDULER}.{name}", hook, HookType.AFTER)
-    for name, around in {"attach": _attach, "detach": _detach}.items():
-        register(f"{_SCHEDULER}.{name}_hicache_storage_wrapped", around, HookType.AROUND)
+    register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
+    register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
+    register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
+    register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
+    register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach, HookType.AROUND)
+    register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach, HookType.AROUND)
 
 
 def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":

@@ -355,18 +355,17 @@ print(json.dumps({{
     assert not (tmp_path / "home" / "sglang_cake").exists(), "no store folder is made"
 
 
-def test_another_sglang_is_refused(
+def test_sglang_that_differs_is_refused_where_cake_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from sglang_cake.adapter import flags
+    from sglang_cake.adapter import compat, flags
 
-    monkeypatch.setattr(flags, "sglang_version", "0.6.0")
+    monkeypatch.setattr(compat, "differences", lambda: ["Scheduler.on_idle is missing"])
     record = SimpleNamespace(radix_cache_backend=None)
     with pytest.raises(SystemExit) as caught:
         flags.from_cli_args(lambda cls, args: record, object, Namespace(enable_cake=True))
     assert caught.value.code == 2
-    assert capsys.readouterr().err == (
-        "sglang-cake: error: cake needs SGLang 0.5.23, and 0.6.0 is installed: "
-        "pip install sglang==0.5.23\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sglang-cake: error: cake was checked with SGLang ==0.5.23; ")
+    assert "Scheduler.on_idle is missing" in line
     assert flags.from_cli_args(lambda cls, args: record, object, Namespace()) is record
