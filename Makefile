@@ -2,7 +2,7 @@
 #   make demo MODEL=/path/to/model ARGS="--repeats 5"
 #   make test ARGS="tests/test_ideal.py"
 #   make test ARGS="-n 0"    in one process, as a debugger wants it
-.PHONY: setup setup-tests test lint demo bench clean
+.PHONY: setup setup-tests test lint demo bench docs clean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -24,6 +24,10 @@ demo: setup
 
 bench: setup
 	.venv/bin/python -m benchmarks $(ARGS)
+
+docs: setup
+	.venv/bin/python docs/generate.py
+	.venv/bin/properdocs build --strict -f mkdocs.yml
 
 clean:
 	rm -rf .venv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

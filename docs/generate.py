@@ -1,6 +1,7 @@
 """Writes the generated parts of the pages in docs/: `python docs/generate.py`.
 
-With `--check` nothing is written, and the exit status is 1 if a page differs.
+With `--check` nothing is written, and the exit status is 1 if a page differs. `make docs` calls it
+as a hook: a link out of docs/ becomes the path that it names, since the site has the pages alone.
 """
 
 import re
@@ -56,6 +57,16 @@ def generated(page: str) -> str:
 
     part = r"(<!-- generated: (\w+) -->)\n.*?\n?(<!-- end of generated -->)"
     return re.sub(part, written, page, flags=re.DOTALL)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """A page as the site has it."""
+    return re.sub(r"\[([^]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)", _outside, markdown)
+
+
+def _outside(match: re.Match[str]) -> str:
+    text, path = match.groups()
+    return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
 
 
 def main() -> int:
