@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls
 
 # Weight that an observation keeps after one more: about the last 50 steps count.
 _KEEP = 0.98
@@ -312,13 +313,7 @@ def _vector(cost: PrefillCost) -> Matrix:
 
 
 def _nonnegative(products: Matrix, targets: Matrix) -> Matrix:
-    """The v >= 0 that minimises v'Pv/2 - t'v, for positive definite P: drop what turns negative."""
-    v = np.zeros(len(targets))
-    kept = np.arange(len(targets))
-    while len(kept):
-        found = np.linalg.solve(products[np.ix_(kept, kept)], targets[kept])
-        if (found >= 0).all():
-            v[kept] = found
-            break
-        kept = kept[found > found.min()]
+    """The v >= 0 that minimises v'Pv/2 - t'v, for positive definite P."""
+    root = np.linalg.cholesky(products)
+    v: Matrix = nnls(root.T, np.linalg.solve(root, targets))[0]
     return v
