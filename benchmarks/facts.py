@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sglang_cake.atomic_write import atomic_write
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "sglang-cake")
@@ -60,9 +62,8 @@ def header(benchmark: str, **settings: Any) -> dict[str, Any]:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result file whole, or leave the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    beside.replace(path)
+    atomic_write(path, (json.dumps(result, indent=1) + "\n").encode())
+    path.chmod(0o644)  # it is for everybody
 
 
 def shown(path: Path) -> str:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import stat
 import threading
 import time
@@ -19,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from sglang_cake.atomic_write import atomic_write
 from sglang_cake.cache_folder import cache_folder
 from sglang_cake.errors import ConfigError
 
@@ -310,13 +310,7 @@ def _remember(state: FileState, digest: str) -> None:
     if folder is None or time.time() - state.ctime_ns / 1e9 < SETTLED_S:
         return
     with contextlib.suppress(OSError):
-        temporary = folder / f"{secrets.token_hex(8)}.tmp"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, digest.encode())
-        finally:
-            os.close(fd)
-        temporary.rename(folder / _name(state))
+        atomic_write(folder / _name(state), digest.encode())
         _forget_oldest(folder)
 
 

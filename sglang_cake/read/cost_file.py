@@ -9,11 +9,11 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from sglang_cake.atomic_write import atomic_write
 from sglang_cake.keys import Digest
 from sglang_cake.read.cost import LoadCost, PrefillCost
 
@@ -61,15 +61,7 @@ class CostFile:
         }
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._folder)  # 0600
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(content, file)
-                os.replace(temporary, self._path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            atomic_write(self._path, json.dumps(content).encode())
             self._forget_old()
         except OSError:
             return False

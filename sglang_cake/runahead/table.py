@@ -3,14 +3,13 @@
 One JSON file per machine and namespace: what was measured on one says nothing about another.
 """
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sglang_cake.atomic_write import atomic_write
 from sglang_cake.keys import Digest
 from sglang_cake.runahead.partition import Partition, scaled
 from sglang_cake.spans import Span
@@ -112,17 +111,8 @@ def save_table(path: Path, table: PartitionTable) -> None:
         str(workers): {str(tokens): list(each) for tokens, each in sorted(lengths.items())}
         for workers, lengths in sorted(table.entries.items())
     }
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as out:
-            json.dump({"version": _VERSION, "shares": shares}, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        beside.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
+    content = json.dumps({"version": _VERSION, "shares": shares}, indent=1)
+    atomic_write(path, content.encode(), durable=True)
 
 
 def _workers(text: str) -> int:

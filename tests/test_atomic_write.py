@@ -1,0 +1,64 @@
+"""A file is replaced whole, or stays as it was."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_cake.atomic_write import atomic_write
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_atomic_write_replaces_a_file_with_one_of_its_owner_alone(
+    tmp_path: Path, durable: bool
+) -> None:
+    path = tmp_path / "some.json"
+    path.write_bytes(b"old")
+    path.chmod(0o644)
+    atomic_write(path, b"new", durable=durable)
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "some.json"
+    path.write_bytes(b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic_write(path, b"new", durable=True)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_write_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    program = (
+        "import sys; from pathlib import Path; from sglang_cake.atomic_write import atomic_write\n"
+        "print('go', flush=True)\n"
+        "for n in range(10**9): atomic_write(Path(sys.argv[1]), b'%d' % (n % 10) * 100_000)\n"
+    )
+    for _ in range(5):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            while not path.exists():
+                pass
+            for _ in range(50):
+                assert len(set(path.read_bytes())) == 1
+            writer.send_signal(signal.SIGKILL)
+        content = path.read_bytes()
+        assert len(content) == 100_000
+        assert len(set(content)) == 1
