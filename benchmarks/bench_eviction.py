@@ -27,9 +27,9 @@ from benchmarks.eviction_cells import BY_SHAPE, CAPACITIES, TRACES, VARIANTS, Ce
 from benchmarks.facts import RESULTS, header, shown, write
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.sim.ttft import SHAPES
-from sglang_cake.store.eviction import POLICIES, Use
-from sglang_cake.store.eviction.admission import ALL
-from sglang_cake.store.eviction.tenants import EVERYBODY
+from sglang_cake.store.eviction import POLICIES, AccessContext
+from sglang_cake.store.eviction.policy import ADMIT_ALL
+from sglang_cake.store.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.store.eviction.workload import ReusePolicy
 from sglang_cake.store.file.index import BlockIndex, Found
 from sglang_cake.store.file.room import Room
@@ -110,8 +110,8 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 None,
                 policy,
                 min_free_bytes=0,
-                sharing=EVERYBODY,
-                admission=ALL,
+                tenant_rules=NO_TENANT_RULES,
+                admission=ADMIT_ALL,
                 on_learned=forget,
             )
             room.begin_anew(index, leads=True)
@@ -120,7 +120,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 pass
             learn_s = time.perf_counter() - began_s
             order = room._policy
-            lanes = len(order._lanes) if isinstance(order, ReusePolicy) else 1
+            heaps = order.heap_count if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
             room.make(index, Amount(evictions * size))
             make_s = time.perf_counter() - began_s
@@ -134,7 +134,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 {
                     "policy": policy,
                     "blocks": blocks,
-                    "lanes": lanes,
+                    "lanes": heaps,
                     "learn_s": round(learn_s, 2),
                     "us_per_eviction_policy": round(1e6 * pop_s / evictions, 2),
                     "us_per_eviction_store": round(1e6 * make_s / evictions, 2),
@@ -143,7 +143,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
     return rows
 
 
-def forget(ident: int, use: Use) -> None:
+def forget(ident: int, context: AccessContext) -> None:
     pass
 
 

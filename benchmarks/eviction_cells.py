@@ -1,7 +1,7 @@
 """One replay of a trace each: what the processes of bench_eviction share."""
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,12 +12,11 @@ from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
 from sglang_cake.sim.replay import Replay
 from sglang_cake.sim.traces import Trace, head, read_trace
 from sglang_cake.sim.ttft import SHAPES, SavedTime
-from sglang_cake.store.eviction import Usage, Worth, new_policy
-from sglang_cake.store.eviction.admission import ALL, Admission
-from sglang_cake.store.eviction.base import EvictionPolicy
-from sglang_cake.store.eviction.cake import PREFIX_WEIGHT, CakePolicy, CakePrefixPolicy
-from sglang_cake.store.eviction.reuse import Kind, ReuseModel
-from sglang_cake.store.eviction.workload import WorkloadPolicy, kind_of
+from sglang_cake.store.eviction import Benefit, Usage, new_policy
+from sglang_cake.store.eviction.cake import PREFIX_BENEFIT_EXPONENT, CakePolicy, CakePrefixPolicy
+from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy
+from sglang_cake.store.eviction.reuse import RequestClass, ReuseModel
+from sglang_cake.store.eviction.workload import WorkloadPolicy, class_of
 
 # File, and blocks of it per 512 tokens: capacities are compared at equal tokens.
 TRACES = {
@@ -27,100 +26,104 @@ TRACES = {
 }
 CAPACITIES = (1000, 2000, 4000, 8000, 16000, 32000, 64000)
 BY_SHAPE = ("gdfs", "cake", "cake-prefix")  # decide by cost: one run for each shape
-ONE_CLASS: Kind = ("", 1, 0)
+ONE_CLASS: RequestClass = ("", 1, 0)
 
 
-def by_turn(usage: Usage) -> Kind:
+def by_turn(usage: Usage) -> RequestClass:
     """The paper's classes: request type x turn."""
-    return kind_of(usage)[0], kind_of(usage)[1], 0
+    return class_of(usage)[0], class_of(usage)[1], 0
 
 
-def by_length(usage: Usage) -> Kind:
+def by_length(usage: Usage) -> RequestClass:
     """Powers of two of the prompt's blocks instead of turns."""
-    return usage.use.workload, usage.use.reach.bit_length(), min(usage.uses, 1)
+    return usage.context.workload, usage.context.reach.bit_length(), min(usage.uses, 1)
 
 
 class WithoutOffset(WorkloadPolicy):
     """`workload` that looks at the probability alone."""
 
-    def value(
-        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
-    ) -> tuple[float, ...]:
+    def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
         return (log_reuse,)
 
 
 def workload(
-    classes: Callable[[Usage], Kind] = kind_of,
+    classes: Callable[[Usage], RequestClass] = class_of,
     *,
     life_s: float = 30.0,
-    trust: float = 0.5,
+    class_weight: float = 0.5,
     **model: Any,
 ) -> EvictionPolicy:
-    return WorkloadPolicy(ReuseModel(**model), life_s, classes, trust)
+    return WorkloadPolicy(ReuseModel(**model), life_s, classes, class_weight)
 
 
 class PrefixOf(CakePrefixPolicy):
     """`cake-prefix` with another weight of the seconds: 0 counts hits alone, 1 seconds alone."""
 
-    def __init__(self, worth: Worth, weight: float) -> None:
-        super().__init__(worth)
+    def __init__(self, benefit: Benefit, weight: float) -> None:
+        super().__init__(benefit)
         self._weight = weight
 
-    def log_worth(self, usage: Usage) -> float:
-        return super().log_worth(usage) * self._weight / PREFIX_WEIGHT
+    def log_benefit(self, usage: Usage) -> float:
+        return super().log_benefit(usage) * self._weight / PREFIX_BENEFIT_EXPONENT
 
 
 class CakeOf(CakePolicy):
-    """`cake` with another worth of a block."""
+    """`cake` with another benefit of a block."""
 
-    def __init__(self, worth: Worth, saved_s: Callable[[Worth, Usage], float]) -> None:
-        super().__init__(worth)
+    def __init__(self, benefit: Benefit, saved_s: Callable[[Benefit, Usage], float]) -> None:
+        super().__init__(benefit)
         self._saved_s = saved_s
 
-    def log_worth(self, usage: Usage) -> float:
-        return math.log(max(1e-12, self._saved_s(self.worth, usage)) / max(1, usage.stored_bytes))
+    def log_benefit(self, usage: Usage) -> float:
+        return math.log(max(1e-12, self._saved_s(self.benefit, usage)) / max(1, usage.stored_bytes))
 
 
-def heads_worth(share: float) -> Callable[[Worth, Usage], float]:
+def head_benefit(share: float) -> Callable[[Benefit, Usage], float]:
     """Blocks left of the meet keep this share of what computing them takes."""
 
-    def saved_s(worth: Worth, usage: Usage) -> float:
-        position, reach = usage.use.position, usage.use.reach
-        left = position + 1 <= worth.meet(reach)
-        return worth.compute_s(position) * (share if left else 1.0)
+    def saved_s(benefit: Benefit, usage: Usage) -> float:
+        position, reach = usage.context.position, usage.context.reach
+        left = position + 1 <= benefit.meeting_block(reach)
+        return benefit.compute_s(position) * (share if left else 1.0)
 
     return saved_s
 
 
-def less_the_load(worth: Worth, usage: Usage) -> float:
+def less_the_load(benefit: Benefit, usage: Usage) -> float:
     """What computing the block takes, less what loading it does."""
-    return worth.compute_s(usage.use.position) - worth.load_s
+    return benefit.compute_s(usage.context.position) - benefit.load_s
 
 
-ADMISSIONS = {f"cake-prefix, admission {n}": Admission(n) for n in (0.1, 0.3, 1.0)}
+ADMISSIONS = {f"cake-prefix, admission {n}": AdmissionPolicy(n) for n in (0.1, 0.3, 1.0)}
 HEAD_FIRST = "workload, head first"  # without the offset: of a request the head is the oldest
-VARIANTS: dict[str, Callable[[Worth], EvictionPolicy]] = {
-    "one class (is LRU)": lambda worth: workload(lambda usage: ONE_CLASS),
-    "distribution alone": lambda worth: workload(by_turn, life_s=1e5, trust=1.0),
-    "and life (the paper's)": lambda worth: workload(by_turn, life_s=300.0, trust=1.0),
-    "and a short life": lambda worth: workload(by_turn, trust=1.0),
-    "and reads": lambda worth: workload(trust=1.0),
-    "and half trust (workload)": lambda worth: workload(),
-    HEAD_FIRST: lambda worth: WithoutOffset(),
-    **{f"life {life} s": lambda worth, n=life: workload(life_s=n) for life in (5, 100, 300, 1000)},
-    **{f"trust {n}": lambda worth, n=n: workload(trust=n) for n in (0.0, 0.25, 0.75)},
-    **{f"window {n} s": lambda worth, n=n: workload(window_s=float(n)) for n in (300, 900, 3600)},
-    "least samples 500": lambda worth: workload(least_samples=500),
-    "gaps from 0 s on": lambda worth: workload(shortest_gap_s=0.0),
-    "classes by length": lambda worth: workload(by_length),
-    "classes by reads alone": lambda worth: workload(lambda u: ("", 1, min(u.uses, 1))),
-    "cake-prefix, LRU's reuse": lambda worth: CakePrefixPolicy(worth, trust=0.0),
-    **{f"cake-prefix, weight {n}": lambda worth, n=n: PrefixOf(worth, n) for n in (0.0, 0.25, 1.0)},
-    **{f"cake, heads {n}": lambda worth, n=n: CakeOf(worth, heads_worth(n)) for n in (0.01, 0.5)},
-    "cake, less the load": lambda worth: CakeOf(worth, less_the_load),
-    "LeCaR": lambda worth: LecarPolicy([new_policy("lru"), new_policy("lfu")]),
-    "LeCaR, workload and cake-prefix": lambda worth: LecarPolicy(
-        [new_policy("workload"), new_policy("cake-prefix", worth)]
+VARIANTS: dict[str, Callable[[Benefit], EvictionPolicy]] = {
+    "one class (is LRU)": lambda _: workload(lambda usage: ONE_CLASS),
+    "distribution alone": lambda _: workload(by_turn, life_s=1e5, class_weight=1.0),
+    "and life (the paper's)": lambda _: workload(by_turn, life_s=300.0, class_weight=1.0),
+    "and a short life": lambda _: workload(by_turn, class_weight=1.0),
+    "and reads": lambda _: workload(class_weight=1.0),
+    "and half trust (workload)": lambda _: workload(),
+    HEAD_FIRST: lambda _: WithoutOffset(),
+    **{f"life {life} s": lambda _, n=life: workload(life_s=n) for life in (5, 100, 300, 1000)},
+    **{f"trust {n}": lambda _, n=n: workload(class_weight=n) for n in (0.0, 0.25, 0.75)},
+    **{f"window {n} s": lambda _, n=n: workload(window_s=float(n)) for n in (300, 900, 3600)},
+    "least samples 500": lambda _: workload(min_samples=500),
+    "gaps from 0 s on": lambda _: workload(min_gap_s=0.0),
+    "classes by length": lambda _: workload(by_length),
+    "classes by reads alone": lambda _: workload(lambda u: ("", 1, min(u.uses, 1))),
+    "cake-prefix, LRU's reuse": lambda benefit: CakePrefixPolicy(benefit, class_weight=0.0),
+    **{
+        f"cake-prefix, weight {n}": lambda benefit, n=n: PrefixOf(benefit, n)
+        for n in (0.0, 0.25, 1.0)
+    },
+    **{
+        f"cake, heads {n}": lambda benefit, n=n: CakeOf(benefit, head_benefit(n))
+        for n in (0.01, 0.5)
+    },
+    "cake, less the load": lambda benefit: CakeOf(benefit, less_the_load),
+    "LeCaR": lambda _: LecarPolicy([new_policy("lru"), new_policy("lfu")]),
+    "LeCaR, workload and cake-prefix": lambda benefit: LecarPolicy(
+        [new_policy("workload"), new_policy("cake-prefix", benefit)]
     ),
     **dict.fromkeys(ADMISSIONS, CakePrefixPolicy),
 }
@@ -148,21 +151,21 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
     trace = loaded(folder / file, requests)
     capacity = cell.capacity * scale
     clocks = [SavedTime(shape, trace.block_tokens) for shape in SHAPES.values()]
-    worth = SHAPES[cell.shape or "8b"].worth(trace.block_tokens)
+    benefit = SHAPES[cell.shape or "8b"].benefit(trace.block_tokens)
     if cell.policy == "belady":
         policy: EvictionPolicy = BeladyPolicy(trace)
     elif cell.policy in VARIANTS:
-        policy = VARIANTS[cell.policy](worth)
+        policy = VARIANTS[cell.policy](benefit)
     else:
-        policy = new_policy(cell.policy, worth)
-    admission = ADMISSIONS.get(cell.policy, ALL)
+        policy = new_policy(cell.policy, benefit)
+    admission = ADMISSIONS.get(cell.policy, ADMIT_ALL)
     replay = Replay(
         trace,
         policy,
         capacity,
         clocks=clocks,
         admission=admission,
-        worth=worth,
+        benefit=benefit,
         head_last=cell.policy != HEAD_FIRST,
     )
     out = replay.run()

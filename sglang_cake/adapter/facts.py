@@ -12,7 +12,7 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest, KeySeed
 from sglang_cake.read.cost import Costs
 from sglang_cake.secret_file import make_secret_file, own_secret_path, read_key
-from sglang_cake.store.eviction import Worth
+from sglang_cake.store.eviction import Benefit
 from sglang_cake.store.request import MOST_WORKLOAD, RequestFacts
 
 if TYPE_CHECKING:
@@ -94,14 +94,14 @@ def facts_of(
         tokens=len(tokens),
         workload=_text(workload)[:MOST_WORKLOAD] if isinstance(workload, str) else "",
         tenant=tenant_of(req),
-        worth=_worth(costs, block_tokens),
+        benefit=_benefit(costs, block_tokens),
     )
 
 
-def _worth(costs: Costs, block_tokens: int) -> Worth | None:
+def _benefit(costs: Costs, block_tokens: int) -> Benefit | None:
     prefill = costs.prefill
     try:
-        return Worth(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
+        return Benefit(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
     except ValueError:  # nothing measured, or a fit that cannot be: the store keeps what it has
         return None
 

@@ -13,7 +13,7 @@ from sglang_cake.sim.replay import Outcome, Replay
 from sglang_cake.sim.traces import Trace, read_trace
 from sglang_cake.sim.ttft import SHAPES, SavedTime
 from sglang_cake.store.eviction import POLICIES, new_policy
-from sglang_cake.store.eviction.admission import ALL, Admission
+from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy
 
 
 def add_replay(subparsers: Any) -> None:
@@ -117,16 +117,16 @@ def _replayed(
 ) -> Outcome:
     from tqdm import tqdm
 
-    worth = SHAPES[args.shape].worth(trace.block_tokens)
+    benefit = SHAPES[args.shape].benefit(trace.block_tokens)
     replay = Replay(
         trace,
-        BeladyPolicy(trace) if policy == "belady" else new_policy(policy, worth),
+        BeladyPolicy(trace) if policy == "belady" else new_policy(policy, benefit),
         capacity,
         clocks=[clock],
         leaf=args.leaf,
         told_turns=args.told_turns,
-        admission=ALL if policy == "belady" else Admission(args.admit),
-        worth=worth,
+        admission=ADMIT_ALL if policy == "belady" else AdmissionPolicy(args.admit),
+        benefit=benefit,
     )
     steps = tqdm(
         replay.steps(),

@@ -4,8 +4,8 @@ from bisect import bisect_right
 
 from sglang_cake.sim.traces import Trace, next_uses
 from sglang_cake.sim.ttft import SavedTime
-from sglang_cake.store.eviction.base import BasePolicy, Usage
 from sglang_cake.store.eviction.heap import BlockHeap
+from sglang_cake.store.eviction.policy import BasePolicy, Usage
 
 
 class BeladyPolicy(BasePolicy):
@@ -37,7 +37,7 @@ class BeladyPolicy(BasePolicy):
         uses = self._uses[usage.ident]
         later = bisect_right(uses, self._request)
         next_use = uses[later] if later < len(uses) else self._never
-        self._heap.put(block, (-next_use, -usage.use.position))
+        self._heap.put(block, (-next_use, -usage.context.position))
 
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)

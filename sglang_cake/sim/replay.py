@@ -17,10 +17,15 @@ from dataclasses import dataclass, field, replace
 
 from sglang_cake.sim.traces import Trace, TraceRequest
 from sglang_cake.sim.ttft import SavedTime
-from sglang_cake.store.eviction.admission import ALL, Admission
-from sglang_cake.store.eviction.ancestry import Ancestry
-from sglang_cake.store.eviction.base import EvictionPolicy, Usage, Use
-from sglang_cake.store.eviction.worth import Worth
+from sglang_cake.store.eviction.benefit import Benefit
+from sglang_cake.store.eviction.conversation import ConversationTracker
+from sglang_cake.store.eviction.policy import (
+    ADMIT_ALL,
+    AccessContext,
+    AdmissionPolicy,
+    EvictionPolicy,
+    Usage,
+)
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
 
@@ -81,7 +86,7 @@ class Replay:
         leaf: only blocks without resident children may go.
         told_turns: use the turns that the trace tells, where it does, not those that the server
             finds out.
-        admission, worth: which blocks are written at all, and what they save.
+        admission, benefit: which blocks are written at all, and what they save.
         head_last: the head is the most recent of a request's blocks; otherwise its tail is.
     """
 
@@ -94,19 +99,19 @@ class Replay:
         clocks: Sequence[SavedTime] = (),
         leaf: bool = False,
         told_turns: bool = False,
-        admission: Admission = ALL,
-        worth: Worth | None = None,
+        admission: AdmissionPolicy = ADMIT_ALL,
+        benefit: Benefit | None = None,
         head_last: bool = True,
     ) -> None:
         self._trace, self._policy, self._capacity = trace, policy, capacity_blocks
         self._clocks, self._leaf, self._told_turns = clocks, leaf, told_turns
-        self._admission, self._worth = admission, worth or Worth()
+        self._admission, self._benefit = admission, benefit or Benefit()
         self._head_last = head_last
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
         self._idents: dict[int, int] = {}  # and back
         self._parent: dict[int, int] = {}  # of resident blocks, both by the trace's id
         self._children: dict[int, int] = {}  # how many are resident
-        self._ancestry = Ancestry()
+        self._conversations = ConversationTracker()
         self._next_block = 0
         self._written: set[int] = set()
         self.outcome = Outcome(saved_s=[0.0] * len(clocks))
@@ -143,27 +148,27 @@ class Replay:
 
     def _serve(self, request: TraceRequest) -> None:
         self._policy.refresh(request.at_s)
-        turn = self._ancestry.turn(request.blocks)
+        turn = self._conversations.turn_of(request.blocks)
         if self._told_turns and request.turn is not None:
             turn = request.turn
-        self._ancestry.touched(request.blocks, turn)
+        self._conversations.record(request.blocks, turn)
         reach = len(request.blocks)
         missing = [block for block in request.blocks if block not in self._resident]
-        first = self._usage(0, request.at_s, Use(request.workload, turn, 0, reach))
-        if not self._admission.admits(self._policy, first, self._worth):
-            for block in missing:  # its blocks are of one class and of one worth
-                self._policy.skipped(replace(first, ident=block))
+        first = self._usage(0, request.at_s, AccessContext(request.workload, turn, 0, reach))
+        if not self._admission.admits(self._policy, first, self._benefit):
+            for block in missing:  # its blocks are of one class and of one prompt
+                self._policy.record_rejected(replace(first, ident=block))
             missing = []
         self._evict(len(self._resident) + len(missing) - self._capacity, request)
         room = self._capacity - len(self._resident)
         admitted = set(missing[:room])  # all, but of a prompt that is longer than the cache
         for position in reversed(range(reach)) if self._head_last else range(reach):
             block = request.blocks[position]
-            use = Use(request.workload, turn, position, reach)
+            context = AccessContext(request.workload, turn, position, reach)
             if block in self._resident:
-                self._policy.touch(self._resident[block], request.at_s, 1, use)
+                self._policy.touch(self._resident[block], request.at_s, 1, context)
             elif block in admitted:
-                self._insert(block, request.at_s, use)
+                self._insert(block, request.at_s, context)
                 if self._leaf and position:
                     self._parent[block] = parent = request.blocks[position - 1]
                     self._children[parent] = self._children.get(parent, 0) + 1
@@ -171,14 +176,14 @@ class Replay:
         self._written |= admitted
         self.outcome.distinct_written = len(self._written)
 
-    def _insert(self, block: int, at_s: float, use: Use) -> None:
+    def _insert(self, block: int, at_s: float, context: AccessContext) -> None:
         number = self._next_block
         self._next_block += 1
         self._resident[block], self._idents[number] = number, block
-        self._policy.add(number, self._usage(block, at_s, use))
+        self._policy.add(number, self._usage(block, at_s, context))
 
-    def _usage(self, block: int, at_s: float, use: Use) -> Usage:
-        return Usage(self._trace.block_tokens * BYTES_PER_TOKEN, at_s, at_s, 0, block, use)
+    def _usage(self, block: int, at_s: float, context: AccessContext) -> Usage:
+        return Usage(self._trace.block_tokens * BYTES_PER_TOKEN, at_s, at_s, 0, block, context)
 
     def _evict(self, blocks: int, request: TraceRequest) -> None:
         if blocks <= 0:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_cake.read.cost import PrefillCost
-from sglang_cake.store.eviction.worth import Worth
+from sglang_cake.store.eviction.benefit import Benefit
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Shape:
     prefill: PrefillCost
     load_s_per_token: float
 
-    def worth(self, block_tokens: int) -> Worth:
+    def benefit(self, block_tokens: int) -> Benefit:
         """The same for the `cake` policy."""
-        return Worth(
+        return Benefit(
             block_tokens,
             self.prefill.token_s,
             self.prefill.pair_s,

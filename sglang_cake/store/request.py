@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, Protocol, runtime_checkable
 
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.eviction import Worth
+from sglang_cake.store.eviction import Benefit
 
 MOST_ID, MOST_WORKLOAD = 128, 64  # characters
 _TENANTS: Final = 2**63
@@ -21,7 +21,7 @@ class RequestFacts:
     tokens: int  # of its prompt
     workload: str = ""  # what its user says that it is for
     tenant: int = 0  # whose it is, a hash; 0: nobody said
-    worth: Worth | None = None  # what blocks save where it runs
+    benefit: Benefit | None = None  # what blocks save where it runs
 
     def __post_init__(self) -> None:
         if not 0 < len(self.id) <= MOST_ID or len(self.workload) > MOST_WORKLOAD:
@@ -33,7 +33,9 @@ class RequestFacts:
 
     def to_json(self) -> str:
         """For the wire: ASCII, one line."""
-        return json.dumps(asdict(self))
+        fields = asdict(self)
+        fields["worth"] = fields.pop("benefit")
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> "RequestFacts":
@@ -43,19 +45,19 @@ class RequestFacts:
             raise ValueError("not what a request tells")
         if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
             raise ValueError("a fact is of another type")
-        worth = fields.pop("worth")
-        return cls(**fields, worth=None if worth is None else _worth(worth))
+        benefit = fields.pop("worth")
+        return cls(**fields, benefit=None if benefit is None else _benefit(benefit))
 
 
-def _worth(fields: object) -> Worth:
-    names = set(Worth.__dataclass_fields__)
+def _benefit(fields: object) -> Benefit:
+    names = set(Benefit.__dataclass_fields__)
     if not isinstance(fields, dict) or fields.keys() != names:
         raise ValueError("not what a block is worth")
     if any(type(value) not in (int, float) for value in fields.values()):
         raise ValueError("worth is numbers")
     if type(fields["block_tokens"]) is not int:
         raise ValueError("tokens are of another type")
-    return Worth(**fields)
+    return Benefit(**fields)
 
 
 @runtime_checkable

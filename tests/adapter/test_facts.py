@@ -8,7 +8,7 @@ import pytest
 from sglang_cake.adapter.facts import facts_of, tenant_key
 from sglang_cake.keys import Digest, KeySeed
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
-from sglang_cake.store.eviction import Worth
+from sglang_cake.store.eviction import Benefit
 
 COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
@@ -75,7 +75,7 @@ def test_a_salt_that_is_no_text_has_a_number_and_keys():
 
 
 def test_what_blocks_save_is_what_was_measured():
-    assert facts().worth == Worth(16, 1e-4, 1e-9, 0.005)
+    assert facts().benefit == Benefit(16, 1e-4, 1e-9, 0.005)
     assert facts().tokens == 100
     never = Costs(PrefillCost(0.01, 0.0, 0.0), LoadCost(0.0, 0.0, depth=1))
-    assert facts(costs=never).worth is None
+    assert facts(costs=never).benefit is None

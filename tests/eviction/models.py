@@ -16,10 +16,10 @@ class Model:
         self.usage[block] = usage
         self.tick[block] = next(self.ticks)
 
-    def touch(self, block, at_s, uses=1, use=None):
+    def touch(self, block, at_s, uses=1, context=None):
         if block in self.usage:
             old = self.usage[block]
-            self.touched(
+            self.on_touch(
                 block,
                 Usage(
                     old.stored_bytes,
@@ -27,11 +27,11 @@ class Model:
                     max(at_s, old.used_s),
                     old.uses + uses,
                     old.ident,
-                    use or old.use,
+                    context or old.context,
                 ),
             )
 
-    def touched(self, block, usage):
+    def on_touch(self, block, usage):
         self.add(block, usage)
 
     def remove(self, block):
@@ -54,13 +54,13 @@ class Ranked(Model):
 
 
 class Gdfs(Model):
-    def __init__(self, worth):
+    def __init__(self, benefit):
         super().__init__()
-        self.worth, self.clock, self.priority = worth, 0.0, {}
+        self.benefit, self.clock, self.priority = benefit, 0.0, {}
 
     def add(self, block, usage):
         super().add(block, usage)
-        cost = self.worth.compute_s(usage.use.position)
+        cost = self.benefit.compute_s(usage.context.position)
         self.priority[block] = self.clock + (usage.uses + 1) * cost / usage.stored_bytes
 
     def choose(self, now_s):
@@ -86,7 +86,7 @@ class S3Fifo(Model):
             self.frequency[block] = 0
         self.usage[block] = usage
 
-    def touched(self, block, usage):
+    def on_touch(self, block, usage):
         self.frequency[block] += usage.uses - self.usage[block].uses
         self.frequency[block] = min(3, self.frequency[block])
         self.usage[block] = usage
@@ -123,7 +123,7 @@ class Arc(Model):
 
     def add(self, block, usage):
         if block in self.usage:
-            self.touched(block, usage)
+            self.on_touch(block, usage)
             return
         self.usage[block] = usage
         self.c = max(self.c, len(self.usage))
@@ -138,7 +138,7 @@ class Arc(Model):
         else:
             self.t1.append(block)
 
-    def touched(self, block, usage):
+    def on_touch(self, block, usage):
         self.usage[block] = usage
         for queue in (self.t1, self.t2):
             if block in queue:
@@ -179,12 +179,12 @@ class ByReuse(Model):
 
     def choose(self, now_s):
         return min(
-            self.usage, key=lambda b: (*self.worth(b, now_s), self.usage[b].used_s, self.tick[b])
+            self.usage, key=lambda b: (*self.value_of(b, now_s), self.usage[b].used_s, self.tick[b])
         )
 
-    def worth(self, block, now_s):
+    def value_of(self, block, now_s):
         usage = self.usage[block]
-        fit = self.fits[usage.use.workload, min(usage.use.turn, 4), min(usage.uses, 1)]
+        fit = self.fits[usage.context.workload, min(usage.context.turn, 4), min(usage.uses, 1)]
         age_s = max(0.0, now_s - usage.used_s)
         own, pooled = self.chance(fit, age_s), self.chance(self.pooled, age_s)
         return self.value(usage, math.log(own * pooled) / 2)

@@ -7,37 +7,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.store.eviction import POLICIES, Usage, Use, Worth, new_policy
-from sglang_cake.store.eviction.cake import STEP, CakePolicy, CakePrefixPolicy
-from sglang_cake.store.eviction.reuse import Fit, ReuseModel
+from sglang_cake.store.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
+from sglang_cake.store.eviction.cake import LOG_BENEFIT_STEP, CakePolicy, CakePrefixPolicy
+from sglang_cake.store.eviction.reuse import ReuseFit, ReuseModel
 from sglang_cake.store.eviction.workload import WorkloadPolicy
 
-WORTH = Worth(load_s=0.02)
+BENEFIT = Benefit(load_s=0.02)
 LIFE_S = 7.0
 FITS = {
-    ("chat", 1, 0): Fit(0.31, 1 / 17, 100),
-    ("chat", 1, 1): Fit(0.31, 1 / 17, 90),  # as likely as the first: offsets decide
-    ("chat", 2, 0): Fit(0.77, 1 / 5, 100),
-    ("chat", 2, 1): Fit(0.71, 1 / 7, 100),
-    ("file", 1, 0): Fit(0.53, 1 / 41, 100),
-    ("file", 1, 1): Fit(0.59, 1 / 101, 100),
-    ("file", 2, 0): Fit(0.53, 1 / 41, 90),
-    ("file", 2, 1): Fit(0.03, 1 / 3, 100),
+    ("chat", 1, 0): ReuseFit(0.31, 1 / 17, 100),
+    ("chat", 1, 1): ReuseFit(0.31, 1 / 17, 90),  # as likely as the first: offsets decide
+    ("chat", 2, 0): ReuseFit(0.77, 1 / 5, 100),
+    ("chat", 2, 1): ReuseFit(0.71, 1 / 7, 100),
+    ("file", 1, 0): ReuseFit(0.53, 1 / 41, 100),
+    ("file", 1, 1): ReuseFit(0.59, 1 / 101, 100),
+    ("file", 2, 0): ReuseFit(0.53, 1 / 41, 90),
+    ("file", 2, 1): ReuseFit(0.03, 1 / 3, 100),
 }
-POOLED = Fit(0.47, 1 / 13, 800)
-USES = st.builds(
-    lambda kind, position, more: Use(*kind[:2], position, position + 1 + more),
+POOLED = ReuseFit(0.47, 1 / 13, 800)
+CONTEXTS = st.builds(
+    lambda request_class, position, more: AccessContext(
+        *request_class[:2], position, position + 1 + more
+    ),
     st.sampled_from(sorted(FITS)),
     st.integers(0, 40),
     st.integers(0, 40),
 )
-# (step, ident, seconds since the last step, use); a block that comes back has a number of its own.
+# (step, ident, seconds since the last step, context); a block that comes back has a new number.
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["add", "add", "touch", "touch", "remove", "pop", "pop"]),
         st.integers(0, 11),
         st.sampled_from([0.0, 0.0, 1.0, 3.0]),
-        USES,
+        CONTEXTS,
     ),
     max_size=150,
 )
@@ -51,18 +53,18 @@ def fitted():
 
 
 def power(usage):
-    saved_s = WORTH.saved_s(usage.use.position, usage.use.reach)
-    return round(math.log(saved_s / usage.stored_bytes) / STEP)
+    saved_s = BENEFIT.saved_s(usage.context.position, usage.context.reach)
+    return round(math.log(saved_s / usage.stored_bytes) / LOG_BENEFIT_STEP)
 
 
 def prefix_power(usage):
-    """The worth of a whole prompt, block by block."""
-    reach = usage.use.reach
-    saved_s = sum(map(WORTH.compute_s, range(reach)))
-    meet = WORTH.meet(reach)
-    saved_s -= sum(map(WORTH.compute_s, range(int(meet))))
-    saved_s -= (meet % 1) * WORTH.compute_s(int(meet) - 0.5 + (meet % 1) / 2)
-    return round(math.log(saved_s / reach / usage.stored_bytes) / 2 / STEP)
+    """The benefit of a whole prompt, block by block."""
+    reach = usage.context.reach
+    saved_s = sum(map(BENEFIT.compute_s, range(reach)))
+    meet = BENEFIT.meeting_block(reach)
+    saved_s -= sum(map(BENEFIT.compute_s, range(int(meet))))
+    saved_s -= (meet % 1) * BENEFIT.compute_s(int(meet) - 0.5 + (meet % 1) / 2)
+    return round(math.log(saved_s / reach / usage.stored_bytes) / 2 / LOG_BENEFIT_STEP)
 
 
 PAIRS = {
@@ -75,29 +77,31 @@ PAIRS = {
         new_policy("lfu"),
         models.Ranked(lambda block, usage: (usage.uses, usage.used_s)),
     ),
-    "gdfs": lambda: (new_policy("gdfs", WORTH), models.Gdfs(WORTH)),
+    "gdfs": lambda: (new_policy("gdfs", BENEFIT), models.Gdfs(BENEFIT)),
     "s3fifo": lambda: (new_policy("s3fifo"), models.S3Fifo()),
     "arc": lambda: (new_policy("arc"), models.Arc()),
     "workload": lambda: (
         WorkloadPolicy(fitted(), LIFE_S),
-        models.ByReuse(FITS, POOLED, LIFE_S, lambda usage, chance: (chance, -usage.use.position)),
+        models.ByReuse(
+            FITS, POOLED, LIFE_S, lambda usage, chance: (chance, -usage.context.position)
+        ),
     ),
     "cake-prefix": lambda: (
-        CakePrefixPolicy(WORTH, fitted(), LIFE_S),
+        CakePrefixPolicy(BENEFIT, fitted(), LIFE_S),
         models.ByReuse(
             FITS,
             POOLED,
             LIFE_S,
-            lambda usage, chance: (chance + prefix_power(usage) * STEP,),
+            lambda usage, chance: (chance + prefix_power(usage) * LOG_BENEFIT_STEP,),
         ),
     ),
     "cake": lambda: (
-        CakePolicy(WORTH, fitted(), LIFE_S),
+        CakePolicy(BENEFIT, fitted(), LIFE_S),
         models.ByReuse(
             FITS,
             POOLED,
             LIFE_S,
-            lambda usage, chance: (chance + power(usage) * STEP,),
+            lambda usage, chance: (chance + power(usage) * LOG_BENEFIT_STEP,),
         ),
     ),
 }
@@ -116,22 +120,22 @@ def test_it_does_as_its_model(name, steps):
     later time."""
     policy, model = PAIRS[name]()
     numbers, there, now_s, last = iter(range(10_000)), {}, 100.0, {}
-    for step, ident, later_s, use in steps:
+    for step, ident, later_s, context in steps:
         if step in ("add", "touch"):
-            kind = (use.workload, use.turn, step)
-            later_s = later_s or 0.5 * (use.position >= last.get(kind, math.inf))
-            last = ({} if later_s else last) | {kind: use.position}
+            group = (context.workload, context.turn, step)
+            later_s = later_s or 0.5 * (context.position >= last.get(group, math.inf))
+            last = ({} if later_s else last) | {group: context.position}
         elif later_s:
             last = {}
         now_s += later_s
         if step == "add" and ident not in there:
             there[ident] = next(numbers)
-            usage = Usage(100 + ident, now_s, now_s, 0, ident, use)
+            usage = Usage(100 + ident, now_s, now_s, 0, ident, context)
             policy.add(there[ident], usage)
             model.add(there[ident], usage)
         elif step == "touch":
             for each in (policy, model):
-                each.touch(there.get(ident, -1), now_s, 1 + ident % 2, use)
+                each.touch(there.get(ident, -1), now_s, 1 + ident % 2, context)
         elif step == "remove":
             for each in (policy, model):
                 each.remove(there.get(ident, -1))
@@ -185,7 +189,9 @@ def test_outdated_entries_do_not_pile_up(name):
     policy = new_policy(name)
     for now_s in range(20_000):
         policy.add(now_s % 100, Usage(1, now_s, now_s, 0, now_s % 100))
-    heaps = policy._lanes._heaps.values() if hasattr(policy, "_lanes") else [policy._heap]
+    heaps = (
+        policy._class_heaps._heaps.values() if hasattr(policy, "_class_heaps") else [policy._heap]
+    )
     assert sum(len(heap._heap) for heap in heaps) <= len(heaps) * 64 + 2 * 100 + 1
 
 
@@ -208,8 +214,8 @@ def test_arc_makes_its_first_list_as_long_as_what_came_back_asks_for():
 
 def test_workload_keeps_the_class_that_comes_back():
     policy = WorkloadPolicy(fitted(), LIFE_S)
-    policy.add(1, Usage(1, 10.0, 10.0, 0, 1, Use("chat", 1)))
-    policy.add(2, Usage(1, 5.0, 5.0, 0, 2, Use("chat", 2)))  # older, and likelier
+    policy.add(1, Usage(1, 10.0, 10.0, 0, 1, AccessContext("chat", 1)))
+    policy.add(2, Usage(1, 5.0, 5.0, 0, 2, AccessContext("chat", 2)))  # older, and likelier
     assert policy.pop(10.0)[0] == 1
 
 
@@ -217,20 +223,22 @@ def test_workload_keeps_the_class_that_comes_back():
 def test_of_equally_likely_blocks_of_two_classes_the_later_position_goes(blocks):
     policy, model = PAIRS["workload"]()
     for block, (turn, position) in enumerate(blocks):
-        usage = Usage(1, 10.0, 10.0, 0, block, Use("file", turn, position, 10))
+        usage = Usage(1, 10.0, 10.0, 0, block, AccessContext("file", turn, position, 10))
         for each in (policy, model):
             each.add(block, usage)
     popped = policy.pop(12.0)
     assert popped == model.pop(12.0)
-    assert popped[1].use.position == 9
+    assert popped[1].context.position == 9
 
 
 def test_cake_gives_up_heads_where_compute_is_ahead_of_the_link():
-    slow = Worth(load_s=1.0)
+    slow = Benefit(load_s=1.0)
     policy = CakePolicy(slow, fitted(), LIFE_S)
     for position in range(100):
-        policy.add(position, Usage(1, 0.0, 0.0, 0, position, Use("chat", 1, position, 100)))
-    meet = slow.meet(100)
+        policy.add(
+            position, Usage(1, 0.0, 0.0, 0, position, AccessContext("chat", 1, position, 100))
+        )
+    meet = slow.meeting_block(100)
     assert 50 < meet < 100
     gone = {policy.pop(1.0)[0] for _ in range(int(meet) - 1)}
     assert gone == set(range(int(meet) - 1))

@@ -11,8 +11,8 @@ from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
 from sglang_cake.sim.replay import Replay
 from sglang_cake.sim.traces import Trace, TraceRequest, next_uses
 from sglang_cake.sim.ttft import SHAPES, SavedTime, Shape
-from sglang_cake.store.eviction import POLICIES, Usage, Use, Worth, new_policy
-from sglang_cake.store.eviction.admission import Admission
+from sglang_cake.store.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
+from sglang_cake.store.eviction.policy import AdmissionPolicy
 from sglang_cake.store.eviction.workload import WorkloadPolicy
 
 SIZE = 4  # tokens of a block
@@ -97,7 +97,7 @@ def test_lru_hits_as_defined(trace, capacity, leaf):
 @given(trace=traces(most=60), capacity=st.integers(1, 15))
 def test_with_one_class_workload_is_lru_block_for_block(trace, capacity):
     lru = Watched(new_policy("lru"))
-    one = Watched(WorkloadPolicy(kind_of=lambda usage: ("", 1, 0)))
+    one = Watched(WorkloadPolicy(class_of=lambda usage: ("", 1, 0)))
     by_lru, by_one = Replay(trace, lru, capacity).run(), Replay(trace, one, capacity).run()
     assert one.popped == lru.popped
     assert (by_one.hits, by_one.islands) == (by_lru.hits, by_lru.islands)
@@ -208,10 +208,10 @@ def test_a_class_that_is_not_worth_writing_is_admitted_once_it_comes_back():
             requests.append(request(at_s, (-2 - at_s % 40, -100 - at_s % 40), "batch"))
         requests.append(request(at_s, (1_000_000 + at_s % 40, 2_000_000 + at_s % 40), "chat"))
     policy = WorkloadPolicy()
-    admission = Admission(1.0)
+    admission = AdmissionPolicy(1.0)
     replay = Replay(Trace(SIZE, tuple(requests)), policy, 10_000, admission=admission)
     refused = [
-        not admission.admits(policy, Usage(1, 0.0, 0.0, 0, 0, Use("batch")), Worth())
+        not admission.admits(policy, Usage(1, 0.0, 0.0, 0, 0, AccessContext("batch")), Benefit())
         for _ in replay.steps()
     ]
     half = len(refused) // 2
@@ -234,7 +234,7 @@ def test_turns_are_found_out_or_as_the_trace_tells_them(told, turns):
     )
     policy = new_policy("lru")
     Replay(trace, policy, 10, told_turns=told).run()
-    found = {usage.ident: usage.use.turn for usage in policy._usage.values()}
+    found = {usage.ident: usage.context.turn for usage in policy._usage.values()}
     assert [found[2], found[3]] == turns[1:]
     Replay(Trace(16, trace.requests[:1]), policy := new_policy("lru"), 10, told_turns=told).run()
-    assert [usage.use.turn for usage in policy._usage.values()] == turns[:1]
+    assert [usage.context.turn for usage in policy._usage.values()] == turns[:1]

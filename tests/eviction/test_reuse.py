@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.store.eviction import Usage, Use, new_policy
+from sglang_cake.store.eviction import AccessContext, Usage, new_policy
 from sglang_cake.store.eviction.reuse import (
-    LEAST_SAMPLES,
-    MOST_KINDS,
-    MOST_OF_TENANT,
-    OTHERS,
+    MAX_CLASSES,
+    MAX_CLASSES_PER_TENANT,
+    MIN_SAMPLES,
+    OTHER_CLASSES,
     POOLED,
-    UNKNOWN,
+    PRIOR_FIT,
     WINDOW_S,
-    Fit,
+    ReuseFit,
     ReuseModel,
     fit_exponential,
 )
 
-FIT = st.builds(Fit, st.floats(1e-4, 0.999), st.floats(1e-6, 10.0), st.just(100))
+FIT = st.builds(ReuseFit, st.floats(1e-4, 0.999), st.floats(1e-6, 10.0), st.just(100))
 
 
 @given(fit=FIT, age_s=st.floats(0, 1e6), more_s=st.floats(1e-3, 1e6), life_s=st.floats(0.01, 1e6))
@@ -36,7 +36,7 @@ def test_the_probability_of_a_use_falls_with_age_and_grows_with_life(fit, age_s,
 def test_the_probability_is_that_of_bayes_rule():
     # Of 100 blocks 60 are used again, half of what is left every 10 s. After 10 s 30 of those are
     # left among 70, and 15 of them are used within the next 10 s.
-    fit = Fit(0.6, math.log(2) / 10, 100)
+    fit = ReuseFit(0.6, math.log(2) / 10, 100)
     assert math.exp(fit.log_reuse(10.0, 10.0)) == pytest.approx(15 / 70)
 
 
@@ -68,9 +68,9 @@ def fed(**settings):
     model = ReuseModel(**settings)
     for start in range(0, 2000, 20):
         for ident in range(start * 100, start * 100 + 100):
-            model.used(ident, ("", 1, 0), float(start))
-            model.used(ident, ("", 1, 0), start + 10.0)
-            model.used(ident + 50, ("", 2, 0), start + 10.0)
+            model.record_access(ident, ("", 1, 0), float(start))
+            model.record_access(ident, ("", 1, 0), start + 10.0)
+            model.record_access(ident + 50, ("", 2, 0), start + 10.0)
     return model
 
 
@@ -80,14 +80,14 @@ def test_classes_are_told_apart():
     assert not model.refit(2030.0)  # not so soon
     assert model.fit(("", 1, 0)).log_reuse(0, 30.0) > model.fit(("", 2, 0)).log_reuse(0, 30.0)
     assert model.fit(("", 3, 0)) == model.pooled  # never seen
-    assert model.pooled != UNKNOWN
+    assert model.pooled != PRIOR_FIT
 
 
 def test_a_class_with_few_samples_is_like_all_together():
-    model = fed(least_samples=10**6)
+    model = fed(min_samples=10**6)
     model.refit(2000.0)
     assert not model.fits
-    assert model.fit(("", 1, 0)) == UNKNOWN
+    assert model.fit(("", 1, 0)) == PRIOR_FIT
 
 
 def test_what_is_older_than_the_window_is_forgotten():
@@ -95,41 +95,41 @@ def test_what_is_older_than_the_window_is_forgotten():
     model.refit(2000.0)
     before = model.fits[("", 1, 0)]
     assert model.refit(10_000.0)
-    assert not model._open
+    assert not model._last_access
     assert model.fits[("", 1, 0)] == before  # nothing better is known
 
 
 def test_uses_at_the_same_moment_are_no_reuse():
     model = ReuseModel()
-    for ident in range(8 * LEAST_SAMPLES * 4):
-        model.used(ident, ("", 1, 0), 100.0)
-        model.used(ident, ("", 1, 0), 100.5)
+    for ident in range(8 * MIN_SAMPLES * 4):
+        model.record_access(ident, ("", 1, 0), 100.0)
+        model.record_access(ident, ("", 1, 0), 100.5)
     model.refit(200.0)
     assert model.fits[("", 1, 0)].share < 0.01
 
 
 def test_kinds_are_bounded():
     model = ReuseModel()
-    kinds = {model.kind((f"user text {number}", 1, 0)) for number in range(10 * MOST_KINDS)}
-    assert len(kinds) == MOST_KINDS + 1
-    assert OTHERS in kinds
+    classes = {model.class_for((f"user text {number}", 1, 0)) for number in range(10 * MAX_CLASSES)}
+    assert len(classes) == MAX_CLASSES + 1
+    assert OTHER_CLASSES in classes
 
 
 def test_a_tenant_that_brings_many_names_leaves_room_for_those_of_others():
     model = ReuseModel()
-    flood = {model.kind((f"noise {number}", 1, 0), 7) for number in range(10 * MOST_KINDS)}
-    assert len(flood) == MOST_OF_TENANT + 1
-    assert model.kind(("agent", 1, 0), 8) == ("agent", 1, 0)
-    assert model.kind(("noise 0", 1, 0), 8) == ("noise 0", 1, 0)
+    flood = {model.class_for((f"noise {number}", 1, 0), 7) for number in range(10 * MAX_CLASSES)}
+    assert len(flood) == MAX_CLASSES_PER_TENANT + 1
+    assert model.class_for(("agent", 1, 0), 8) == ("agent", 1, 0)
+    assert model.class_for(("noise 0", 1, 0), 8) == ("noise 0", 1, 0)
     for turn in (1, 2, 3, 4):  # requests that name nothing are always told apart by turn
-        assert model.kind(("", turn, 0), 7) == ("", turn, 0)
+        assert model.class_for(("", turn, 0), 7) == ("", turn, 0)
 
 
 def test_what_is_followed_is_bounded():
     model = ReuseModel()
     for ident in range(400_000):
-        model.used(ident, ("", 1, 0), ident / 1000)
-    assert len(model._open) <= 32_768
+        model.record_access(ident, ("", 1, 0), ident / 1000)
+    assert len(model._last_access) <= 32_768
 
 
 @pytest.mark.parametrize("name", ["workload", "cake"])
@@ -138,13 +138,13 @@ def test_fits_outlive_a_restart(name):
     now_s = 0.0
     for number in range(4000):
         now_s = number / 10
-        before.add(number, Usage(1, now_s, now_s, 0, number, Use("chat", 1 + number % 2)))
+        before.add(number, Usage(1, now_s, now_s, 0, number, AccessContext("chat", 1 + number % 2)))
         before.touch(number - 50, now_s)
     before.refresh(now_s)
-    kinds = {("chat", turn, read) for turn in (1, 2) for read in (0, 1)}
-    assert set(before.fits()) == {*kinds, POOLED}
-    after.learned(before.fits(), now_s)
-    assert after.fits() == before.fits()
+    classes = {("chat", turn, read) for turn in (1, 2) for read in (0, 1)}
+    assert set(before.fits_to_save()) == {*classes, POOLED}
+    after.resume(before.fits_to_save(), now_s)
+    assert after.fits_to_save() == before.fits_to_save()
     assert after.model.pooled == before.model.pooled
     assert after.model.fits == before.model.fits
 
@@ -152,23 +152,23 @@ def test_fits_outlive_a_restart(name):
 def test_plain_policies_learn_nothing():
     policy = new_policy("lru")
     policy.refresh(1.0)
-    policy.learned({}, 1.0)
-    assert not policy.fits()
+    policy.resume({}, 1.0)
+    assert not policy.fits_to_save()
 
 
 # ---- after a restart ----
 
 CHAT = ("chat", 1, 0)
-KEPT = {CHAT: Fit(0.6, 1 / 100, 900), POOLED: Fit(0.5, 1 / 200, 4000)}
+KEPT = {CHAT: ReuseFit(0.6, 1 / 100, 900), POOLED: ReuseFit(0.5, 1 / 200, 4000)}
 START_S = 50_000.0
 
 
 def restarted(kept, uses_from_s=START_S - 5000.0):
     """As from books: 4,000 blocks that were used before the restart, and only their last use."""
     model = ReuseModel()
-    model.kept(kept, START_S)
+    model.resume(kept, START_S)
     for ident in range(4000):
-        model.used(ident, CHAT, uses_from_s + ident)
+        model.record_access(ident, CHAT, uses_from_s + ident)
     return model
 
 
@@ -176,24 +176,24 @@ def go_on(model, from_s, until_s):
     """10 blocks a second, of which every second one comes back after 20 s."""
     for at_s in range(int(from_s), int(until_s)):
         for ident in range(10 * at_s, 10 * at_s + 10):
-            model.used(ident, CHAT, float(at_s))
+            model.record_access(ident, CHAT, float(at_s))
         for ident in range(10 * (at_s - 20), 10 * (at_s - 20) + 10, 2):
-            model.used(ident, CHAT, float(at_s))
+            model.record_access(ident, CHAT, float(at_s))
 
 
 def test_a_restart_does_not_fit_anew_from_what_it_finds():
     model = restarted(KEPT)
     assert model.refit(START_S + 1.0)
-    assert model.keep() == KEPT
-    assert restarted({}).keep() == {}
-    assert not restarted({})._open
+    assert model.fits_to_save() == KEPT
+    assert restarted({}).fits_to_save() == {}
+    assert not restarted({})._last_access
 
 
 def test_a_kept_fit_stands_until_uses_were_followed_for_long_enough():
     model = restarted(KEPT)
     go_on(model, START_S, START_S + 299)
     model.refit(START_S + 299)  # three mean times of reuse are 300 s
-    assert model.keep() == KEPT
+    assert model.fits_to_save() == KEPT
     go_on(model, START_S + 299, START_S + 400)
     model.refit(START_S + 400)
     seen = model.fits[CHAT]
@@ -206,16 +206,16 @@ def test_a_kept_fit_stands_until_uses_were_followed_for_long_enough():
 
 
 def test_no_kept_fit_stands_for_longer_than_the_window():
-    model = restarted({CHAT: Fit(0.6, 1e-6, 900), POOLED: Fit(0.5, 1e-6, 900)})
+    model = restarted({CHAT: ReuseFit(0.6, 1e-6, 900), POOLED: ReuseFit(0.5, 1e-6, 900)})
     go_on(model, START_S + WINDOW_S - 200, START_S + WINDOW_S)
     model.refit(START_S + WINDOW_S)
-    assert {fit.samples for fit in model.keep().values()}.isdisjoint({900})
+    assert {fit.samples for fit in model.fits_to_save().values()}.isdisjoint({900})
 
 
 def test_what_is_kept_is_bounded():
     model = ReuseModel()
-    many = {(f"user text {number}", 1, 0): Fit(0.5, 0.1, number) for number in range(500)}
-    model.kept(many | {POOLED: Fit(0.4, 0.1, 10**6)}, 0.0)
-    assert len(model.fits) == MOST_KINDS
-    assert min(fit.samples for fit in model.fits.values()) == 500 - MOST_KINDS
+    many = {(f"user text {number}", 1, 0): ReuseFit(0.5, 0.1, number) for number in range(500)}
+    model.resume(many | {POOLED: ReuseFit(0.4, 0.1, 10**6)}, 0.0)
+    assert len(model.fits) == MAX_CLASSES
+    assert min(fit.samples for fit in model.fits.values()) == 500 - MAX_CLASSES
     assert model.pooled.samples == 10**6

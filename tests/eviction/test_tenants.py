@@ -4,53 +4,58 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.store.eviction import POLICIES, Usage, Use, new_policy
-from sglang_cake.store.eviction.tenants import EVERYBODY, MOST_TENANTS, Sharing, TenantPolicy
+from sglang_cake.store.eviction import POLICIES, AccessContext, Usage, new_policy
+from sglang_cake.store.eviction.tenants import (
+    MAX_TENANTS,
+    NO_TENANT_RULES,
+    TenantPolicy,
+    TenantRules,
+)
 
 
 def usage(block, tenant, now_s=0.0, size=10):
-    return Usage(size, now_s, now_s, 0, block, Use(tenant=tenant))
+    return Usage(size, now_s, now_s, 0, block, AccessContext(tenant=tenant))
 
 
-def flooded(sharing, name="lru"):
+def flooded(rules, name="lru"):
     """A quiet tenant's five blocks, then a hundred of a loud one; twenty have to go."""
-    policy = TenantPolicy(new_policy(name), sharing)
+    policy = TenantPolicy(new_policy(name), rules)
     for block in range(105):
         policy.add(block, usage(block, 1 if block < 5 else 2, float(block)))
-    return policy, [policy.pop(200.0)[1].use.tenant for _ in range(20)]
+    return policy, [policy.pop(200.0)[1].context.tenant for _ in range(20)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_fair_store_takes_from_who_has_most(name):
-    policy, gone = flooded(Sharing(fair=True), name)
+    policy, gone = flooded(TenantRules(fair=True), name)
     assert gone == [2] * 20
     assert len(policy) == 85
 
 
 def test_without_it_the_oldest_go_whoever_has_them():
-    assert flooded(EVERYBODY)[1] == [1] * 5 + [2] * 15
-    assert not EVERYBODY
+    assert flooded(NO_TENANT_RULES)[1] == [1] * 5 + [2] * 15
+    assert not NO_TENANT_RULES
 
 
 def test_equal_shares_are_left_to_the_policy():
-    policy = TenantPolicy(new_policy("lru"), Sharing(fair=True))
+    policy = TenantPolicy(new_policy("lru"), TenantRules(fair=True))
     for block in range(10):
         policy.add(block, usage(block, block % 2, float(block)))
     assert [policy.pop(20.0)[0] for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_who_is_over_the_quota_makes_way_first():
-    policy, gone = flooded(Sharing(quota_bytes=900))
+    policy, gone = flooded(TenantRules(quota_bytes=900))
     assert gone == [2] * 10 + [1] * 5 + [2] * 5
-    assert policy.over_bytes() == 0
+    assert policy.over_quota_bytes() == 0
 
 
 def test_what_is_over_the_quota_is_counted_for_each():
-    policy = TenantPolicy(new_policy("lru"), Sharing(quota_bytes=25))
+    policy = TenantPolicy(new_policy("lru"), TenantRules(quota_bytes=25))
     for block in range(6):
         policy.add(block, usage(block, block % 2))
-    assert policy.over_bytes() == 10
-    assert new_policy("lru").over_bytes() == 0
+    assert policy.over_quota_bytes() == 10
+    assert new_policy("lru").over_quota_bytes() == 0
 
 
 STEPS = st.lists(
@@ -64,13 +69,13 @@ STEPS = st.lists(
 @settings(deadline=None)
 @given(steps=STEPS, fair=st.booleans(), quota=st.none() | st.integers(0, 60))
 def test_its_books_are_those_of_its_blocks(steps, fair, quota):
-    policy, there = TenantPolicy(new_policy("workload"), Sharing(quota, fair)), {}
+    policy, there = TenantPolicy(new_policy("workload"), TenantRules(quota, fair)), {}
     for now_s, (step, block, tenant) in enumerate(steps):
         if step == "add":
             policy.add(block, usage(block, tenant, now_s, size=10 + tenant))
             there[block] = tenant, 10 + tenant
         elif step == "touch":
-            policy.touch(block, now_s, 1, Use(tenant=tenant))
+            policy.touch(block, now_s, 1, AccessContext(tenant=tenant))
             if block in there:
                 there[block] = tenant, there[block][1]
         elif step == "remove":
@@ -85,7 +90,7 @@ def test_its_books_are_those_of_its_blocks(steps, fair, quota):
             if popped is None:
                 continue
             owner = there.pop(popped[0])[0]
-            assert popped[1].use.tenant == owner
+            assert popped[1].context.tenant == owner
             most = max(taken.values())
             over_quota = quota is not None and most > quota
             if over_quota or (fair and most * len(taken) > sum(taken.values())):
@@ -98,10 +103,10 @@ def test_its_books_are_those_of_its_blocks(steps, fair, quota):
 
 
 def test_tenants_are_bounded():
-    policy = TenantPolicy(new_policy("lru"), Sharing(fair=True))
-    for tenant in range(1, 2 * MOST_TENANTS):
+    policy = TenantPolicy(new_policy("lru"), TenantRules(fair=True))
+    for tenant in range(1, 2 * MAX_TENANTS):
         policy.add(tenant, usage(tenant, tenant))
-    assert len(policy._bytes) <= MOST_TENANTS + 1
-    for _ in range(1, 2 * MOST_TENANTS):
+    assert len(policy._bytes) <= MAX_TENANTS + 1
+    for _ in range(1, 2 * MAX_TENANTS):
         policy.pop(1.0)
     assert not policy._bytes

@@ -8,8 +8,8 @@ import pytest
 from filestore import until_room_is_made
 from test_capacity import DIGEST, STORED_BYTES, opened, put, there
 
-from sglang_cake.store.eviction import Fit, Usage, Use, ident_of
-from sglang_cake.store.eviction.admission import Admission
+from sglang_cake.store.eviction import AccessContext, ReuseFit, Usage, ident_of
+from sglang_cake.store.eviction.policy import AdmissionPolicy
 from sglang_cake.store.eviction.reuse import POOLED
 from sglang_cake.store.file import books
 from sglang_cake.store.file import room as rooms
@@ -24,7 +24,7 @@ def book(folder, blocks, used_s):
     with folder._books.open() as index:
         for number in range(blocks):
             key = key_of(("booked", number))
-            use = Use("chat", 1, number, blocks)
+            use = AccessContext("chat", 1, number, blocks)
             at_s = used_s + number
             usage = Usage(4096, at_s, at_s, 0, ident_of(key), use)
             assert index.settle(index.reserve(DIGEST, 0, key, usage, None).booking, 4096)
@@ -32,7 +32,7 @@ def book(folder, blocks, used_s):
 
 @pytest.mark.parametrize("policy", ["workload", "cake-prefix"])
 def test_fits_outlive_a_restart_of_a_store_that_holds_blocks(tmp_path, policy):
-    kept = {("chat", 1, 0): Fit(0.6, 0.01, 900), POOLED: Fit(0.5, 0.02, 4000)}
+    kept = {("chat", 1, 0): ReuseFit(0.6, 0.01, 900), POOLED: ReuseFit(0.5, 0.02, 4000)}
     with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
         book(folder, 1000, time.time() - 1500.0)  # within the window that fits look at
         with folder._books.open() as index:
@@ -45,19 +45,19 @@ def test_fits_outlive_a_restart_of_a_store_that_holds_blocks(tmp_path, policy):
                 folder._room.refresh(index)  # as a second later
                 assert len(folder._room._policy) == 1000
                 assert index.fits() == kept
-            assert folder._room._policy.fits() == kept
+            assert folder._room._policy.fits_to_save() == kept
 
 
 def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkeypatch):
     now_s = time.time()
     monkeypatch.setattr("time.time", lambda: now_s)
-    never = {("batch", turn, 0): Fit(1e-3, 0.05, 900) for turn in (1, 2, 3, 4)}
-    kept = {**never, POOLED: Fit(0.1, 0.05, 4000)}
-    options = {"policy": "workload", "admission": Admission(1.0), "capacity_bytes": None}
+    never = {("batch", turn, 0): ReuseFit(1e-3, 0.05, 900) for turn in (1, 2, 3, 4)}
+    kept = {**never, POOLED: ReuseFit(0.1, 0.05, 4000)}
+    options = {"policy": "workload", "admission": AdmissionPolicy(1.0), "capacity_bytes": None}
     keys = [key_of(("prompt", at)) for at in range(600)]
     with contextlib.closing(opened(tmp_path, **options)) as folder:
         room = folder._room
-        room._policy.learned(kept, now_s)
+        room._policy.resume(kept, now_s)
 
         def written(number):
             """Of one more request for the same blocks, which takes none of them to the disk."""

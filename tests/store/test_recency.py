@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
 
-from sglang_cake.store.eviction.tenants import Sharing
+from sglang_cake.store.eviction.tenants import TenantRules
 from sglang_cake.store.file.touches import MOST_EXPECTED, READ_SOON_S, Touches
 from sglang_cake.store.request import RequestFacts
 from sglang_cake.testing.store_contract import key_of
@@ -77,8 +77,8 @@ def test_a_prompt_that_is_used_again_still_goes_from_its_tail(tmp_path, policy, 
 
 
 def test_a_tenant_that_owes_gives_up_tails(tmp_path):
-    sharing = Sharing(quota_bytes=2 * STORED_BYTES)
-    with contextlib.closing(opened(tmp_path, sharing=sharing)) as folder:
+    tenant_rules = TenantRules(quota_bytes=2 * STORED_BYTES)
+    with contextlib.closing(opened(tmp_path, tenant_rules=tenant_rules)) as folder:
         tell(folder, "one", 4)
         store(folder, "one", 4)
         until_room_is_made(folder)
@@ -107,7 +107,7 @@ def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
     for number, (blocks, later_s) in enumerate(requests):
         now_s += later_s  # clocks are also put back
         news = touches.told(keys(number, blocks), RequestFacts(str(number), 10), now_s)
-        assert [told.use.position for told in news] == list(range(blocks - 1, -1, -1))
+        assert [told.context.position for told in news] == list(range(blocks - 1, -1, -1))
         times += [told.at_s for told in news]
     assert times == sorted(set(times))
 

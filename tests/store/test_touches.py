@@ -15,10 +15,10 @@ from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.eviction import UNKNOWN_USE, Fit, Use, Worth
-from sglang_cake.store.eviction.admission import Admission
+from sglang_cake.store.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit, ReuseFit
+from sglang_cake.store.eviction.policy import AdmissionPolicy
 from sglang_cake.store.eviction.reuse import POOLED
-from sglang_cake.store.eviction.tenants import Sharing
+from sglang_cake.store.eviction.tenants import TenantRules
 from sglang_cake.store.file.index import BlockIndex
 from sglang_cake.store.file.touches import MOST_REQUESTS, Touches
 from sglang_cake.store.memory import MemoryStore
@@ -26,7 +26,7 @@ from sglang_cake.store.recording import RecordingStore, TraceFile
 from sglang_cake.store.request import Attentive, RequestFacts, tell
 from sglang_cake.testing.store_contract import block_of, key_of
 
-FACTS = RequestFacts("r1", 1000, "chat", 7, Worth(load_s=0.5))
+FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
 
 
 def booked(folder, names):
@@ -47,8 +47,8 @@ def test_stored_blocks_and_those_put_later_know_what_they_are_used_for(tmp_path)
         folder.touched(DIGEST, keys(0, 1), FACTS)
         put(folder, 1)
         first, second = booked(folder, (0, 1))
-        assert first.use == Use("chat", 1, 0, 2, 7)
-        assert second.use == Use("chat", 1, 1, 2, 7)
+        assert first.context == AccessContext("chat", 1, 0, 2, 7)
+        assert second.context == AccessContext("chat", 1, 1, 2, 7)
         assert (first.uses, second.uses) == (1, 0)
 
 
@@ -61,7 +61,7 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
         with folder._books.open() as index:
             assert folder._room.learn(index, time.sleep)
         folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
-        assert [usage.use.turn for usage in booked(folder, (0, 1))] == [2, 2]
+        assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
 
 def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, monkeypatch):
@@ -97,22 +97,22 @@ def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
             folder.touched(DIGEST, keys(0, 2), RequestFacts("good", 1000, "good"))
         assert index
         first, second = booked(folder, (0, 1))
-        assert (first.uses, first.use.workload) == (2, "good")
+        assert (first.uses, first.context.workload) == (2, "good")
         assert second.uses == 0
 
 
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):
-    fits = {("chat", 1, 0): Fit(0.5, 0.1, 60), POOLED: Fit(0.4, 0.2, 600)}
+    fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
     with contextlib.closing(folder), folder._books.open() as index:
-        folder._room._policy.learned(fits, time.time())
+        folder._room._policy.resume(fits, time.time())
         folder._room.refresh(index)
     with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
-        assert folder._room._policy.fits() == fits
+        assert folder._room._policy.fits_to_save() == fits
 
 
 def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
-    options = {"policy": "cake", "admission": Admission(1.0)}
+    options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
         with folder._books.open() as index:
             folder.touched(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
@@ -120,7 +120,7 @@ def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
         assert not put(folder, 0)
         assert put(folder, 1)  # of which nothing is known
         assert folder.stats().evictions.skipped_blocks == 1
-        fast = RequestFacts("r2", 1000, worth=Worth(load_s=1e-6))
+        fast = RequestFacts("r2", 1000, benefit=Benefit(load_s=1e-6))
         with folder._books.open() as index:
             folder.touched(DIGEST, keys(2), fast)
             folder._room.refresh(index)
@@ -128,8 +128,8 @@ def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
 
 
 def test_a_tenant_over_its_quota_makes_way(tmp_path):
-    sharing = Sharing(quota_bytes=5 * 300_000)
-    with contextlib.closing(opened_folder(tmp_path, sharing=sharing)) as folder:
+    tenant_rules = TenantRules(quota_bytes=5 * 300_000)
+    with contextlib.closing(opened_folder(tmp_path, tenant_rules=tenant_rules)) as folder:
         for name in range(20):
             tenant = 1 if name < 4 else 2
             facts = RequestFacts(f"r{name}", 100, tenant=tenant)
@@ -137,7 +137,7 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
             put(folder, name)
         until_room_is_made(folder)
         with folder._books.open() as index:
-            left = [row.usage.use.tenant for row in index.stored(0, 1000)]
+            left = [row.usage.context.tenant for row in index.stored(0, 1000)]
         assert left.count(1) == 4
         assert left.count(2) == 5
 
@@ -149,7 +149,7 @@ def test_each_block_of_a_request_is_news_once(told):
     for request, length in told:
         news = touches.told(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
         before = longest.get(request, 0)
-        assert [one.use.position for one in news] == list(range(length - 1, before - 1, -1))
+        assert [one.context.position for one in news] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
 
 
@@ -159,7 +159,7 @@ def test_what_is_remembered_of_requests_is_bounded():
         touches.told([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
     assert len(touches._requests) == MOST_REQUESTS
     never = key_of("never told of")
-    assert touches.use_of(never, 7.0) == (never, UNKNOWN_USE, 7.0)
+    assert touches.use_of(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
 
 
 @given(
@@ -169,7 +169,7 @@ def test_what_is_remembered_of_requests_is_bounded():
         st.integers(0, 2**31 - 1),
         st.text(max_size=64),
         st.integers(0, 2**63 - 1),
-        st.none() | st.builds(Worth, load_s=st.floats(1e-6, 1e4)),
+        st.none() | st.builds(Benefit, load_s=st.floats(1e-6, 1e4)),
     )
 )
 def test_facts_survive_the_wire(facts):

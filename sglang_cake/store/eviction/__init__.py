@@ -1,52 +1,63 @@
-"""Which block goes first when room is needed. Pure: no clock, no disk, no lock.
+"""Eviction policies: which block a full store evicts next.
 
-The same code decides in the file store and in `sglang-cake trace replay`. Not taken from a library:
-those own the cache, its size and its lock, while a store must be able to pass over a block that is
-being read, to lose blocks to other processes, and to begin anew from its books.
+The policies have no clock, no disk and no lock. The file store and `sglang-cake trace replay` run
+the same code. Cache libraries do not fit: they own the cache, its size and its lock. A store must
+be able to pass over a block that is being read, to lose blocks to other processes, and to rebuild
+the order from its index.
 """
 
 from collections.abc import Callable
 from typing import Final
 
 from sglang_cake.store.eviction.arc import ArcPolicy
-from sglang_cake.store.eviction.base import UNKNOWN_USE, EvictionPolicy, Usage, Use, ident_of
+from sglang_cake.store.eviction.benefit import Benefit
 from sglang_cake.store.eviction.cake import CakePolicy, CakePrefixPolicy
-from sglang_cake.store.eviction.gdfs import GdfsPolicy
-from sglang_cake.store.eviction.ranked import fifo, lfu, lru
-from sglang_cake.store.eviction.reuse import Fit, Fits
+from sglang_cake.store.eviction.policy import (
+    UNKNOWN_CONTEXT,
+    AccessContext,
+    EvictionPolicy,
+    Usage,
+    ident_of,
+)
+from sglang_cake.store.eviction.ranked import GdfsPolicy, fifo, lfu, lru
+from sglang_cake.store.eviction.reuse import ReuseFit, ReuseFits
 from sglang_cake.store.eviction.s3fifo import S3FifoPolicy
 from sglang_cake.store.eviction.workload import WorkloadPolicy
-from sglang_cake.store.eviction.worth import Worth
 
 __all__ = [
     "POLICIES",
-    "UNKNOWN_USE",
+    "UNKNOWN_CONTEXT",
+    "AccessContext",
+    "Benefit",
     "EvictionPolicy",
-    "Fit",
-    "Fits",
+    "ReuseFit",
+    "ReuseFits",
     "Usage",
-    "Use",
-    "Worth",
     "ident_of",
     "new_policy",
 ]
 
-POLICIES: Final[dict[str, Callable[[Worth], EvictionPolicy]]] = {
-    "fifo": lambda worth: fifo(),
-    "lru": lambda worth: lru(),
-    "lfu": lambda worth: lfu(),
+POLICIES: Final[dict[str, Callable[[Benefit], EvictionPolicy]]] = {
+    "fifo": lambda benefit: fifo(),
+    "lru": lambda benefit: lru(),
+    "lfu": lambda benefit: lfu(),
     "gdfs": GdfsPolicy,
-    "s3fifo": lambda worth: S3FifoPolicy(),
-    "arc": lambda worth: ArcPolicy(),
-    "workload": lambda worth: WorkloadPolicy(),
+    "s3fifo": lambda benefit: S3FifoPolicy(),
+    "arc": lambda benefit: ArcPolicy(),
+    "workload": lambda benefit: WorkloadPolicy(),
     "cake": CakePolicy,
     "cake-prefix": CakePrefixPolicy,
 }
 
 
-def new_policy(name: str, worth: Worth | None = None) -> EvictionPolicy:
-    """The policy called `name`, a key of POLICIES, without blocks.
+def new_policy(name: str, benefit: Benefit | None = None) -> EvictionPolicy:
+    """A policy without blocks.
 
-    Args: worth: what blocks save, for those that ask; by default a middling machine's.
+    Args:
+        name: a key of POLICIES.
+        benefit: for policies that weigh what a block saves; None: the defaults of `Benefit`.
+
+    Raises:
+        KeyError: there is no such policy.
     """
-    return POLICIES[name](worth or Worth())
+    return POLICIES[name](benefit or Benefit())

@@ -1,62 +1,62 @@
-"""Expected seconds saved per byte: the order of a system that computes and loads at once.
-docs/eviction.md has the derivation."""
+"""Eviction by expected seconds saved per byte, for servers that compute and load at once.
+
+docs/eviction.md has the derivation.
+"""
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
-from sglang_cake.store.eviction.base import Usage
-from sglang_cake.store.eviction.reuse import Kind, ReuseModel
-from sglang_cake.store.eviction.workload import LIFE_S, TRUST, ReusePolicy, kind_of
-from sglang_cake.store.eviction.worth import Worth
+from sglang_cake.store.eviction.benefit import Benefit
+from sglang_cake.store.eviction.policy import Usage
+from sglang_cake.store.eviction.reuse import RequestClass, ReuseModel
+from sglang_cake.store.eviction.workload import CLASS_WEIGHT, LIFE_S, ReusePolicy, class_of
 
-STEP = math.log(1.25)
-PREFIX_WEIGHT = 0.5
+# Benefits are rounded to powers of 1.25. Within a class and a power LRU decides, so an eviction
+# compares one block of each.
+LOG_BENEFIT_STEP = math.log(1.25)
+PREFIX_BENEFIT_EXPONENT = 0.5  # 1 maximises seconds saved, 0 hits
 
 
 class CakePolicy(ReusePolicy):
-    """Value = P(use within the coming life) x seconds saved then / bytes.
-
-    Worth is rounded to powers of 1.25: within a class and a power the order is that of the last
-    access, and an eviction looks at one block of each.
-    """
+    """Value = P(access within `life_s`) x seconds that the block then saves / bytes."""
 
     def __init__(
         self,
-        worth: Worth,
+        benefit: Benefit,
         model: ReuseModel | None = None,
         life_s: float = LIFE_S,
-        kind_of: Callable[[Usage], Kind] = kind_of,
-        trust: float = TRUST,
+        class_of: Callable[[Usage], RequestClass] = class_of,
+        class_weight: float = CLASS_WEIGHT,
     ) -> None:
-        super().__init__(model, life_s, kind_of, trust)
-        self.worth = worth
+        """Args:
+        benefit: gives the seconds that a block saves.
+        model, life_s, class_of, class_weight: see `ReusePolicy`.
+        """
+        super().__init__(model, life_s, class_of, class_weight)
+        self.benefit = benefit
 
-    def weigh(self, worth: Worth) -> None:
-        self.worth = worth
+    def set_benefit(self, benefit: Benefit) -> None:
+        self.benefit = benefit
 
-    def lane(self, usage: Usage, kind: Kind) -> tuple[Hashable, ...]:
-        return (*kind, round(self.log_worth(usage) / STEP))
-
-    def log_worth(self, usage: Usage) -> float:
-        """Logarithm of the seconds saved per byte, should the block be used."""
-        saved_s = self.worth.saved_s(usage.use.position, usage.use.reach)
+    def log_benefit(self, usage: Usage) -> float:
+        """Logarithm of the seconds per byte that an access to the block saves."""
+        saved_s = self.benefit.saved_s(usage.context.position, usage.context.reach)
         return math.log(saved_s / max(1, usage.stored_bytes))
 
-    def value(
-        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
-    ) -> tuple[float, ...]:
-        power = lane[-1]
-        assert isinstance(power, int)
-        return (log_reuse + power * STEP,)
+    def benefit_step(self, usage: Usage) -> int:
+        return round(self.log_benefit(usage) / LOG_BENEFIT_STEP)
+
+    def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
+        return (log_reuse + benefit_step * LOG_BENEFIT_STEP,)
 
 
 class CakePrefixPolicy(CakePolicy):
-    """The same for who needs unbroken prefixes: the blocks of a prompt have one worth, its mean, so
-    that prompts go one after the other and from their ends.
+    """Evicts prompt by prompt, from the end, for systems that need unbroken prefixes.
 
-    The worth counts by its square root, half way between seconds (1) and hits (0).
+    All blocks of a prompt have the mean benefit of its blocks, to the power of
+    PREFIX_BENEFIT_EXPONENT.
     """
 
-    def log_worth(self, usage: Usage) -> float:
-        saved_s = self.worth.mean_saved_s(usage.use.reach)
-        return PREFIX_WEIGHT * math.log(saved_s / max(1, usage.stored_bytes))
+    def log_benefit(self, usage: Usage) -> float:
+        saved_s = self.benefit.mean_saved_s(usage.context.reach)
+        return PREFIX_BENEFIT_EXPONENT * math.log(saved_s / max(1, usage.stored_bytes))

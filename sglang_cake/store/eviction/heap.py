@@ -1,4 +1,4 @@
-"""A heap of blocks whose ranks change."""
+"""Min-heap of blocks whose rank can change."""
 
 import heapq
 import itertools
@@ -9,19 +9,25 @@ Rank = tuple[float, ...]
 
 
 class Entry(NamedTuple):
-    """Where a block stands."""
+    """Position of a block in the order. Entries compare by rank, then by tick."""
 
     rank: Rank
-    tick: int  # among equal ranks, the one that was put first
+    tick: int  # order of insertion
     block: int
 
 
 class BlockHeap:
-    """Blocks by rank. Outdated entries are passed over when they come up; the heap is made anew
-    when they are the most of it, so it holds at most about twice as many entries as blocks."""
+    """Blocks by rank, smallest first. Of equal ranks the one that was put first comes first.
+
+    `put` and `remove` leave outdated entries in the heap, and `first` drops those that it meets.
+    The heap is rebuilt once outdated entries are the majority, so it has at most 64 entries plus
+    about two per block.
+    """
 
     def __init__(self, ticks: Iterator[int] | None = None) -> None:
-        """Args: ticks: shared among heaps whose entries are compared."""
+        """Args:
+        ticks: numbers the entries; heaps whose entries are compared share it.
+        """
         self._heap: list[Entry] = []
         self._current: dict[int, Entry] = {}
         self._ticks = itertools.count() if ticks is None else ticks
@@ -33,8 +39,9 @@ class BlockHeap:
         return block in self._current
 
     def put(self, block: int, rank: Rank) -> None:
-        """Enter a block, or move it."""
-        entry = self._current[block] = Entry(rank, next(self._ticks), block)
+        """Insert a block, or change its rank."""
+        entry = Entry(rank, next(self._ticks), block)
+        self._current[block] = entry
         if len(self._heap) > 64 + 2 * len(self._current):
             self._heap = list(self._current.values())
             heapq.heapify(self._heap)
@@ -42,18 +49,20 @@ class BlockHeap:
             heapq.heappush(self._heap, entry)
 
     def remove(self, block: int) -> None:
-        """An unknown block is passed over."""
+        """Remove a block. Unknown blocks are ignored."""
         self._current.pop(block, None)
 
     def first(self) -> Entry | None:
-        """The smallest, which stays."""
-        heap, current = self._heap, self._current
-        while heap and current.get(heap[0].block) is not heap[0]:
-            heapq.heappop(heap)
-        return heap[0] if heap else None
+        """The smallest entry, which stays in the heap. None: the heap is empty."""
+        while self._heap:
+            entry = self._heap[0]
+            if self._current.get(entry.block) is entry:
+                return entry
+            heapq.heappop(self._heap)
+        return None
 
     def pop(self) -> Entry | None:
-        """The smallest, which goes."""
+        """Remove and return the smallest entry. None: the heap is empty."""
         entry = self.first()
         if entry is not None:
             heapq.heappop(self._heap)

@@ -1,9 +1,10 @@
-"""When blocks are used again: a distribution per class of requests, fitted to what was seen lately.
+"""Reuse time of blocks: one distribution per request class, fitted to recent accesses.
 
-"KVCache Cache in the Wild" (arXiv 2506.02634), section 3.4: within a class, the time until a block
-is used again is exponential. Not every block is, so a class has two numbers: the share `share` of
-its blocks that are used again at all, and the `rate_per_s` of those. For a block that was last used
-t seconds ago, the probability of a use within the next `life` seconds is, by Bayes' rule,
+Source: "KVCache Cache in the Wild" (arXiv 2506.02634), section 3.4: within a class, the time from
+one access of a block to the next is exponential. Some blocks are never accessed again. So a class
+has two parameters: the `share` of its blocks that are accessed again, and their rate `rate_per_s`.
+By Bayes' rule, a block that was last accessed t seconds ago is accessed within the next `life`
+seconds with probability
 
     share e^(-rate t) (1 - e^(-rate life)) / (1 - share + share e^(-rate t))
 """
@@ -12,41 +13,45 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-# A class of blocks: the workload and the turn of the last request that touched it, and whether it
-# was read since it was stored (1) or never (0).
-Kind = tuple[str, int, int]
-MOST_TURNS: Final = 4  # later turns are like this one
-MOST_KINDS: Final = 64  # further ones are taken together
-MOST_OF_TENANT: Final = 16  # with names that one tenant brought first: others have theirs, too
-OTHERS: Final[Kind] = ("", 0, 0)
-POOLED: Final[Kind] = ("", 0, 1)  # all classes together, among fits that are kept
+# (workload, turn, whether the block was read since it was written: 0 or 1), as of the last request
+# that accessed the block. Section 4.2 of the paper has the first two.
+RequestClass = tuple[str, int, int]
+MAX_TURN: Final = 4  # later turns count as this one
+MAX_CLASSES: Final = 64
+MAX_CLASSES_PER_TENANT: Final = 16  # classes with a workload that the tenant was first to use
+OTHER_CLASSES: Final[RequestClass] = ("", 0, 0)  # all classes above the limits
+POOLED: Final[RequestClass] = ("", 0, 1)  # all classes together, among saved fits
 
-WINDOW_S: Final = 1800.0  # what is older says nothing any more
+WINDOW_S: Final = 1800.0  # older accesses are dropped
 REFIT_EVERY_S: Final = 60.0
-LEAST_SAMPLES: Final = 50  # a class with fewer is taken to be like all together
-# A fit from before a restart stays until uses were followed for so many mean times of reuse: by
-# then 95 % of those that come back have.
-_FOLLOWED_MEANS: Final = 3.0
-SHORTEST_GAP_S: Final = 1.0  # requests at the same moment: not what a store is for
-_FOLLOWED_ONE_IN: Final = 8  # blocks, chosen by `ident`: the same ones again when they come back
-_MOST_FOLLOWED: Final = 32_768
-_MOST_GAPS: Final = 4096  # of one class
+MIN_SAMPLES: Final = 50  # a class with fewer has the pooled fit
+MIN_GAP_S: Final = 1.0  # closer accesses belong to concurrent requests
+# After a restart a saved fit is kept until accesses were observed for this many mean reuse times.
+# By then 95 % of the blocks that are accessed again have been.
+_OBSERVED_MEANS: Final = 3.0
+_SAMPLE_ONE_IN: Final = 8  # blocks, selected by `ident`: a block stays in or out of the sample
+_MAX_SAMPLED_BLOCKS: Final = 32_768
+_MAX_GAPS_PER_CLASS: Final = 4096
 _BINS: Final = 64
-_ROUNDS: Final = 20
+_EM_ITERATIONS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """What is known of one class."""
+class ReuseFit:
+    """Fitted distribution of the reuse time of one class."""
 
-    share: float  # of its blocks that are used again
-    rate_per_s: float  # 1 / mean time until then
+    share: float  # of its blocks that are accessed again
+    rate_per_s: float  # 1 / mean time to the next access of these blocks
     samples: int
 
     def log_reuse(self, age_s: float, life_s: float) -> float:
-        """Logarithm of the probability of a use within `life_s`, for a block unused for `age_s`."""
+        """Logarithm of the probability of an access within the next `life_s` seconds.
+
+        Args:
+            age_s: seconds since the last access.
+        """
         faded = self.share * math.exp(-min(700.0, self.rate_per_s * age_s))
         return (
             math.log(self.share)
@@ -56,155 +61,190 @@ class Fit:
         )
 
 
-Fits = Mapping[Kind, Fit]
-UNKNOWN: Final = Fit(0.3, 1 / 300, 0)
+ReuseFits = Mapping[RequestClass, ReuseFit]
+PRIOR_FIT: Final = ReuseFit(0.3, 1 / 300, 0)
+
+
+class _Access(NamedTuple):
+    request_class: RequestClass
+    at_s: float
+
+
+class _Gap(NamedTuple):
+    at_s: float  # time of the later access
+    gap_s: float  # since the access before it
 
 
 class ReuseModel:
-    """Follows a sample of blocks, also past their eviction, and fits each class now and then.
+    """Samples accesses to blocks, also to evicted ones, and fits each class once a minute.
 
-    Args:
-        window_s, least_samples, shortest_gap_s: as the constants say.
+    Attributes:
+        fits: by class, for classes that ever had enough samples.
+        pooled: fit of all classes together.
+        classes: classes that are told apart, at most MAX_CLASSES.
     """
 
     def __init__(
         self,
         *,
         window_s: float = WINDOW_S,
-        least_samples: int = LEAST_SAMPLES,
-        shortest_gap_s: float = SHORTEST_GAP_S,
+        min_samples: int = MIN_SAMPLES,
+        min_gap_s: float = MIN_GAP_S,
     ) -> None:
-        self._window_s, self._least_samples = window_s, least_samples
-        self._shortest_gap_s = shortest_gap_s
-        self._open: OrderedDict[int, tuple[Kind, float]] = OrderedDict()  # ident -> last use
-        self._gaps: dict[Kind, deque[tuple[float, float]]] = {}  # (when, how long)
-        self._refit_at_s = self._since_s = -math.inf
-        self._kept: dict[Kind, Fit] = {}  # from before a restart, as long as they stand
-        self.fits: dict[Kind, Fit] = {}
-        self.pooled = UNKNOWN
-        self.kinds: set[Kind] = set()  # no more than MOST_KINDS
-        self._brought: Counter[int] = Counter()  # named classes, by the tenant that was first
-
-    def kind(self, kind: Kind, tenant: int = 0) -> Kind:
-        """The class that stands for this one: itself, while there are not too many.
-
-        Args: tenant: whose request it is; 0: nobody's in particular.
+        """Args:
+        window_s, min_samples, min_gap_s: see the constants of these names.
         """
-        if kind not in self.kinds:
-            named = bool(kind[0] and tenant)
-            if len(self.kinds) >= MOST_KINDS or (named and self._brought[tenant] >= MOST_OF_TENANT):
-                return OTHERS
-            self.kinds.add(kind)
-            self._brought[tenant] += named
-        return kind
+        self._window_s = window_s
+        self._min_samples = min_samples
+        self._min_gap_s = min_gap_s
+        self._last_access: OrderedDict[int, _Access] = OrderedDict()  # of sampled blocks, by ident
+        self._gaps: dict[RequestClass, deque[_Gap]] = {}
+        self._refit_at_s = -math.inf
+        self._since_s = -math.inf  # earlier accesses are ignored
+        self._resumed: dict[RequestClass, ReuseFit] = {}  # saved fits that are not replaced yet
+        self.fits: dict[RequestClass, ReuseFit] = {}
+        self.pooled = PRIOR_FIT
+        self.classes: set[RequestClass] = set()
+        # Classes with a workload, by the tenant that was first to use them.
+        self._classes_of_tenant: Counter[int] = Counter()
 
-    def fit(self, kind: Kind) -> Fit:
-        """What is known of a class, or else of all."""
-        return self.fits.get(kind, self.pooled)
+    def class_for(self, request_class: RequestClass, tenant: int = 0) -> RequestClass:
+        """The class under which a request is counted: its own, or OTHER_CLASSES above the limits.
 
-    def keep(self) -> Fits:
-        """What should outlive a restart; empty as long as nothing was learned."""
-        return self.fits if self.pooled == UNKNOWN else {**self.fits, POOLED: self.pooled}
+        Args:
+            tenant: hash of the tenant; 0: unknown, and exempt from MAX_CLASSES_PER_TENANT.
+        """
+        if request_class in self.classes:
+            return request_class
+        if len(self.classes) >= MAX_CLASSES:
+            return OTHER_CLASSES
+        workload = request_class[0]
+        if workload and tenant:
+            if self._classes_of_tenant[tenant] >= MAX_CLASSES_PER_TENANT:
+                return OTHER_CLASSES
+            self._classes_of_tenant[tenant] += 1
+        self.classes.add(request_class)
+        return request_class
 
-    def kept(self, fits: Fits, now_s: float) -> None:
-        """What was kept before a restart, at most MOST_KINDS of it.
+    def fit(self, request_class: RequestClass) -> ReuseFit:
+        """Fit of a class, or the pooled fit if the class has none."""
+        return self.fits.get(request_class, self.pooled)
 
-        Uses from before `now_s` are no samples from here on: the books have only blocks that were
-        neither evicted nor used again since.
+    def fits_to_save(self) -> ReuseFits:
+        """All fits, with the pooled one under POOLED; empty while nothing was learned."""
+        return self.fits if self.pooled == PRIOR_FIT else {**self.fits, POOLED: self.pooled}
+
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        """Continue with the saved fits of the MAX_CLASSES classes with the most samples.
+
+        Accesses before `now_s` are ignored from here on. The index would give only those of blocks
+        that were neither evicted nor accessed again, and so a biased sample.
         """
         self._since_s = now_s
-        self._kept = dict(sorted(fits.items(), key=lambda one: -one[1].samples)[: MOST_KINDS + 1])
-        self.pooled = self._kept.get(POOLED, self.pooled)
-        self.fits.update((kind, fit) for kind, fit in self._kept.items() if kind != POOLED)
+        by_samples = sorted(fits.items(), key=lambda item: -item[1].samples)
+        self._resumed = dict(by_samples[: MAX_CLASSES + 1])
+        self.pooled = self._resumed.get(POOLED, self.pooled)
+        for request_class, fit in self._resumed.items():
+            if request_class != POOLED:
+                self.fits[request_class] = fit
 
-    def used(self, ident: int, kind: Kind, at_s: float) -> None:
-        """A request used a block, which is of class `kind` now."""
-        if at_s < self._since_s or (ident * 0x9E3779B97F4A7C15 >> 32) % _FOLLOWED_ONE_IN:
+    def record_access(self, ident: int, request_class: RequestClass, at_s: float) -> None:
+        """Record an access to a block by a request of this class."""
+        if at_s < self._since_s or (ident * 0x9E3779B97F4A7C15 >> 32) % _SAMPLE_ONE_IN:
             return
-        before = self._open.get(ident)
+        before = self._last_access.get(ident)
         if before is not None:
-            gap_s = at_s - before[1]
-            if gap_s >= self._shortest_gap_s:
-                gaps = self._gaps.setdefault(before[0], deque(maxlen=_MOST_GAPS))
-                gaps.append((at_s, gap_s))
+            gap_s = at_s - before.at_s
+            if gap_s >= self._min_gap_s:
+                gaps = self._gaps.setdefault(
+                    before.request_class, deque(maxlen=_MAX_GAPS_PER_CLASS)
+                )
+                gaps.append(_Gap(at_s, gap_s))
             elif gap_s <= 0:
                 return
-        self._open[ident] = (kind, at_s)
-        self._open.move_to_end(ident)
-        if len(self._open) > _MOST_FOLLOWED:
-            self._open.popitem(last=False)
+        self._last_access[ident] = _Access(request_class, at_s)
+        self._last_access.move_to_end(ident)
+        if len(self._last_access) > _MAX_SAMPLED_BLOCKS:
+            self._last_access.popitem(last=False)
 
     def refit(self, now_s: float) -> bool:
-        """Fit every class anew if it is time; whether that was done. Tens of milliseconds."""
+        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms."""
         if now_s < self._refit_at_s:
             return False
         self._refit_at_s = now_s + REFIT_EVERY_S
         since_s = now_s - self._window_s
-        for ident, (_, at_s) in list(self._open.items()):
-            if at_s < since_s:
-                del self._open[ident]
-        ages: dict[Kind, list[float]] = {}
-        for kind, at_s in self._open.values():
-            ages.setdefault(kind, []).append(now_s - at_s)
+        for ident, access in list(self._last_access.items()):
+            if access.at_s < since_s:
+                del self._last_access[ident]
+        # Blocks without a further access yet are censored samples: only their age is known.
+        ages: dict[RequestClass, list[float]] = {}
+        for access in self._last_access.values():
+            ages.setdefault(access.request_class, []).append(now_s - access.at_s)
         all_gaps: list[float] = []
-        for kind in ages.keys() | self._gaps.keys():
-            recent = self._gaps.get(kind, deque())
-            while recent and recent[0][0] < since_s:
+        for request_class in ages.keys() | self._gaps.keys():
+            recent = self._gaps.get(request_class, deque())
+            while recent and recent[0].at_s < since_s:
                 recent.popleft()
-            gaps = [gap_s for _, gap_s in recent]
+            gaps = [gap.gap_s for gap in recent]
             all_gaps += gaps
-            if self._enough(kind, len(gaps) + len(ages.get(kind, ())), now_s):
-                self.fits[kind] = fit_exponential(gaps, ages.get(kind, ()))
-        all_ages = [age_s for some in ages.values() for age_s in some]
-        if self._enough(POOLED, len(all_gaps) + len(all_ages), now_s):
+            class_ages = ages.get(request_class, [])
+            if self._can_fit(request_class, len(gaps) + len(class_ages), now_s):
+                self.fits[request_class] = fit_exponential(gaps, class_ages)
+        all_ages = [age_s for class_ages in ages.values() for age_s in class_ages]
+        if self._can_fit(POOLED, len(all_gaps) + len(all_ages), now_s):
             self.pooled = fit_exponential(all_gaps, all_ages)
         return True
 
-    def _enough(self, kind: Kind, samples: int, now_s: float) -> bool:
-        """Whether a class is fitted to what was seen. Soon after a restart hardly any block has
-        come back, and a fit would say that none ever does: the kept one stands."""
-        if samples < self._least_samples:
+    def _can_fit(self, request_class: RequestClass, samples: int, now_s: float) -> bool:
+        """Whether the samples of a class replace its fit.
+
+        Soon after a restart hardly any block was accessed again, and a fit would give a share near
+        0. The saved fit stays until accesses were observed for long enough.
+        """
+        if samples < self._min_samples:
             return False
-        kept = self._kept.get(kind)
-        if kept is not None:
-            followed_s = min(self._window_s, _FOLLOWED_MEANS / kept.rate_per_s)
-            if now_s - self._since_s < followed_s:
+        resumed = self._resumed.get(request_class)
+        if resumed is not None:
+            observed_s = min(self._window_s, _OBSERVED_MEANS / resumed.rate_per_s)
+            if now_s - self._since_s < observed_s:
                 return False
-            del self._kept[kind]
+            del self._resumed[request_class]
         return True
 
 
-def fit_exponential(gaps: Sequence[float], ages: Sequence[float]) -> Fit:
-    """Maximum likelihood by expectation maximisation.
+def fit_exponential(gaps: Sequence[float], ages: Sequence[float]) -> ReuseFit:
+    """Maximum-likelihood fit, by expectation maximisation with _EM_ITERATIONS steps.
 
     Args:
-        gaps: seconds after which blocks were used again.
-        ages: for how long others have not been used; each may or may not be one that will be.
+        gaps: seconds between two accesses of a block.
+        ages: seconds since the last access of blocks without a further one (censored samples).
+            Each may or may not be accessed again. `gaps` and `ages` must not both be empty.
     """
     total = len(gaps) + len(ages)
     binned = _binned(ages)
-    gap_sum = sum(gaps)
+    gap_sum_s = sum(gaps)
     share = max(1e-4, len(gaps) / total)
-    rate = len(gaps) / gap_sum if gap_sum > 0 else 1 / (1 + max(ages, default=0.0))
-    for _ in range(_ROUNDS):
-        expected = waited = 0.0  # of `ages`: how many will be used again, and their sum
+    rate_per_s = len(gaps) / gap_sum_s if gap_sum_s > 0 else 1 / (1 + max(ages, default=0.0))
+    for _ in range(_EM_ITERATIONS):
+        expected = 0.0  # how many of `ages` will be accessed again
+        waited_s = 0.0  # sum of the ages of these
         for age_s, count in binned:
-            faded = share * math.exp(-min(700.0, rate * age_s))
+            faded = share * math.exp(-min(700.0, rate_per_s * age_s))
             weight = count * faded / (1 - share + faded)
             expected += weight
-            waited += weight * age_s
+            waited_s += weight * age_s
         share = min(0.999, max(1e-4, (len(gaps) + expected) / total))
         if gaps:
-            rate = max(1e-6, len(gaps) / max(1e-9, gap_sum + waited))
-    return Fit(share, rate, total)
+            rate_per_s = max(1e-6, len(gaps) / max(1e-9, gap_sum_s + waited_s))
+    return ReuseFit(share, rate_per_s, total)
 
 
 def _binned(ages: Sequence[float]) -> Iterable[tuple[float, int]]:
-    """(mean, count) of at most _BINS groups of about equal values."""
+    """(mean, count) of at most _BINS bins of equal width."""
     if not ages:
         return []
     width = max(ages) / _BINS or 1.0
-    groups: dict[int, list[float]] = {}
+    bins: dict[int, list[float]] = {}
     for age_s in ages:
-        groups.setdefault(int(age_s / width), []).append(age_s)
-    return [(sum(group) / len(group), len(group)) for group in groups.values()]
+        bins.setdefault(int(age_s / width), []).append(age_s)
+    return [(sum(members) / len(members), len(members)) for members in bins.values()]

@@ -3,41 +3,45 @@
 from collections import OrderedDict
 from typing import Final
 
-from sglang_cake.store.eviction.base import BasePolicy, Usage
+from sglang_cake.store.eviction.policy import BasePolicy, Usage
 
-SMALL_SHARE: Final = 0.1  # of the blocks, for those that are new
-MOST_FREQUENCY: Final = 3
+SMALL_SHARE: Final = 0.1  # of all blocks, the target length of the small queue
+MAX_FREQUENCY: Final = 3
 
 
 class S3FifoPolicy(BasePolicy):
     """Implements `EvictionPolicy`.
 
-    New blocks pass through a small queue, and only those read more than once there get into the
-    main one; what left the small queue is remembered, as many as the main queue is long, and goes
-    to the main one when it comes back.
+    New blocks enter a small queue. Blocks that were read more than once there move to the main
+    queue, and others are evicted. A ghost queue, as long as the main queue, holds the `ident` of
+    blocks that were evicted from the small queue. If such a block is stored again, it enters the
+    main queue.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._small: OrderedDict[int, int] = OrderedDict()  # block -> frequency
-        self._main: OrderedDict[int, int] = OrderedDict()
-        self._ghosts: OrderedDict[int, None] = OrderedDict()  # by `ident`
+        self._main: OrderedDict[int, int] = OrderedDict()  # block -> frequency
+        self._ghosts: OrderedDict[int, None] = OrderedDict()  # ident
 
     def add(self, block: int, usage: Usage) -> None:
         if block not in self._usage:
-            came_back = usage.ident in self._ghosts
-            self._ghosts.pop(usage.ident, None)
-            (self._main if came_back else self._small)[block] = 0
+            queue = self._small
+            if usage.ident in self._ghosts:
+                del self._ghosts[usage.ident]
+                queue = self._main
+            queue[block] = 0
         self._usage[block] = usage
 
-    def touched(self, block: int, usage: Usage) -> None:
-        queue = self._small if block in self._small else self._main
-        queue[block] = min(MOST_FREQUENCY, queue[block] + usage.uses - self._usage[block].uses)
+    def on_touch(self, block: int, usage: Usage) -> None:
+        queue = self._queue_of(block)
+        reads = usage.uses - self._usage[block].uses
+        queue[block] = min(MAX_FREQUENCY, queue[block] + reads)
         self._usage[block] = usage
 
     def remove(self, block: int) -> None:
         if self._usage.pop(block, None) is not None:
-            (self._small if block in self._small else self._main).pop(block)
+            del self._queue_of(block)[block]
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
         while self._usage:
@@ -46,7 +50,7 @@ class S3FifoPolicy(BasePolicy):
                 if frequency > 1:
                     self._main[block] = 0
                     continue
-                self._remember(self._usage[block].ident)
+                self._add_ghost(self._usage[block].ident)
             else:
                 block, frequency = self._main.popitem(last=False)
                 if frequency > 0:
@@ -55,7 +59,10 @@ class S3FifoPolicy(BasePolicy):
             return block, self._usage.pop(block)
         return None
 
-    def _remember(self, ident: int) -> None:
+    def _queue_of(self, block: int) -> OrderedDict[int, int]:
+        return self._small if block in self._small else self._main
+
+    def _add_ghost(self, ident: int) -> None:
         self._ghosts[ident] = None
         self._ghosts.move_to_end(ident)
         while len(self._ghosts) > max(1, len(self._main)):

@@ -1,126 +1,130 @@
-"""What tenants owe each other: a quota, and that none of them pushes out all others."""
+"""Limits on the share of a store that one tenant can take: a quota and fair sharing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_cake.store.eviction.base import BasePolicy, EvictionPolicy, Usage
+from sglang_cake.store.eviction.benefit import Benefit
 from sglang_cake.store.eviction.heap import BlockHeap
-from sglang_cake.store.eviction.reuse import Fits
-from sglang_cake.store.eviction.worth import Worth
+from sglang_cake.store.eviction.policy import BasePolicy, EvictionPolicy, Usage
+from sglang_cake.store.eviction.reuse import ReuseFits
 
-MOST_TENANTS: Final = 1024  # further ones are taken together
+MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """False if there are no rules."""
+class TenantRules:
+    """Rules among the tenants of a store; false if there are none."""
 
-    quota_bytes: int | None = None  # that one tenant may have
-    fair: bool = False  # who has more than an equal share makes way for the others
+    quota_bytes: int | None = None  # limit for each tenant
+    fair: bool = False  # blocks of tenants above an equal share are evicted first
 
     def __bool__(self) -> bool:
         return self.fair or self.quota_bytes is not None
 
 
-EVERYBODY: Final = Sharing()
+NO_TENANT_RULES: Final = TenantRules()
 
 
 class TenantPolicy(BasePolicy):
-    """Implements `EvictionPolicy` by another one, which decides as long as no rule is broken.
+    """Implements `EvictionPolicy` with tenant rules in front of another policy.
 
-    A tenant over its quota makes way first; with `fair`, then the one that has the most, if that is
-    more than an equal share of what is there. Their least recently used block goes. So a tenant
-    with less than an equal share loses nothing to one that floods the store.
+    The least recently used block of a tenant above its quota is evicted first. With `fair`, the
+    tenant with the most bytes comes next, if these exceed an equal share of all bytes. So a tenant
+    below an equal share loses nothing to a tenant that floods the store. While no rule is broken,
+    the inner policy decides.
     """
 
-    def __init__(self, inner: EvictionPolicy, sharing: Sharing) -> None:
+    def __init__(self, inner: EvictionPolicy, rules: TenantRules) -> None:
+        """Args:
+        inner: owned by this policy from here on, and empty.
+        """
         super().__init__()
-        self._inner, self._sharing = inner, sharing
-        self._orders: dict[int, BlockHeap] = {}  # of each tenant, by last use
-        self._bytes: dict[int, int] = {}
+        self._inner = inner
+        self._rules = rules
+        self._lru: dict[int, BlockHeap] = {}  # by tenant
+        self._bytes: dict[int, int] = {}  # by tenant
 
     def add(self, block: int, usage: Usage) -> None:
-        self._enter(block, usage, self._inner.add)
+        self._uncount(block)
+        self._count(block, usage)
+        self._inner.add(block, usage)
 
-    def touched(self, block: int, usage: Usage) -> None:
-        before = self._usage[block]
-
-        def touch(block: int, usage: Usage) -> None:
-            self._inner.touch(block, usage.used_s, usage.uses - before.uses, usage.use)
-
-        self._enter(block, usage, touch)
+    def on_touch(self, block: int, usage: Usage) -> None:
+        uses = usage.uses - self._usage[block].uses
+        self._uncount(block)
+        self._count(block, usage)
+        self._inner.touch(block, usage.used_s, uses, usage.context)
 
     def remove(self, block: int) -> None:
-        self._leave(block)
+        self._uncount(block)
         self._inner.remove(block)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        tenant = self._owing()
+        tenant = self._tenant_to_evict()
         if tenant is None:
             popped = self._inner.pop(now_s)
             if popped is not None:
-                self._leave(popped[0])
+                self._uncount(popped[0])
             return popped
-        first = self._orders[tenant].first()
-        assert first is not None  # a tenant without blocks has no bytes
+        first = self._lru[tenant].first()
+        assert first is not None  # tenants without blocks are not in `_bytes`
         usage = self._usage[first.block]
         self.remove(first.block)
         return first.block, usage
 
-    def over_bytes(self) -> int:
-        quota = self._sharing.quota_bytes
-        if quota is None:
+    def over_quota_bytes(self) -> int:
+        quota_bytes = self._rules.quota_bytes
+        if quota_bytes is None:
             return 0
-        return sum(max(0, taken - quota) for taken in self._bytes.values())
+        return sum(max(0, used_bytes - quota_bytes) for used_bytes in self._bytes.values())
 
-    def skipped(self, usage: Usage) -> None:
-        self._inner.skipped(usage)
+    def record_rejected(self, usage: Usage) -> None:
+        self._inner.record_rejected(usage)
 
-    def chance(self, usage: Usage) -> float:
-        return self._inner.chance(usage)
+    def reuse_probability(self, usage: Usage) -> float:
+        return self._inner.reuse_probability(usage)
 
     def refresh(self, now_s: float) -> None:
         self._inner.refresh(now_s)
 
-    def fits(self) -> Fits:
-        return self._inner.fits()
+    def fits_to_save(self) -> ReuseFits:
+        return self._inner.fits_to_save()
 
-    def learned(self, fits: Fits, now_s: float) -> None:
-        self._inner.learned(fits, now_s)
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        self._inner.resume(fits, now_s)
 
-    def weigh(self, worth: Worth) -> None:
-        self._inner.weigh(worth)
+    def set_benefit(self, benefit: Benefit) -> None:
+        self._inner.set_benefit(benefit)
 
-    def _owing(self) -> int | None:
-        """Who makes way; None: whoever has the block that is worth least."""
+    def _tenant_to_evict(self) -> int | None:
+        """Tenant that breaks a rule. None: no tenant does."""
         if not self._bytes:
             return None
-        most = max(self._bytes, key=lambda tenant: (self._bytes[tenant], tenant))
-        taken, quota = self._bytes[most], self._sharing.quota_bytes
-        if quota is not None and taken > quota:
-            return most
-        share = sum(self._bytes.values()) / len(self._bytes)
-        return most if self._sharing.fair and taken > share else None
+        largest = max(self._bytes, key=lambda tenant: (self._bytes[tenant], tenant))
+        used_bytes = self._bytes[largest]
+        quota_bytes = self._rules.quota_bytes
+        if quota_bytes is not None and used_bytes > quota_bytes:
+            return largest
+        equal_share_bytes = sum(self._bytes.values()) / len(self._bytes)
+        return largest if self._rules.fair and used_bytes > equal_share_bytes else None
 
-    def _enter(self, block: int, usage: Usage, told: Callable[[int, Usage], None]) -> None:
-        self._leave(block)
-        tenant = usage.use.tenant
-        if tenant not in self._bytes and len(self._bytes) >= MOST_TENANTS:
+    def _count(self, block: int, usage: Usage) -> None:
+        tenant = usage.context.tenant
+        if tenant not in self._bytes and len(self._bytes) >= MAX_TENANTS:
             tenant = 0
         self._usage[block] = usage
-        self._orders.setdefault(tenant, BlockHeap()).put(block, (usage.used_s,))
+        self._lru.setdefault(tenant, BlockHeap()).put(block, (usage.used_s,))
         self._bytes[tenant] = self._bytes.get(tenant, 0) + usage.stored_bytes
-        told(block, usage)
 
-    def _leave(self, block: int) -> None:
+    def _uncount(self, block: int) -> None:
         usage = self._usage.pop(block, None)
         if usage is None:
             return
-        tenant = usage.use.tenant
-        if tenant not in self._orders or block not in self._orders[tenant]:
+        tenant = usage.context.tenant
+        if tenant not in self._lru or block not in self._lru[tenant]:
             tenant = 0
-        self._orders[tenant].remove(block)
+        self._lru[tenant].remove(block)
         self._bytes[tenant] -= usage.stored_bytes
-        if not len(self._orders[tenant]):
-            del self._orders[tenant], self._bytes[tenant]
+        if not len(self._lru[tenant]):
+            del self._lru[tenant]
+            del self._bytes[tenant]

@@ -1,120 +1,132 @@
-"""The policy of "KVCache Cache in the Wild" (arXiv 2506.02634, section 4.2), and what any other
-shares with it that knows how likely blocks are to be used again."""
+"""Eviction by the probability of reuse: the common base of `workload` and `cake`, and `workload`.
 
-from collections.abc import Callable, Hashable
+Source: "KVCache Cache in the Wild" (arXiv 2506.02634), section 4.2.
+"""
 
-from sglang_cake.store.eviction.base import BasePolicy, Usage
-from sglang_cake.store.eviction.lanes import Lanes
-from sglang_cake.store.eviction.reuse import MOST_TURNS, Fits, Kind, ReuseModel
+from collections.abc import Callable
 
-LIFE_S = 30.0  # how far ahead a use counts; docs/eviction.md has what other values do
+from sglang_cake.store.eviction.class_heaps import ClassHeaps, HeapKey
+from sglang_cake.store.eviction.policy import BasePolicy, Usage
+from sglang_cake.store.eviction.reuse import MAX_TURN, RequestClass, ReuseFits, ReuseModel
+
+LIFE_S = 30.0  # only accesses within this time count; docs/eviction.md compares other values
+# Weight of the fit of a block's own class. The pooled fit has the rest: with few samples the own
+# fit is often wrong, and the blocks of a class that it underestimates are lost.
+CLASS_WEIGHT = 0.5
 
 
-def kind_of(usage: Usage) -> Kind:
-    """Request type x turn, as the paper has it, and whether the block was read since it was stored:
-    what was, system prompts for one, comes back sooner than its neighbours (docs/eviction.md)."""
-    return usage.use.workload, min(usage.use.turn, MOST_TURNS), min(usage.uses, 1)
+def class_of(usage: Usage) -> RequestClass:
+    """The paper's class (workload, turn), and whether the block was read since it was written.
 
-
-# How much a class's own distribution counts; the rest is that of all classes together. With few
-# samples the own one alone is wrong too often, and then what it is wrong about is lost.
-TRUST = 0.5
+    Blocks that were read, such as those of system prompts, are reused sooner than others of the
+    same request (docs/eviction.md).
+    """
+    return usage.context.workload, min(usage.context.turn, MAX_TURN), min(usage.uses, 1)
 
 
 class ReusePolicy(BasePolicy):
-    """Implements `EvictionPolicy` but for what a block is worth: `lane` and `value`.
+    """Implements `EvictionPolicy` except for `value`.
 
-    Within a class of requests the probability of a use falls with the time since the last one, so
-    an eviction looks at one block per lane.
+    Within a class the probability of an access falls with the time since the last one. So an
+    eviction compares one block of each heap.
+
+    Attributes:
+        model: statistics of reuse.
     """
 
     def __init__(
         self,
         model: ReuseModel | None = None,
         life_s: float = LIFE_S,
-        kind_of: Callable[[Usage], Kind] = kind_of,
-        trust: float = TRUST,
+        class_of: Callable[[Usage], RequestClass] = class_of,
+        class_weight: float = CLASS_WEIGHT,
     ) -> None:
-        """Args: life_s: how far ahead a use counts; kind_of: the class of a block; trust: how much
-        its own distribution counts, from 0 to 1."""
+        """Args:
+        model: owned by this policy from here on; None: a new one.
+        life_s: an access counts if it is expected within this time.
+        class_of: gives the class of a block.
+        class_weight: weight of the fit of the own class, from 0 to 1; see CLASS_WEIGHT.
+        """
         super().__init__()
-        self._trust = trust
-        self._kind_of = kind_of
         self.model = model or ReuseModel()
         self._life_s = life_s
-        self._lanes: Lanes[tuple[Hashable, ...]] = Lanes(self._lane_value)
+        self._class_of = class_of
+        self._class_weight = class_weight
+        self._class_heaps = ClassHeaps(self._block_value)
 
-    def lane(self, usage: Usage, kind: Kind) -> tuple[Hashable, ...]:
-        """Where a block stands: of two in one lane, the less recently used is worth less."""
-        return kind
+    @property
+    def heap_count(self) -> int:
+        """Number of heaps: an eviction at a new instant compares one block of each."""
+        return len(self._class_heaps)
 
-    def kind_in(self, lane: tuple[Hashable, ...]) -> Kind:
-        """The class that the blocks of a lane had when they were last used."""
-        workload, turn, was_read = lane[:3]
-        assert isinstance(workload, str)
-        assert isinstance(turn, int)
-        assert isinstance(was_read, int)
-        return workload, turn, was_read
+    def benefit_step(self, usage: Usage) -> int:
+        """Logarithm of the benefit of a block, rounded to steps; 0 for policies without benefit."""
+        return 0
 
-    def value(
-        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
-    ) -> tuple[float, ...]:
-        """What a block is worth; the smallest goes first."""
+    def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
+        """Value of a block, implemented by the subclass. The smallest value is evicted first.
+
+        Args:
+            benefit_step: what the method of this name gave at the block's last access.
+            log_reuse: logarithm of the probability of an access within `life_s`.
+        """
         raise NotImplementedError
 
     def add(self, block: int, usage: Usage) -> None:
-        kind = self._follow(usage)
+        request_class = self._record_access(usage)
         self._usage[block] = usage
-        self._lanes.put(block, self.lane(usage, kind), usage.used_s)
+        key = HeapKey(request_class, self.benefit_step(usage))
+        self._class_heaps.put(block, key, usage.used_s)
 
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)
-        self._lanes.remove(block)
+        self._class_heaps.remove(block)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        block = self._lanes.pop(now_s)
+        block = self._class_heaps.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
 
-    def skipped(self, usage: Usage) -> None:
-        self._follow(usage)
+    def record_rejected(self, usage: Usage) -> None:
+        self._record_access(usage)
 
-    def chance(self, usage: Usage) -> float:
-        share = self.model.fit(self.model.kind(self._kind_of(usage), usage.use.tenant)).share
-        return self._trust * share + (1 - self._trust) * self.model.pooled.share
+    def reuse_probability(self, usage: Usage) -> float:
+        request_class = self.model.class_for(self._class_of(usage), usage.context.tenant)
+        return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
 
     def refresh(self, now_s: float) -> None:
         if self.model.refit(now_s):
-            self._lanes.forget_values()
+            self._class_heaps.invalidate_values()
 
-    def fits(self) -> Fits:
-        return self.model.keep()
+    def fits_to_save(self) -> ReuseFits:
+        return self.model.fits_to_save()
 
-    def learned(self, fits: Fits, now_s: float) -> None:
-        self.model.kept(fits, now_s)
-        self._lanes.forget_values()
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        self.model.resume(fits, now_s)
+        self._class_heaps.invalidate_values()
 
-    def _follow(self, usage: Usage) -> Kind:
-        """A block was used; returns its class."""
-        kind = self.model.kind(self._kind_of(usage), usage.use.tenant)
-        self.model.used(usage.ident, kind, usage.used_s)
-        return kind
+    def _record_access(self, usage: Usage) -> RequestClass:
+        """Record the last access to a block; returns its class."""
+        request_class = self.model.class_for(self._class_of(usage), usage.context.tenant)
+        self.model.record_access(usage.ident, request_class, usage.used_s)
+        return request_class
 
-    def _lane_value(
-        self, lane: tuple[Hashable, ...], block: int, now_s: float
-    ) -> tuple[float, ...]:
+    def _block_value(self, key: HeapKey, block: int, now_s: float) -> tuple[float, ...]:
         usage = self._usage[block]
-        kind = self.kind_in(lane)
         age_s = max(0.0, now_s - usage.used_s)
-        own = self.model.fit(kind).log_reuse(age_s, self._life_s)
+        own = self.model.fit(key.request_class).log_reuse(age_s, self._life_s)
         pooled = self.model.pooled.log_reuse(age_s, self._life_s)
-        return self.value(lane, usage, self._trust * own + (1 - self._trust) * pooled)
+        return self.value(key.benefit_step, usage, self._weighted(own, pooled))
+
+    def _weighted(self, own: float, pooled: float) -> float:
+        return self._class_weight * own + (1 - self._class_weight) * pooled
 
 
 class WorkloadPolicy(ReusePolicy):
-    """Priority = (probability of a use within the coming life, -offset), compared as a tuple. With
-    one class this is LRU."""
+    """Evicts the block that is least likely to be accessed within `life_s`.
 
-    def value(
-        self, lane: tuple[Hashable, ...], usage: Usage, log_reuse: float
-    ) -> tuple[float, ...]:
-        return log_reuse, -float(usage.use.position)
+    The priority is the tuple (probability, -position in the prompt), as in the paper. With one
+    class this is LRU.
+    """
+
+    def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
+        return log_reuse, -float(usage.context.position)

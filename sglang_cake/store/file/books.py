@@ -100,7 +100,7 @@ class Books:
 
     def was_touched(self, digest: Digest, news: Sequence[Told]) -> None:
         """A request has these blocks, last one first; written down within TICK_S or so."""
-        self._reads.extend(Touch(digest, told.key, told.at_s, 1, told.use) for told in news)
+        self._reads.extend(Touch(digest, told.key, told.at_s, 1, told.context) for told in news)
 
     def wake(self) -> None:
         """Room was taken: there may have to be made some ahead."""

@@ -13,8 +13,8 @@ from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreError, StoreFull
 from sglang_cake.keys import BlockKey, Digest
 from sglang_cake.store.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import Usage, ident_of
-from sglang_cake.store.eviction.admission import ALL, Admission
-from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
+from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy
+from sglang_cake.store.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.store.file import tree
 from sglang_cake.store.file.blockfile import NewFile
 from sglang_cake.store.file.books import Books
@@ -48,8 +48,8 @@ class BlockFolder:
         min_free_bytes: int = 0,
         capacity_bytes: int | None = None,
         policy: str = DEFAULT_POLICY,
-        sharing: Sharing = EVERYBODY,
-        admission: Admission = ALL,
+        tenant_rules: TenantRules = NO_TENANT_RULES,
+        admission: AdmissionPolicy = ADMIT_ALL,
     ) -> None:
         """Open (and make) the folder. Blocks on the disk for a moment.
 
@@ -59,7 +59,7 @@ class BlockFolder:
             min_free_bytes: of the file system; blocks make way for one that would leave less.
             capacity_bytes: on the disk, all files and folders below `root`; None: no bound.
             policy: who makes way, a key of `eviction.POLICIES`.
-            sharing: what tenants owe each other.
+            tenant_rules: quota and fair sharing among tenants.
             admission: which blocks are written at all.
 
         Raises: StoreUnavailable.
@@ -77,7 +77,7 @@ class BlockFolder:
             capacity_bytes,
             policy,
             min_free_bytes=min_free_bytes,
-            sharing=sharing,
+            tenant_rules=tenant_rules,
             admission=admission,
             on_learned=self._touches.remember,
         )
@@ -138,8 +138,8 @@ class BlockFolder:
 
     def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As `Attentive.touched`. Waits for nothing: it is written down in the background."""
-        if facts.worth is not None:
-            self._room.worth(facts.worth)
+        if facts.benefit is not None:
+            self._room.set_benefit(facts.benefit)
         self._books.was_touched(digest, self._touches.told(keys, facts, time.time()))
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
@@ -190,7 +190,7 @@ class BlockFolder:
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
         now_s = time.time()
         told = self._touches.use_of(key, now_s)
-        usage = Usage(stored_bytes, now_s, told.at_s, 0, ident_of(key), told.use)
+        usage = Usage(stored_bytes, now_s, told.at_s, 0, ident_of(key), told.context)
         with foreign_errors(self._root, self._pause):
             booking = None
             if self._room.admits(usage):

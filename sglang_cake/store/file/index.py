@@ -15,7 +15,7 @@ from sys import intern
 from typing import NamedTuple
 
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.eviction import Fit, Fits, Usage, Use, ident_of
+from sglang_cake.store.eviction import AccessContext, ReuseFit, ReuseFits, Usage, ident_of
 from sglang_cake.store.file.namespace_rows import (
     NamespaceRows,
     NoRoom,
@@ -26,7 +26,7 @@ from sglang_cake.store.file.namespace_rows import (
 from sglang_cake.store.file.paths import this_process
 from sglang_cake.store.file.schema import DamagedIndexError
 
-_SET_USE = "".join(f", {name} = ?" for name in Use._fields)
+_SET_CONTEXT = "".join(f", {name} = ?" for name in AccessContext._fields)
 _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
 FOUND_AT_ONCE = (
     10_000  # files booked in one transaction: others get in between, the log stays short
@@ -65,7 +65,7 @@ class Touch(NamedTuple):
     key: BlockKey
     at_s: float
     uses: int
-    use: Use | None = None
+    context: AccessContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,11 @@ class BlockIndex(NamespaceRows):
                 cursor = books.execute(
                     "INSERT INTO blocks "
                     "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
-                    f"{', '.join(Use._fields)}) "
-                    f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.use)})",
+                    f"{', '.join(AccessContext._fields)}) "
+                    f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.context)})",
                     (
                         *(namespace, key, usage.stored_bytes, this_process()),
-                        *(usage.created_s, usage.used_s, *usage.use),
+                        *(usage.created_s, usage.used_s, *usage.context),
                     ),
                 )
                 check_room(books, limit_bytes)
@@ -201,12 +201,12 @@ class BlockIndex(NamespaceRows):
         there = []
         with self._transaction() as books:
             for touch in touches:
-                facts = "" if touch.use is None else _SET_USE
+                facts = "" if touch.context is None else _SET_CONTEXT
                 found = books.execute(
                     f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{facts} "
                     f"WHERE {_NAMESPACE} AND key = ? AND created_s <= ? RETURNING id",
                     (
-                        *(touch.at_s, touch.uses, *(touch.use or ())),
+                        *(touch.at_s, touch.uses, *(touch.context or ())),
                         *(touch.namespace, touch.key, touch.at_s),
                     ),
                 ).fetchone()
@@ -247,7 +247,7 @@ class BlockIndex(NamespaceRows):
     def _booked(self, where: str, *values: object) -> list[Booked]:
         rows = self._ask(
             "SELECT blocks.id, digest, key, coalesce(owner, ''), stored_bytes, created_s, used_s, "
-            f"uses, {', '.join(Use._fields)} "
+            f"uses, {', '.join(AccessContext._fields)} "
             "FROM blocks JOIN namespaces ON namespaces.id = namespace WHERE " + where,
             *values,
         )
@@ -259,9 +259,16 @@ class BlockIndex(NamespaceRows):
                 digest,
                 key,
                 owner,
-                Usage(size, created_s, used_s, uses, ident_of(key), Use(intern(workload), *use)),
+                Usage(
+                    size,
+                    created_s,
+                    used_s,
+                    uses,
+                    ident_of(key),
+                    AccessContext(intern(workload), *context),
+                ),
             )
-            for block, digest, key, owner, size, created_s, used_s, uses, workload, *use in rows
+            for block, digest, key, owner, size, created_s, used_s, uses, workload, *context in rows
         ]
 
     def totals(self) -> tuple[int, int]:
@@ -280,16 +287,19 @@ class BlockIndex(NamespaceRows):
         self._ask("SELECT count(*) FROM namespaces")
         self._ask("SELECT * FROM blocks ORDER BY id DESC LIMIT 1")
 
-    def fits(self) -> Fits:
+    def fits(self) -> ReuseFits:
         """What a policy learned."""
         rows = self._ask("SELECT workload, turn, was_read, share, rate_per_s, samples FROM fits")
-        return {(w, t, r): Fit(*fit) for w, t, r, *fit in rows if _is_fit(w, t, r, *fit)}
+        return {(w, t, r): ReuseFit(*fit) for w, t, r, *fit in rows if _is_fit(w, t, r, *fit)}
 
-    def keep_fits(self, fits: Fits) -> None:
+    def keep_fits(self, fits: ReuseFits) -> None:
         """In place of those that were kept before."""
         with self._transaction() as books:
             books.execute("DELETE FROM fits")
-            rows = [(*kind, fit.share, fit.rate_per_s, fit.samples) for kind, fit in fits.items()]
+            rows = [
+                (*request_class, fit.share, fit.rate_per_s, fit.samples)
+                for request_class, fit in fits.items()
+            ]
             books.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def boot(self) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from sglang_cake.store.base import EVICTION_COUNTS
-from sglang_cake.store.eviction import EvictionPolicy, Usage, Use, Worth, new_policy
-from sglang_cake.store.eviction.admission import Admission
-from sglang_cake.store.eviction.tenants import Sharing, TenantPolicy
+from sglang_cake.store.eviction import AccessContext, Benefit, EvictionPolicy, Usage, new_policy
+from sglang_cake.store.eviction.policy import AdmissionPolicy
+from sglang_cake.store.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.store.file import tree
 from sglang_cake.store.file.database import WAL_BYTES
 from sglang_cake.store.file.index import BlockIndex, Booked, Touch
@@ -53,21 +53,21 @@ class Room:
         policy: str,
         *,
         min_free_bytes: int,
-        sharing: Sharing,
-        admission: Admission,
-        on_learned: Callable[[int, Use], None],
+        tenant_rules: TenantRules,
+        admission: AdmissionPolicy,
+        on_learned: Callable[[int, AccessContext], None],
     ) -> None:
         """Args:
-        sharing: what tenants owe each other.
+        tenant_rules: quota and fair sharing among tenants.
         admission: which blocks are written at all.
         on_learned: is called with what the books know of each block, `ident` and last use.
         """
         self._root, self.capacity_bytes, self.policy_name = root, capacity_bytes, policy
-        self._sharing, self._admission, self._on_learned = sharing, admission, on_learned
+        self._tenant_rules, self._admission, self._on_learned = tenant_rules, admission, on_learned
         self._lock = threading.Lock()
-        self._worth = self._told_worth = Worth()
+        self._benefit = self._reported_benefit = Benefit()
         self._policy = self._new_policy()
-        self._kept = self._policy.fits()  # as the books have them
+        self._kept = self._policy.fits_to_save()  # as the books have them
         self._seen = 0  # blocks with a larger id are not in the policy yet
         self._took_up_fits_s = 0.0
         self.leads = False
@@ -94,7 +94,7 @@ class Room:
         """How much should be evicted now: so that later puts find room, and that the file system
         keeps what it should, also where nothing is put. Raises: sqlite3.Error; OSError."""
         with self._lock:
-            wanted_bytes = self._policy.over_bytes()
+            wanted_bytes = self._policy.over_quota_bytes()
         limit_bytes = self.limit_bytes()
         if limit_bytes is not None:
             ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
@@ -148,7 +148,7 @@ class Room:
         kept = self._policy, self._seen
         try:
             self._policy, self._seen = self._new_policy(), random.randrange(index.last() + 1)
-            self._policy.learned(self._kept, time.time())
+            self._policy.resume(self._kept, time.time())
             batch = index.stored(self._seen, LEARN_AT_ONCE)
             if len(batch) < LEARN_AT_ONCE:
                 batch = index.stored(0, LEARN_AT_ONCE - len(batch)) + batch
@@ -175,13 +175,13 @@ class Room:
 
     def admits(self, usage: Usage) -> bool:
         """Whether a block that is used like this is worth writing; counted if it is not."""
-        if not self._admission.least:
+        if not self._admission.min_benefit_ratio:
             return True
         with self._lock:
-            admitted = self._admission.admits(self._policy, usage, self._worth)
+            admitted = self._admission.admits(self._policy, usage, self._benefit)
             if not admitted:
                 self.counts["skipped_blocks"] += 1
-                self._policy.skipped(usage)
+                self._policy.record_rejected(usage)
         return admitted
 
     def learn(self, index: BlockIndex, rest: Callable[[float], object]) -> bool:
@@ -208,23 +208,23 @@ class Room:
         """Blocks were used here, as the books have it."""
         with self._lock:
             for block, touch in touches:
-                self._policy.touch(block, touch.at_s, touch.uses, touch.use)
+                self._policy.touch(block, touch.at_s, touch.uses, touch.context)
 
-    def worth(self, worth: Worth) -> None:
+    def set_benefit(self, benefit: Benefit) -> None:
         """What blocks save where requests run. Waits for nothing: `refresh` takes it up."""
-        self._told_worth = worth
+        self._reported_benefit = benefit
 
     def refresh(self, index: BlockIndex) -> None:
         """Let the policy learn from what it saw, and keep what it learned; without the lead, take
         up what the leader has learned."""
         now_s = time.time()
         with self._lock:
-            if self._worth != self._told_worth:
-                self._worth = self._told_worth
-                self._policy.weigh(self._worth)
+            if self._benefit != self._reported_benefit:
+                self._benefit = self._reported_benefit
+                self._policy.set_benefit(self._benefit)
             if self.leads:
                 self._policy.refresh(now_s)
-                fits = dict(self._policy.fits())
+                fits = dict(self._policy.fits_to_save())
         if not self.leads:
             if abs(now_s - self._took_up_fits_s) >= TAKE_UP_FITS_EVERY_S:
                 self._take_up_fits(index, leads=False)
@@ -241,12 +241,12 @@ class Room:
         fits, now_s = index.fits(), time.time()
         with self._lock:
             self._policy, self.leads = self._new_policy(), leads
-            self._policy.learned(fits, now_s)
-            self._kept, self._took_up_fits_s = dict(self._policy.fits()), now_s
+            self._policy.resume(fits, now_s)
+            self._kept, self._took_up_fits_s = dict(self._policy.fits_to_save()), now_s
 
     def _new_policy(self) -> EvictionPolicy:
-        policy = new_policy(self.policy_name, self._worth)
-        return TenantPolicy(policy, self._sharing) if self._sharing else policy
+        policy = new_policy(self.policy_name, self._benefit)
+        return TenantPolicy(policy, self._tenant_rules) if self._tenant_rules else policy
 
     def _learn_some(self, index: BlockIndex) -> bool:
         """One portion; returns whether there may be more. The lock is not held while the books are
@@ -263,7 +263,7 @@ class Room:
         for booked in batch:
             if order:
                 self._policy.add(booked.id, booked.usage)
-            self._on_learned(booked.usage.ident, booked.usage.use)
+            self._on_learned(booked.usage.ident, booked.usage.context)
             self._seen = booked.id
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:

@@ -14,6 +14,8 @@ BUSY_S = 10.0  # how long one process waits for another's transaction, which tak
 # What the folders for `blocks` blocks take at most: one block needs two of them, which it may have
 # to itself, and is an entry of one.
 _FOLDERS = f"{FOLDER_BYTES} * (min(blocks, 256) + min(blocks, 65536)) + {ENTRY_BYTES} * blocks"
+# Part of the format, comments included: `check_ours` compares the text. Where it says
+# `eviction.base.Use` and `eviction.reuse.Fit`, the classes are `AccessContext` and `ReuseFit`.
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS namespaces (
     id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE,

@@ -14,8 +14,8 @@ from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest
 from sglang_cake.store.base import BlockInfo, Store, StoredNamespace
 from sglang_cake.store.eviction import POLICIES
-from sglang_cake.store.eviction.admission import ALL, Admission
-from sglang_cake.store.eviction.tenants import EVERYBODY, Sharing
+from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy
+from sglang_cake.store.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.store.file import looking
 from sglang_cake.store.file.disk import SHARED, file_system_type
 from sglang_cake.store.file.folder import BlockFolder
@@ -41,8 +41,8 @@ class FileSource:
     capacity_bytes: int | None = None
     policy: str = DEFAULT_POLICY
     reads_count: bool = True  # as use, for eviction
-    sharing: Sharing = EVERYBODY
-    admission: Admission = ALL
+    tenant_rules: TenantRules = NO_TENANT_RULES
+    admission: AdmissionPolicy = ADMIT_ALL
 
     def check(self) -> None:
         try:
@@ -101,7 +101,7 @@ class FileSource:
             min_free_bytes=self.min_free_bytes,
             capacity_bytes=self.capacity_bytes,
             policy=self.policy,
-            sharing=self.sharing,
+            tenant_rules=self.tenant_rules,
             admission=self.admission,
         )
 
@@ -115,22 +115,22 @@ def parse(url: StoreUrl) -> FileSource:
         capacity_bytes=url.option("capacity", _parse_capacity, None),
         policy=url.option("policy", one_of(*POLICIES), url.policy),
         reads_count=url.reads_count,
-        sharing=Sharing(
+        tenant_rules=TenantRules(
             quota_bytes=url.option("tenant_quota", parse_size, None),
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
-        admission=url.option("admit", _parse_admission, ALL),
+        admission=url.option("admit", _parse_admission, ADMIT_ALL),
     )
 
 
-def _parse_admission(text: str) -> Admission:
+def _parse_admission(text: str) -> AdmissionPolicy:
     try:
-        least = float(text)
+        min_benefit_ratio = float(text)
     except ValueError:
-        least = -1.0
-    if not 0 <= least <= 1e6:
+        min_benefit_ratio = -1.0
+    if not 0 <= min_benefit_ratio <= 1e6:
         raise ConfigError(f"{text!r} is not possible, write a number from 0 on, as 0.3")
-    return Admission(least)
+    return AdmissionPolicy(min_benefit_ratio)
 
 
 def _parse_capacity(text: str) -> int | None:

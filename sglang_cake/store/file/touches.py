@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.eviction import UNKNOWN_USE, Use, ident_of
-from sglang_cake.store.eviction.ancestry import Ancestry
+from sglang_cake.store.eviction import UNKNOWN_CONTEXT, AccessContext, ident_of
+from sglang_cake.store.eviction.conversation import ConversationTracker
 from sglang_cake.store.request import RequestFacts
 
 MOST_REQUESTS = 4096
@@ -22,7 +22,7 @@ class Told(NamedTuple):
     """A block that a request has."""
 
     key: BlockKey
-    use: Use
+    context: AccessContext
     at_s: float  # when it was used, seconds since 1970
 
 
@@ -42,7 +42,7 @@ class Touches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ancestry = Ancestry()
+        self._conversations = ConversationTracker()
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by id
         self._expected: OrderedDict[BlockKey, Told] = OrderedDict()
         self._last_s = float("-inf")  # of the last request's head
@@ -58,8 +58,8 @@ class Touches:
                 after_s = self._last_s + len(keys) * ORDER_S
                 # A clock that was put back is believed.
                 self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
-                known = _Request(self._ancestry.turn(idents), 0, self._last_s)
-            self._ancestry.touched(idents, known.turn)
+                known = _Request(self._conversations.turn_of(idents), 0, self._last_s)
+            self._conversations.record(idents, known.turn)
             self._requests[facts.id] = known._replace(known=max(known.known, len(keys)))
             self._requests.move_to_end(facts.id)
             if len(self._requests) > MOST_REQUESTS:
@@ -67,7 +67,7 @@ class Touches:
             news = [
                 Told(
                     keys[at],
-                    Use(facts.workload, known.turn, at, len(keys), facts.tenant),
+                    AccessContext(facts.workload, known.turn, at, len(keys), facts.tenant),
                     known.at_s - at * ORDER_S,
                 )
                 for at in range(len(keys) - 1, known.known - 1, -1)
@@ -82,7 +82,7 @@ class Touches:
     def use_of(self, key: BlockKey, now_s: float) -> Told:
         """What a block that is being put was asked for, and when; now, if nobody told."""
         with self._lock:
-            return self._expected.pop(key, Told(key, UNKNOWN_USE, now_s))
+            return self._expected.pop(key, Told(key, UNKNOWN_CONTEXT, now_s))
 
     def foretold(self, key: BlockKey, now_s: float) -> bool:
         """Whether a read now is that of a request which has told of the block."""
@@ -90,7 +90,7 @@ class Touches:
             told = self._expected.get(key)
             return told is not None and abs(now_s - told.at_s) < READ_SOON_S
 
-    def remember(self, ident: int, use: Use) -> None:
+    def remember(self, ident: int, context: AccessContext) -> None:
         """What was told before a restart."""
         with self._lock:
-            self._ancestry.remember(ident, use.turn, use.reach)
+            self._conversations.record_block(ident, context.turn, context.reach)

@@ -1,13 +1,13 @@
 """Turns of a conversation, told from what requests begin with."""
 
-from sglang_cake.store.eviction.ancestry import Ancestry
+from sglang_cake.store.eviction.conversation import ConversationTracker
 
 
-def turns(*prompts, most_blocks=1000):
-    ancestry, found = Ancestry(most_blocks), []
+def turns(*prompts, max_blocks=1000):
+    tracker, found = ConversationTracker(max_blocks), []
     for prompt in prompts:
-        found.append(ancestry.turn(prompt))
-        ancestry.touched(prompt, found[-1])
+        found.append(tracker.turn_of(prompt))
+        tracker.record(prompt, found[-1])
     return found
 
 
@@ -24,4 +24,4 @@ def test_a_shared_system_prompt_is_no_conversation():
 
 
 def test_what_it_remembers_is_bounded():
-    assert turns([1, 2], *([number] for number in range(10, 30)), [1, 2, 3], most_blocks=5)[-1] == 1
+    assert turns([1, 2], *([number] for number in range(10, 30)), [1, 2, 3], max_blocks=5)[-1] == 1
