@@ -155,8 +155,8 @@ def main() -> None:
     paths = {diff.path for patch in patches for diff in patch.files}
     installed = {path: installation.read(path) for path in paths}
     plan = make_plan(patches, installed, installation.recorded)
-    if plan.misfits:
-        raise SystemExit(f"the patches do not fit: {plan.misfits[0]}")
+    if plan.conflicts:
+        raise SystemExit(f"the patches do not fit: {plan.conflicts[0]}")
     forwards = {
         "unpatched": make_forward(plan.released[BACKEND], args),
         "patched": make_forward(plan.repaired[BACKEND], args),

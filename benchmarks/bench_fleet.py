@@ -104,7 +104,7 @@ def _draw(cells: list[dict[str, Any]], links: float, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from sglang_cake.cli.picture import COMPUTE, LOAD, MEET
+    from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 
     plt.rcParams["svg.hashsalt"] = "cake"
     figure, planes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")

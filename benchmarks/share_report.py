@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.documents import table
 from benchmarks.facts import RESULTS, ROOT
 from benchmarks.paper.codecs import section53, section54
-from sglang_cake.cli.picture import COMPUTE, LOAD, MEET
+from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 
 DOC = ROOT / "docs" / "evaluation.md"
 PICTURE = ROOT / "docs" / "img" / "codec-share.svg"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.cli.picture import COMPUTE, LOAD, MEET
+from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 
 GREY = "#888888"
 Draw = Callable[[Any, dict[str, Any]], None]

@@ -18,7 +18,7 @@ from sglang_cake.cli.plan import add_parser as add_plan
 from sglang_cake.cli.runahead import add_parser as add_runahead
 from sglang_cake.cli.simulate import add_parser as add_simulate
 from sglang_cake.cli.store import add_parser as add_store
-from sglang_cake.cli.trace import add_parser as add_trace
+from sglang_cake.cli.trace_replay import add_parser as add_trace
 from sglang_cake.errors import CakeError
 
 PIPE_STATUS = 128 + signal.SIGPIPE

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_cake.cli.picture import Drawn, draw_meet
+from sglang_cake.cli.plots import TracedRequest, plot_meet
 from sglang_cake.sim.ideal import ComputeCurve, Ideal, ideal_meet
 from sglang_cake.testing.server import Reply
 from sglang_cake.testing.trace import RequestTrace, read_trace
@@ -171,5 +171,5 @@ def draw(arms: Arms, result: dict[str, Any], out: Path) -> list[Path]:
         f"{result['speedup']['compute']:.2f}x sooner than by computing, "
         f"{result['speedup']['load']:.2f}x sooner than by loading"
     )
-    compute, load, both = (Drawn(arm.trace, arm.typical.first_token_s) for arm in arms)
-    return draw_meet(both, compute, load, title, out)
+    compute, load, both = (TracedRequest(arm.trace, arm.typical.first_token_s) for arm in arms)
+    return plot_meet(both, compute, load, title, out)

@@ -1,9 +1,9 @@
-"""Unified diffs, applied exactly or not at all. Pure: bytes in, bytes out.
+"""Exact application of unified diffs. Pure: bytes in, bytes out.
 
-No fuzz and no offsets: a hunk fits only where its header says, with every context line equal.
-`patch` and `git apply` would do, but a fresh machine has neither for certain; of the libraries on
-PyPI, patch-ng searches for a hunk's place and writes files itself, whatthepatch and unidiff are
-dependencies for less than what stands here.
+There is no fuzz and no offset: a hunk fits only at the line of its header, with every context line
+equal. A fresh machine may lack `patch` and `git apply`. Of the libraries on PyPI, patch-ng searches
+for the place of a hunk and writes files itself; whatthepatch and unidiff would be dependencies for
+less code than this module has.
 """
 
 import re
@@ -19,7 +19,7 @@ class DiffError(ValueError):
 
 @dataclass(frozen=True)
 class Hunk:
-    """Replaces `old` at line `old_start` by `new` at line `new_start`; lines count from 1."""
+    """Replacement of the lines `old` by the lines `new`. Line numbers count from 1."""
 
     old_start: int
     old: tuple[bytes, ...]
@@ -27,29 +27,34 @@ class Hunk:
     new: tuple[bytes, ...]
 
     def reversed(self) -> "Hunk":
+        """The hunk that reverts this one."""
         return Hunk(self.new_start, self.new, self.old_start, self.old)
 
 
 @dataclass(frozen=True)
 class FileDiff:
+    """Hunks of one file, in the order of its lines."""
+
     path: str
     hunks: tuple[Hunk, ...]
 
     def reversed(self) -> "FileDiff":
+        """The diff that reverts this one."""
         return FileDiff(self.path, tuple(hunk.reversed() for hunk in self.hunks))
 
 
 def _lines(content: bytes) -> list[bytes]:
-    """Split at newlines only: splitlines() also splits at a lone carriage return."""
+    """Lines with their newlines. `splitlines` would also split at a lone carriage return."""
     *whole, rest = content.split(b"\n")
     return [line + b"\n" for line in whole] + ([rest] if rest else [])
 
 
 def parse(text: bytes) -> list[FileDiff]:
-    """Read the files of a diff; text in front of the first `--- a/` is the header.
+    """Diffs of the files in `text`. Text before the first `--- a/` is ignored.
 
-    Raises: DiffError, also for what we never write: a created, deleted or renamed file, or a
-        last line without its newline.
+    Raises:
+        DiffError: the diff is malformed. Created, deleted and renamed files and a last line without
+            its newline are not supported.
     """
     lines = _lines(text)
     at = next((i for i, line in enumerate(lines) if line.startswith(b"--- a/")), len(lines))
@@ -84,7 +89,8 @@ def _parse_hunk(lines: Sequence[bytes], at: int) -> tuple[Hunk, int]:
     at += 1
     while len(old) < old_count or len(new) < new_count:
         line = lines[at] if at < len(lines) else b""
-        mark, body = line[:1], line[1:]
+        mark = line[:1]
+        body = line[1:]
         if mark not in (b" ", b"-", b"+") or not body.endswith(b"\n"):
             raise DiffError(f"line {at + 1}: not a line of a hunk")
         if mark != b"+":
@@ -98,9 +104,10 @@ def _parse_hunk(lines: Sequence[bytes], at: int) -> tuple[Hunk, int]:
 
 
 def apply(content: bytes, diff: FileDiff) -> bytes:
-    """Return `content` with every hunk of `diff` applied.
+    """`content` with every hunk of `diff` applied.
 
-    Raises: DiffError if one hunk does not fit exactly.
+    Raises:
+        DiffError: a hunk does not fit exactly.
     """
     lines = _lines(content)
     result: list[bytes] = []

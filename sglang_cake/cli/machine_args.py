@@ -1,4 +1,4 @@
-"""The arguments that `simulate` and `plan` share: a model, GPUs, a store."""
+"""Arguments that `simulate` and `plan` share: a model, GPUs and a store."""
 
 import argparse
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from sglang_cake.sim.shapes import MODELS, Shape, find_shape
 ARMS: dict[str, Mode] = {"compute": "compute", "load": "load", "cake": "auto"}
 
 
-def add_machine(parser: Any) -> None:
-    """Add them."""
+def add_machine_args(parser: Any) -> None:
+    """Add the arguments that `parse_server` reads."""
     parser.add_argument(
         "--model",
         required=True,
@@ -42,76 +42,95 @@ def add_machine(parser: Any) -> None:
         required=True,
         action="append",
         metavar="MEDIUM|BANDWIDTH[,LATENCY]",
-        help=f"one of {', '.join(sorted(MEDIA))}, or for example 2GB/s or 32Gbps,5ms; given twice: "
-        "two sources that are read at once",
+        help=f"one of {', '.join(sorted(MEDIA))}, or for example 2GB/s or 32Gbps,5ms; may be given "
+        "several times: the server reads from all of them at once",
     )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="in tensor parallel")
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="size of the tensor-parallel group"
+    )
     parser.add_argument(
         "--efficiency",
         type=float,
         metavar="SHARE",
-        help="of the peak FLOPS that the matmuls of prefill reach, if you measured it (default: by "
-        "GPU, see docs/simulator.md)",
+        help="measured share of the peak FLOPS that the matmuls of prefill reach (default: by GPU, "
+        "see docs/simulator.md)",
     )
-    parser.add_argument("--chunk-tokens", type=int, default=2048, metavar="N", help="of a step")
-    parser.add_argument("--block-tokens", type=int, default=128, metavar="N", help="of the store")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of a prefill step (default 2048)",
+    )
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of a stored block (default 128)",
+    )
     parser.add_argument(
         "--utilisation",
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="of every step's tokens that a prompt may have; others take the rest (default 1)",
+        help="share of every step's tokens that a prompt can have; other requests take the rest "
+        "(default 1)",
     )
     parser.add_argument(
         "--smaller",
         type=float,
         default=1.0,
         metavar="TIMES",
-        help="how many times smaller than BF16 the KV is stored (a codec; default 1)",
+        help="compression ratio of the stored KV over BF16 (default 1)",
     )
     parser.add_argument(
         "--early-last-step",
         action="store_true",
-        help="the last step begins while the last block comes, as on a server with FlashInfer and "
-        "without prefill CUDA graphs",
+        help="start the last step while the last block is loading, as a server does with "
+        "FlashInfer and without prefill CUDA graphs",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the arguments describe.
+class ServerSpec:
+    """Server that the arguments describe.
 
     Attributes:
-        kv_bytes: of one token, as it is stored and read, all ranks together.
+        gpus: size of the tensor-parallel group.
+        kv_bytes_per_token: as stored and read, over all ranks.
+        machine: costs of prefill and of loading.
     """
 
     shape: Shape
     gpu: Gpu
     gpus: int
-    kv_bytes: float
+    kv_bytes_per_token: float
     machine: Machine
     chunk_tokens: int
     block_tokens: int
 
 
-def read_machine(args: argparse.Namespace, slower: float = 1.0) -> Asked:
-    """Check and convert.
+def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
+    """The server that the arguments of `add_machine_args` describe.
 
     Args:
-        slower: how many times longer computing takes than predicted.
+        slower: factor on the predicted compute time.
 
-    Raises: ConfigError, one line.
+    Raises:
+        ConfigError: an argument is invalid.
     """
-    _within("--gpus", args.gpus, 1, 1024)
+    _check_range("--gpus", args.gpus, 1, 1024)
     if args.efficiency is not None:
-        _within("--efficiency", args.efficiency, 0.01, 1)
-    _within("--chunk-tokens", args.chunk_tokens, 16, 1_000_000)
-    _within("--block-tokens", args.block_tokens, 1, 65536)
-    _within("--utilisation", args.utilisation, 0.01, 1)
-    _within("--smaller", args.smaller, 0.1, 100)
+        _check_range("--efficiency", args.efficiency, 0.01, 1)
+    _check_range("--chunk-tokens", args.chunk_tokens, 16, 1_000_000)
+    _check_range("--block-tokens", args.block_tokens, 1, 65536)
+    _check_range("--utilisation", args.utilisation, 0.01, 1)
+    _check_range("--smaller", args.smaller, 0.1, 100)
     if args.early_last_step and (args.gpus > 1 or args.smaller != 1):
         raise ConfigError("--early-last-step: needs --gpus 1 and no --smaller, as a server does")
-    shape, gpu = find_shape(args.model), find_gpu(args.gpu)
+    shape = find_shape(args.model)
+    gpu = find_gpu(args.gpu)
     cost = prefill_cost(
         shape,
         gpu,
@@ -121,58 +140,82 @@ def read_machine(args: argparse.Namespace, slower: float = 1.0) -> Asked:
         efficiency=args.efficiency,
         slower=slower,
     )
-    kv_bytes = shape.kv_bytes(args.gpus) / args.smaller
-    loads = [load_cost(kv_bytes, find_medium(store), args.block_tokens) for store in args.store]
-    taken = args.chunk_tokens - max(1, round(args.utilisation * args.chunk_tokens))
+    kv_bytes_per_token = shape.kv_bytes(args.gpus) / args.smaller
+    loads = [
+        load_cost(kv_bytes_per_token, find_medium(store), args.block_tokens) for store in args.store
+    ]
+    other_tokens = args.chunk_tokens - max(1, round(args.utilisation * args.chunk_tokens))
     machine = Machine(
         cost,
         loads[0],
-        others=(lambda step: taken) if taken else None,
+        others=(lambda step: other_tokens) if other_tokens else None,
         further=tuple(Source(load) for load in loads[1:]),
         layers=shape.layers if args.early_last_step else 1,
     )
-    return Asked(shape, gpu, args.gpus, kv_bytes, machine, args.chunk_tokens, args.block_tokens)
+    return ServerSpec(
+        shape=shape,
+        gpu=gpu,
+        gpus=args.gpus,
+        kv_bytes_per_token=kv_bytes_per_token,
+        machine=machine,
+        chunk_tokens=args.chunk_tokens,
+        block_tokens=args.block_tokens,
+    )
 
 
-def read_lengths(text: str) -> list[int]:
-    """`4096,16k` as tokens. Raises: ConfigError."""
-    found = []
+def parse_lengths(text: str) -> list[int]:
+    """Prompt lengths in tokens from text such as `4096,16k`, where k is 1024.
+
+    Raises:
+        ConfigError: the text has another form, or a length is not from 1 to 10,000,000.
+    """
+    lengths = []
     for part in text.split(","):
         digits = part.strip().lower()
         thousands = digits.endswith("k")
         digits = digits.removesuffix("k")
         if not (digits.isascii() and digits.isdigit() and 0 < int(digits) <= 10_000_000):
             raise ConfigError(f"--prompt-tokens {text!r}: write for example 4096,16k")
-        found.append(int(digits) * (1024 if thousands else 1))
-    return found
+        lengths.append(int(digits) * (1024 if thousands else 1))
+    return lengths
 
 
-def times(asked: Asked, tokens: int, stored_share: float = 1.0) -> dict[str, float]:
-    """Seconds to the first token of one prompt, by way, with the optimum."""
-    stored = int(tokens * stored_share) // asked.block_tokens
-    found = {}
+def predict_ttft(
+    server: ServerSpec, prompt_tokens: int, stored_share: float = 1.0
+) -> dict[str, float]:
+    """Seconds to the first token of one prompt, by arm and under `optimum`.
+
+    Beside them, `computed_share` is the share of the prompt that the arm `cake` computes.
+
+    Args:
+        stored_share: share of the prompt that is stored, from its start.
+    """
+    stored_blocks = int(prompt_tokens * stored_share) // server.block_tokens
+    predicted = {}
     for name, mode in ARMS.items():
         race = run_race(
-            asked.machine,
-            tokens,
-            chunk_tokens=asked.chunk_tokens,
-            block_tokens=asked.block_tokens,
+            server.machine,
+            prompt_tokens,
+            chunk_tokens=server.chunk_tokens,
+            block_tokens=server.block_tokens,
             mode=mode,
-            stored_blocks=stored,
+            stored_blocks=stored_blocks,
         )
-        found[name] = race.ttft_s
+        predicted[name] = race.ttft_s
         if name == "cake":
-            found["computed_share"] = race.computed_tokens / tokens
-    ideal = clairvoyant(
-        asked.machine,
-        tokens,
-        chunk_tokens=asked.chunk_tokens,
-        block_tokens=asked.block_tokens,
-        stored_tokens=stored * asked.block_tokens,
+            predicted["computed_share"] = race.computed_tokens / prompt_tokens
+    optimum = clairvoyant(
+        server.machine,
+        prompt_tokens,
+        chunk_tokens=server.chunk_tokens,
+        block_tokens=server.block_tokens,
+        stored_tokens=stored_blocks * server.block_tokens,
     )
-    return {**found, "optimum": ideal.ttft_s}
+    predicted["optimum"] = optimum.ttft_s
+    return predicted
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises: ConfigError."""
     if not low <= value <= high:
         raise ConfigError(f"{name} {value:g}: must be from {low:g} to {high:g}")

@@ -1,13 +1,14 @@
 """`sglang-cake patch status|apply|revert`: the CPU repairs of the installed SGLang.
 
-SGLang is found and never imported: without the repairs it cannot be.
+The command locates SGLang and never imports it: without the repairs the import fails on a machine
+without a GPU.
 
-    installed --take off what is on--> released --put all on--> repaired
-                                          |
-                                          must have the hash that the wheel recorded
+    installed --revert applied patches--> released --apply all patches--> repaired
+                                             |
+                                             must have the hash that the wheel recorded
 
-Both ends are worked out in memory for every file before the first one is written. `apply` writes
-the repaired form and `revert` the released one, whatever mixture an interrupted run left behind.
+All released and repaired files are computed in memory before the first file is written. `apply`
+writes the repaired files and `revert` the released ones, also after an interrupted run.
 """
 
 import argparse
@@ -29,15 +30,19 @@ from sglang_cake.cli.diff import DiffError, FileDiff, apply, parse
 from sglang_cake.errors import PatchError
 
 
-class State(Enum):
+class PatchState(Enum):
+    """State of one patch in the installed files; the value is what `status` prints."""
+
     APPLIED = "applied"
     NOT_APPLIED = "not applied"
-    PARTLY = "partly applied"  # an interrupted run; both apply and revert finish it
-    MISFIT = "does not fit"
+    PARTLY_APPLIED = "partly applied"  # by an interrupted run; `apply` and `revert` complete it
+    CONFLICT = "does not fit"
 
 
 @dataclass(frozen=True)
 class Patch:
+    """Diffs of one repair, by the name of its file without `.patch`."""
+
     name: str
     files: tuple[FileDiff, ...]
 
@@ -46,8 +51,10 @@ class Patch:
 class Installation:
     """An installed SGLang.
 
-    `site` is the folder that holds `sglang/`; `recorded` maps a path below it to the sha256 of the
-    released file, in the form of a wheel's RECORD (urlsafe base64 without padding).
+    Attributes:
+        site: folder that contains `sglang/`.
+        recorded: SHA-256 of the released files by path below `site`, as in a wheel's RECORD
+            (urlsafe base64 without padding).
     """
 
     site: Path
@@ -55,6 +62,7 @@ class Installation:
     recorded: Mapping[str, str]
 
     def read(self, path: str) -> bytes:
+        """Content of the file at `path` below `site`. Raises: PatchError."""
         try:
             return (self.site / path).read_bytes()
         except OSError as error:
@@ -62,14 +70,19 @@ class Installation:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All forms of every file that a patch names, by path, and what was found."""
+class PatchPlan:
+    """Contents by path of every file that a patch changes, and the state of the patches.
+
+    Attributes:
+        states: by the name of the patch.
+        conflicts: one line for each file that cannot be repaired; nothing is written then.
+    """
 
     installed: Mapping[str, bytes]
     released: Mapping[str, bytes]
     repaired: Mapping[str, bytes]
-    states: Mapping[str, State]
-    misfits: tuple[str, ...]
+    states: Mapping[str, PatchState]
+    conflicts: tuple[str, ...]
 
 
 def find_installation() -> Installation:
@@ -91,7 +104,7 @@ def find_installation() -> Installation:
 
 
 def patches_root() -> Path:
-    """The folder of the `sglang-VERSION/` folders: in the wheel, else in the checkout."""
+    """Folder with the `sglang-VERSION/` folders, of the wheel or a checkout. Raises: PatchError."""
     package = Path(sglang_cake.__file__).parent
     for root in (package / "_patches", package.parent / "patches"):
         if root.is_dir():
@@ -100,7 +113,11 @@ def patches_root() -> Path:
 
 
 def load_patches(version: str, root: Path) -> list[Patch]:
-    """Read the patches for one SGLang version, in order. Raises: PatchError if there are none."""
+    """Patches for one version of SGLang, in the order of application.
+
+    Raises:
+        PatchError: there are none, or a patch file is damaged.
+    """
     prefix = "sglang-"
     folder = root / f"{prefix}{version}"
     if not folder.is_dir():
@@ -119,42 +136,48 @@ def load_patches(version: str, root: Path) -> list[Patch]:
 
 def make_plan(
     patches: Iterable[Patch], installed: Mapping[str, bytes], recorded: Mapping[str, str]
-) -> Plan:
-    """Work out both forms of every file. Pure. A misfit is reported in the plan, not raised."""
+) -> PatchPlan:
+    """Compute the released and the repaired content of every file. Pure.
+
+    Conflicts are part of the plan and are not raised.
+    """
     patches = list(patches)
-    released, repaired = dict(installed), dict[str, bytes]()
-    found: dict[str, list[bool]] = {patch.name: [] for patch in patches}
+    released = dict(installed)
+    applied: dict[str, list[bool]] = {patch.name: [] for patch in patches}
     for patch in reversed(patches):
         for diff in patch.files:
             try:
                 released[diff.path] = apply(released[diff.path], diff.reversed())
             except DiffError:
-                found[patch.name].append(False)
+                applied[patch.name].append(False)
             else:
-                found[patch.name].append(True)
-    repaired.update(released)
-    states = {name: _state(applied) for name, applied in found.items()}
-    misfits = []
+                applied[patch.name].append(True)
+    repaired = dict(released)
+    states = {name: _state(files) for name, files in applied.items()}
+    conflicts = []
     for patch in patches:
         for diff in patch.files:
-            # A hunk can fit a file that was changed elsewhere; the recorded hash sees that too.
+            # Hunks can fit although the file was changed elsewhere. The recorded hash detects that.
             wanted = recorded.get(diff.path)
             if wanted is not None and _record_hash(released[diff.path]) != wanted:
-                misfits.append(f"{diff.path} is not the released file")
-                states[patch.name] = State.MISFIT
+                conflicts.append(f"{diff.path} is not the released file")
+                states[patch.name] = PatchState.CONFLICT
                 continue
             try:
                 repaired[diff.path] = apply(repaired[diff.path], diff)
             except DiffError as error:
-                misfits.append(str(error))
-                states[patch.name] = State.MISFIT
-    return Plan(installed, released, repaired, states, tuple(misfits))
+                conflicts.append(str(error))
+                states[patch.name] = PatchState.CONFLICT
+    return PatchPlan(installed, released, repaired, states, tuple(conflicts))
 
 
-def _state(applied: list[bool]) -> State:
+def _state(applied: list[bool]) -> PatchState:
+    """Args:
+    applied: for each file of the patch, whether it can be reverted.
+    """
     if all(applied):
-        return State.APPLIED
-    return State.PARTLY if any(applied) else State.NOT_APPLIED
+        return PatchState.APPLIED
+    return PatchState.PARTLY_APPLIED if any(applied) else PatchState.NOT_APPLIED
 
 
 def _record_hash(content: bytes) -> str:
@@ -164,10 +187,14 @@ def _record_hash(content: bytes) -> str:
 def write_files(site: Path, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> int:
     """Replace the files that differ and return their number.
 
-    Every new file is complete on disk before the first one takes its place, so a full disk
-    changes nothing. Replacing also leaves alone what a package manager hard-linked elsewhere.
+    Every new file is complete on disk before the first one is renamed, so a full disk changes
+    nothing. A rename also leaves the hard links of package managers to the old file intact.
 
-    Raises: PatchError.
+    Args:
+        before, after: contents by path below `site`.
+
+    Raises:
+        PatchError: a file cannot be written.
     """
     changed = [path for path, content in after.items() if content != before[path]]
     staged: list[tuple[str, Path]] = []
@@ -193,7 +220,15 @@ def write_files(site: Path, before: Mapping[str, bytes], after: Mapping[str, byt
 
 
 def execute(action: str, installation: Installation, root: Path) -> int:
-    """Do `status`, `apply` or `revert` and return the exit status. Raises: PatchError."""
+    """Run `status`, `apply` or `revert` and return the exit status.
+
+    Args:
+        root: see `patches_root`.
+
+    Raises:
+        PatchError: there are no patches for this SGLang, a file cannot be read or written, or a
+            patch conflicts.
+    """
     patches = load_patches(installation.version, root)
     paths = {diff.path for patch in patches for diff in patch.files}
     installed = {path: installation.read(path) for path in sorted(paths)}
@@ -201,9 +236,11 @@ def execute(action: str, installation: Installation, root: Path) -> int:
     if action == "status":
         for name, state in plan.states.items():
             print(f"{name}: {state.value}")
-        return 2 if plan.misfits else 0
-    if plan.misfits:
-        raise PatchError(f"nothing was changed: {plan.misfits[0]} (SGLang {installation.version})")
+        return 2 if plan.conflicts else 0
+    if plan.conflicts:
+        raise PatchError(
+            f"nothing was changed: {plan.conflicts[0]} (SGLang {installation.version})"
+        )
     after = plan.repaired if action == "apply" else plan.released
     number = write_files(installation.site, plan.installed, after)
     done = "applied" if action == "apply" else "reverted"
@@ -212,7 +249,7 @@ def execute(action: str, installation: Installation, root: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, or 2 with one line on stderr."""
+    """Run the command. A failure is exit status 2 and one line on stderr."""
     try:
         return execute(args.action, find_installation(), patches_root())
     except PatchError as error:
@@ -221,6 +258,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `patch` to the command line."""
     parser = subparsers.add_parser(
         "patch", help="repair the installed SGLang for a machine without a GPU"
     )

@@ -12,7 +12,13 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from sglang_cake.cli.machine_args import Asked, add_machine, read_lengths, read_machine, times
+from sglang_cake.cli.machine_args import (
+    ServerSpec,
+    add_machine_args,
+    parse_lengths,
+    parse_server,
+    predict_ttft,
+)
 from sglang_cake.cli.store_tables import size_text, table
 from sglang_cake.read.cost import LoadCost
 from sglang_cake.sim.hardware import UNSURE, gpus_for, kv_room_tokens
@@ -31,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_machine(parser)
+    add_machine_args(parser)
     parser.add_argument(
         "--prompt-tokens", default="1k,4k,16k,64k", metavar="N[,N...]", help="of stored prompts"
     )
@@ -43,20 +49,20 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer; 0 whatever it is. Raises: ConfigError for arguments that cannot be."""
     # The rates of computing are the uncertain part, unless somebody measured them.
     slower = (1.0,) if args.efficiency is not None else (1 / UNSURE, 1.0, UNSURE)
-    ends = [read_machine(args, factor) for factor in slower]
-    asked = ends[len(ends) // 2]
-    lengths = read_lengths(args.prompt_tokens)
-    reason = _impossible(asked)
-    refused = {n: reason or _too_long(asked, n) for n in lengths}
+    ends = [parse_server(args, factor) for factor in slower]
+    server = ends[len(ends) // 2]
+    lengths = parse_lengths(args.prompt_tokens)
+    reason = _impossible(server)
+    refused = {n: reason or _too_long(server, n) for n in lengths}
     rows = [{"tokens": n, **_row(ends, n)} for n, why in refused.items() if why is None]
     if rows:
-        answer, because = _answer(rows), _because(asked, rows)
+        answer, because = _answer(rows), _because(server, rows)
     else:
         answer, because = "no", f"no: {reason or refused[min(lengths)]}"
     result = {
         "answer": answer,
         "because": because,
-        "kv_bytes_per_token": round(asked.kv_bytes),
+        "kv_bytes_per_token": round(server.kv_bytes_per_token),
         "prompts": rows,
         "left_out": [{"tokens": n, "because": why} for n, why in refused.items() if why],
     }
@@ -64,33 +70,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _impossible(asked: Asked) -> str | None:
+def _impossible(server: ServerSpec) -> str | None:
     """Why no server of this kind begins, or none with cake."""
-    shape, gpus = asked.shape, asked.gpus
+    shape, gpus = server.shape, server.gpus
     if shape.refused is not None:
         return f"cake does not support {shape.refused}"
     if shape.heads % gpus or max(shape.kv_heads, gpus) % min(shape.kv_heads, gpus):
         return f"{gpus} GPUs cannot share {shape.heads} heads, and {shape.kv_heads} of KV, evenly"
-    if kv_room_tokens(shape, asked.gpu, gpus) < asked.block_tokens:
+    if kv_room_tokens(shape, server.gpu, gpus) < server.block_tokens:
         weights = size_text(shape.parameters * shape.weight_bytes)
         return (
-            f"{weights} of weights do not fit in {gpus} x {asked.gpu.memory_gib:g} GiB with room "
-            f"for KV; set --gpus {gpus_for(shape, asked.gpu)} or more"
+            f"{weights} of weights do not fit in {gpus} x {server.gpu.memory_gib:g} GiB with room "
+            f"for KV; set --gpus {gpus_for(shape, server.gpu)} or more"
         )
     return None
 
 
-def _too_long(asked: Asked, tokens: int) -> str | None:
+def _too_long(server: ServerSpec, tokens: int) -> str | None:
     """Why a prompt of this length cannot be served."""
-    if tokens >= asked.shape.context_tokens:
-        return f"the model's context ends at {asked.shape.context_tokens:,} tokens"
-    room = kv_room_tokens(asked.shape, asked.gpu, asked.gpus)
+    if tokens >= server.shape.context_tokens:
+        return f"the model's context ends at {server.shape.context_tokens:,} tokens"
+    room = kv_room_tokens(server.shape, server.gpu, server.gpus)
     return f"KV of {max(0, room):,} tokens fits beside the weights" if tokens > room else None
 
 
-def _row(ends: list[Asked], tokens: int) -> dict[str, Any]:
+def _row(ends: list[ServerSpec], tokens: int) -> dict[str, Any]:
     """Of one length: the middle, and under `range` the ends, the fast device first."""
-    found = [times(asked, tokens) for asked in ends]
+    found = [predict_ttft(server, tokens) for server in ends]
     over_compute = [one["compute"] / one["cake"] for one in found]
     over_load = [one["load"] / one["cake"] for one in found]
     middle = len(ends) // 2
@@ -104,7 +110,7 @@ def _row(ends: list[Asked], tokens: int) -> dict[str, Any]:
             "over_load": [round(over_load[0], 3), round(over_load[-1], 3)],
         },
         "answer": _verdict(over_compute, over_load),
-        "stored_bytes": round(tokens * ends[middle].kv_bytes),
+        "stored_bytes": round(tokens * ends[middle].kv_bytes_per_token),
     }
 
 
@@ -126,11 +132,11 @@ def _answer(rows: list[dict[str, Any]]) -> str:
     return found.pop() if len(found) == 1 else "partly"
 
 
-def _because(asked: Asked, rows: list[dict[str, Any]]) -> str:
+def _because(server: ServerSpec, rows: list[dict[str, Any]]) -> str:
     longest = max(rows, key=lambda row: row["tokens"])
     answer = _answer(rows)
     if answer == "no":
-        needed = _bandwidth_for(asked, longest["tokens"], WANTED)
+        needed = _bandwidth_for(server, longest["tokens"], WANTED)
         text = "no: this store is too slow beside this GPU; computing again is as fast"
         return text + (
             f". {WANTED:g}x faster at {longest['tokens']:,} tokens would need about "
@@ -166,14 +172,14 @@ def _because(asked: Asked, rows: list[dict[str, Any]]) -> str:
     return f"{where}: {gains}"
 
 
-def _bandwidth_for(asked: Asked, tokens: int, gain: float) -> float | None:
+def _bandwidth_for(server: ServerSpec, tokens: int, gain: float) -> float | None:
     """Bytes per second of the first source at which Cake is `gain` times faster than computing."""
-    block_bytes = asked.block_tokens * asked.kv_bytes
-    load = asked.machine.load
+    block_bytes = server.block_tokens * server.kv_bytes_per_token
+    load = server.machine.load
 
     def gains(bytes_per_s: float) -> bool:
         cost = LoadCost(load.latency_s, block_bytes / bytes_per_s)
-        found = times(replace(asked, machine=replace(asked.machine, load=cost)), tokens)
+        found = predict_ttft(replace(server, machine=replace(server.machine, load=cost)), tokens)
         return found["compute"] / found["cake"] >= gain
 
     low, high = block_bytes / load.block_s, 1e13

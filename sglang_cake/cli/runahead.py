@@ -191,9 +191,9 @@ def _page_tokens(url: str) -> int:
 
 
 def _lengths(text: str) -> list[int]:
-    from sglang_cake.cli.machine_args import read_lengths
+    from sglang_cake.cli.machine_args import parse_lengths
 
     try:
-        return sorted(set(read_lengths(text)))
+        return sorted(set(parse_lengths(text)))
     except ConfigError:
         raise ConfigError(f"--lengths {text!r}: write for example 4096,16k") from None

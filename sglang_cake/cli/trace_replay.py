@@ -1,7 +1,11 @@
-"""`sglang-cake trace replay`: hit ratios and seconds saved, beside what no policy can beat."""
+"""`sglang-cake trace replay`: hit ratios and seconds saved by eviction policies on a request trace.
+
+The offline optimum stands beside the results: no policy can exceed it.
+"""
 
 import argparse
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,65 +16,82 @@ from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
 from sglang_cake.sim.replay import Outcome, Replay
 from sglang_cake.sim.traces import Trace, read_trace
 from sglang_cake.sim.ttft import SHAPES, SavedTime
-from sglang_cake.store.eviction import POLICIES, new_policy
+from sglang_cake.store.eviction import POLICIES, EvictionPolicy, new_policy
 from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy
 
 
-def add_replay(subparsers: Any) -> None:
+def add_parser(subparsers: Any) -> None:
+    """Add `trace` with its sub-command `replay` to the command line."""
     parser = subparsers.add_parser(
+        "trace",
+        help="replay recorded requests against eviction policies",
+        description="Reads traces of Mooncake, of Qwen-Bailian ('KVCache Cache in the Wild'), and "
+        "those that a server records with --cake-record-trace; plain or .zst.",
+    )
+    commands = parser.add_subparsers(dest="trace_command", metavar="COMMAND", required=True)
+    replay = commands.add_parser(
         "replay",
-        help="count what policies would have kept",
-        description="One tier of C blocks, requests in the order of the file. A hit is a leading "
-        "block that is there; islands are all blocks that are. Seconds saved are those of time to "
-        "first token when a prompt is computed and loaded at once.",
+        help="count the hits of eviction policies",
+        description="Replays the requests in the order of the file on one tier of C blocks. A hit "
+        "is a resident block without a missing block before it. Islands are all resident blocks. "
+        "Seconds saved are those of time to first token when a prompt is computed and loaded at "
+        "once.",
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a file of JSON lines, or .zst")
-    parser.add_argument(
-        "--policy", default=",".join(POLICIES), help="one or more, by commas (%(default)s)"
+    replay.add_argument("trace", type=Path, metavar="TRACE", help="a file of JSON lines, or .zst")
+    replay.add_argument(
+        "--policy",
+        default=",".join(POLICIES),
+        help="one or more, as lru,cake (%(default)s)",
     )
-    parser.add_argument(
+    replay.add_argument(
         "--capacity", default="1000,4000,16000", help="blocks, one or more (%(default)s)"
     )
-    parser.add_argument(
+    replay.add_argument(
         "--shape", choices=SHAPES, default="8b", help="model and link of the seconds (%(default)s)"
     )
-    parser.add_argument("--leaf", action="store_true", help="evict only the ends of prompts")
-    parser.add_argument(
+    replay.add_argument("--leaf", action="store_true", help="evict only the ends of prompts")
+    replay.add_argument(
         "--told-turns",
         action="store_true",
-        help="turns as the trace tells them, where it does, and not as a server finds them out",
+        help="take the turns that the trace records; the default detects turns as a server does",
     )
-    parser.add_argument(
+    replay.add_argument(
         "--admit",
         type=float,
         default=0.0,
         metavar="N",
-        help="as admit= of a file store's URL (%(default)s: everything is written)",
+        help="as admit= of a file store's URL (%(default)s: every block is written)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="an object, or a list of them if there are several"
+    replay.add_argument(
+        "--json", action="store_true", help="print an object, or a list for several results"
     )
-    parser.set_defaults(run=run)
+    replay.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises: ConfigError."""
-    policies = _policies(args.policy)
-    capacities = _capacities(args.capacity)
-    if not 0 <= args.admit < float("inf"):
+    """Replay the trace with each policy at each capacity, print the results and return 0.
+
+    Raises:
+        ConfigError: an argument is invalid, or the trace cannot be read.
+    """
+    policies = _parse_policies(args.policy)
+    capacities = _parse_capacities(args.capacity)
+    if not 0 <= args.admit < math.inf:
         raise ConfigError(f"--admit: {args.admit!r} is not possible, write a number from 0 on")
     trace = read_trace(args.trace)
     clock = SavedTime(SHAPES[args.shape], trace.block_tokens)
     results = []
-    for capacity in capacities:
-        best = _replayed(trace, "belady", capacity, args, clock)
-        bound_s = seconds_bound(trace, capacity, clock)
+    for capacity_blocks in capacities:
+        optimum = _replay(trace, None, capacity_blocks, args, clock)
+        bound_s = seconds_bound(trace, capacity_blocks, clock)
         for policy in policies:
-            outcome = _replayed(trace, policy, capacity, args, clock)
-            results.append(Result(policy, capacity, args.shape, outcome, best, bound_s))
+            outcome = _replay(trace, policy, capacity_blocks, args, clock)
+            results.append(
+                ReplayResult(policy, capacity_blocks, args.shape, outcome, optimum, bound_s)
+            )
     if args.json:
-        shown = [result.fields() for result in results]
-        print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
+        fields = [result.fields() for result in results]
+        print(json.dumps(fields[0] if len(fields) == 1 else fields, indent=2))
     else:
         print(_heading(args.trace, trace, args.shape))
         print(_table(results))
@@ -78,70 +99,87 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One policy at one capacity, beside the offline optimum there."""
+class ReplayResult:
+    """Outcome of one policy at one capacity, with the offline optimum at that capacity.
+
+    Attributes:
+        shape: name of the model and link whose seconds are counted.
+        bound_s: upper bound on the seconds that any policy saves.
+    """
 
     policy: str
     capacity_blocks: int
     shape: str
     outcome: Outcome
-    best: Outcome
+    optimum: Outcome
     bound_s: float
 
     def fields(self) -> dict[str, object]:
-        """As `--json` names them."""
-        out = self.outcome
+        """The result as `--json` prints it."""
         return {
             "policy": self.policy,
             "capacity_blocks": self.capacity_blocks,
-            "refs": out.refs,
-            "hits": out.hits,
-            "hit_ratio": out.hit_ratio,
-            "byte_hit_ratio": out.byte_hit_ratio,
-            "second_half_hit_ratio": out.late_hit_ratio,
-            "island_hit_ratio": out.island_hit_ratio,
+            "refs": self.outcome.refs,
+            "hits": self.outcome.hits,
+            "hit_ratio": self.outcome.hit_ratio,
+            "byte_hit_ratio": self.outcome.byte_hit_ratio,
+            "second_half_hit_ratio": self.outcome.late_hit_ratio,
+            "island_hit_ratio": self.outcome.island_hit_ratio,
             "shape": self.shape,
-            "seconds_saved": out.saved_s[0],
-            "written_blocks": out.written,
-            "write_amplification": out.write_amplification,
-            "evictions": out.evictions,
-            "us_per_eviction": out.us_per_eviction,
-            "optimum_hit_ratio": self.best.hit_ratio,
-            "optimum_seconds_saved": self.best.saved_s[0],
+            "seconds_saved": self.outcome.saved_s[0],
+            "written_blocks": self.outcome.written,
+            "write_amplification": self.outcome.write_amplification,
+            "evictions": self.outcome.evictions,
+            "us_per_eviction": self.outcome.us_per_eviction,
+            "optimum_hit_ratio": self.optimum.hit_ratio,
+            "optimum_seconds_saved": self.optimum.saved_s[0],
             "seconds_saved_bound": self.bound_s,
         }
 
 
-def _replayed(
-    trace: Trace, policy: str, capacity: int, args: argparse.Namespace, clock: SavedTime
+def _replay(
+    trace: Trace,
+    policy_name: str | None,
+    capacity_blocks: int,
+    args: argparse.Namespace,
+    clock: SavedTime,
 ) -> Outcome:
+    """Args:
+    policy_name: key of POLICIES; None: the offline optimum, which admits every block.
+    """
     from tqdm import tqdm
 
     benefit = SHAPES[args.shape].benefit(trace.block_tokens)
+    if policy_name is None:
+        policy: EvictionPolicy = BeladyPolicy(trace)
+        admission = ADMIT_ALL
+    else:
+        policy = new_policy(policy_name, benefit)
+        admission = AdmissionPolicy(args.admit)
     replay = Replay(
         trace,
-        BeladyPolicy(trace) if policy == "belady" else new_policy(policy, benefit),
-        capacity,
+        policy,
+        capacity_blocks,
         clocks=[clock],
         leaf=args.leaf,
         told_turns=args.told_turns,
-        admission=ADMIT_ALL if policy == "belady" else AdmissionPolicy(args.admit),
+        admission=admission,
         benefit=benefit,
     )
     steps = tqdm(
         replay.steps(),
         total=len(trace.requests),
-        desc=f"{policy} {capacity:,}",
+        desc=f"{policy_name or 'belady'} {capacity_blocks:,}",
         unit=" requests",
         leave=False,
-        disable=None,  # no bar where nobody looks
+        disable=None,  # no progress bar without a terminal
     )
     for _ in steps:
         pass
     return replay.outcome
 
 
-def _policies(text: str) -> list[str]:
+def _parse_policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in POLICIES:
@@ -149,11 +187,12 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _capacities(text: str) -> list[int]:
-    sizes = text.split(",")
-    if not all(s.isascii() and s.isdecimal() and len(s) < 13 and int(s) for s in sizes):
+def _parse_capacities(text: str) -> list[int]:
+    """Capacities in blocks."""
+    parts = text.split(",")
+    if not all(p.isascii() and p.isdecimal() and len(p) < 13 and int(p) for p in parts):
         raise ConfigError(f"--capacity: {text!r} is not possible, write blocks, as 4000,8000")
-    return [int(size) for size in sizes]
+    return [int(part) for part in parts]
 
 
 def _heading(path: Path, trace: Trace, shape: str) -> str:
@@ -164,21 +203,36 @@ def _heading(path: Path, trace: Trace, shape: str) -> str:
     )
 
 
-def _table(results: list[Result]) -> str:
-    heads = ("blocks", "policy", "hits %", "2nd half %", "bytes %", "islands %")
-    more = ("of best %", "saved s", "bound s", "evictions", "us each")
+def _table(results: list[ReplayResult]) -> str:
+    heads = [
+        "blocks",
+        "policy",
+        "hits %",
+        "2nd half %",
+        "bytes %",
+        "islands %",
+        "of best %",
+        "saved s",
+        "bound s",
+        "evictions",
+        "us each",
+    ]
     rows = []
     for result in results:
-        out = result.outcome
-        ratios = (out.hit_ratio, out.late_hit_ratio, out.byte_hit_ratio, out.island_hit_ratio)
-        share = out.hits / max(1, result.best.hits)
+        outcome = result.outcome
         rows.append(
-            (
+            [
                 count_text(result.capacity_blocks),
                 result.policy,
-                *(f"{100 * ratio:.2f}" for ratio in (*ratios, share)),
-                *(count_text(value) for value in (out.saved_s[0], result.bound_s, out.evictions)),
-                f"{out.us_per_eviction:.1f}",
-            )
+                f"{100 * outcome.hit_ratio:.2f}",
+                f"{100 * outcome.late_hit_ratio:.2f}",
+                f"{100 * outcome.byte_hit_ratio:.2f}",
+                f"{100 * outcome.island_hit_ratio:.2f}",
+                f"{100 * outcome.hits / max(1, result.optimum.hits):.2f}",
+                count_text(outcome.saved_s[0]),
+                count_text(result.bound_s),
+                count_text(outcome.evictions),
+                f"{outcome.us_per_eviction:.1f}",
+            ]
         )
-    return table(heads + more, rows, right=[0, *range(2, 11)])
+    return table(heads, rows, right=[0, *range(2, len(heads))])
