@@ -31,7 +31,7 @@ from sglang_cake.errors import PatchError
 
 
 class PatchState(Enum):
-    """State of one patch in the installed files; the value is what `status` prints."""
+    """State of one patch in the installed files; `status` prints the value."""
 
     APPLIED = "applied"
     NOT_APPLIED = "not applied"

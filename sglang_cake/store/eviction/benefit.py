@@ -69,7 +69,7 @@ class Benefit:
     def saved_s(self, position: int, prompt_blocks: int) -> float:
         """Seconds that the block at `position` saves the next request for its prompt.
 
-        The next request is assumed to need the same `prompt_blocks` blocks as the last one.
+        Assumes that the next request needs the same `prompt_blocks` blocks as the last request.
         """
         share = 1.0 if position + 1 > self.meeting_block(prompt_blocks) else HEAD_SHARE
         return share * self.compute_s(position)

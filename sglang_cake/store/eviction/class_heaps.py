@@ -17,7 +17,7 @@ Value = tuple[float, ...]
 
 
 class HeapKey(NamedTuple):
-    """What the blocks of one heap have in common."""
+    """Properties that all blocks of a heap share."""
 
     request_class: RequestClass  # at their last access
     benefit_step: int  # logarithm of their benefit, rounded; 0 for policies without benefit

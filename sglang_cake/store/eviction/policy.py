@@ -1,4 +1,4 @@
-"""Interfaces of eviction and admission, and what a policy knows of a block."""
+"""Interfaces of eviction and admission, and the facts about a block that they decide by."""
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -25,7 +25,7 @@ UNKNOWN_CONTEXT: Final = AccessContext()
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a policy knows of a block. Times are seconds since 1970."""
+    """Facts about a block. Times are seconds since 1970."""
 
     stored_bytes: int
     created_s: float

@@ -67,7 +67,7 @@ class ReusePolicy(BasePolicy):
         """Value of a block, implemented by the subclass. The smallest value is evicted first.
 
         Args:
-            benefit_step: what the method of this name gave at the block's last access.
+            benefit_step: result of the method of this name at the last access.
             log_reuse: logarithm of the probability of an access within `life_s`.
         """
         raise NotImplementedError
