@@ -97,11 +97,10 @@ def places_of_rope(layout: BlockLayout) -> dict[str, Chain]:
     head = layout.parts[0][1][-1]
     found = {}
     for name, pack in (
-        ("kvquant4", NonUniform(4)),
         ("kvquant3", NonUniform(3)),
         ("int8", Groups(8)),
         ("int4", Groups(4)),
-        ("cachegen2", Entropy(0.25)),
+        ("cachegen2", Entropy(0.12, 2.0)),
     ):
         found[f"{name}, after RoPE"] = Chain(pack)
         found[f"{name}, before RoPE"] = Chain(pack, arrays=(Unrotate(THETA, head),))

@@ -66,6 +66,7 @@ class NonUniform:
     bits: int
 
     name: ClassVar[str] = "nonuniform"
+    loses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 4:

@@ -39,13 +39,6 @@ class TestInt4(CodecContract):
         return chain_of("int4", layout)
 
 
-class TestKvquant4(CodecContract):
-    max_error, odd_error = 0.12, 0.3
-
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("kvquant4", layout)
-
-
 class TestKvquant3BeforeRope(CodecContract):
     max_error, odd_error = 0.25, 0.5
 
@@ -162,7 +155,7 @@ def test_the_measure_of_an_error_sees_the_worst_plane() -> None:
     seed=st.integers(0, 2**32),
     codec=st.sampled_from(
         # The smallest blocks are the worst.
-        [("kvquant4", 0.4), ("kvquant3", 0.7), ("cachegen1", 0.1), ("cachegen2", 0.25)]
+        [("kvquant3", 0.7), ("cachegen1", 0.1), ("cachegen2", 0.25)]
     ),
     exponent=st.integers(-30, 30),
 )
