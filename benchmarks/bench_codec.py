@@ -41,12 +41,8 @@ from benchmarks.train_small_llama import OUT, STEPS, small_llama
 from sglang_cake.codec.catalogue import chain_of, decode
 from sglang_cake.codec.chain import Chain, Raw
 from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.entropy import Entropy
 from sglang_cake.codec.frame import HEADER_BYTES
-from sglang_cake.codec.groups import Groups
-from sglang_cake.codec.nonuniform import NonUniform
 from sglang_cake.codec.planes import Planes
-from sglang_cake.codec.rope import Unrotate
 from sglang_cake.codec.zstd import Zstd
 from sglang_cake.codec_names import CODECS, LOSSY, RAW
 from sglang_cake.layout import BlockLayout
@@ -100,20 +96,6 @@ def settings_of_zstd() -> dict[str, Chain]:
         "zstd 9": Chain(Planes(), squeezes=(Zstd(9),)),
         "zstd 1, long": Chain(Planes(), squeezes=(Zstd(1, long=True),)),
     }
-
-
-def places_of_rope(layout: BlockLayout, theta: float) -> dict[str, Chain]:
-    """Keys as they are stored, and turned back to before RoPE."""
-    head = layout.parts[0][1][-1]
-    found = {}
-    for name, pack in (
-        ("kvquant3", NonUniform(3)),
-        ("int4", Groups(4)),
-        ("cachegen3", Entropy(0.23, 2.0)),
-    ):
-        found[f"{name}, after RoPE"] = Chain(pack)
-        found[f"{name}, before RoPE"] = Chain(pack, arrays=(Unrotate(theta, head),))
-    return found
 
 
 def filled(shape: Shape, blocks: Words, count: int) -> list[bytes]:
@@ -231,38 +213,24 @@ def _row(
     }
 
 
-def judged(judge: Judge) -> dict[str, dict[str, Any]]:
-    """What every codec loses, by name, under what was asked; equal chains are judged once."""
-    known: dict[Chain, dict[str, Any]] = {}
-    codecs = {name: chain_of(name, judge.layout, judge.theta) for name in LOSSY}
-
-    def loss(name: str, chain: Chain) -> dict[str, Any]:
-        if chain not in known:
-            print(f"  what {name} loses", flush=True)
-            known[chain] = judge.judge(chain)
-        return known[chain]
-
-    found = {
-        "quality": {name: loss(name, chain) for name, chain in codecs.items()},
-        "rope": {
-            name: loss(name, chain)
-            for name, chain in places_of_rope(judge.layout, judge.theta).items()
-        },
-        "no_sink": {name: judge.judge(chain, exact_first=False) for name, chain in codecs.items()},
-    }
-    rows = [found["quality"][name] for name in LOSSY]
+def judged(judge: Judge) -> dict[str, Any]:
+    """What every codec that loses bits loses, with the first token kept and without; and whether
+    the measure of `--cake-max-error` ranks them."""
+    found: dict[str, Any] = {"quality": {}, "no_sink": {}}
+    for name in LOSSY:
+        print(f"  what {name} loses", flush=True)
+        chain = chain_of(name, judge.layout, judge.theta)
+        found["quality"][name] = judge.judge(chain)
+        found["no_sink"][name] = judge.judge(chain, exact_first=False)
+    rows = found["quality"].values()
+    pairs = [
+        pair
+        for row in rows
+        for pair in zip(row["error_by_window"], row["kl_by_window"], strict=True)
+    ]
     found["ranks"] = {
         "codecs": round(ranks_agree([(row["error"], row["kl"]) for row in rows]), 3),
-        "codecs_and_texts": round(
-            ranks_agree(
-                [
-                    pair
-                    for row in rows
-                    for pair in zip(row["error_by_window"], row["kl_by_window"], strict=True)
-                ]
-            ),
-            3,
-        ),
+        "codecs_and_texts": round(ranks_agree(pairs), 3),
     }
     return found
 

@@ -60,11 +60,6 @@ def quality(result: dict[str, Any]) -> str:
     return _losses(result["quality"])
 
 
-def rope(result: dict[str, Any]) -> str:
-    """Keys after RoPE and before."""
-    return _losses(result["rope"])
-
-
 def sink(result: dict[str, Any]) -> str:
     """What it is worth to keep the first token."""
     rows = []
@@ -148,7 +143,6 @@ def losses(result: dict[str, Any]) -> dict[str, str]:
     """Marker in the document -> what belongs there."""
     found = {
         "quality": quality(result),
-        "rope": rope(result),
         "sink": sink(result),
         "ranks": ranks(result),
     }

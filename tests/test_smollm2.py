@@ -124,7 +124,6 @@ def test_the_tables_of_what_is_lost_set_each_codec_beside_itself() -> None:
 
     result = {
         "quality": {"int4": row(0.01, 0.1)},
-        "rope": {"int4, after RoPE": row(0.01, 0.1)},
         "no_sink": {"int4": row(0.02, 0.1)},
         "ranks": {"codecs": 1.0, "codecs_and_texts": 0.9},
         "bare": {"perplexity": 8.0, "perplexity_without_prefix": 16.0},

@@ -40,7 +40,7 @@ from sglang_cake.testing.trace import TRACE_ENV
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512
 RANDOM_TOKENS, TRAINED_TOKENS = (8192, 8), (4096, 48)  # of the prompt, to generate
-QUESTION = "\n\nQuestion: According to this text, what are assert statements for?"
+QUESTION = "\n\nQuestion: What is this text about? Answer in one sentence."
 STORE_QUIET_S = 5.0  # a store that took nothing for so long wants nothing more
 MODEL_FORMAT = 1  # raise it when the way models are built changes: cached ones are then rebuilt
 # Large enough that the prompt takes seconds, small enough for two cores (92M parameters; 1.3B).
