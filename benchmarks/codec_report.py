@@ -56,13 +56,35 @@ def zstd(result: dict[str, Any]) -> str:
 
 
 def quality(result: dict[str, Any]) -> str:
-    """What the small model makes of each codec."""
-    return _losses({n: r for n, r in result["quality"].items() if "RoPE" not in n})
+    """What the model makes of each codec."""
+    return _losses(result["quality"])
 
 
-def rope(result: dict[str, Any]) -> str:
-    """Keys after RoPE and before."""
-    return _losses({n: r for n, r in result["quality"].items() if "RoPE" in n})
+def sink(result: dict[str, Any]) -> str:
+    """What it is worth to keep the first token."""
+    rows = []
+    for name, row in result["no_sink"].items():
+        kept = result["quality"][name]
+        ratios = [a / b for a, b in zip(row["kl_by_window"], kept["kl_by_window"], strict=True)]
+        rows.append(
+            [
+                name,
+                f"{row['kl']:.2g}",
+                f"{kept['kl']:.2g}",
+                f"{row['kl'] / kept['kl']:.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
+            ]
+        )
+    head = ["codec", "KL, all tokens alike", "KL, first token kept", "ratio (of texts)"]
+    return table(head, rows, right=True)
+
+
+def ranks(result: dict[str, Any]) -> str:
+    """Whether the measure of `--cake-max-error` ranks codecs as the model does."""
+    agree = result["ranks"]
+    return (
+        f"Spearman's correlation of this measure and KL is {agree['codecs']:.2f} over the codecs "
+        f"that lose bits, and {agree['codecs_and_texts']:.2f} over every pair of codec and text."
+    )
 
 
 def structure(result: dict[str, Any]) -> dict[str, str]:
@@ -80,8 +102,8 @@ def structure(result: dict[str, Any]) -> dict[str, str]:
 
 def _losses(rows: dict[str, dict[str, Any]]) -> str:
     head = [
-        *("codec", "ratio", "error of K", "error of V", "worst plane", "attention output"),
-        *("logit KL", "top-1 the same", "perplexity (95 %)"),
+        *("codec", "bits", "error of K", "error of V", "error (most)"),
+        *("KL (least to most)", "KL / error²", "top-1 the same", "perplexity (95 %)"),
     ]
     found = []
     for name, row in rows.items():
@@ -89,10 +111,12 @@ def _losses(rows: dict[str, dict[str, Any]]) -> str:
         found.append(
             [
                 name,
-                f"{row['ratio']:.2f}",
-                *(_percent(row[key]) for key in ("error_k", "error_v", "error_worst")),
-                _percent(row["attention_error"]),
-                f"{row['kl']:.2g}",
+                f"{row['bits_per_number']:.2f}",
+                *(_percent(row[key]) for key in ("error_k", "error_v")),
+                f"{_percent(row['error'])} ({_percent(row['error_most'])})",
+                f"{row['kl']:.2g} ({min(row['kl_by_window']):.2g} to "
+                f"{max(row['kl_by_window']):.2g})",
+                f"{row['kl'] / row['error'] ** 2:.2f}" if row["error"] else "",
                 f"{100 * row['top1_same']:.2f} %",
                 f"{row['perplexity_change_percent']:+.3f} % ({low:+.3f} to {high:+.3f})",
             ]
@@ -117,7 +141,11 @@ def speed_tables(result: dict[str, Any]) -> dict[str, str]:
 
 def losses(result: dict[str, Any]) -> dict[str, str]:
     """Marker in the document -> what belongs there."""
-    found = {"quality": quality(result), "rope": rope(result)}
+    found = {
+        "quality": quality(result),
+        "sink": sink(result),
+        "ranks": ranks(result),
+    }
     bare = result["bare"]
     found["bare"] = (
         f"With exact KV its perplexity is {bare['perplexity']:.2f}, without the prefix "

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.codec_quality import AT_ONCE, Judge, Words, kv_blocks
-from benchmarks.train_small_llama import CONFIG
+from benchmarks.codec_quality import Judge, Words, kv_blocks
 
 TRAINED, RANDOM = "trained", "random weights"
 
@@ -41,8 +40,8 @@ def structure(blocks: Words) -> list[dict[str, float]]:
 def structures(judge: Judge) -> dict[str, Any]:
     """Of the trained model, and of one with the same shape and random weights."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
+    model = LlamaForCausalLM(judge.model.config).eval()
     with torch.inference_mode():
-        made = [kv_blocks(model, some[:, : judge.prefix]) for some in judge.windows.split(AT_ONCE)]
+        made = [kv_blocks(model, some[:, : judge.prefix]) for some in judge.batches_of_windows]
     random = np.concatenate([blocks.reshape(-1, *blocks.shape[2:]) for blocks in made])
     return {TRAINED: structure(judge.blocks()), RANDOM: structure(random)}

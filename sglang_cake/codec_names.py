@@ -8,13 +8,13 @@ from sglang_cake.errors import ConfigError
 RAW: Final = "raw"
 AUTO: Final = "auto"
 LOSSLESS: Final = (RAW, "zstd")
-LOSSY: Final = ("int8", "int4", "kvquant4", "kvquant3", "cachegen1", "cachegen2", "cachegen3")
+LOSSY: Final = ("int8", "int4", "kvquant3", "cachegen1", "cachegen2", "cachegen3")
 CODECS: Final = (*LOSSLESS, *LOSSY)
 """What a block may be encoded with. At most nine characters each: with `+aesgcm` behind it, a name
 must fit the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes."""
-ON_DEVICE: Final = ("int8", "int4", "kvquant4", "kvquant3")
+ON_DEVICE: Final = ("int8", "int4", "kvquant3")
 """What a GPU decodes itself."""
 SAMPLE_ERROR: Final = "sample_error"
 BLOCK_ERROR: Final = "block_error"

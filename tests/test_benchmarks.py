@@ -37,6 +37,7 @@ from benchmarks import (  # noqa: E402
 
 BENCHES = (
     *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "eviction"),
+    "exactness",
     *(
         "file_store",
         "fleet",

@@ -12,6 +12,7 @@ import torch
 
 from sglang_cake.codec.blocks import KEYS, Part, parts_of
 from sglang_cake.codec.groups import Groups
+from sglang_cake.codec.leading import Leading
 from sglang_cake.codec.nonuniform import NonUniform
 from sglang_cake.codec.rope import Unrotate, turns
 from sglang_cake.layout import BlockLayout
@@ -40,6 +41,8 @@ def decode_payload(
     if chain == RAW_CHAIN:
         return source
     block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
+    lead = chain.leading_bytes(layout)
+    kept, source = source[:lead], source[lead:]
     if isinstance(chain.pack, Groups):
         restore_groups(layout, chain.pack, source, block)
     elif isinstance(chain.pack, NonUniform):
@@ -50,6 +53,8 @@ def decode_payload(
     for step in reversed(chain.arrays):
         assert isinstance(step, Unrotate), step
         turn_keys(layout, step, block)
+    if chain.leading is not None:
+        put_back_leading(layout, chain.leading, kept, block)
     return block
 
 
@@ -103,6 +108,21 @@ def restore_nonuniform(
         at += section.size
 
 
+def put_back_leading(
+    layout: BlockLayout, step: Leading, kept: torch.Tensor, block: torch.Tensor
+) -> None:
+    """Fill the first rows of `block` (uint8 `[block_bytes]`) as `Leading.put_back` does, on the
+    device of both."""
+    words = kept[: step.tokens * layout.token_bytes].view(_word(layout)).view(layout.layers, -1)
+    for part, rows in zip(
+        parts_of(layout),
+        words.split([step.tokens * part.channels for part in parts_of(layout)], dim=1),
+        strict=True,
+    ):
+        planes = _planes(layout, part, block)[:, : step.tokens]
+        planes.copy_(rows.reshape(planes.shape))
+
+
 def turn_keys(layout: BlockLayout, step: Unrotate, block: torch.Tensor) -> None:
     """Turn the keys of `block` (uint8 `[block_bytes]`) as `Unrotate.decode` does, in place."""
     for part in parts_of(layout):
@@ -123,10 +143,14 @@ def _turns(step: Unrotate, tokens: int, device: torch.device) -> tuple[torch.Ten
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
+def _word(layout: BlockLayout) -> torch.dtype:
+    return _SAME_SIZE[getattr(torch, layout.dtype).itemsize]
+
+
 def _planes(layout: BlockLayout, part: Part, block: torch.Tensor) -> torch.Tensor:
     """The part's numbers in a block, as whole numbers of their bits, `[layers, tokens,
     channels]`."""
-    words = block.view(_SAME_SIZE[getattr(torch, layout.dtype).itemsize])
+    words = block.view(_word(layout))
     shape = (part.layers, part.tokens, part.channels)
     return words.as_strided(shape, (part.stride, part.channels, 1), part.start)
 

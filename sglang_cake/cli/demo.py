@@ -2,7 +2,8 @@
 
 A server computes the prompt, which fills a store. Then servers of their own compute it again, load
 it, and get it from both ends at once, over a link on which loading takes as long as computing: the
-hardest case for either alone.
+hardest case for either alone. A model that was trained is asked about the text that it was given,
+and answers all three ways in the same words.
 """
 
 import argparse
@@ -32,10 +33,14 @@ from sglang_cake.testing.server import (
     generate,
     has_gpu,
 )
+from sglang_cake.testing.smollm2 import NAME as SMOLLM2
+from sglang_cake.testing.smollm2 import smollm2
 from sglang_cake.testing.trace import TRACE_ENV
 
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512
+RANDOM_TOKENS, TRAINED_TOKENS = (8192, 8), (4096, 48)  # of the prompt, to generate
+QUESTION = "\n\nQuestion: What is this text about? Answer in one sentence."
 STORE_QUIET_S = 5.0  # a store that took nothing for so long wants nothing more
 MODEL_FORMAT = 1  # raise it when the way models are built changes: cached ones are then rebuilt
 # Large enough that the prompt takes seconds, small enough for two cores (92M parameters; 1.3B).
@@ -61,6 +66,7 @@ class Setting:
     gpu: bool
     dtype: str
     prompt: list[int]
+    asks: bool  # the prompt ends with a question, to a model that was trained
     new_tokens: int
     repeats: int
     out: Path
@@ -77,15 +83,16 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", type=Path, help="folder of a model (default: a small random one)"
+        "--model",
+        help=f"folder of a model, or {SMOLLM2}, a small trained one (default: a small random one)",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float16", "bfloat16", "float32"),
         help="of weights and KV (default: auto; of the random model, its own)",
     )
-    parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
-    parser.add_argument("--new-tokens", type=int, default=8, metavar="N", help="to generate")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="to generate")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each arm")
     parser.add_argument(
         "--store", metavar="URL[,URL]", help="where KV goes (default: a folder below --out)"
@@ -133,6 +140,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
     arms = Arms(compute, load, both)
     result = evaluate(arms, cold, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
     result |= {"codec": setting.codec, "stored_share": round(stored_share, 4)}
+    if setting.asks:
+        result["answers"] = _answers(setting, arms)
+        for mode, answer in result["answers"].items():
+            progress.say(f"{mode} answers: {answer}")
     pictures = draw(arms, result, setting.out / "meet")
     print(table(arms, result), end="\n\n")
     for path in pictures:
@@ -145,25 +156,32 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
 
 
 def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
-    if args.prompt_tokens <= 2 * CHUNK_TOKENS or args.repeats < 1 or args.new_tokens < 1:
+    default = RANDOM_TOKENS if args.model is None else TRAINED_TOKENS
+    prompt_tokens = default[0] if args.prompt_tokens is None else args.prompt_tokens
+    new_tokens = default[1] if args.new_tokens is None else args.new_tokens
+    if prompt_tokens <= 2 * CHUNK_TOKENS or args.repeats < 1 or new_tokens < 1:
         raise DemoFailed(f"needs more than {2 * CHUNK_TOKENS} prompt tokens, one run, one token")
     check_installed(args.codec)
     out = args.out.resolve()
     gpu = has_gpu()
-    model, dtype = args.model, "auto"
-    if model is None:
-        model, dtype = _random_model(out, gpu, args.prompt_tokens, progress)
+    if args.model is None:
+        model, dtype = _random_model(out, gpu, prompt_tokens, progress)
     else:
-        _check_model(model, args.prompt_tokens, args.new_tokens)
-    prompt = _prompt(model, args.prompt_tokens)
+        model, dtype = Path(args.model), "auto"
+        if args.model == SMOLLM2:
+            model, dtype = smollm2(out), "bfloat16" if gpu else "float32"
+        _check_model(model, prompt_tokens, new_tokens)
+    prompt, asks = _prompt(model, prompt_tokens, trained=args.model is not None)
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
+    if asks:
+        progress.say(QUESTION.strip())
     shutil.rmtree(out / "store", ignore_errors=True)
     stores = args.store.split(",") if args.store else [(out / "store").as_uri()]
     for source in parse_sources(",".join(_held(stores, 1e6))):
         source.check()
     return Setting(
-        *(model.resolve(), gpu, args.dtype or dtype, prompt),
-        *(args.new_tokens, args.repeats, out),
+        *(model.resolve(), gpu, args.dtype or dtype, prompt, asks),
+        *(new_tokens, args.repeats, out),
         *(args.codec, tuple(stores)),
     )
 
@@ -206,18 +224,39 @@ def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) 
     return model, dtype
 
 
-def _prompt(model: Path, tokens: int) -> list[int]:
-    """The first `tokens` tokens of the language reference that every Python carries."""
+def _prompt(model: Path, tokens: int, *, trained: bool) -> tuple[list[int], bool]:
+    """`tokens` tokens of the language reference that every Python carries, from its beginning; and
+    whether a question follows it, as it does where the model was `trained` to chat."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
 
-    text = "\n\n".join(topics[name] for name in sorted(topics))
+    text = "\n\n".join(topics[name] for name in sorted(topics))[: tokens * 8]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    ids: list[int] = tokenizer(text[: tokens * 8])["input_ids"]
-    if not ids:
-        raise DemoFailed(f"the tokenizer of {model} gives no tokens")
-    return (ids * (tokens // len(ids) + 1))[:tokens]
+    before, after = "", ""
+    if trained and tokenizer.chat_template:
+        said = [{"role": "user", "content": "\0" + QUESTION}]
+        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        before, after = chat.split("\0")
+    ids, head, tail = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, before, after)
+    )
+    room = tokens - len(head) - len(tail)
+    if not ids or room < 1:
+        raise DemoFailed(f"the tokenizer of {model} gives {len(ids)} tokens, room is for {room}")
+    return [*head, *(ids * (room // len(ids) + 1))[:room], *tail], bool(tail)
+
+
+def _answers(setting: Setting, arms: Arms) -> dict[str, str]:
+    """What the model said in each arm, in words, up to where it thought it had done."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(setting.model)
+    found = {}
+    for arm in arms:
+        said = tokenizer.decode(arm.typical.output_ids)
+        found[arm.mode] = said.partition(tokenizer.eos_token or "\0")[0].strip()
+    return found
 
 
 def _fill(setting: Setting, progress: Progress) -> tuple[Reply, float]:

@@ -1,6 +1,7 @@
 """A block's bytes as numbers: where each plane of K and V lies in them."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # how kernels are told what the words mean
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 KEYS = "k"  # the part whose channels keep their size from token to token
+VALUES = "v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,14 @@ class Block:
     @property
     def parts(self) -> tuple[Part, ...]:
         return parts_of(self.layout)
+
+    def planes(self) -> Iterator[Words]:
+        """Each plane in the order of the block, `[tokens, channels]`; the block's own memory."""
+        at, tokens = 0, self.layout.block_tokens
+        for _ in range(self.layout.layers):
+            for part in self.parts:
+                yield self.words[at : at + tokens * part.channels].reshape(tokens, part.channels)
+                at += tokens * part.channels
 
     def floats(self, part: Part) -> npt.NDArray[np.float32]:
         """The part's numbers in float32, `[layers, tokens, channels]`: a copy, for small things."""

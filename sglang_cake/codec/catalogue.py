@@ -11,6 +11,7 @@ from sglang_cake.codec.blocks import KEYS, Block
 from sglang_cake.codec.chain import RAW_CHAIN, Chain, Raw, begin, split
 from sglang_cake.codec.entropy import Entropy
 from sglang_cake.codec.groups import Groups
+from sglang_cake.codec.leading import Leading
 from sglang_cake.codec.nonuniform import NonUniform
 from sglang_cake.codec.planes import Planes
 from sglang_cake.codec.rope import Unrotate
@@ -19,7 +20,7 @@ from sglang_cake.codec.zstd import Zstd
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 
-MAX_STEPS: Final = 4
+MAX_STEPS: Final = 5
 _scratch = Scratch()
 _ARRAYS: Final[dict[str, type[ArrayStep]]] = {Unrotate.name: Unrotate}
 _PACKS: Final[dict[str, type[PackStep]]] = {
@@ -27,17 +28,17 @@ _PACKS: Final[dict[str, type[PackStep]]] = {
 }
 _SQUEEZES: Final[dict[str, type[BytesStep]]] = {step.name: step for step in (Zstd,)}
 
-BEFORE_ROPE: Final = ("kvquant4", "kvquant3")  # these take keys before RoPE, where they can
+# These take keys before RoPE, where they can.
+BEFORE_ROPE: Final = ("kvquant3", "cachegen1", "cachegen2", "cachegen3")
 _CHAINS: Final = {
     "raw": RAW_CHAIN,
     "zstd": Chain(Planes(), squeezes=(Zstd(1),)),
     "int8": Chain(Groups(8)),
     "int4": Chain(Groups(4)),
-    "kvquant4": Chain(NonUniform(4)),
     "kvquant3": Chain(NonUniform(3)),
-    "cachegen1": Chain(Entropy(0.1)),
-    "cachegen2": Chain(Entropy(0.25)),
-    "cachegen3": Chain(Entropy(0.5)),
+    "cachegen1": Chain(Entropy(0.06, 2.0)),
+    "cachegen2": Chain(Entropy(0.12, 2.0)),
+    "cachegen3": Chain(Entropy(0.23, 2.0)),
 }
 
 
@@ -88,7 +89,9 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
         if len(body) != chain.max_bytes(layout):
             raise Malformed(f"{len(body)} bytes, {chain.max_bytes(layout)} expected")
         if isinstance(chain.pack, NonUniform):
-            chain.pack.check(layout, body)  # a device that is sent astray takes the server with it
+            lead = chain.leading_bytes(layout)
+            # A device that is sent astray takes the server with it.
+            chain.pack.check(layout, body[lead:])
         return
     kept = _scratch.bytes("payload", len(body))  # the block takes its place
     np.copyto(kept, body)
@@ -99,6 +102,7 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
 @lru_cache(maxsize=256)
 def parse(text: bytes) -> Chain:
     """The chain that `Chain.describe` gave the text for. Raises: Malformed for anything else."""
+    leading: Leading | None = None
     arrays: list[ArrayStep] = []
     packs: list[PackStep] = []
     squeezes: list[BytesStep] = []
@@ -107,14 +111,16 @@ def parse(text: bytes) -> Chain:
         if len(steps) > MAX_STEPS:
             raise ValueError(f"{len(steps)} steps")
         for name, params in steps:
-            if name in _ARRAYS:
+            if name == Leading.name:
+                leading = Leading(**params)
+            elif name in _ARRAYS:
                 arrays.append(_ARRAYS[name](**params))
             elif name in _PACKS:
                 packs.append(_PACKS[name](**params))
             else:
                 squeezes.append(_SQUEEZES[name](**params))
         (pack,) = packs
-        chain = Chain(pack, tuple(arrays), tuple(squeezes))
+        chain = Chain(pack, tuple(arrays), tuple(squeezes), leading)
         if chain.describe().encode() != text:  # also if the order is another
             raise ValueError("it is not spelled as it should be")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

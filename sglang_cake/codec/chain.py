@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang_cake.codec.blocks import Block
 from sglang_cake.codec.encoded import HEAD_BYTES
+from sglang_cake.codec.leading import Leading
 from sglang_cake.codec.steps import (
     ArrayStep,
     Bytes,
@@ -36,6 +37,7 @@ class Raw:
     """The block's bytes as they are. Implements `PackStep`."""
 
     name: ClassVar[str] = "raw"
+    loses: ClassVar[bool] = False
 
     def max_bytes(self, layout: BlockLayout) -> int:
         return layout.block_bytes
@@ -57,20 +59,32 @@ class Chain:
     pack: PackStep = Raw()
     arrays: tuple[ArrayStep, ...] = ()
     squeezes: tuple[BytesStep, ...] = ()
+    leading: Leading | None = None
+
+    def of_first(self) -> "Chain":
+        """The chain of a block that begins with a prompt's first token."""
+        return replace(self, leading=Leading()) if self.pack.loses else self
 
     def describe(self) -> str:
         """Canonical JSON, from which `catalogue.parse` makes the chain again."""
         steps: list[Any] = [*self.arrays, self.pack, *self.squeezes]
+        if self.leading is not None:
+            steps.insert(0, self.leading)
         return json.dumps([[step.name, asdict(step)] for step in steps], separators=(",", ":"))
 
     def max_bytes(self, layout: BlockLayout) -> int:
         """How many bytes the steps make of a block at most. Raises: Malformed if they cannot."""
+        size = self.leading_bytes(layout)
         for array in self.arrays:
             layout = array.layout(layout)
-        size = self.pack.max_bytes(layout)
+        size += self.pack.max_bytes(layout)
         for squeeze in self.squeezes:
             size = squeeze.max_bytes(size)
         return size
+
+    def leading_bytes(self, layout: BlockLayout) -> int:
+        """How many bytes stand in front of what `pack` makes. Raises: Malformed."""
+        return 0 if self.leading is None else self.leading.size_bytes(layout)
 
     def encode(self, layout: BlockLayout, block: memoryview, out: memoryview) -> int:
         """Encode one block; returns the bytes of the payload.
@@ -99,12 +113,20 @@ class Chain:
     def _steps(self, block: Block) -> Bytes:
         if not len(block.words):
             raise Unencodable  # of nothing, nothing can be made
+        lead = self.leading_bytes(block.layout)
+        kept = _scratch.bytes("leading", lead)
+        if self.leading is not None:
+            others = _block(block.layout, "others")
+            np.copyto(others.words, block.words)
+            self.leading.set_apart(others, kept)
+            block = others
         for turn, array in enumerate(self.arrays):
             made = _block(array.layout(block.layout), f"array{turn}")
             array.encode(block, made)
             block = made
-        out = _scratch.bytes("packed", self.pack.max_bytes(block.layout))
-        data = out[: self.pack.encode(block, out)]
+        out = _scratch.bytes("packed", lead + self.pack.max_bytes(block.layout))
+        np.copyto(out[:lead], kept)
+        data = out[: lead + self.pack.encode(block, out[lead:])]
         for turn, squeeze in enumerate(self.squeezes):
             out = _scratch.bytes(f"squeezed{turn}", squeeze.max_bytes(len(data)))
             data = out[: squeeze.encode(data, out)]
@@ -115,21 +137,21 @@ class Chain:
         layouts = [block.layout]
         for array in self.arrays:
             layouts.append(array.layout(layouts[-1]))
-        sizes = [self.pack.max_bytes(layouts[-1])]
+        lead = self.leading_bytes(block.layout)
+        sizes = [lead + self.pack.max_bytes(layouts[-1])]
         for squeeze in self.squeezes:
             sizes.append(squeeze.max_bytes(sizes[-1]))
         for turn, squeeze in reversed(list(enumerate(self.squeezes))):
             out = _scratch.bytes(f"squeezed{turn}", sizes[turn])
             body = out[: squeeze.decode(body, out)]
-        if not self.arrays:
-            self.pack.decode(body, block)
-            return
-        made = _block(layouts[-1], f"array{len(self.arrays) - 1}")
-        self.pack.decode(body, made)
+        made = _block(layouts[-1], f"array{len(self.arrays) - 1}") if self.arrays else block
+        self.pack.decode(body[lead:], made)
         for turn, array in reversed(list(enumerate(self.arrays))):
             target = block if turn == 0 else _block(layouts[turn], f"array{turn - 1}")
             array.decode(made, target)
             made = target
+        if self.leading is not None:
+            self.leading.put_back(body[:lead], block)
 
 
 RAW_CHAIN = Chain()

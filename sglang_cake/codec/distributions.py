@@ -1,11 +1,12 @@
-"""The distributions that `entropy` codes differences by, and their integers for its decoder.
+"""The distributions that `entropy` codes whole numbers by, and their integers for its decoder.
 
-Two-sided geometric ones, by class; twice as wide every two classes. `constriction` is given the
+Normal ones at whole numbers, by class; twice as wide every two classes. `constriction` is given the
 weights and makes integers of them, which it does not show. The decoder needs the same integers, so
 they are made here in the same way (`from_floating_point_probabilities_fast`, the same since its
 version 0.4); the tests compare them with those that its encoder uses.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import numpy.typing as npt
 LARGEST = 2**14  # of a number on its grid
 CLASSES = 40
 BITS = 24  # of the integers: those of a distribution add up to 2 ** BITS
+NARROWEST = 2.0**-11  # what the most likely number's neighbour has of its weight, in class 0
+LEAST = 2.0**-16  # of the largest weight: normal distributions end where numbers do not
 TABLE_BITS = 11  # of a quantile, for which a table says where to look for its number
 
 
@@ -27,13 +30,19 @@ class Tables(NamedTuple):
 
     lefts: npt.NDArray[np.uint32]
     begins: npt.NDArray[np.int32]  # [classes, bins + 1]: what has the first quantile of a bin
-    centres: npt.NDArray[np.int32]  # what stands for no difference
+    centres: npt.NDArray[np.int32]  # what stands for zero
     bin_bits: int  # 2 ** bin_bits quantiles are one bin
 
 
+def width(kind: int) -> float:
+    """The standard deviation of a class, nearly."""
+    root = 1.4142135623730951 if kind % 2 else 1.0
+    return float(np.ldexp(root, kind // 2 - 2))
+
+
 def widest(kind: int) -> int:
-    """The largest difference that a class has room for."""
-    return min(2 * LARGEST + 1, 8 + int(32 * _width(kind)))
+    """The largest number that a class has room for."""
+    return min(2 * LARGEST + 1, 8 + int(32 * width(kind)))
 
 
 @lru_cache(maxsize=CLASSES)
@@ -60,14 +69,17 @@ def tables() -> Tables:
 
 
 def _weights(kind: int) -> npt.NDArray[np.float64]:
-    """`ratio ** |difference|`, and never less than 2^-20 of the most.
+    """`exp(-number ** 2 / (2 * width ** 2))`, and never less than LEAST of the most.
 
-    Only products, which every machine rounds alike.
+    Only products and square roots, which every machine rounds alike.
     """
-    width = _width(kind)
-    falling = np.full(widest(kind) + 1, width / (1 + width))
-    falling[0] = 1.0
-    falling = np.maximum(np.multiply.accumulate(falling), 2.0**-20)
+    ratio = NARROWEST  # exp(-1 / (2 * width ** 2)): its root is that of a class wider
+    for _ in range(kind):
+        ratio = math.sqrt(ratio)
+    ratios = np.full(widest(kind), ratio * ratio)
+    ratios[0] = ratio
+    falling = np.multiply.accumulate(np.multiply.accumulate(ratios))
+    falling = np.maximum(np.concatenate(([1.0], falling)), LEAST)
     return np.concatenate((falling[:0:-1], falling))
 
 
@@ -82,8 +94,3 @@ def _lefts(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
     lefts += np.arange(len(sums), dtype=np.uint32)
     lefts[-1] = 2**BITS
     return lefts
-
-
-def _width(kind: int) -> float:
-    root = 1.4142135623730951 if kind % 2 else 1.0
-    return float(np.ldexp(root, kind // 2 - 4))

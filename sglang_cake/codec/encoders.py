@@ -26,12 +26,13 @@ class OneCodec:
     """Encodes blocks, one at a time, always with the same codec."""
 
     def __init__(self, layout: BlockLayout, codec: str, chain: Chain) -> None:
-        self._layout, self._codec, self._chain = layout, codec, chain
+        self._layout, self._codec = layout, codec
+        self._chain, self._first = chain, chain.of_first()
 
     def encode(self, forms: Forms, tier: int) -> memoryview:
         """The payload that any tier gets."""
-        out = forms.take()
-        forms.payloads[self._codec] = out[: self._chain.encode(self._layout, forms.block, out)]
+        out, chain = forms.take(), self._first if forms.first else self._chain
+        forms.payloads[self._codec] = out[: chain.encode(self._layout, forms.block, out)]
         return forms.payloads[self._codec]
 
 
@@ -75,7 +76,7 @@ class BestCodec:
     def encode(self, forms: Forms, tier: int) -> memoryview:
         """The payload that a tier gets."""
         if not forms.payloads:
-            self._sample(forms.block)
+            self._sample(forms)
         out: memoryview | None = None
         while True:
             choice = choose(
@@ -94,22 +95,26 @@ class BestCodec:
             self._tell(choice, tier)
             return forms.payloads[choice.codec]
 
-    def _sample(self, block: memoryview) -> None:
+    def _sample(self, forms: Forms) -> None:
         """Measure the codecs, if it is time to."""
         if self._blocks % MEASURE_EVERY_BLOCKS == 0:
             with ThreadPoolExecutor(self._threads, "cake-measure") as pool:
-                self._facts = [self._measure(codec, block, pool) for codec in self._chains]
+                self._facts = [self._measure(codec, forms, pool) for codec in self._chains]
         self._blocks += 1
 
     def _made(self, codec: str, forms: Forms, out: memoryview) -> bool:
         """Make the block's payload of a codec in `out`; False if too much is lost."""
-        size = self._chains.get(codec, RAW_CHAIN).encode(self._layout, forms.block, out)
+        size = self._chain(codec, forms).encode(self._layout, forms.block, out)
         error = 0.0 if codec in LOSSLESS else self._error(forms.block, out[:size])
         if error > self._max_error:
             forms.lost[codec] = error
             return False
         forms.payloads[codec] = out[:size]
         return True
+
+    def _chain(self, codec: str, forms: Forms) -> Chain:
+        chain = self._chains.get(codec, RAW_CHAIN)
+        return chain.of_first() if forms.first else chain
 
     def _error(self, block: memoryview, payload: memoryview) -> float:
         """Of what was made of a block, as `relative_error`."""
@@ -120,19 +125,19 @@ class BestCodec:
         decode(self._layout, payload, memoryview(self._spare))
         return relative_error(self._layout, block, memoryview(self._spare))
 
-    def _measure(self, codec: str, block: memoryview, pool: Executor) -> CodecFacts:
+    def _measure(self, codec: str, forms: Forms, pool: Executor) -> CodecFacts:
         layers = max(1, SAMPLE_BYTES * self._layout.layers // self._layout.block_bytes)
         layout = replace(self._layout, layers=min(layers, self._layout.layers))
-        sample = block[: layout.block_bytes]
+        sample, chain = forms.block[: layout.block_bytes], self._chain(codec, forms)
         payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
-        size = self._chains[codec].encode(layout, sample, payload)
+        size = chain.encode(layout, sample, payload)
         outs = [memoryview(bytearray(layout.block_bytes)) for _ in range(self._threads)]
         decode(layout, payload[:size], outs[0])
         error = 0.0 if is_raw(payload) else relative_error(layout, sample, outs[0])
         share, rate = size / layout.block_bytes, float("inf")
         if error > self._max_error:  # it is out, however fast it is
             return CodecFacts(codec, share, 0.0, error)
-        if not (self._on_device and left_to_device(self._chains[codec])):
+        if not (self._on_device and left_to_device(chain)):
             rate = (
                 len(outs) * layout.block_bytes / self._decode_s(layout, payload[:size], outs, pool)
             )

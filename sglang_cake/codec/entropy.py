@@ -1,12 +1,16 @@
-"""cachegen: neighbours' differences, coarser in later layers, arithmetic coding.
+"""cachegen: whole steps, and arithmetic coding by channel.
 
-CacheGen (Liu et al., arXiv 2310.07240, section 5.2): tokens stand in groups of ten, and each is
-coded as its difference to the first of its group; earlier layers, whose errors spread, are
-quantised more finely; an arithmetic coder has a distribution for each channel of each layer. Where
-this differs: numbers are first rounded to the grid of their plane, and the differences are between
-whole numbers, so they add no error; a channel whose neighbours differ more than it does from its
-mean is coded against the mean; distributions are two-sided geometric ones, of which a block names
-one for each channel, instead of being measured on other prompts.
+CacheGen (Liu et al., arXiv 2310.07240, section 5.2): numbers are rounded to steps, and an
+arithmetic coder has a distribution for each channel of each layer. Three things are done
+otherwise, each because it gives a real model less KL at equal bytes (docs/codecs.md):
+
+- A number is coded as its difference to its channel's mean in the block, and not to a token nearby:
+  neighbours are hardly alike (correlation 0.2), so their difference is the larger one. Keys are
+  taken before RoPE (`rope`), where a channel has a mean.
+- Steps are the same share of the size of a plane in every layer, and twice as large for values: the
+  later two thirds of the layers are not the ones that matter less.
+- Distributions are normal ones, of which a block names one for each channel, instead of being
+  measured on other prompts. What names them is coded too.
 
 The encoder is a library's (`constriction`, range coding). It keeps the GIL, so it is called for a
 few thousand numbers at a time; its decoder does too and is not used, since many threads decode.
@@ -15,47 +19,73 @@ few thousand numbers at a time; its decoder does too and is not used, since many
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from sglang_cake.codec.blocks import KINDS, Block, Part, parts_of
-from sglang_cake.codec.distributions import CLASSES, LARGEST, distribution, tables, widest
+from sglang_cake.codec.blocks import KINDS, VALUES, Block, Part, parts_of
+from sglang_cake.codec.distributions import (
+    CLASSES,
+    LARGEST,
+    distribution,
+    tables,
+    widest,
+    width,
+)
 from sglang_cake.codec.steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.layout import BlockLayout
 
 Whole = npt.NDArray[np.int32]
-TOKENS = 10  # of a group
+Classes = npt.NDArray[np.uint8]
 AT_ONCE = 4096  # numbers that the encoder is given: about 0.2 ms
-LAYERS = (0.5, 1.0, 1.5)  # steps of the first, the second, the last third of the layers
-_HEAD = struct.Struct("<8sI")  # XXH3-64 of the differences, bytes of the coded words
+OF_CLASSES = 6  # the class by which classes are coded: they differ by 2 within a plane
+_HEAD = struct.Struct("<8sI")  # XXH3-64 of the coded numbers, bytes of the coded words
+
+
+class Coded(NamedTuple):
+    """One part, as it is coded."""
+
+    steps: npt.NDArray[np.float32]  # [layers]
+    middles: Classes  # [layers]: the class to which those of the channels are told
+    mean_classes: Classes  # [layers]: by which the means are coded
+    classes: Classes  # [layers, channels]: by which the numbers are
+    means: Whole  # [layers, channels]
+    gaps: Whole  # [layers, tokens, channels]: number less mean
 
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """Implements `PackStep`. The head; for each part the steps (float32 `[layers]`), the first
-    token or the mean (int16 `[layers, channels]`) and the class (uint8, the same shape; above it,
-    bit 7: against the mean); the coded words.
+    """Implements `PackStep`. The head; for each part the steps (float32 `[layers]`), the middle
+    classes and those of the means (uint8 `[layers]`); the coded words, of each part: every
+    channel's class less the middle one, the means, the numbers less their mean.
 
-    Args: step: of the grid, as a share of the root of the mean square of the plane.
+    Args:
+        step: of the grid, as a share of the root of the mean square of the plane.
+        values: how many times as large it is for values.
     """
 
     step: float
+    values: float
 
     name: ClassVar[str] = "entropy"
+    loses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if type(self.step) is not float or not 0.01 <= self.step <= 2:
             raise ValueError(f"a step of {self.step!r}")
+        if type(self.values) is not float or not 0.1 <= self.values <= 10:
+            raise ValueError(f"steps {self.values!r} times as large")
 
     def max_bytes(self, layout: BlockLayout) -> int:
         if layout.dtype not in KINDS:
             raise Malformed(f"{layout.dtype} has no bits to lose")
-        return (
-            _HEAD.size + sum(_side_bytes(part) + 4 * part.count for part in parts_of(layout)) + 64
+        sizes = (
+            _side_bytes(part) + 8 * part.layers * part.channels + 4 * part.count
+            for part in parts_of(layout)
         )
+        return _HEAD.size + sum(sizes) + 64
 
     def encode(self, block: Block, out: Bytes) -> int:
         import constriction
@@ -67,19 +97,16 @@ class Entropy:
         coder = constriction.stream.queue.RangeEncoder()
         hashed, at = xxhash.xxh3_64(), _HEAD.size
         for part in block.parts:
-            steps, whole = self._rounded(block, part)
-            bases, classes, gaps = _differences(whole)
-            for array in (steps, bases.astype(np.int16), classes):
-                raw = array.view(np.uint8).reshape(-1)
+            coded = self._coded(block, part)
+            for array in (coded.steps, coded.middles, coded.mean_classes):
+                raw = array.view(np.uint8)
                 out[at : at + len(raw)] = raw
                 at += len(raw)
-            for layer in range(part.layers):
-                for some, kind in _runs(classes[layer]):
-                    symbols = np.ascontiguousarray(gaps[layer][:, some].T).reshape(-1)
-                    hashed.update(symbols.data)
-                    for first in range(0, len(symbols), AT_ONCE):
-                        piece = symbols[first : first + AT_ONCE] + widest(kind)
-                        coder.encode(piece, distribution(kind))
+            for symbols, kind in _in_turn(coded):
+                hashed.update(symbols.data)
+                for first in range(0, len(symbols), AT_ONCE):
+                    piece = symbols[first : first + AT_ONCE] + widest(kind)
+                    coder.encode(piece, distribution(kind))
         words = coder.get_compressed().view(np.uint8)
         if at + len(words) > len(out):
             raise Unencodable
@@ -97,74 +124,81 @@ class Entropy:
         if len(data) != at + count or count % 4:
             raise Malformed(f"{len(data)} bytes, {at + count} expected")
         coded = taken(data, at, count // 4, np.uint32)
-        coder = begun(coded)
-        hashed = xxhash.xxh3_64()
+        coder, hashed = begun(coded), xxhash.xxh3_64()
+
+        def numbers(order: Any, classes: Classes, tokens: int) -> Whole:
+            """`[layers, rows in order, tokens]`, next in the words."""
+            found = np.empty((*classes.shape, tokens), np.int32)
+            if not kernels.decode(coded, coder, order, classes, *tables(), found):
+                raise Malformed("words that no encoder wrote")
+            hashed.update(found.data)
+            return found
+
         at = _HEAD.size
         for part in block.parts:
-            rows = part.layers * part.channels
             steps = taken(data, at, part.layers, np.float32)
-            bases = taken(data, at + 4 * part.layers, rows, np.int16).reshape(part.layers, -1)
-            classes = taken(data, at + 4 * part.layers + 2 * rows, rows, np.uint8)
-            classes = classes.reshape(part.layers, -1)
-            if np.any((classes & 127) >= CLASSES):
+            at += 4 * part.layers
+            middles, mean_classes = taken(data, at, 2 * part.layers, np.uint8).reshape(2, -1, 1)
+            at += 2 * part.layers
+            one = np.zeros((part.layers, 1), np.int64)
+            told = numbers(one, np.full_like(middles, OF_CLASSES), part.channels)[:, 0]
+            told += middles
+            if max(mean_classes.max(initial=0), told.max(initial=0)) >= CLASSES or told.min() < 0:
                 raise Malformed("a distribution that there is not")
-            at += _side_bytes(part)
-            order = np.argsort(classes & 127, axis=1, kind="stable")  # as in `_runs`
-            gaps = np.empty((part.layers, part.channels, part.tokens), np.int32)
-            if not kernels.decode(coded, coder, order, classes, *tables(), gaps):
-                raise Malformed("words that no encoder wrote")
-            hashed.update(gaps.data)
+            classes = told.astype(np.uint8)
+            means = numbers(one, mean_classes, part.channels)[:, 0]
+            order = np.argsort(classes, axis=1, kind="stable")  # as in `_in_turn`
+            gaps = numbers(order, classes, part.tokens)
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
-            kernels.restore(*place, block.kind, TOKENS, steps, bases, classes, order, gaps)
+            kernels.restore(*place, block.kind, steps, means, order, gaps)
         # The encoder may have changed since, or the distributions come out otherwise elsewhere.
         if hashed.digest() != digest:
             raise Malformed("the coded numbers are not those that were coded")
 
-    def _rounded(self, block: Block, part: Part) -> tuple[Any, Whole]:
-        """Steps, and the numbers in steps `[layers, tokens, channels]`."""
+    def _coded(self, block: Block, part: Part) -> Coded:
         numbers = block.floats(part)
         size = np.sqrt(np.mean(np.square(numbers, dtype=np.float64), axis=(1, 2)))
-        thirds = np.array(LAYERS)[np.arange(part.layers) * len(LAYERS) // part.layers]
-        steps = (size * thirds * self.step).astype(np.float32)
+        share = self.step * self.values if part.name == VALUES else self.step
+        steps = (size * share).astype(np.float32)
         steps[size == 0] = 1
         if not np.all((steps > 2.0**-100) & (steps < 2.0**100)):
             raise Unencodable
         numbers /= steps[:, None, None]
         if np.abs(numbers).max(initial=0) > LARGEST:
             raise Unencodable
-        return steps, np.rint(numbers).astype(np.int32)
+        whole = np.rint(numbers).astype(np.int32)
+        means = np.rint(whole.mean(axis=1)).astype(np.int32)
+        gaps = whole - means[:, None]
+        classes = _classes(gaps, 1)
+        middles = np.rint(np.median(classes, axis=1)).astype(np.uint8)
+        return Coded(steps, middles, _classes(means, 1), classes, means, gaps)
 
 
 def _side_bytes(part: Part) -> int:
-    return 4 * part.layers + 3 * part.layers * part.channels
+    return 6 * part.layers
 
 
-def _differences(whole: Whole) -> tuple[Whole, npt.NDArray[np.uint8], Whole]:
-    """Bases and classes `[layers, channels]`, differences as `whole`."""
-    gaps = whole.copy()
-    leaders = whole[:, ::TOKENS]
-    gaps -= np.repeat(leaders, TOKENS, axis=1)[:, : whole.shape[1]]
-    gaps[:, TOKENS::TOKENS] = np.diff(leaders, axis=1)
-    gaps[:, 0] = 0
-    bases = whole[:, 0].copy()
-    means = np.rint(whole.mean(axis=1)).astype(np.int32)
-    from_mean = whole - means[:, None]
-    better = np.abs(from_mean).sum(axis=1) < np.abs(gaps).sum(axis=1)
-    gaps = np.where(better[:, None], from_mean, gaps)
-    bases = np.where(better, means, bases)
-    width = np.abs(gaps).mean(axis=1)
-    classes = np.clip(np.rint(2 * np.log2(width + 1e-9)) + 8, 0, CLASSES - 1)
+def _classes(numbers: Whole, axis: int) -> Classes:
+    """The class by which numbers along an axis are coded: as wide as they are, and with room for
+    each of them."""
+    spread = np.sqrt(np.mean(np.square(numbers, dtype=np.float64), axis=axis))
+    nearest = np.rint(2 * np.log2(spread / width(0) + 1e-9))
     limits = np.array([widest(kind) for kind in range(CLASSES)])
-    needed = np.searchsorted(limits, np.abs(gaps).max(axis=1))
-    classes = np.maximum(classes, needed).astype(np.uint8)
-    return bases, classes | (better.astype(np.uint8) << 7), gaps
+    needed = np.searchsorted(limits, np.abs(numbers).max(axis=axis))
+    found: Classes = np.maximum(np.clip(nearest, 0, CLASSES - 1), needed).astype(np.uint8)
+    return found
 
 
-def _runs(classes: npt.NDArray[np.uint8]) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
-    """The channels of each class, in order of the classes."""
-    kinds = classes & 127
-    for kind in np.unique(kinds):
-        yield np.flatnonzero(kinds == kind), int(kind)
+def _in_turn(coded: Coded) -> Iterator[tuple[Whole, int]]:
+    """Numbers and their class, in the order in which they are coded; those of the channels by
+    their classes, so that the encoder is called for many at once."""
+    for row in coded.classes.astype(np.int32) - coded.middles[:, None]:
+        yield row, OF_CLASSES
+    for row, kind in zip(coded.means, coded.mean_classes, strict=True):
+        yield row, int(kind)
+    for kinds, gaps in zip(coded.classes, coded.gaps, strict=True):
+        for kind in np.unique(kinds):
+            yield np.ascontiguousarray(gaps[:, kinds == kind].T).reshape(-1), int(kind)
 
 
 def begun(coded: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:

@@ -14,7 +14,7 @@ _BITS, _WORD, _LEAST = np.uint64(BITS), np.uint64(32), np.uint64(2**32)
 
 @compiled
 def decode(coded, coder, order, classes, lefts, begins, centres, bin_bits, gaps):
-    """Differences `[layers, channels in order, tokens]` from range-coded words, whatever these are;
+    """Numbers `[layers, rows in order, tokens]` from range-coded words, whatever these are;
     or False where no encoder made them.
 
     What the library's decoder does, which keeps the GIL. Two numbers are followed: how large the
@@ -24,14 +24,14 @@ def decode(coded, coder, order, classes, lefts, begins, centres, bin_bits, gaps)
 
     Args:
         coder: `far`, `size` and how many words were read; left as the next call needs it.
-        order: the channels of each layer as they were coded.
+        order: the rows of each layer as they were coded.
         lefts, begins, centres, bin_bits: `distributions.Tables`.
     """
     far, size, read = coder[0], coder[1], np.int64(coder[2])
     layers, channels, tokens = gaps.shape
     for layer in range(layers):
         for row in range(channels):
-            kind = classes[layer, order[layer, row]] & 127
+            kind = classes[layer, order[layer, row]]
             table, centre = begins[kind], centres[kind]
             for token in range(tokens):
                 scale = size >> _BITS
@@ -60,19 +60,13 @@ def decode(coded, coder, order, classes, lefts, begins, centres, bin_bits, gaps)
 
 
 @compiled
-def restore(
-    words, start, stride, layers, tokens, channels, kind, group, steps, bases, classes, order, gaps
-):
+def restore(words, start, stride, layers, tokens, channels, kind, steps, means, order, gaps):
     """Numbers from the differences `[layers, channels in order, tokens]`, whatever these are."""
     for layer in range(layers):
         step = steps[layer]
         for row in range(channels):
             c = order[layer, row]
-            leader = np.int64(bases[layer, c])
-            from_mean = classes[layer, c] >= 128
+            mean = np.int64(means[layer, c])
             for token in range(tokens):
-                x = leader + gaps[layer, row, token]
-                if token % group == 0 and not from_mean:
-                    leader = x
                 at = start + layer * stride + token * channels + c
-                words[at] = word(np.float32(x) * step, kind)
+                words[at] = word(np.float32(mean + gaps[layer, row, token]) * step, kind)

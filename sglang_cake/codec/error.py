@@ -7,15 +7,20 @@ from sglang_cake.layout import BlockLayout
 
 
 def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) -> float:
-    """The largest, over the planes of K and V of every layer, of |decoded - exact| / |exact|, with
-    the Euclidean norm over the plane; 0 if both are zero. Both blocks are finite."""
+    """The root of the mean, over the planes of K and V of every layer, of
+    |decoded - exact|² / |exact|², with the Euclidean norm over the plane; 0 for a plane that came
+    back as it was. Both blocks are finite.
+
+    What a model's answer loses goes with the square of it: on a real model KL is 0.6 to 1.3 times
+    the square (docs/codecs.md). The worst plane alone says less: errors of all layers add up.
+    """
     one, other = Block.over(layout, exact), Block.over(layout, decoded)
-    worst = 0.0
+    total, planes = 0.0, 0
     for part in one.parts:
-        planes = one.floats(part).astype(np.float64)
-        gap = np.linalg.norm(planes - other.floats(part), axis=(1, 2))
-        size = np.linalg.norm(planes, axis=(1, 2))
+        numbers = one.floats(part).astype(np.float64)
+        gap = np.square(numbers - other.floats(part)).sum(axis=(1, 2))
+        size = np.square(numbers).sum(axis=(1, 2))
         with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(gap == 0, 0.0, gap / size)
-        worst = max(worst, float(shares.max(initial=0)))
-    return worst
+            total += float(np.where(gap == 0, 0.0, gap / size).sum())
+        planes += part.layers
+    return float(np.sqrt(total / planes))

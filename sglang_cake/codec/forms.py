@@ -10,6 +10,7 @@ class Forms:
     at a time."""
 
     block: memoryview
+    first: bool  # whether it begins with a prompt's first token
     take: Callable[[], memoryview]  # memory for one more payload
     payloads: dict[str, memoryview] = field(default_factory=dict)  # by the codec that was asked for
     lost: dict[str, float] = field(default_factory=dict)  # codec -> its error: too much, here

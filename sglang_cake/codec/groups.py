@@ -48,6 +48,7 @@ class Groups:
     group: int = 128  # tokens of a channel for keys, channels of a token for the others
 
     name: ClassVar[str] = "groups"
+    loses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or type(self.bits) is not int:

@@ -5,7 +5,7 @@ by token (section 3.1); each plane has its own levels, which lie where its numbe
 about 1 % of each vector, those farthest out, are kept as they are, and the rest gets a tighter
 range (dense-and-sparse, 3.4). Where this differs: the paper learns levels on calibration data and
 weights errors by gradients; here a plane's levels are fitted to the plane itself (Lloyd's rule,
-unweighted), since a cache has neither. The first token of a prompt is not kept apart (3.5). Keys
+unweighted), since a cache has neither. The first token of a prompt (3.5): see `leading`. Keys
 before RoPE (3.2): see `rope`.
 """
 
@@ -66,6 +66,7 @@ class NonUniform:
     bits: int
 
     name: ClassVar[str] = "nonuniform"
+    loses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 4:

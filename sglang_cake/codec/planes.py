@@ -19,6 +19,7 @@ class Planes:
     layer after layer, token after token; then the next bytes."""
 
     name: ClassVar[str] = "planes"
+    loses: ClassVar[bool] = False
 
     def max_bytes(self, layout: BlockLayout) -> int:
         return layout.block_bytes

@@ -1,5 +1,6 @@
 """What a codec is made of: typed steps, as in zarr, so that a wrong order does not type.
 
+    Leading?     numbers -> numbers     the first token of a prompt is kept beside them
     ArrayStep*   numbers -> numbers     e.g. keys turned back to where they were before RoPE
     PackStep     numbers -> bytes       e.g. groups of 8-bit numbers with their scales
     BytesStep*   bytes -> bytes         e.g. zstd
@@ -54,6 +55,7 @@ class PackStep(Protocol):
     """Numbers to bytes."""
 
     name: ClassVar[str]
+    loses: ClassVar[bool]  # whether numbers may come back otherwise
 
     def max_bytes(self, layout: BlockLayout) -> int:
         """How many bytes a block becomes at most. Raises: Malformed if it cannot take one."""

@@ -102,9 +102,15 @@ class EncodedStore(Front):
             return out.nbytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await self._put_block(key, data, first=False)
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        return await self._put_block(key, data, first=True)
+
+    async def _put_block(self, key: BlockKey, data: memoryview, *, first: bool) -> bool:
         assert data.nbytes == self._layout.block_bytes, data.nbytes
         async with self._writing, self._lent() as take:
-            forms = Forms(data.cast("B"), take)
+            forms = Forms(data.cast("B"), first, take)
             fresh = await self._put(key, functools.partial(self._form, forms))
             for codec, payload in forms.payloads.items() if fresh else ():
                 self._counters.add("encoded_blocks", label=RAW if is_raw(payload) else codec)

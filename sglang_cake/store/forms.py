@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from sglang_cake.keys import BlockKey
+from sglang_cake.store.base import Store
 from sglang_cake.store.tiers.choice import TierLink
 
 # The number of one of the stores -> the payload that it gets, which stays until the put is over.
@@ -29,6 +30,23 @@ class LinkSpeed:
         if fresh is not None:
             self._known = 1 / max(fresh, 1e-15)
         return self._known
+
+
+@runtime_checkable
+class KnowsFirst(Protocol):
+    """A store that treats blocks that begin with a prompt's first token otherwise than others, or
+    that is in front of one."""
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        """As `Store.put`, of such a block."""
+        ...
+
+
+async def put_first(store: Store, key: BlockKey, data: memoryview) -> bool:
+    """Store a block that begins with a prompt's first token. Raises: as `Store.put`."""
+    if isinstance(store, KnowsFirst):
+        return await store.put_first(key, data)
+    return await store.put(key, data)
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from pathlib import Path
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import Store
+from sglang_cake.store.forms import put_first
 from sglang_cake.store.front import Front
 from sglang_cake.store.request import RequestFacts
 
@@ -78,3 +79,7 @@ class RecordingStore(Front):
         except OSError as error:
             raise StoreUnavailable(f"the trace cannot be written: {error}") from error
         await super().touched(keys, facts)
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `KnowsFirst`."""
+        return await put_first(self._inner, key, data)

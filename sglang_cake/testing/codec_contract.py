@@ -130,6 +130,23 @@ class CodecContract:
                 error = relative_error(layout, memoryview(block), memoryview(restored))
                 assert error <= self.odd_error, (name, error)
 
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+    def test_the_first_token_of_a_prompt_comes_back_exactly(self, layout: BlockLayout) -> None:
+        """It is a sink, and far out: what is lost of the others does not grow by it."""
+        whole = memoryview(bytearray(kv_like(layout)))
+        source = Block.over(layout, whole)
+        for plane in source.planes():
+            plane[:1] = plane[:1] ^ plane.dtype.type(1 << (4 * plane.itemsize))
+        chain = self.chain(layout).of_first()
+        payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+        size = chain.encode(layout, whole, payload)
+        out = memoryview(bytearray(layout.block_bytes))
+        assert decode(layout, payload[:size], out) in (chain, Chain())
+        found = Block.over(layout, out)
+        for exact, restored in zip(source.planes(), found.planes(), strict=True):
+            assert (exact[:1] == restored[:1]).all()
+        assert relative_error(layout, whole, out) <= self.max_error
+
     def test_the_payload_alone_says_how_to_decode_it(self) -> None:
         chain = self.chain(SMOOTH)
         assert parse(chain.describe().encode()) == chain

@@ -19,6 +19,7 @@ from sglang_cake.errors import StoreError
 from sglang_cake.io_thread import IoThread
 from sglang_cake.keys import BlockKey, KeyChain
 from sglang_cake.store.base import Store
+from sglang_cake.store.forms import put_first
 from sglang_cake.store.request import RequestFacts, tell
 
 logger = logging.getLogger(__name__)
@@ -107,15 +108,16 @@ class Writer:
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
         puts = [
-            self._put(store, keys[block], buffer)
+            self._put(store, keys[block], buffer, first=block == 0)
             for block, buffer in zip(job.blocks, job.buffers, strict=True)
         ]
         await asyncio.gather(*puts)
 
-    async def _put(self, store: Store, key: BlockKey, buffer: Buffer) -> None:
+    async def _put(self, store: Store, key: BlockKey, buffer: Buffer, *, first: bool) -> None:
         try:
             async with self._slots:
-                fresh = await store.put(key, buffer.view)
+                put = put_first(store, key, buffer.view) if first else store.put(key, buffer.view)
+                fresh = await put
             if fresh:
                 self._counters.add("stored_blocks")
         except StoreError as error:

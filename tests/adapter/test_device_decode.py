@@ -60,6 +60,15 @@ def test_every_block_comes_out_as_the_loops_decode_it(layout: BlockLayout, bits:
         assert by_torch(layout, memory) == wanted, name
 
 
+@pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Groups(4)], ids=lambda a: f"{a}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+def test_first_tokens_come_out_as_the_loops_put_them_back(
+    layout: BlockLayout, pack: PackStep
+) -> None:
+    memory, size = encoded(Chain(pack).of_first(), layout, kv_like(layout))
+    assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
+
+
 WIDE = BlockLayout(2, (("k", (2, 64)), ("v", (3, 64))), "bfloat16", 128)  # numbers are kept
 LONG = BlockLayout(1, (("k", (1, 2)), ("v", (1, 2))), "float16", 70000)  # places of 32 bits
 
@@ -126,9 +135,11 @@ def test_groups_of_any_size(layout: BlockLayout, bits: int, group: int, seed: in
     assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_the_device_cannot_decode_is_decoded_before(codec: str) -> None:
+def test_what_the_device_cannot_decode_is_decoded_before(codec: str, first: bool) -> None:
     chain = chain_of(codec, SMOOTH)
+    chain = chain.of_first() if first else chain
     memory, size = encoded(chain, SMOOTH, kv_like(SMOOTH))
     wanted, before = by_loops(SMOOTH, memoryview(memory)[:size]), bytes(memory[:size])
     prepare(SMOOTH, memoryview(memory)[:size], memoryview(memory))

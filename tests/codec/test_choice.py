@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.codec import encoders
+from sglang_cake.codec.blocks import Block
 from sglang_cake.codec.catalogue import chain_of, decode
 from sglang_cake.codec.chain import is_raw
 from sglang_cake.codec.choice import RAW_FACTS, CodecFacts, choose
@@ -146,7 +147,9 @@ def encoder(
 
 
 def forms_of(block: bytes) -> Forms:
-    return Forms(memoryview(block), lambda: memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES)))
+    return Forms(
+        memoryview(block), False, lambda: memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
+    )
 
 
 def decoded(payload: memoryview) -> bytes:
@@ -178,6 +181,20 @@ def test_auto_takes_what_the_bound_allows(max_error: float, codec: str) -> None:
     assert found == codec
     assert (restored == block) == (max_error == 0)
     assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= max_error
+
+
+def test_auto_keeps_the_first_token_of_a_prompt_exactly() -> None:
+    block = kv_like(LAYOUT)
+    for first in (True, False):
+        forms = forms_of(block)
+        forms.first = first
+        payload = encoder(0.02, 50 * MB).encode(forms, 0)
+        assert forms.payloads.keys() == {"int8"}
+        found, exact = (
+            Block.over(LAYOUT, memoryview(some)).planes() for some in (decoded(payload), block)
+        )
+        pairs = zip(found, exact, strict=True)
+        assert all((restored[0] == kept[0]).all() for restored, kept in pairs) == first
 
 
 def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly(

@@ -39,13 +39,6 @@ class TestInt4(CodecContract):
         return chain_of("int4", layout)
 
 
-class TestKvquant4(CodecContract):
-    max_error, odd_error = 0.12, 0.3
-
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("kvquant4", layout)
-
-
 class TestKvquant3BeforeRope(CodecContract):
     max_error, odd_error = 0.25, 0.5
 
@@ -147,13 +140,13 @@ def _round_trip(layout: BlockLayout, block: bytes, codec: str) -> bytes:
     return bytes(out)
 
 
-def test_the_measure_of_an_error_sees_the_worst_plane() -> None:
+def test_the_measure_of_an_error_is_the_mean_of_the_planes_squares() -> None:
     layout = BlockLayout(2, (("k", (1, 4)), ("v", (1, 4))), "float32", 2)
     exact = np.ones(32, np.float32)
     decoded = exact.copy()
     decoded[8:16] *= 1.5  # V of the first layer
     found = relative_error(layout, memoryview(exact.tobytes()), memoryview(decoded.tobytes()))
-    assert found == pytest.approx(0.5)
+    assert found == pytest.approx(0.25)  # the root of a quarter of 0.5 ** 2
 
 
 @settings(deadline=None, max_examples=80)
@@ -162,7 +155,7 @@ def test_the_measure_of_an_error_sees_the_worst_plane() -> None:
     seed=st.integers(0, 2**32),
     codec=st.sampled_from(
         # The smallest blocks are the worst.
-        [("kvquant4", 0.4), ("kvquant3", 0.7), ("cachegen1", 0.1), ("cachegen2", 0.25)]
+        [("kvquant3", 0.7), ("cachegen1", 0.1), ("cachegen2", 0.25)]
     ),
     exponent=st.integers(-30, 30),
 )

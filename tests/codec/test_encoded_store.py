@@ -1,6 +1,7 @@
 """A store whose blocks are encoded: the contract of stores, and every kind of inner store."""
 
 import asyncio
+import functools
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_cake.cli import main
+from sglang_cake.codec.blocks import Block
 from sglang_cake.codec.catalogue import chain_of
 from sglang_cake.codec.chain import is_raw
 from sglang_cake.codec.encoded import HEAD_BYTES, encoded_frame, frame_of
@@ -24,8 +26,9 @@ from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
 from sglang_cake.store.base import Store
 from sglang_cake.store.encoded import EncodedStore, open_blocks
-from sglang_cake.store.forms import LinkSpeed
+from sglang_cake.store.forms import LinkSpeed, put_first
 from sglang_cake.store.memory import MemoryStore
+from sglang_cake.store.recording import RecordingStore, TraceFile
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
 from sglang_cake.store.sources import parse_sources
@@ -73,6 +76,35 @@ class TestZstdFiles(StoreContract):
 
 class TestZstdOverALink(TestZstdFiles):
     options = "&bandwidth=1GB/s"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_first_token_of_a_prompt_is_stored_exactly_where_codecs_lose(
+    tmp_path: Path, codec: str
+) -> None:
+    async def go(recorded: bool) -> None:
+        store = open_blocks(
+            parse_sources(f"file://{tmp_path}/kv-{recorded}?min_free=0&bandwidth=100MB/s"),
+            *(namespace(codec), LAYOUT),
+            codec=codec,
+            depth=1,
+        )
+        if recorded:
+            store = RecordingStore(store, TraceFile(tmp_path / "trace", 128))
+        rows = {}
+        for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
+            assert await put(key_of(name), memoryview(BLOCK))
+            out = memoryview(bytearray(LAYOUT.block_bytes))
+            await store.get_into(key_of(name), out)
+            found, exact = (Block.over(LAYOUT, view).planes() for view in (out, memoryview(BLOCK)))
+            pairs = zip(found, exact, strict=True)
+            rows[name] = [(restored[0] == kept[0]).all() for restored, kept in pairs]
+        await store.close()
+        assert all(rows["first"])
+        assert all(rows["other"]) == (codec in LOSSLESS)
+
+    asyncio.run(go(recorded=False))
+    asyncio.run(go(recorded=True))
 
 
 def namespace(codec: str) -> Namespace:
@@ -260,7 +292,7 @@ def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> No
 
     def payload_of(block: bytes) -> memoryview:
         room = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
-        return int8.encode(Forms(memoryview(block), lambda: room), 0)
+        return int8.encode(Forms(memoryview(block), False, lambda: room), 0)
 
     assert not is_raw(payload_of(BLOCK))
     payload = payload_of(broken.tobytes())

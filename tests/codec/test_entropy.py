@@ -6,16 +6,14 @@ import constriction
 import numba
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.codec import entropy_kernels as kernels
-from sglang_cake.codec.blocks import Block
 from sglang_cake.codec.catalogue import chain_of, decode
 from sglang_cake.codec.distributions import BITS, CLASSES, distribution, tables, widest
 from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.entropy import Entropy, begun
+from sglang_cake.codec.entropy import begun
 from sglang_cake.codec.steps import Malformed
 from sglang_cake.layout import BlockLayout
 from sglang_cake.testing.codec_contract import kv_like
@@ -59,7 +57,7 @@ def test_tables_say_where_the_first_quantile_of_a_bin_is():
 
 def in_turn(classes):
     """Layer, class and how many channels it has, as they are coded."""
-    for layer, row in enumerate(classes & 127):
+    for layer, row in enumerate(classes):
         for kind, count in zip(*np.unique(row, return_counts=True), strict=True):
             yield layer, int(kind), int(count)
 
@@ -81,7 +79,7 @@ def written(classes, tokens, draw):
 def ours(words, classes, tokens):
     """The numbers that words stand for; None if no encoder wrote them."""
     gaps = np.empty((*classes.shape, tokens), np.int32)
-    order = np.argsort(classes & 127, axis=1, kind="stable")
+    order = np.argsort(classes, axis=1, kind="stable")
     if kernels.decode(words, begun(words), order, classes, *tables(), gaps):
         return gaps.reshape(-1)
     return None
@@ -114,9 +112,9 @@ def test_every_class_comes_back(kind):
 
 @st.composite
 def shapes(draw):
-    """Classes `[layers, channels]` with or without the bit of the mean, and tokens."""
+    """Classes `[layers, channels]` and tokens."""
     layers, channels = draw(st.integers(1, 2)), draw(st.integers(1, 6))
-    kinds = st.integers(0, CLASSES - 1).flatmap(lambda k: st.sampled_from([k, k | 128]))
+    kinds = st.integers(0, CLASSES - 1)
     drawn = draw(st.lists(kinds, min_size=layers * channels, max_size=layers * channels))
     tokens = draw(st.sampled_from([0, 1, 2, 17, 100]))
     return np.array(drawn, np.uint8).reshape(layers, channels), tokens
@@ -166,18 +164,6 @@ def test_numbers_that_were_not_coded_are_refused():
         spoiled[-400:] = words * 400
         with pytest.raises(Malformed):
             decode(LAYOUT, memoryview(spoiled), out)
-
-
-def test_blocks_stored_by_the_decoder_before_come_back():
-    """Written when the library decoded; what came out then, too."""
-    layout = BlockLayout(2, (("k", (1, 3)), ("v", (1, 2))), "bfloat16", 13)
-    body = bytes.fromhex(
-        "9a31a5ead80f8e9f200000004aaa214154e81842f3ff02000500050003000300050186000000e7d32c3d1f4c66"
-        "3df7fffbfffefffdff8b0a0b08b6a4b34251f429b86b403a0b1a34a17cfd329b3abfb76398be0dc731e9792c45"
-    )
-    out = bytearray(layout.block_bytes)
-    Entropy(0.25).decode(np.frombuffer(body, np.uint8), Block.over(layout, memoryview(out)))
-    assert xxhash.xxh3_64_hexdigest(out) == "01696e413bb0a973"
 
 
 def test_decoding_needs_neither_the_gil_nor_the_library(monkeypatch):

@@ -30,7 +30,7 @@ def _kv(dtype: Any, forward: Any) -> Any:
     return CudaKV(pool, block_tokens=BLOCK, forward_stream=forward)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "kvquant4", "kvquant3"])
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "kvquant3"])
 def test_encoded_blocks_are_decoded_on_the_device_to_the_values_of_the_cpu(codec: str) -> None:
     from sglang_cake.adapter.device_decode import decode_payload
     from sglang_cake.codec.catalogue import chain_of, decode

