@@ -38,6 +38,7 @@ from benchmarks import (  # noqa: E402
 BENCHES = (
     *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "eviction"),
     *(
+        "faults",
         "file_store",
         "fleet",
         "hashing",

@@ -79,6 +79,11 @@ class Exchange:
 Fault = Callable[[Exchange], Awaitable[None]]
 
 
+async def refused(exchange: Exchange) -> None:
+    """Every connection breaks, and no new one is taken."""
+    exchange.link.stop()
+
+
 async def reset(exchange: Exchange) -> None:
     """Nothing comes, and the connection breaks."""
     exchange.writer.transport.abort()
@@ -181,6 +186,7 @@ def _s3_error(code: str) -> bytes:
 
 
 FAULTS: dict[str, Fault] = {
+    "refused": refused,
     "reset": reset,
     "reset halfway": reset_halfway,
     "truncated": truncated,
@@ -201,7 +207,6 @@ FAULTS: dict[str, Fault] = {
     "no such bucket": status(404, body=_s3_error("NoSuchBucket")),
     "redirect": status(307, _TO_NOBODY),
 }
-REFUSED = "refused"  # a fault of the link, and of no answer: see `FaultProxy.refuse`
 
 
 class FaultProxy(SlowLink):
@@ -235,22 +240,16 @@ class FaultProxy(SlowLink):
 
         async def change() -> None:
             self._fault, self._methods, self._spare = fault, methods, spare
+            if not self._server.is_serving():
+                await self._listen()
 
         asyncio.run_coroutine_threadsafe(change(), self._loop).result(60)
 
-    def refuse(self) -> None:
-        """Every connection breaks, and no new one is taken, until `accept`."""
-
-        async def change() -> None:
-            self._server.close()
-            for writer in self._writers:
-                writer.transport.abort()
-
-        asyncio.run_coroutine_threadsafe(change(), self._loop).result(60)
-
-    def accept(self) -> None:
-        """Take connections again, on the same port."""
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
+    def stop(self) -> None:
+        """Break every connection, and take none until `spoil` is called. In the link's thread."""
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
 
     def close(self) -> None:
         """As `SlowLink.close`."""
