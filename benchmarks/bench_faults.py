@@ -46,7 +46,7 @@ MODES = ("auto", "load")
 HEAL_S = 120.0  # until a store is used again
 SAID = re.compile(r": [a-z]+ (?:fail \(([a-z ]+):|are (forbidden))")  # of `store.circuit`
 FULL = {"tokens": 2048, "chunk": 256, "repeats": 1, "name": "cpu"}
-SMALL = {"tokens": 512, "chunk": 128, "repeats": 1, "name": "small"}
+SMALL = {"tokens": 2048, "chunk": 256, "repeats": 1, "name": "small"}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--small", action="store_true", help="a small model, a short prompt")
+    parser.add_argument("--small", action="store_true", help="a small model")
     parser.add_argument("--kinds", default=",".join(STORES), help="stores (%(default)s)")
     parser.add_argument("--modes", default=",".join(MODES), help="(%(default)s)")
     parser.add_argument("--faults", default=",".join((NONE, *FAULTS)), help="default: all")
