@@ -1,6 +1,7 @@
 """Stored prompts while the link to the store is faulty, beside the same prompts without a store.
 
-    python -m benchmarks faults [--small] [--kinds http,s3] [--modes auto,load] [--out FILE]
+    python -m benchmarks faults [--small] [--kinds http,s3] [--modes auto,load] [--faults A,B]
+                                [--out FILE]
 
 A prompt is stored; its link to the store, whose bandwidth is the balanced one (loading the prompt
 takes as long as computing it), is a proxy that spoils answers. For every fault of
@@ -60,6 +61,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(STORES), help="stores (%(default)s)")
     parser.add_argument("--modes", default=",".join(MODES), help="(%(default)s)")
     parser.add_argument("--faults", default=",".join((NONE, *FAULTS)), help="default: all")
+    parser.add_argument("--tokens", type=int, help="of the prompt (default 2048)")
+    parser.add_argument("--chunk", type=int, help="tokens of a step (default 256)")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds (default 1)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
