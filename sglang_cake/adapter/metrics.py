@@ -240,7 +240,7 @@ class StoreMetrics:
         self._seen: tuple[Store | None, dict[str, int]] = (None, {})
         self._events = Counter(
             "sglang:cake_store_events_total",
-            "What happened between this process and a store behind HTTP, by name.",
+            "What happened between this process and its remote stores, by name.",
             [*names, "event"],
         )
         self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})
