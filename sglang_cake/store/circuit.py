@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from sglang_cake.counters import LATE
 from sglang_cake.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.store.breaker import Breaker
 from sglang_cake.store.timing import Pace, Patience
@@ -38,6 +39,8 @@ class RemoteError(StoreUnavailable):
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
+        if fault is Fault.TIMEOUTS:
+            self.reason = LATE  # to a loader: further blocks of the prompt would be as late
 
 
 @dataclass(slots=True)

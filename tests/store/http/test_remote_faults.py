@@ -248,11 +248,13 @@ def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_other
         expected = remote.expected(fault)
         # Once the breaker is open, nothing is asked any more.
         reasons = {Fault.CORRUPT: {"corrupt", "unavailable"}, None: {"missing"}}
+        # One read that is late gives up all that the prompt had still to load.
+        reasons[Fault.TIMEOUTS] = {"late"}
         assert {event.reason for event in lost} <= reasons.get(expected, {"unavailable"})
         failures = {
             label: n for (name, label), n in counters.snapshot().items() if name == "load_failures"
         }
-        assert sum(failures.values()) == len(lost)
+        assert 0 < sum(failures.values()) <= len(lost)
         for event in landed:
             event.staged.release(used=True)
     finally:
