@@ -53,6 +53,13 @@ class Counters:
         with self._lock:
             self._values[name, label] += amount
 
+    def link_bytes(self, block_bytes: int) -> int:
+        """What a block took on its way over the link, the mean of those that were read; where
+        nobody counted any, `block_bytes`."""
+        with self._lock:
+            blocks = self._values["read_blocks", ""]
+            return self._values["read_bytes", ""] // blocks if blocks else block_bytes
+
     def snapshot(self) -> dict[tuple[str, str], int]:
         """A copy of all values."""
         with self._lock:

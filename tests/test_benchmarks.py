@@ -39,6 +39,7 @@ BENCHES = (
     *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "eviction"),
     "exactness",
     *(
+        "faults",
         "file_store",
         "fleet",
         "hashing",

@@ -49,24 +49,24 @@ class Inbox:
             if restore.meet.landed(block):
                 restore.staged[block] = staged
             else:
-                _refuse(restore, staged, "overtaken")
+                self._refuse(restore, staged, "overtaken")
         for block in facts.lost:
             if restore.meet.state(block) is BlockState.WANTED:
                 restore.meet.lost(block)
             if block in restore.arrived:  # another rank could not get its part
-                _refuse(restore, restore.arrived.pop(block), "peer")
+                self._refuse(restore, restore.arrived.pop(block), "peer")
 
     def fence(self, restore: Restore, fence: int) -> None:
         """Compute has the blocks below `fence`."""
         self._loader.fence(restore.ticket, fence)
         for block in [b for b in restore.arrived if b < fence]:
-            _refuse(restore, restore.arrived.pop(block), "overtaken")
+            self._refuse(restore, restore.arrived.pop(block), "overtaken")
 
     def stop_loading(self, restore: Restore, reason: str) -> None:
         """Nothing more is needed; what landed and did not join the tree is given up."""
         self._loader.end(restore.ticket)
         for block in list(restore.arrived):
-            _refuse(restore, restore.arrived.pop(block), reason)
+            self._refuse(restore, restore.arrived.pop(block), reason)
         self._landing.discard(restore, {*restore.staged, *restore.slots}, reason)
 
     def _receive(self, event: LoaderEvent) -> None:
@@ -85,8 +85,7 @@ class Inbox:
             restore.failed.add(event.block)
             self._teller.tell(restore, "lost", block=event.block, reason=event.reason)
 
-
-def _refuse(restore: Restore, staged: StagedBlock, reason: str) -> None:
-    """Bytes that landed and are of no use to this request."""
-    restore.wasted_bytes += len(staged.buffer.view)
-    staged.release(used=False, reason=reason)
+    def _refuse(self, restore: Restore, staged: StagedBlock, reason: str) -> None:
+        """Bytes that landed and are of no use to this request."""
+        restore.wasted_bytes += self._landing.link_bytes
+        staged.release(used=False, reason=reason)

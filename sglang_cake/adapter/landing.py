@@ -46,6 +46,11 @@ class Landing:
         self._copies: deque[tuple[Copy, list[StagedBlock]]] = deque()
         self.held_tokens = 0
 
+    @property
+    def link_bytes(self) -> int:
+        """What a block took on its way over the link, on average."""
+        return self._counters.link_bytes(self.block_bytes)
+
     def place(self, restore: Restore, blocks: Iterable[int]) -> bool:
         """Find slots for staged `blocks` and launch the copies. False: not enough memory for all.
 
@@ -126,6 +131,7 @@ class Landing:
     def discard(self, restore: Restore, blocks: Iterable[int], reason: str) -> None:
         """Give up landed blocks, wherever they are; their bytes count as wasted."""
         blocks = set(blocks)
+        link_bytes = self.link_bytes
         slots = {b: restore.slots[b] for b in blocks if b in restore.slots}
         if slots:
             self._kv.order_after_copies()  # a copy may still be writing to them
@@ -133,10 +139,10 @@ class Landing:
                 del restore.slots[block]
             self.held_tokens -= len(slots) * self._block_tokens
             self._free(list(slots.values()))
-            restore.wasted_bytes += len(slots) * self.block_bytes
-            self._counters.add("wasted_bytes", len(slots) * self.block_bytes, label=reason)
+            restore.wasted_bytes += len(slots) * link_bytes
+            self._counters.add("wasted_bytes", len(slots) * link_bytes, label=reason)
         for block in blocks & restore.staged.keys():
-            restore.wasted_bytes += self.block_bytes
+            restore.wasted_bytes += link_bytes
             restore.staged.pop(block).release(used=False, reason=reason)
 
     def reclaim(self, restores: Sequence[Restore], tokens: int) -> int:

@@ -26,7 +26,7 @@ _HELP = {
     "computed_tokens": "Prompt tokens whose KV was computed.",
     "overlapped_tokens": "Prompt tokens whose KV was loaded while the prompt's last step ran.",
     "overlap_failures": "Last steps that were repeated because KV did not arrive, by reason.",
-    "wasted_bytes": "Bytes that were loaded and not used, by reason.",
+    "wasted_bytes": "Bytes that crossed the link and were not used, by reason; of average blocks.",
     "load_failures": "Reads and lookups that failed, by reason.",
     "fallback": "Prompts whose stored KV was all computed or all loaded, by side.",
     "unnamed_requests": "Requests left to SGLang because the digest of the weights was not known.",
@@ -240,7 +240,7 @@ class StoreMetrics:
         self._seen: tuple[Store | None, dict[str, int]] = (None, {})
         self._events = Counter(
             "sglang:cake_store_events_total",
-            "What happened between this process and a store behind HTTP, by name.",
+            "What happened between this process and its remote stores, by name.",
             [*names, "event"],
         )
         self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})

@@ -13,7 +13,7 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource
+from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.sources import parse_sources
 from sglang_cake.store.url import redacted, split_urls
@@ -139,6 +139,16 @@ async def blocks_in(place: Place, frame: BlockFrame) -> AsyncIterator[BlockInfo]
     async with opened(place.source, frame, 1) as store:
         async for block in store.list_blocks():
             yield block
+
+
+async def stats_of(place: Place, frames: list[BlockFrame]) -> StoreStats:
+    """How full a store is. Of a folder, without a change in it. Raises: StoreUnavailable."""
+    if place.files is not None:
+        return place.files.stats()
+    for frame in frames:  # they share the room, and each tells of all
+        async with opened(place.source, frame, 1) as store:
+            return await store.stats()
+    return StoreStats()
 
 
 async def for_each(

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +30,7 @@ from sglang_cake.errors import ConfigError, StoreFull
 from sglang_cake.keys import BlockKey
 from sglang_cake.layout import BlockLayout
 from sglang_cake.namespace import LABEL, Namespace
-from sglang_cake.store.base import Store
+from sglang_cake.store.base import Store, remove_description
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.url import parse_size
 from sglang_cake.testing.models import kv_token_bytes
@@ -146,16 +145,13 @@ async def _measure_size(
     named = Namespace((*fields.items(), ("layout", layout.describe())))
     frame = BlockFrame(named, layout)
     found = []
-    try:
-        for at_once in depths:
-            keys = _keys(at_once, max(MIN_BLOCKS * at_once, budget_bytes // size_bytes))
-            async with opened(place.source, frame, at_once) as store:
-                try:
-                    found.append(await _measure(place, store, frame, at_once, keys, bar))
-                finally:
-                    await _delete(store, keys)
-    finally:
-        _remove_folder(place, frame)
+    for at_once in depths:
+        keys = _keys(at_once, max(MIN_BLOCKS * at_once, budget_bytes // size_bytes))
+        async with opened(place.source, frame, at_once) as store:
+            try:
+                found.append(await _measure(place, store, frame, at_once, keys, bar))
+            finally:
+                await _delete(store, keys)
     return found
 
 
@@ -254,13 +250,7 @@ async def _delete(store: Store, keys: list[BlockKey]) -> None:
         await store.delete(keys[turn])
 
     await _timed(len(keys), delete, 4)
-
-
-def _remove_folder(place: Place, frame: BlockFrame) -> None:
-    if place.files is not None:  # nobody else ever had this namespace
-        shutil.rmtree(
-            NamespaceFolder(place.files.path, place.stored(frame).digest).folder, ignore_errors=True
-        )
+    await remove_description(store)
 
 
 # ---- arguments ----

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from sglang_cake.cli.store_access import (
     DEFAULT_DEPTH,
     Place,
+    blocks_in,
     complain,
     depth,
     for_each,
@@ -20,11 +22,12 @@ from sglang_cake.cli.store_access import (
     progress,
     readable,
     run_tool,
+    stats_of,
 )
 from sglang_cake.cli.store_tables import count_text, size_text, table
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.store.base import BlockInfo
+from sglang_cake.store.base import BlockInfo, remove_description
 from sglang_cake.store.file.source import FileSource
 from sglang_cake.store.url import parse_size
 
@@ -67,7 +70,7 @@ def add_gc(subparsers: Any) -> None:
         "(file stores), and with --to the least recently used blocks.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
-    parser.add_argument("--to", metavar="SIZE", help="evict until no more is left, e.g. 100GB")
+    parser.add_argument("--to", metavar="SIZE", help="evict until no more is used, e.g. 100GB")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run_tool(_gc))
 
@@ -182,32 +185,44 @@ def _tidy(source: FileSource) -> dict[str, int]:
 
 
 async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
+    """Evict until no more than `keep_bytes` are used, as `stat` says it."""
     result = {"evicted_blocks": 0, "evicted_bytes": 0}
     if keep_bytes is None:
         return result
     good, bad = await readable(place)
     complain(place, bad)
     frames = [frame for _, frame in good]
-    blocks = []  # (used_s, namespace, block), to be sorted: unknown use counts as oldest
+    blocks = await _by_use(place, frames)
+    while blocks:
+        left_bytes = sum(block.stored_bytes for _, block in blocks)
+        used_bytes = (await stats_of(place, frames)).used_bytes or left_bytes
+        if used_bytes <= keep_bytes:
+            break
+        # Folders go with blocks, but the index stays: a little too little, and once more.
+        wanted_bytes = (used_bytes - keep_bytes) * left_bytes / used_bytes
+        doomed: list[list[BlockInfo]] = [[] for _ in frames]
+        while blocks and wanted_bytes > 0:
+            index, block = blocks.popleft()
+            doomed[index].append(block)
+            wanted_bytes -= block.stored_bytes
+        for frame, evicted in zip(frames, doomed, strict=True):
+            if evicted:
+                await _delete(place, frame, _each(evicted), total=len(evicted))
+                result["evicted_blocks"] += len(evicted)
+                result["evicted_bytes"] += sum(block.stored_bytes for block in evicted)
+    return result
+
+
+async def _by_use(place: Place, frames: list[BlockFrame]) -> deque[tuple[int, BlockInfo]]:
+    """All blocks with the number of their namespace, the least recently used first; unknown use
+    counts as oldest."""
+    found = []
     with progress("looking") as bar:
         for index, frame in enumerate(frames):
-            async with opened(place.source, frame, 1) as store:
-                async for block in store.list_blocks():
-                    blocks.append((block.used_s or 0.0, index, block))
-                    bar.update(1)
-    excess = sum(block.stored_bytes for _, _, block in blocks) - keep_bytes
-    doomed: list[list[BlockInfo]] = [[] for _ in frames]
-    for _, index, block in sorted(blocks, key=lambda entry: entry[0]):
-        if excess <= 0:
-            break
-        doomed[index].append(block)
-        excess -= block.stored_bytes
-    for frame, evicted in zip(frames, doomed, strict=True):
-        if evicted:
-            await _delete(place, frame, _each(evicted), total=len(evicted))
-            result["evicted_blocks"] += len(evicted)
-            result["evicted_bytes"] += sum(block.stored_bytes for block in evicted)
-    return result
+            async for block in blocks_in(place, frame):
+                found.append((index, block))
+                bar.update(1)
+    return deque(sorted(found, key=lambda entry: entry[1].used_s or 0.0))
 
 
 async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:
@@ -240,7 +255,10 @@ async def _clear(args: argparse.Namespace) -> int:
 async def _delete(
     place: Place, frame: BlockFrame, blocks: AsyncIterator[BlockInfo] | None, *, total: int | None
 ) -> int:
-    """Delete `blocks`, or all there are; how many. Raises: StoreUnavailable."""
+    """Delete `blocks`, or all there are, and a namespace that has none left; how many blocks.
+
+    Raises: StoreUnavailable.
+    """
     deleted = 0
     async with opened(place.source, frame, DEFAULT_DEPTH) as store:
         with progress("deleting", total=total) as bar:
@@ -252,6 +270,7 @@ async def _delete(
                 bar.update(1)
 
             await for_each(blocks or store.list_blocks(), delete, DEFAULT_DEPTH)
+        await remove_description(store)
     return deleted
 
 

@@ -13,17 +13,17 @@ from sglang_cake.cli.store_access import (
     complain,
     frame_of,
     namespaces_of,
-    opened,
     places,
     progress,
     readable,
     run_tool,
+    stats_of,
 )
 from sglang_cake.cli.store_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.namespace import LABEL
-from sglang_cake.store.base import StoredNamespace, StoreStats
+from sglang_cake.store.base import StoredNamespace
 
 
 @dataclass(slots=True)
@@ -162,10 +162,7 @@ async def _stat(args: argparse.Namespace) -> int:
 async def _totals(place: Place) -> dict[str, Any]:
     good, bad = await readable(place)
     complain(place, bad)
-    stats = StoreStats()
-    for _, frame in good[:1]:  # they share the room, and each tells of all
-        async with opened(place.source, frame, 1) as store:
-            stats = await store.stats()
+    stats = await stats_of(place, [frame for _, frame in good])
     blocks, block_bytes = stats.blocks, stats.block_bytes
     if blocks is None or block_bytes is None:  # it does not keep count: do it here
         held = [await count(place, frame) for _, frame in good]

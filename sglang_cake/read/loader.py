@@ -306,7 +306,7 @@ class Loader:
             self._give_up(flight, buffer, reason=LATE)
         except asyncio.CancelledError:
             # An upper bound: how much of the block had been read is not known here.
-            self._counters.add("wasted_bytes", len(buffer.view), label="cancelled")
+            self._waste(buffer, "cancelled")
             raise
         except StoreError as error:
             known = error.reason in FAILURE_REASONS
@@ -362,8 +362,12 @@ class Loader:
     def _freed(self, key: BlockKey, staged: StagedBlock) -> None:
         """A staged block's buffer went back to the pool. Any thread."""
         if not staged.used:
-            self._counters.add("wasted_bytes", len(staged.buffer.view), label=staged.reason)
+            self._waste(staged.buffer, staged.reason)
         self._io.post(self._forget, key, staged)
+
+    def _waste(self, buffer: Buffer, reason: str) -> None:
+        size_bytes = self._counters.link_bytes(len(buffer.view))
+        self._counters.add("wasted_bytes", size_bytes, label=reason)
 
     def _forget(self, key: BlockKey, staged: StagedBlock) -> None:
         if self._staged.get(key) is staged:

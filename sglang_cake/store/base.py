@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import BlockFrame
@@ -110,6 +110,24 @@ class Store(Protocol):
     async def close(self) -> None:
         """Release files, connections and threads. Later calls raise StoreUnavailable."""
         ...
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A store that keeps a description of its namespace, or that is in front of one."""
+
+    async def remove_description(self) -> None:
+        """Forget the namespace, if it has no blocks; whoever puts one describes it again.
+
+        Raises: StoreUnavailable.
+        """
+        ...
+
+
+async def remove_description(store: object) -> None:
+    """As in `Describing`, of any store. Raises: StoreUnavailable."""
+    if isinstance(store, Describing):
+        await store.remove_description()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from sglang_cake.buffers import TellBytes
 from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.counters import Counters
 from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.store.base import BlockInfo, Store, StoreStats, remove_description
 from sglang_cake.store.events import events_of
 from sglang_cake.store.request import RequestFacts, tell
 from sglang_cake.store.several import sources_of
@@ -46,6 +46,10 @@ class Front:
     def events(self) -> Mapping[str, int]:
         """As in `Counting`."""
         return events_of(self._inner)
+
+    async def remove_description(self) -> None:
+        """As in `Describing`."""
+        await remove_description(self._inner)
 
     async def stats(self) -> StoreStats:
         return await self._inner.stats()

@@ -1,5 +1,6 @@
 """What a user may write as a store: `scheme://place?name=value&...`, several joined by commas."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,15 +129,17 @@ class StoreUrl:
         return ConfigError(f"store URL {self.shown!r}: {redacted(message)}")
 
     def is_place_of(self, other: "StoreUrl") -> bool:
-        """Whether both name the same place, however they want it to be used."""
+        """Whether both name the same place, however they want it to be used. Looks at links."""
         return self._place == other._place
 
     @property
     def _place(self) -> tuple[str, str, str]:
+        if self.scheme == "file":
+            path, _, _ = unquote(self.place).partition("\0")  # which no path may have
+            return self.scheme, os.path.realpath(path), ""
         place = re.sub("/+", "/", unquote(self.place)).strip("/")
-        if self.scheme != "file":
-            host, slash, path = place.partition("/")
-            place = host.lower() + slash + path
+        host, slash, path = place.partition("/")
+        place = host.lower() + slash + path
         return self.scheme, place, self.options.get("endpoint", "").rstrip("/").lower()
 
 

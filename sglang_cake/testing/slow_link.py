@@ -43,15 +43,19 @@ class SlowLink:
         self._thread.join(60)
 
     def _run(self, ready: threading.Event) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port = server.sockets[0].getsockname()[1]
+        self._loop.run_until_complete(self._listen())
         ready.set()
         self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        server.close()
+        self._server.close()
         self._loop.run_until_complete(asyncio.sleep(0.05))
         self._loop.close()
+
+    async def _listen(self) -> None:
+        """On the port that it had, if it had one."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
@@ -71,13 +75,17 @@ class SlowLink:
     ) -> None:
         while data := await source.read(PIECE_BYTES):
             if paced:
-                self._free_s = max(self._free_s, time.monotonic()) + len(data) / self.bytes_per_s
-                await asyncio.sleep(self._free_s - time.monotonic())
+                await self._pass(len(data))
                 self._count(len(data))
             target.write(data)
             await target.drain()
         if target.can_write_eof():
             target.write_eof()
+
+    async def _pass(self, count: int) -> None:
+        """Until so many bytes have crossed the link."""
+        self._free_s = max(self._free_s, time.monotonic()) + count / self.bytes_per_s
+        await asyncio.sleep(self._free_s - time.monotonic())
 
     def _count(self, count: int) -> None:
         if self._cut_bytes is None:

@@ -127,6 +127,10 @@ def test_without_memory_for_all_the_rightmost_are_placed() -> None:
     assert desk.wasted() == {"ended": 2 * desk.landing.block_bytes}
     assert restore.wasted_bytes == 4 * desk.landing.block_bytes
     assert [s.used for s in desk.staging.freed] == [True, True, False, False]
+    # Encoded blocks, of which two were read: what crossed the link counts.
+    desk.counters.add("read_blocks", 2)
+    desk.counters.add("read_bytes", 600)
+    assert desk.landing.link_bytes == 300
     assert {s.reason for s in desk.staging.freed if not s.used} == {"ended"}
 
 

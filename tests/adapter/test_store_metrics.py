@@ -10,10 +10,10 @@ from sglang_cake.codec_names import CODECS, REFUSALS
 from sglang_cake.counters import COUNTERS, Counters
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
+from sglang_cake.store import circuit
 from sglang_cake.store.base import EvictionCounts, StoreStats
+from sglang_cake.store.breaker import Breaker
 from sglang_cake.store.encoded import open_blocks
-from sglang_cake.store.http import wire
-from sglang_cake.store.http.breaker import Breaker
 from sglang_cake.store.memory import MemoryStore
 from sglang_cake.store.recording import RecordingStore
 from sglang_cake.store.sources import parse_sources
@@ -138,7 +138,7 @@ def test_what_an_http_store_goes_through_is_counted_also_while_it_is_down(
     key.write_text("ab" * 32 + "\n")
     key.chmod(0o600)
     # It stays open: a probe that fails opens it once more.
-    monkeypatch.setattr(wire, "Breaker", lambda **given: Breaker(**given | {"first_s": 60.0}))
+    monkeypatch.setattr(circuit, "Breaker", lambda **given: Breaker(**given | {"first_s": 60.0}))
     down = f"http://127.0.0.1:{free_port()}?bandwidth=1GB/s&key_file={key}"
     near = f"file://{tmp_path}/near?min_free=0"
 

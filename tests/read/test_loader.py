@@ -1001,3 +1001,20 @@ def test_a_source_that_trickles_loses_all_that_its_prompt_had_to_load(
     assert stuck.asked == 2  # one wait for all, not one for each two blocks
     assert d.failures() == {"late": 2}
     assert d.pool.free == d.pool.capacity
+
+
+def test_bytes_loaded_in_vain_count_as_they_crossed_the_link(desk: Desk) -> None:
+    """Not as large as they are once decoded."""
+    tokens = tokens_of(0, 2)
+    first, last = desk.fill(tokens)
+    desk.counters.add("read_blocks", 2)  # as what decodes them counts
+    desk.counters.add("read_bytes", 20)
+    desk.begin("a", tokens)
+    desk.open(last)
+    assert desk.landed() == [("a", 1)]
+    desk.release(used=False, reason="overtaken")
+    assert desk.wasted() == {"overtaken": 10}
+    assert desk.waiting() == [first]
+    desk.loader.end("a")
+    desk.settle()
+    assert desk.wasted() == {"overtaken": 10, "cancelled": 10}

@@ -1,6 +1,7 @@
 """An S3 server in a process of its own, for the tests of the S3 store."""
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from sglang_cake.store.sources import parse_sources
 from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME
 
+# Of another S3 service of this machine, to run the tests against it (docs/object-stores.md).
+OTHER_PORT = int(os.environ.get("CAKE_TEST_S3_PORT", "0"))
 START_S = 120  # two slow cores that have other work
 
 
@@ -22,8 +25,10 @@ class Moto:
 
     def __init__(self, port, **environment):
         self.port = port
+        self.process = None
         self.endpoint = f"http://127.0.0.1:{port}"
-        self.buckets = 0
+        if OTHER_PORT:
+            return
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self.process = subprocess.Popen(
             command,
@@ -54,13 +59,12 @@ class Moto:
             "s3",
             endpoint_url=self.endpoint,
             region_name="us-east-1",
-            aws_access_key_id="somebody",
-            aws_secret_access_key="else",
+            aws_access_key_id="anyone",
+            aws_secret_access_key="anything",
         )
 
     def make_bucket(self, name=None):
-        self.buckets += 1
-        name = name or f"bucket-{self.buckets}"
+        name = name or f"bucket-{secrets.token_hex(8)}"
         self.client.create_bucket(Bucket=name)
         return name
 
@@ -84,13 +88,14 @@ class Moto:
         return self.source(place, options).open(frame, depth=depth)
 
     def kill(self):
-        self.process.kill()
-        self.process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 @contextmanager
 def moto(**environment):
-    server = Moto(free_port(), **environment)
+    server = Moto(OTHER_PORT or free_port(), **environment)
     try:
         yield server
     finally:

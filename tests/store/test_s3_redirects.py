@@ -10,6 +10,7 @@ from test_s3 import credentials  # noqa: F401 - a fixture
 from sglang_cake.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.store.s3.session import MAX_PAGE_BYTES, MAX_WORDS_BYTES
 from sglang_cake.store.sources import parse_sources
+from sglang_cake.store.timing import Patience
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 A = key_of("a")
@@ -183,7 +184,8 @@ def test_a_listing_of_the_longest_names_is_read():
 
 @pytest.mark.parametrize("part", ["head", "body"])
 def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part, monkeypatch):
-    monkeypatch.setattr("sglang_cake.store.s3.bucket.CALL_S", 0.3)
+    impatient = Patience(first_s=0.3, floor_s=0.3)
+    monkeypatch.setattr("sglang_cake.store.s3.source.PATIENCE", impatient)
 
     async def serve_slowly(reader, writer):
         head = b"HTTP/1.1 200 OK\r\n"

@@ -113,6 +113,26 @@ def test_stat_sums_over_all_namespaces(root, capsys):
     assert row.startswith(url_of(root))
 
 
+def files_of(root):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_stat_changes_nothing_and_agrees_with_ls(root, capsys, index):
+    flip(file_of(root, ALICE, "b"))
+    assert store("verify", url_of(root)) == 1  # sets it aside: it is listed no more
+    capsys.readouterr()
+    if not index:
+        for path in root.glob("index*"):
+            path.unlink()
+    before = files_of(root)
+    (totals,) = told(capsys, "stat", url_of(root))["stores"]
+    (listed,) = told(capsys, "ls", url_of(root))["stores"]
+    assert files_of(root) == before
+    assert totals["blocks"] == sum(each["blocks"] for each in listed["namespaces"]) == 3
+    assert totals["block_bytes"] == sum(each["bytes"] for each in listed["namespaces"])
+
+
 def test_tiers_are_looked_at_one_by_one(root, tmp_path, capsys):
     other = tmp_path / "other"
     fill(other, ALICE, "a")
@@ -249,11 +269,20 @@ def test_gc_to_a_size_evicts_the_least_recently_used_of_all_namespaces(root, cap
         os.utime(file_of(root, frame, name), (at_s, at_s))
     for path in root.glob("index.db*"):  # made anew, from the times of the files
         path.unlink()
-    (answer,) = told(capsys, "gc", url_of(root), "--to", 2 * FRAMED + 5)["stores"]
-    assert answer["evicted_blocks"] == 2
-    assert answer["evicted_bytes"] == 2 * FRAMED
-    assert held(root, ALICE) == {key_of("a"), key_of("b")}
-    assert held(root, BOB) == set()
+    assert store("gc", url_of(root)) == 0  # makes it
+    left = [(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]
+    while left:
+        capsys.readouterr()
+        (before,) = told(capsys, "stat", url_of(root))["stores"]
+        to_bytes = before["used_bytes"] - FRAMED // 2
+        (answer,) = told(capsys, "gc", url_of(root), "--to", to_bytes)["stores"]
+        (after,) = told(capsys, "stat", url_of(root))["stores"]
+        assert answer["evicted_blocks"] == 1
+        assert answer["evicted_bytes"] == before["block_bytes"] - after["block_bytes"] == FRAMED
+        assert after["used_bytes"] <= to_bytes
+        left.pop(0)
+        for frame in (ALICE, BOB):
+            assert held(root, frame) == {key_of(name) for of, name in left if of is frame}
     assert told(capsys, "gc", url_of(root), "--to", "1GB")["stores"][0]["evicted_blocks"] == 0
 
 
@@ -263,6 +292,7 @@ def test_clear_deletes_all_or_one_namespace(root, capsys):
     assert len(held(root, ALICE)) == 3
     assert store("clear", url_of(root), "--yes") == 0
     assert "3 blocks deleted" in capsys.readouterr().out
+    assert told(capsys, "ls", url_of(root))["stores"][0]["namespaces"] == []
     assert held(root, ALICE) == set()
     fill(root, ALICE, "a")  # and goes on being a store
 

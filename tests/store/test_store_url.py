@@ -13,7 +13,7 @@ from sglang_cake.store.file import source as source_module
 from sglang_cake.store.file.disk import file_system_type
 from sglang_cake.store.file.source import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
 from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.url import parse_bandwidth, parse_size
+from sglang_cake.store.url import parse_bandwidth, parse_size, split_urls
 
 
 @pytest.mark.parametrize(
@@ -258,3 +258,13 @@ def test_a_folder_that_several_machines_mount_is_refused(tmp_path, monkeypatch):
 def test_the_type_of_a_file_system_is_what_the_system_says(folder):
     said = subprocess.run(["stat", "-f", "-c", "%t", folder], capture_output=True, check=True)
     assert file_system_type(Path(folder)) == int(said.stdout, 16)
+
+
+def test_a_folder_that_is_named_again_behind_a_link_is_refused(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    (tmp_path / "above").symlink_to(tmp_path)
+    for again in ("link", "above/kv", "above/link", "kv/../kv"):
+        with pytest.raises(ConfigError, match="is named twice"):
+            split_urls(f"file://{tmp_path}/kv,file://{tmp_path}/{again}?fsync=data")
+    assert len(split_urls(f"file://{tmp_path}/kv,file://{tmp_path}/above")) == 2

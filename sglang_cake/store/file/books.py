@@ -297,13 +297,17 @@ class Books:
             digest for digest in namespaces_in(self._root) if not index.has_namespace(digest)
         ]
         for digest in unused[:at_most]:
-            remove_empty_folders(self._root, digest)  # may be many: not while others wait
-            index.forget_namespace(
-                digest,
-                functools.partial(
-                    self._descriptions.remove, digest, unless_younger_s=unless_younger_s
-                ),
-            )
+            self.remove_namespace(index, digest, unless_younger_s=unless_younger_s)
+
+    def remove_namespace(
+        self, index: BlockIndex, digest: Digest, *, unless_younger_s: float
+    ) -> None:
+        """As `remove_unused`, one namespace. Raises: sqlite3.Error; OSError."""
+        remove_empty_folders(self._root, digest)  # may be many: not while others wait
+        remove = functools.partial(
+            self._descriptions.remove, digest, unless_younger_s=unless_younger_s
+        )
+        index.forget_namespace(digest, remove)
 
 
 def _is_damage(error: Exception) -> bool:

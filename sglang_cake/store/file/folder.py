@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import logging
+import math
 import os
 import stat
 import threading
@@ -23,7 +25,7 @@ from sglang_cake.store.file.files import BlockFiles
 from sglang_cake.store.file.index import BlockIndex, Booking, Reserved
 from sglang_cake.store.file.paths import NamespaceFolder
 from sglang_cake.store.file.pause import Pause
-from sglang_cake.store.file.room import Room, lock
+from sglang_cake.store.file.room import Room, lock, overhead_bytes
 from sglang_cake.store.file.space import Amount
 from sglang_cake.store.file.sweep import namespaces_in, remove_stale, shards_of
 from sglang_cake.store.file.touches import Touches
@@ -32,6 +34,8 @@ from sglang_cake.store.request import RequestFacts
 from sglang_cake.store.threads import check_stop
 from sglang_cake.store.url import DEFAULT_POLICY
 
+logger = logging.getLogger(__name__)
+TELL_EVERY_S = 10.0  # of corrupt blocks: a disk that rots has many
 LIST_AT_ONCE = 1000  # blocks that a list fetches in one turn of a thread
 MOST_UNUSED = 64  # namespaces that were described and have no block yet
 
@@ -72,6 +76,9 @@ class BlockFolder:
         self._descriptions = Descriptions(root, self._allocated_bytes)
         self._files = BlockFiles(root, self._descriptions, sync=sync)
         self._touches = Touches()
+        self._telling = threading.Lock()
+        self._told_s = -math.inf  # when a corrupt block was last told of
+        self.corrupt_blocks = 0  # that were set aside or removed since this folder was opened
         self._room = Room(
             root,
             capacity_bytes,
@@ -172,9 +179,10 @@ class BlockFolder:
                 if counts and not self._touches.foretold(key, time.time()):
                     self._books.was_read(digest, key, counts=not self._touches.listening)
             except BlockCorrupt as error:
-                self._set_aside(digest, key, bad)
                 path = NamespaceFolder(self._root, digest).block(key)
-                raise BlockCorrupt(f"{path}: {error}") from None
+                corrupt = BlockCorrupt(f"{path}: {error}")
+                self._set_aside(digest, key, bad, corrupt)
+                raise corrupt from None
             finally:
                 os.close(fd)
 
@@ -247,11 +255,11 @@ class BlockFolder:
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
         with self._books.open() as index:
-            (blocks, taken_bytes), block_bytes = index.totals(), index.block_bytes()
+            (_, taken_bytes), (blocks, block_bytes) = index.totals(), index.stored_totals()
         return StoreStats(
             blocks=blocks,
             block_bytes=block_bytes,
-            used_bytes=taken_bytes + self._room.overhead_bytes(),
+            used_bytes=taken_bytes + overhead_bytes(self._root),
             capacity_bytes=self._room.capacity_bytes,
             policy=self._room.policy_name,
             evictions=self.evictions(),
@@ -267,6 +275,11 @@ class BlockFolder:
         with foreign_errors(self._root), self._books.open() as index:
             self._books.flush(index)
             return self._room.make(index, Amount(bytes_wanted)).bytes
+
+    def remove_namespace(self, digest: Digest) -> None:
+        """Remove a namespace that has no blocks. Raises: StoreUnavailable."""
+        with foreign_errors(self._root), self._books.open() as index:
+            self._books.remove_namespace(index, digest, unless_younger_s=0.0)
 
     def remove_stale(self) -> int:
         """Remove what killed writers left behind, empty folders, and namespaces without blocks;
@@ -367,14 +380,27 @@ class BlockFolder:
         """Take the booking of a block away if its file is gone; whether that was done."""
         return index.forget(digest, key, lambda: self._files.is_gone(digest, key))
 
-    def _set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> None:
+    def _set_aside(
+        self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
+    ) -> None:
         # Read-only, or another reader was first: the block stays bad, and is never used.
         with contextlib.suppress(OSError):
             kept = self._files.set_aside(digest, key, bad)
             if kept is None:
                 return
+            self._tell_corrupt(error, "set aside" if kept else "removed")
             with contextlib.suppress(StoreError), self._books.open() as index:
                 if kept:
                     index.set_aside(digest, key)
                 else:
                     self._forget_in(index, digest, key)
+
+    def _tell_corrupt(self, error: BlockCorrupt, done: str) -> None:
+        with self._telling:
+            self.corrupt_blocks += 1
+            now_s = time.monotonic()
+            if now_s - self._told_s < TELL_EVERY_S:
+                return
+            self._told_s = now_s
+            count = self.corrupt_blocks
+        logger.warning("a corrupt block was %s, %d so far: %s", done, count, error)

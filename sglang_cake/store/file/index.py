@@ -39,6 +39,13 @@ class State(IntEnum):
     ASIDE = 2  # corrupt, kept for inspection
 
 
+# The other states are few, and have an index.
+STORED_TOTALS = f"""SELECT
+    (SELECT coalesce(sum(blocks), 0) FROM namespaces) - count(*),
+    (SELECT coalesce(sum(used_bytes), 0) FROM namespaces) - coalesce(sum(stored_bytes), 0)
+FROM blocks WHERE state != {State.STORED}"""
+
+
 class Booking(NamedTuple):
     """Room that was booked for a block. The id alone would not do: an index that is made anew, of
     which this process has not heard yet, gives it to somebody else's block."""
@@ -277,10 +284,10 @@ class BlockIndex(NamespaceRows):
         blocks, taken_bytes = rows[0] if rows else (None, None)
         return count_of(blocks), count_of(taken_bytes)
 
-    def block_bytes(self) -> int:
-        """Booked bytes of all blocks, without folders and descriptions."""
-        ((total_bytes,),) = self._ask("SELECT coalesce(sum(used_bytes), 0) FROM namespaces")
-        return count_of(total_bytes)
+    def stored_totals(self) -> tuple[int, int]:
+        """(blocks, their bytes) of all namespaces: only what is stored, as a list has it."""
+        ((blocks, size_bytes),) = self._ask(STORED_TOTALS)
+        return count_of(blocks), count_of(size_bytes)
 
     def check(self) -> None:
         """Look for damage, quickly. Raises: sqlite3.DatabaseError."""

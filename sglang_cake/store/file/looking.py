@@ -8,11 +8,12 @@ from pathlib import Path
 
 from sglang_cake.errors import StoreUnavailable
 from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.base import BlockInfo, StoredNamespace
+from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.store.file import tree
 from sglang_cake.store.file.description import read_description
-from sglang_cake.store.file.index import State
+from sglang_cake.store.file.index import STORED_TOTALS, State
 from sglang_cake.store.file.ownership import INDEX
+from sglang_cake.store.file.room import overhead_bytes
 from sglang_cake.store.file.schema import check_ours, connect_to_read
 
 _SHARD, _BLOCK = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{64}")
@@ -28,6 +29,20 @@ def namespaces_in(root: Path) -> list[StoredNamespace]:
     ]
 
 
+def stats_in(root: Path) -> StoreStats:
+    """Totals of all namespaces, as the index says; nothing if there is none to be read."""
+    try:
+        with _reading(root / INDEX) as books:
+            (blocks, block_bytes), (taken_bytes,) = (
+                books.execute(query).fetchone()
+                for query in (STORED_TOTALS, "SELECT taken_bytes FROM total")
+            )
+    except (sqlite3.Error, OSError, ValueError, TypeError):
+        return StoreStats()
+    used_bytes = int(taken_bytes) + overhead_bytes(root)
+    return StoreStats(blocks=int(blocks), block_bytes=int(block_bytes), used_bytes=used_bytes)
+
+
 def blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
     """The blocks of one namespace: as the index says or, if there is none to be read, as their
     files say."""
@@ -40,15 +55,22 @@ def blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
 
 
 def _indexed(index: Path, digest: Digest) -> list[BlockInfo]:
-    """Raises: sqlite3.Error, OSError, ValueError for one that is absent, damaged or not ours."""
-    if not index.stat().st_size:
-        raise FileNotFoundError(index)
-    check_ours(index)
-    with contextlib.closing(connect_to_read(index)) as books:
+    """Raises: as `_reading`; ValueError."""
+    with _reading(index) as books:
         return [
             BlockInfo(BlockKey(bytes(key)), int(stored_bytes), float(used_s))
             for key, stored_bytes, used_s in books.execute(_QUERY, (digest,))
         ]
+
+
+@contextlib.contextmanager
+def _reading(index: Path) -> Iterator[sqlite3.Connection]:
+    """Raises: sqlite3.Error, OSError for one that is absent, damaged or not ours."""
+    if not index.stat().st_size:
+        raise FileNotFoundError(index)
+    check_ours(index)
+    with contextlib.closing(connect_to_read(index)) as books:
+        yield books
 
 
 def _files(root: Path, digest: Digest) -> Iterator[BlockInfo]:

@@ -75,20 +75,11 @@ class Room:
         self._choosing_ns = 0
         self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
-    def overhead_bytes(self) -> int:
-        """What the books and other small files take, or may come to take."""
-        sizes = {"": 0, "-wal": 0, "-shm": 0}
-        for suffix in sizes:
-            with contextlib.suppress(FileNotFoundError):
-                sizes[suffix] = os.lstat(self._root / f"index.db{suffix}").st_blocks * 512
-        index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
-        return index_bytes + aside_bytes(self._root / "index.db") + SMALL_FILES_BYTES
-
     def limit_bytes(self) -> int | None:
         """How much blocks and their folders may take in all."""
         if self.capacity_bytes is None:
             return None
-        return self.capacity_bytes - self.overhead_bytes()
+        return self.capacity_bytes - overhead_bytes(self._root)
 
     def ahead(self, index: BlockIndex) -> Amount:
         """How much should be evicted now: so that later puts find room, and that the file system
@@ -297,6 +288,16 @@ class Room:
         tree.remove_empty(self._root, *shard)
         index.drop(booked)
         return True
+
+
+def overhead_bytes(root: Path) -> int:
+    """What the books and other small files take, or may come to take."""
+    sizes = {"": 0, "-wal": 0, "-shm": 0}
+    for suffix in sizes:
+        with contextlib.suppress(FileNotFoundError):
+            sizes[suffix] = os.lstat(root / f"index.db{suffix}").st_blocks * 512
+    index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
+    return index_bytes + aside_bytes(root / "index.db") + SMALL_FILES_BYTES
 
 
 def remove_unread(root: Path, *names: str) -> bool:

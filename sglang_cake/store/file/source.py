@@ -1,6 +1,7 @@
 """`file:///abs/path?capacity=500GB&min_free=20GB&fsync=off`: blocks in a folder."""
 
 import asyncio
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from sglang_cake.cache_folder import cache_folder
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
 from sglang_cake.keys import Digest
-from sglang_cake.store.base import BlockInfo, Store, StoredNamespace
+from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreStats
 from sglang_cake.store.eviction import POLICIES
 from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.store.eviction.tenants import NO_TENANT_RULES, TenantRules
@@ -88,6 +89,12 @@ class FileSource:
         """The blocks of one namespace, for who only looks. Changes nothing."""
         self.check_ours()
         return looking.blocks_in(self.path, digest)
+
+    def stats(self) -> StoreStats:
+        """Totals of all namespaces, for who only looks. Changes nothing."""
+        self.check_ours()
+        found = looking.stats_in(self.path)
+        return dataclasses.replace(found, capacity_bytes=self.capacity_bytes, policy=self.policy)
 
     def folder(self) -> BlockFolder:
         """All namespaces at once, for tools; the caller closes it.

@@ -72,6 +72,11 @@ class FileStore:
             for block in batch:
                 yield block
 
+    async def remove_description(self) -> None:
+        """As in `Describing`; the namespace's folder goes with it."""
+        digest = self._frame.digest
+        await run_stoppable(self._writers, lambda stop: self._folder.remove_namespace(digest))
+
     async def stats(self) -> StoreStats:
         return await run_stoppable(self._askers, lambda stop: self._folder.stats())
 

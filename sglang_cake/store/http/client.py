@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import aiohttp
@@ -14,12 +14,12 @@ from sglang_cake.codec.frame import BlockFrame, Incoming
 from sglang_cake.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.keys import BlockKey
 from sglang_cake.store.base import BlockInfo, StoreStats
+from sglang_cake.store.circuit import Circuit
 from sglang_cake.store.http import protocol
-from sglang_cake.store.http.timing import Pace, Patience
 from sglang_cake.store.http.wire import (
     Endpoint,
     HttpCounters,
-    TryAgain,
+    Renewed,
     Wire,
     read_lines,
     read_whole,
@@ -27,6 +27,7 @@ from sglang_cake.store.http.wire import (
 )
 from sglang_cake.store.probing import EXACT_KEYS, probe
 from sglang_cake.store.request import RequestFacts
+from sglang_cake.store.timing import Patience
 
 T = TypeVar("T")
 
@@ -51,20 +52,18 @@ class HttpStore:
         *,
         depth: int,
         patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         locate: as in `Wire`.
         depth: reads, and writes, in flight at most.
+        clock: as in `Circuit`.
 
         Raises: ConfigError, of `locate`.
         """
         self._frame = frame
         self._patience = patience or Patience()
-        self._wire = Wire(locate, self._patience, self._forget_server)
-        # Our server brings a description to its disk before it answers: however small it is, and
-        # however fast the last one was, that takes as long as the disk takes.
-        floor_s = max(self._patience.first_s, self._patience.floor_s)
-        self._describing = Pace(replace(self._patience, floor_s=floor_s))
+        self._wire = Wire(locate, self._patience, self._forget_server, clock)
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
@@ -169,12 +168,12 @@ class HttpStore:
     async def _report(self, key: BlockKey) -> None:
         """Have our server look at a block that came corrupt: it may be so only on the wire.
 
-        Past the breaker, which must not take an answer to this for a server that is well.
+        Past the circuit, which must not take an answer to this for a server that is well.
         """
         if self._plain:
             return
         path = protocol.block_path(self._frame.digest, key)
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, TryAgain):
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, Renewed):
             async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
                 pass  # whatever it says: the block is computed now
 
@@ -264,7 +263,7 @@ class HttpStore:
 
         found = await self._small(look)
         if found is None:
-            await self._small(tell, self._describing)
+            await self._small(tell, self._wire.descriptions)
         elif not protocol.describes(found, self._frame.digest):
             raise StoreUnavailable(f"{path} on the server describes another namespace")
         self._claimed = True
@@ -276,7 +275,18 @@ class HttpStore:
                 if response.status not in (200, 202, 204, 404, 410):
                     await refuse(response)
 
-        await self._small(attempt)
+        await self._small(attempt, self._wire.writes)
+
+    async def remove_description(self) -> None:
+        """As in `Describing`. A server that is not ours does not look whether there are blocks."""
+
+        async def attempt() -> None:
+            path = protocol.description_path(self._frame.digest)
+            async with self._wire.request("DELETE", path) as response:
+                if response.status not in (200, 202, 204, 404, 405, 410):
+                    await refuse(response)
+
+        await self._small(attempt, self._wire.descriptions)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         """As in `Store`. Raises: StoreUnavailable; always, where the server is not ours."""
@@ -311,7 +321,9 @@ class HttpStore:
     async def close(self) -> None:
         await self._wire.close()
 
-    async def _small(self, attempt: Callable[[], Awaitable[T]], pace: Pace | None = None) -> T:
+    async def _small(
+        self, attempt: Callable[[], Awaitable[T]], circuit: Circuit | None = None
+    ) -> T:
         async with self._asking:
-            pace = pace or self._wire.lookups
-            return await self._wire.call(pace, protocol.KEY_BYTES, attempt)
+            circuit = circuit or self._wire.lookups
+            return await self._wire.call(circuit, protocol.KEY_BYTES, attempt)

@@ -25,6 +25,7 @@ def metrics_text(stats: StoreStats, tally: Tally, workers: int) -> str:
         *("sent_bytes", "received_bytes", "bad_requests"),
         *("refused_connections", "dropped_connections"),
         *EVICTION_COUNTS,
+        "corrupt_blocks",
     ):
         say(f"{name}_total", "counter", {"": tally.total(name)})
     say("puts_in_progress", "gauge", {"": tally.total("puts")})

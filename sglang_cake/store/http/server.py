@@ -35,7 +35,7 @@ METHODS = {
     Kind.STATS: ("GET",),
     Kind.METRICS: ("GET",),
     Kind.NAMESPACES: ("GET",),
-    Kind.DESCRIPTION: ("GET", "PUT"),
+    Kind.DESCRIPTION: ("GET", "PUT", "DELETE"),
     Kind.CONTAINS: ("POST",),
     Kind.TOUCHED: ("POST",),
     Kind.LIST: ("GET",),
@@ -58,7 +58,7 @@ class StoreServer:
         """Args: counts: this process's, of all that answer for the same server."""
         self._folder, self.access, self.counts = folder, access, counts
         # By who had this row earlier.
-        self._evicted_before = {name: counts[name] for name in EVICTION_COUNTS}
+        self._before = {name: counts[name] for name in (*EVICTION_COUNTS, "corrupt_blocks")}
         self.blocks = BlockService(folder, self._is_claimed, counts, namespace_quota_bytes)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._under_way = 0
@@ -201,6 +201,11 @@ class StoreServer:
             if not fields:
                 raise Refused(404, "no such namespace")
             return web.json_response(fields)
+        if request.method == "DELETE":
+            await run_stoppable(
+                self.blocks.askers, lambda stop: self._folder.remove_namespace(digest)
+            )
+            return web.Response(status=204)
         told = protocol.read_fields(await read_body(request, protocol.MAX_DESCRIPTION_BYTES))
         if told is None or not protocol.describes(told, digest):
             raise Refused(400, "does not describe this namespace")
@@ -226,15 +231,16 @@ class StoreServer:
 
     async def _stats(self) -> StoreStats:
         stats = await run_stoppable(self.blocks.askers, lambda stop: self._folder.stats())
-        self.count_evicted()
+        self.count_blocks()
         total = self.counts.tally.total
         evictions = EvictionCounts(*(total(name) for name in EVICTION_COUNTS))
         return replace(stats, evictions=evictions)
 
-    def count_evicted(self) -> None:
-        """Take up what the folder did in the background. To be called every second or so."""
-        for name, count in asdict(self._folder.evictions()).items():
-            self.counts[name] = self._evicted_before[name] + count
+    def count_blocks(self) -> None:
+        """Take up what became of blocks in the background. To be called every second or so."""
+        counts = asdict(self._folder.evictions()) | {"corrupt_blocks": self._folder.corrupt_blocks}
+        for name, count in counts.items():
+            self.counts[name] = self._before[name] + count
 
     # What follows runs in threads.
 

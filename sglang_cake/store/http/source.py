@@ -12,8 +12,8 @@ from sglang_cake.store.base import Store, StoredNamespace
 from sglang_cake.store.http import protocol
 from sglang_cake.store.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.store.http.client import HttpStore
-from sglang_cake.store.http.timing import Patience
 from sglang_cake.store.http.wire import Endpoint, Wire, read_whole, refuse
+from sglang_cake.store.timing import Patience
 from sglang_cake.store.url import StoreUrl, absolute_path
 
 
@@ -35,7 +35,7 @@ class HttpSource:
 
     async def namespaces(self) -> list[StoredNamespace]:
         """Raises: StoreUnavailable; always, where the server is not ours."""
-        wire = Wire(self.locate, Patience(), lambda: None)
+        wire = Wire(self.locate, Patience())
 
         async def attempt() -> list[StoredNamespace]:
             async with wire.request("GET", protocol.NAMESPACES) as response:

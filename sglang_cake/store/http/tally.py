@@ -18,6 +18,7 @@ COUNTS = (
     "sent_bytes",
     "received_bytes",
     *EVICTION_COUNTS,
+    "corrupt_blocks",  # set aside or removed
     "refused_connections",  # while all places had requests
     "dropped_connections",  # to make room for others
     "bad_requests",  # that were no HTTP

@@ -6,16 +6,22 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
 import aiohttp
 
-from sglang_cake.errors import BlockCorrupt, ConfigError, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.errors import ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.store.circuit import (
+    MAX_TEXT_CHARS,
+    Circuit,
+    Fault,
+    RemoteCounters,
+    RemoteError,
+    one_line,
+)
 from sglang_cake.store.http import protocol
-from sglang_cake.store.http.breaker import Breaker
-from sglang_cake.store.http.outage import Outage
-from sglang_cake.store.http.timing import Hedging, Pace, Patience
+from sglang_cake.store.timing import Hedging, Patience
 
 T = TypeVar("T")
 
@@ -25,31 +31,16 @@ MAX_RETRY_AFTER_S = 2.0  # how much of a server's Retry-After is granted
 CONNECT_S = 5.0
 KEEPALIVE_S = 60.0  # less than what our server grants
 READ_BYTES = 1 << 20  # of a body that wait in memory until they are looked at
-MAX_TEXT_CHARS = 300  # of what a server says about an error
 HEDGE_FLOOR_S = 0.005
 
 
 @dataclass(slots=True)
-class HttpCounters:
-    """What happened, since the store was opened."""
+class HttpCounters(RemoteCounters):
+    """Requests are counted with retries and hedges, but without those that aiohttp itself sends
+    once more when it finds a pooled connection closed."""
 
-    # Sent, with retries and hedges; but for what aiohttp itself sends once more when it finds a
-    # pooled connection closed.
-    requests: int = 0
-    retries: int = 0
     hedges: int = 0
     hedges_won: int = 0
-    timeouts: int = 0
-    failures: int = 0  # tries that were not answered, or with a server error; timeouts as well
-    breaker_openings: int = 0
-    refused: int = 0  # calls that failed at once because the breaker was open
-    corrupt: int = 0
-    sent_bytes: int = 0  # of blocks
-    received_bytes: int = 0  # of blocks
-
-    def events(self) -> dict[str, int]:
-        """All of it but the bytes."""
-        return {name: n for name, n in asdict(self).items() if not name.endswith("_bytes")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +54,15 @@ class Endpoint:
     reads_count: bool = True  # as use, for the server's eviction
 
 
-class TryAgain(Exception):
-    """The server says that it cannot answer now."""
+class TryAgain(RemoteError):
+    """The server cannot answer now."""
 
-    def __init__(self, message: str, after_s: float = 0.0) -> None:
-        super().__init__(message)
+    def __init__(self, fault: Fault, message: str, after_s: float = 0.0) -> None:
+        super().__init__(fault, message)
         self.after_s = after_s
 
 
-class Forbidden(StoreUnavailable):
-    """Our token does not allow this. The server is well: others of our requests are answered."""
-
-
-class Renewed(TryAgain):
+class Renewed(Exception):
     """The server refused a token or showed a certificate that has been replaced meanwhile."""
 
 
@@ -83,114 +70,87 @@ class Wire:
     """Belongs to the event loop that first uses it. Holds no lock."""
 
     def __init__(
-        self, locate: Callable[[], Endpoint], patience: Patience, on_outage: Callable[[], None]
+        self,
+        locate: Callable[[], Endpoint],
+        patience: Patience,
+        on_outage: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         locate: reads what says how to get in; called again, in a thread, when the server does not
             let us in.
-        on_outage: called when the breaker opens; the server may come back as another.
+        on_outage, clock: as in `Circuit`.
 
         Raises: ConfigError, of `locate`.
         """
-        self._locate, self._on_outage = locate, on_outage
+        self._locate = locate
         self._endpoint = locate()
         # Reads have connections of their own: our server answers those that carry nothing else
         # without aiohttp (connection.py).
         self._reads: aiohttp.ClientSession | None = None
         self._others: aiohttp.ClientSession | None = None
-        self._closed = False
-        self._breaker = Breaker(failures=5, first_s=1.0, last_s=60.0)
-        self._outage = Outage()
-        self.lookups, self.reads, self.writes = Pace(patience), Pace(patience), Pace(patience)
         self._hedging = Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
+        self._circuits: list[Circuit] = []
+
+        def circuit(kind: str, patience: Patience) -> Circuit:
+            return Circuit(
+                *(self._endpoint.base, kind, self.counters, patience),
+                group=self._circuits,
+                on_outage=on_outage,
+                clock=clock,
+            )
+
+        self.lookups, self.reads = circuit("lookups", patience), circuit("reads", patience)
+        self.writes = circuit("writes", patience)
+        # Our server brings a description to its disk before it answers: however small it is, and
+        # however fast the last one was, that takes as long as the disk takes.
+        floor_s = max(patience.first_s, patience.floor_s)
+        self.descriptions = circuit("descriptions", replace(patience, floor_s=floor_s))
+
     async def close(self) -> None:
-        self._closed = True
+        for circuit in self._circuits:
+            circuit.close()
         for session in (self._reads, self._others):
             if session is not None:
                 await session.close()
 
     async def call(
-        self, pace: Pace, size_bytes: int, attempt: Callable[[], Awaitable[T]], tries: int = TRIES
+        self, circuit: Circuit, size_bytes: int, attempt: Callable[[], Awaitable[T]]
     ) -> T:
-        """Run `attempt`, which makes one request, until one is answered; `tries` times at most.
+        """Run `attempt`, which makes one request, until one is answered; TRIES times at most.
 
         Args: size_bytes: what the request moves, at least 1.
         Raises: StoreUnavailable; any StoreError of `attempt`, which is then not tried again.
         Cancellation goes to `attempt`, whose connection is closed.
         """
-        for number in range(tries):
+        for number in range(TRIES):
+            last = number + 1 == TRIES
             try:
-                return await self._once(pace, size_bytes, attempt)
-            except TryAgain as error:
-                if number + 1 == tries:
-                    raise StoreUnavailable(self._message(error)) from error
+                async with circuit.call(size_bytes):
+                    return await self._told(attempt)
+            except Renewed as error:
+                if last:
+                    raise StoreUnavailable(f"{self._endpoint.base}: {error}") from error
                 self.counters.retries += 1
-                if isinstance(error, Renewed):
-                    continue
+            except RemoteError as error:
+                if last or not isinstance(error, TryAgain):
+                    raise RemoteError(error.fault, f"{self._endpoint.base}: {error}") from error
+                self.counters.retries += 1
                 usual_s = RETRY_S * 2**number * random.uniform(0.5, 1.5)
                 await asyncio.sleep(max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S)))
         raise AssertionError("no tries")
 
-    async def _once(self, pace: Pace, size_bytes: int, attempt: Callable[[], Awaitable[T]]) -> T:
-        if self._closed:
-            raise StoreUnavailable("the store is closed")
-        ticket = self._breaker.ask(time.monotonic())
-        if ticket is None:
-            self.counters.refused += 1
-            raise StoreUnavailable(
-                f"{self._endpoint.base} is left alone since {self._outage.fault}"
-            )
-        started_s, backoff = time.monotonic(), pace.backoff
+    async def _told(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Its errors as ours; a TimeoutError is the circuit's to judge."""
         try:
-            async with asyncio.timeout(pace.timeout_s(size_bytes)):
-                result = await attempt()
-        except TimeoutError as error:
-            pace.was_late(backoff)
-            self.counters.timeouts += 1
-            self._failed(ticket, "no answer in time")
-            raise StoreUnavailable(self._message(error)) from error
-        except Forbidden:
-            self._breaker.succeeded(ticket)
+            return await attempt()
+        except TimeoutError:
             raise
-        except Renewed:
-            self._breaker.abandoned(ticket)
-            raise
-        except (aiohttp.ClientError, OSError, TryAgain) as error:
-            self._failed(ticket, _words(error))
-            again = error if isinstance(error, TryAgain) else TryAgain(_words(error))
-            raise again from error
-        except (BlockCorrupt, StoreUnavailable) as error:
-            # Answered, but not with anything of use: a server that only does that is left alone.
-            self.counters.corrupt += isinstance(error, BlockCorrupt)
-            self._failed(ticket, f"{error.reason}: {_words(error)}")
-            raise
-        except StoreError:
-            self._breaker.succeeded(ticket)
-            raise
-        except BaseException as error:
-            self._breaker.abandoned(ticket)
-            if self._closed and isinstance(error, RuntimeError):  # aiohttp's, for a closed session
-                raise StoreUnavailable("the store is closed") from error
-            raise
-        self._breaker.succeeded(ticket)
-        if self._breaker.is_closed:
-            self._outage.ended(self._endpoint.base)
-        pace.answered(size_bytes, max(time.monotonic() - started_s, 1e-6))
-        return result
-
-    def _failed(self, ticket: int, fault: str) -> None:
-        self.counters.failures += 1
-        self._outage.fault = fault
-        self._breaker.failed(ticket, time.monotonic())
-        if self._breaker.openings > self.counters.breaker_openings:
-            self.counters.breaker_openings = self._breaker.openings
-            self._outage.began(self._endpoint.base)
-            self._on_outage()
-
-    def _message(self, error: BaseException) -> str:
-        return f"{self._endpoint.base}: {_words(error)}"
+        except (aiohttp.ClientError, OSError) as error:
+            words = one_line(error) or type(error).__name__
+            raise TryAgain(Fault.DISCONNECTS, words) from error
 
     @contextlib.asynccontextmanager
     async def request(
@@ -334,30 +294,25 @@ def _discard(task: "asyncio.Task[aiohttp.ClientResponse]") -> None:
         task.result().close()
 
 
-def _words(error: BaseException) -> str:
-    return _one_line(str(error)) or type(error).__name__
-
-
-def _one_line(text: str) -> str:
-    """Anybody's text made fit for a log: short, and without what could move a cursor."""
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT_CHARS]).strip()
-
-
 async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
     """Turn an answer that was not hoped for into the error that it is.
 
-    Raises: StoreFull, Forbidden, StoreUnavailable; TryAgain for what may pass.
+    Raises: StoreFull, RemoteError; TryAgain for what may pass.
     """
-    text = _one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
-    why = "a redirect, which is not followed" if 300 <= response.status < 400 else why
-    message = f"{response.method} was answered {response.status}: {why or text}"
-    if response.status == 507:
+    text = one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
+    status = response.status
+    redirected = 300 <= status < 400
+    why = "a redirect, which is not followed" if redirected else why
+    message = f"{response.method} was answered {status}: {why or text}"
+    if status == 507:
         raise StoreFull(message)
-    if response.status >= 500 and response.status != 501:
-        raise TryAgain(message, _retry_after_s(response))
-    if response.status == 403:
-        raise Forbidden(message)
-    raise StoreUnavailable(message)
+    if redirected:
+        raise RemoteError(Fault.REDIRECTS, message)
+    if status == 403:
+        raise RemoteError(Fault.FORBIDDEN, message)
+    if status >= 500 and status != 501:
+        raise TryAgain(Fault.STATUSES, message, _retry_after_s(response))
+    raise RemoteError(Fault.STATUSES, message)
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float:
@@ -396,6 +351,6 @@ async def read_lines(
             if len(rest) > at_most:
                 raise StoreUnavailable(f"a line of more than {at_most} bytes")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise StoreUnavailable(f"an answer broke off: {_words(error)}") from error
+        raise StoreUnavailable(f"an answer broke off: {one_line(error)}") from error
     if rest:
         raise StoreUnavailable("an answer broke off within a line")

@@ -105,13 +105,13 @@ class Dealt:
         await runner.cleanup()
         for task in tasks:
             task.cancel()
-        self._server.count_evicted()
+        self._server.count_blocks()
 
     async def _beat(self) -> None:
         """Show the parent that this process goes on."""
         while True:
             self._server.counts["beats"] += 1
-            self._server.count_evicted()
+            self._server.count_blocks()
             await asyncio.sleep(BEAT_S)
 
     async def _refresh(self) -> None:

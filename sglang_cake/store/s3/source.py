@@ -20,9 +20,12 @@ from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.keys import Digest
 from sglang_cake.store.base import Store, StoredNamespace
-from sglang_cake.store.s3.bucket import Refused, S3Bucket, S3Place, one_line
+from sglang_cake.store.circuit import one_line
+from sglang_cake.store.s3.bucket import Refused, S3Bucket, S3Place
 from sglang_cake.store.s3.store import DESCRIPTION, S3Store
+from sglang_cake.store.timing import Patience
 
+PATIENCE = Patience()
 CHECK_S = 8.0  # how long a start may wait for an answer
 MAX_DESCRIPTION_BYTES = 2**16
 MAX_NAMESPACES = 10_000
@@ -68,11 +71,11 @@ class S3Source:
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         """Connects with the first call. What a namespace stands for is not compared: every block
         says itself which one it belongs to."""
-        return S3Store(self.place, frame, depth=depth)
+        return S3Store(self.place, frame, depth=depth, patience=PATIENCE)
 
     async def namespaces(self) -> list[StoredNamespace]:
         start = self.place.name("")
-        bucket = S3Bucket(self.place, connections=1)
+        bucket = S3Bucket(self.place, connections=1, patience=PATIENCE)
         try:
             digests: list[str] = []
             async for page in bucket.pages(start, delimiter="/"):
@@ -88,9 +91,9 @@ class S3Source:
             await bucket.close()
 
     async def _ask(self) -> None:
-        bucket = S3Bucket(self.place, connections=1)
+        bucket = S3Bucket(self.place, connections=1, patience=PATIENCE)
         try:
-            await bucket.call("list_objects_v2", Prefix=self.place.name(""), MaxKeys=1)
+            await bucket.page(self.place.name(""), MaxKeys=1)
         finally:
             await bucket.close()
 
@@ -112,13 +115,11 @@ class S3Source:
 
     async def _fields(self, bucket: S3Bucket, name: str) -> dict[str, str]:
         try:
-            body = await bucket.open_object(self.place.name(name, DESCRIPTION))
-            try:
-                raw = b""
+            raw = b""
+            place = self.place.name(name, DESCRIPTION)
+            async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as body:
                 while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
                     raw += data
-            finally:
-                body.close()
             fields = json.loads(raw[:MAX_DESCRIPTION_BYTES])
         except (StoreError, ValueError, RecursionError):
             return {}

@@ -22,8 +22,8 @@ from sglang_cake.namespace import Namespace
 from sglang_cake.store.http.auth import load_tokens, make_own_token
 from sglang_cake.store.http.client import HttpStore
 from sglang_cake.store.http.protocol import block_path, description_path
-from sglang_cake.store.http.timing import Patience
 from sglang_cake.store.http.wire import Endpoint
+from sglang_cake.store.timing import Patience
 from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 
@@ -45,11 +45,11 @@ def own_token():
     return load_tokens(make_own_token())[0]
 
 
-def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FRAME):
+def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FRAME, **given):
     """A client. Its time limits are out of the way unless the test is about them."""
     patience = Patience(first_s=first_s, floor_s=floor_s)
     endpoint = Endpoint(base, own_token() if token is OWN else token)
-    return HttpStore(lambda: endpoint, frame, depth=depth, patience=patience)
+    return HttpStore(lambda: endpoint, frame, depth=depth, patience=patience, **given)
 
 
 def with_client(base, test, **kwargs):

@@ -173,7 +173,9 @@ def test_a_folder_that_was_emptied_is_filled_again(tmp_path):
     assert server.stop() == 0
 
 
-def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_and_healed(tmp_path):
+def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_said_counted_and_healed(
+    tmp_path, capfd
+):
     server = OurServer(tmp_path)
     name = A.hex()
     path = tmp_path / FRAME.digest.hex() / name[:2] / name[2:4] / name
@@ -195,7 +197,12 @@ def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_and_healed(tmp
     assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
     assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
     assert path.exists()
+    counted = b"sglang_cake_store_corrupt_blocks_total 1\n"
+    poll(lambda: counted in ask(server, "GET", "/metrics")[2], "it is counted")
     assert server.stop() == 0
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "WARNING" in line)
+    assert "a corrupt block was set aside, 1 so far: " in line
+    assert f"{path}: the payload's checksum does not match" in line
 
 
 def test_what_tools_read_over_http_is_no_use(tmp_path):

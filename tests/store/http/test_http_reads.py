@@ -10,8 +10,8 @@ from http_servers import FRAMED_BYTES, A, framed, opened
 from sglang_cake.codec.frame import HEADER_BYTES
 from sglang_cake.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.read.reading import Reading
-from sglang_cake.store.http.timing import Hedging
 from sglang_cake.store.tiers.copies import PlainBuffer
+from sglang_cake.store.timing import Hedging
 from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
 
 GOOD = framed("a")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.store.http.timing import SLOWEST_BYTES_PER_S, Hedging, Pace, Patience
+from sglang_cake.store.timing import SLOWEST_BYTES_PER_S, Hedging, Pace, Patience
 
 PATIENCE = Patience(first_s=30.0, floor_s=2.0, ceiling_s=600.0)
 SIZES = st.integers(1, 1 << 30)

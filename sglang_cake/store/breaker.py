@@ -55,6 +55,11 @@ class Breaker:
             self._ticket += 1
             self.openings += 1
 
+    def may_be_back(self, now_s: float) -> None:
+        """Other calls to the same server are answered again: the next one is a probe."""
+        if self._until_s is not None:
+            self._until_s = min(self._until_s, now_s)
+
     def abandoned(self, ticket: int) -> None:
         """The call was cancelled: it showed nothing. If it was the probe, the next one is."""
         if ticket == self._ticket and self._probing:

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_cake.store.http.breaker import Breaker
+from sglang_cake.store.breaker import Breaker
 
 FAILURES, FIRST_S, LAST_S = 3, 1.0, 8.0
 
@@ -55,6 +55,18 @@ def test_failed_probes_double_the_wait_up_to_a_bound_and_success_forgets():
     for _ in range(FAILURES):
         breaker.failed(breaker.ask(now_s), now_s)
     assert breaker.ask(now_s + FIRST_S) is not None
+
+
+def test_a_call_is_a_probe_at_once_where_others_are_answered_again():
+    breaker = opened()
+    breaker.may_be_back(0.1)
+    probe = breaker.ask(0.1)
+    assert breaker.ask(0.1) is None
+    breaker.failed(probe, 0.1)
+    assert breaker.ask(0.2) is None
+    closed = new()
+    closed.may_be_back(0.0)
+    assert closed.is_closed
 
 
 def test_an_abandoned_probe_lets_the_next_one_go():

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Patience:
     """Bounds of every time limit, in seconds."""
 
-    first_s: float = 30.0  # while nothing has been measured
-    floor_s: float = 2.0
+    first_s: float = 20.0  # while nothing has been measured; less than the loader would wait
+    floor_s: float = 2.0  # as well
     ceiling_s: float = 600.0  # for what is small; a large body may take SLOWEST_BYTES_PER_S
 
 

@@ -1,0 +1,100 @@
+"""A server whose only store is behind a faulty link, in mode `load`, which computes nothing that it
+can load: every answer is right and comes, the log names the fault, and the store is used again.
+
+The whole table, with times and S3 beside HTTP, is `python -m benchmarks faults`.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same, until
+from test_shared_store import SharedStore
+
+from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
+
+KEY = {"Authorization": "Bearer for-admins"}
+BLOCKS = 16
+# Each with what the log calls it.
+TRIED = {
+    "trickling": "timed out",
+    "stalled": "timed out",
+    "reset halfway": "connection",
+    "a flipped bit": "corrupt",
+    "500": "status",
+    "redirect": "redirected",
+}
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[SharedStore]:
+    store = SharedStore(folder / "faults")
+    try:
+        yield store
+    finally:
+        assert store.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def proxy(shared: SharedStore) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(int(shared.url.rpartition(":")[2]), 20e6)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+@pytest.fixture(scope="module")
+def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy) -> Iterator[Live]:
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
+        *("--cake-mode", "load", "--enable-metrics", "--admin-api-key", "for-admins"),
+    )
+    with start(models["first"], flags, store=folder / "faults-near") as live:
+        swapped = requests.put(
+            live.url + "/cake/store",
+            headers=KEY,
+            json={"store": f"http://127.0.0.1:{proxy.port}"},
+            timeout=DEADLINE_S,
+        )
+        assert swapped.status_code == 200, swapped.text
+        yield live
+
+
+@pytest.mark.parametrize("fault", TRIED)
+def test_a_fault_while_blocks_are_loaded_costs_the_store_and_no_answer(
+    live: Live, plain: Live, proxy: FaultProxy, fault: str
+) -> None:
+    source = random.Random(31)
+    ids = [source.randrange(VOCAB) for _ in range(BLOCKS * BLOCK + 5)]
+
+    def again() -> Answer:
+        flushing = f"{live.url}/flush_cache?timeout={DEADLINE_S}"
+        assert requests.post(flushing, headers=KEY, timeout=DEADLINE_S).status_code == 200
+        answer = live.ask(ids)
+        assert_same(answer, plain.know(ids))
+        return answer
+
+    def failures() -> float:
+        return sum(
+            live.metric("load_failures_total", reason=reason)
+            for reason in ("unavailable", "corrupt", "late")
+        )
+
+    until(lambda: again().loaded == BLOCKS * BLOCK, "all of it is loaded")
+    logged, failed = len(live.server.logs()), failures()
+    proxy.spoil(FAULTS[fault], methods=READ_METHODS, spare=BLOCKS // 4)
+    try:
+        assert again().loaded < BLOCKS * BLOCK
+        until(
+            lambda: f"reads fail ({TRIED[fault]}: " in live.server.logs()[logged:] or not again(),
+            "the log names the fault",
+        )
+        until(lambda: failures() > failed, "what was not loaded is counted")
+        again()  # while it lasts
+    finally:
+        proxy.spoil(None)
+    until(lambda: again().loaded > 0, "the store is used again")
+    assert "reads work again after" in live.server.logs()[logged:]
