@@ -51,7 +51,7 @@ class Loopback:
     def send(self, rank: int, message: Message) -> None:
         # Through bytes, as on a wire: nothing is shared, and everything is judged.
         try:
-            self._inbox(rank).put_nowait((decode(message.kind, encode(message)), None))
+            self._inbox(rank).put_nowait((decode(encode(message)), None))
         except queue.Full:
             raise PeerGone(f"member {rank} does not take what it is sent") from None
 
