@@ -9,6 +9,7 @@ The port for KV has a password, which members hear on the connections above (`kv
 """
 
 import hashlib
+import logging
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -33,7 +34,8 @@ class Curve:
 
         Raises: RuntimeError if there can be no thread for it.
         """
-        doorman = ThreadAuthenticator(context)
+        # Its log has passwords. This one leads nowhere.
+        doorman = ThreadAuthenticator(context, log=logging.Logger("none", logging.CRITICAL))
         doorman.start()
         doorman.configure_curve_callback(_MESSAGES, credentials_provider=self)
         doorman.configure_plain(_KV, {_USER: kv_password})

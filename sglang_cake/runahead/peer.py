@@ -37,7 +37,7 @@ logger = logging.getLogger("sglang_cake")
 
 RETRY_S = (0.1, 2.0)  # between dials: first, and at most
 PATIENCE_S = 5.0  # after which a peer that took our connection should have said something
-_LOOK_MS = 500  # how often an idle thread looks whether it is still wanted
+_LOOK_MS = 1000  # how often an idle thread says Hello again, and looks whether it is wanted
 _AGAIN_MS = 50  # how often it tries to say Hello to a peer that has not dialed yet
 _A_TURN = 100  # messages that are read before anything else is looked at
 _LARGE_BYTES = 2**16
@@ -175,7 +175,7 @@ class Peer:
             self._take(self._kv.socket)
         if self._outlet is not None and self._outlet.over:
             raise RunaheadError("it does not take KV")
-        self._greet()
+        self._greet(again=not ready)
         if not self._heard and time.monotonic() > self._patience_end_s:
             self._complain(OTHER_GROUP)
 
@@ -232,21 +232,25 @@ class Peer:
             self.measured(head.before_bytes, head.before_us / 1e6)
         self._handler.on_part(self._rank, head.part, payload)
 
-    def _greet(self) -> None:
-        """Say what has changed, as soon as the peer has dialed us."""
+    def _greet(self, *, again: bool = False) -> None:
+        """Say what has changed, once the peer has dialed us.
+
+        Args: again: in any case. What was said to a connection that was about to end is lost.
+        """
         heard, path, key = 0, b"", b""
         is_open = self._kv is not None and self._kv.is_up
         if is_open and self._theirs is not None and self._inlet is not None:
             heard, path, key = self._theirs.session, self._inlet.name, self._inlet.key
         hello = self._owner.hello(self._session, heard, path, key)
-        if hello != self._told:
+        if again or hello != self._told:
+            reason = ""
             try:
                 self._owner.put(self._rank, hello)
-            except PeerGone:
-                self._told = None
-            else:
                 self._told = hello
-            self._judge("")
+            except PeerGone as error:
+                reason = str(error)
+                self._told = None
+            self._judge(reason)
 
     def _forget(self, reason: str) -> None:
         """What it has said counts no more."""
@@ -305,12 +309,16 @@ class _Connection:
         self._poller = poller
         try:
             self.monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
-            dealer.connect(address)
-        except BaseException:
+        except zmq.ZMQError:
             dealer.close()
             raise
         for each in (self.socket, self.monitor):
             poller.register(each, zmq.POLLIN)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def judge(self) -> None:
         """Read the news. Raises: RunaheadError when it has ended."""
@@ -326,7 +334,11 @@ class _Connection:
         """Also while it is being made."""
         for each in (self.socket, self.monitor):
             self._poller.unregister(each)
-            each.close()
+        # Before the socket is closed, or the descriptors of a monitor stay open.
+        with contextlib.suppress(zmq.ContextTerminated):
+            self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
 
 
 def endpoint(host: str, port: int | str) -> str:

@@ -556,8 +556,35 @@ def test_an_address_that_is_taken_is_said_at_once() -> None:
         member(0, [taken.getsockname()[:2], ("127.0.0.1", 1)])
 
 
-def test_close_leaves_no_thread() -> None:
-    before = threading.active_count()
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_member_that_is_dialed_in_vain_costs_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "RETRY_S", (0.01, 0.01))
+    dials = 0
+
+    class Counting(ZmqTransport):
+        def listener(self) -> "zmq.Socket[bytes]":
+            nonlocal dials
+            dials += 1
+            return super().listener()
+
+    here = member(0, addresses(2), kind=Counting)
+    here.start(Ear())
+    try:
+        until(lambda: dials >= 5, "it dials")
+        before, least = descriptors(), dials + 40
+        until(lambda: dials >= least, "and dials")
+        assert descriptors() < before + 20  # each dial takes three, or more
+    finally:
+        here.close()
+
+
+def test_close_leaves_no_thread_and_no_descriptor() -> None:
+    before, open_before = threading.active_count(), descriptors()
     members = zeromq_group(3)
     for each in members:
         each.start(Ear())
@@ -565,3 +592,4 @@ def test_close_leaves_no_thread() -> None:
     for each in members:
         each.close()
     until(lambda: threading.active_count() <= before, "threads end")
+    until(lambda: descriptors() <= open_before, "descriptors are closed")
