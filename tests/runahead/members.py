@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from sglang_cake.keys import Digest
-from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake import MooncakeEngine
 from sglang_cake.runahead.ring import Engine, RingTransport, apart
@@ -77,10 +76,6 @@ def zeromq_group(size: int) -> list[Transport]:
     return [member(rank, peers) for rank in range(size)]
 
 
-def loopback_group(size: int) -> list[Transport]:
-    return list(Loopback.group(size))
-
-
 @cache
 def engine(rank: int) -> MooncakeEngine:
     """As of a process of its own; ending one takes a second, so they last."""
@@ -113,7 +108,6 @@ def ipc_group(size: int) -> list[Transport]:
 
 GROUPS = {
     "tcp": zeromq_group,
-    "loopback": loopback_group,
     "mooncake": mooncake_group,
     "ipc": ipc_group,
 }
