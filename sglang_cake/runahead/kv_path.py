@@ -5,7 +5,7 @@ which nobody may connect: it keeps strangers out, and only that, since who liste
 can read it there. What protects KV is a seal: each part is encrypted with AES-256-GCM by a key that
 the receiver made for this path and told the sender on their CurveZMQ connection. The nonce counts
 parts, so that what was changed, repeated, left out or put in another order is found out. Why not
-CurveZMQ: docs/runahead.md, "Measured".
+CurveZMQ: docs/runahead.md, "The link between two members".
 
     [path] [PartHead] [KV of the part, sealed; its tag]
 """

@@ -315,6 +315,7 @@ class _Connection:
         for each in (self.socket, self.monitor):
             poller.register(each, zmq.POLLIN)
         try:
+            dealer.ipv6 = "[" in address
             dealer.connect(address)
         except zmq.ZMQError:
             self.close()

@@ -192,7 +192,6 @@ class ZmqTransport:
     def _dealer(self, io_thread: int, most_bytes: int) -> "zmq.Socket[bytes]":
         made = self._context.socket(zmq.DEALER)
         made.affinity = io_thread
-        made.ipv6 = True  # and version 4
         made.linger = 0
         made.maxmsgsize = most_bytes
         made.reconnect_ivl = -1  # a new connection is a new socket
