@@ -49,6 +49,7 @@ BENCHES = (
         "paper_kvr",
         "real_grid",
         "runahead",
+        "runahead_link",
     ),
     *("sealed", "serving", "stores", "ttft"),
 )

@@ -18,8 +18,8 @@ from sglang_cake.runahead.mooncake import MooncakeEngine
 from sglang_cake.runahead.ring import RingTransport, apart
 from sglang_cake.runahead.setting import CUDA_IPC, TCP, GroupSetting
 from sglang_cake.runahead.table import WatchedTable, table_path
-from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
+from sglang_cake.runahead.zeromq import ZmqTransport
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -60,11 +60,11 @@ def start(
 def _transport(setting: GroupSetting, engine: "Engine", rows: PoolRows) -> Transport:
     host, port = setting.peers[setting.rank]
 
-    def connect(greeting: Callable[[int], Message] | None = None) -> TcpTransport:
+    def connect(greeting: Callable[[int], Message] | None = None) -> ZmqTransport:
         namespace, tcp = engine.namespace_digest, setting.transport == TCP
         assert namespace is not None
         try:
-            return TcpTransport(
+            return ZmqTransport(
                 setting.rank,
                 setting.peers,
                 secret=setting.secret,

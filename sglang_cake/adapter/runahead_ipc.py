@@ -2,7 +2,7 @@
 
 Each member lends its peers memory on its own GPU; they open it, and copy into it over NVLink or
 PCIe. Such a copy waits for nothing that the peer does, so that one which dies or hangs holds nobody
-up: that it is gone shows on its TCP connection.
+up: that it is gone shows on the connections beside it.
 """
 
 import json

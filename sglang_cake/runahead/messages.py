@@ -1,33 +1,40 @@
-"""What the members of a group tell each other: typed, versioned, bounded, and checked.
+"""What the members of a group tell each other: typed, versioned and bounded, in MessagePack.
 
 A job is one chain for one prompt. Its owner offers a span to each helper, first worker first in
 `chain`, itself last; helpers accept or refuse; from then on KV flows down the chain, layer by layer
 (`LayerPart`). Whoever cannot go on says so, and the owner tells the others to stop.
 
-A message is JSON and a tail of raw bytes (the tokens of an offer). What comes from a peer is judged
-here, field by field, before anybody acts on it.
+What a peer sent is checked here, field by field, before anybody acts on it.
 """
 
-import json
-import re
-import struct
 import uuid
 from array import array
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.partition import Partition
 
+VERSION = 4
 MAX_MESSAGE_BYTES = 16 * 2**20  # an offer of 4 million tokens
 MAX_MEMBERS = 256
-_MAX_TEXT = 512
-_TOKEN_BYTES = 4
-_LENGTH = struct.Struct("<I")
-_JOB = re.compile(r"[0-9a-f]{32}")
-_PART = struct.Struct("<16sIII")
-PART_HEAD_BYTES = _PART.size
 MAX_LAYERS = 4096
+PATH_BYTES = 16
+KEY_BYTES = 32
+_TOKEN_BYTES = 4
+_T = TypeVar("_T")
+
+Job = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Text = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
+Session = Annotated[int, Meta(ge=0, lt=2**62)]
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array  # no generic class before Python 3.12
 
 
 def new_job() -> str:
@@ -35,22 +42,52 @@ def new_job() -> str:
     return uuid.uuid4().hex
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class LayerPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which KV a piece of data is: one layer of tokens `[start, stop)`, every plane of it."""
+
+    job: Job
+    layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
+    start: Count
+    stop: Count
+
+    def __post_init__(self) -> None:
+        if self.start >= self.stop:
+            raise ValueError(f"no part of a layer: tokens {self.start} to {self.stop}")
+
+
+class PartHead(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What stands before the KV of a part."""
+
+    part: LayerPart
+    before_bytes: Count  # of KV, in the part before
+    before_us: Count  # microseconds until the sender was rid of it; 0: there was none
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what members say. Raises: ValueError from a subclass whose fields disagree."""
+
+
+class Offer(_Message, frozen=True, tag=1):
     """Compute your span of this job, on top of what comes from the worker before you.
 
     `bounds` are those of the partition: span j is worker `chain[j]`'s. The KV that the chain hands
     on begins at `bounds[0]`; what is before, everybody must have in its tree.
     """
 
-    kind: ClassVar[int] = 1
-    job: str
-    chain: tuple[int, ...]  # ranks, the owner last
-    bounds: tuple[int, ...]
-    namespace: str  # hex digest: whose KV this is
-    extra_key: str | None
-    cache_salt: str | None
-    tokens: "array[int]"  # of the prompt, up to the end of the receiver's span
+    job: Job
+    chain: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]  # the owner last
+    bounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_MEMBERS + 1)]
+    namespace: Text  # hex digest: whose KV this is
+    extra_key: Text | None
+    cache_salt: Text | None
+    tokens: Tokens  # of the prompt, up to the end of the receiver's span
+
+    def __post_init__(self) -> None:
+        workers = self.partition.workers
+        if len(self.chain) != workers or len(set(self.chain)) < workers:
+            raise ValueError("an offer has one span for each worker of the chain")
+        if len(self.tokens) not in self.bounds[1:-1]:
+            raise ValueError("the tokens of an offer end where the receiver's span ends")
 
     @property
     def partition(self) -> Partition:
@@ -58,96 +95,80 @@ class Offer:
         return Partition(self.bounds)
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
+class Accept(_Message, frozen=True, tag=2):
     """I am computing; `matched` tokens of the prompt were in my tree."""
 
-    kind: ClassVar[int] = 2
-    job: str
-    matched: int
+    job: Job
+    matched: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(_Message, frozen=True, tag=3):
     """I am not computing."""
 
-    kind: ClassVar[int] = 3
-    job: str
-    reason: str
+    job: Job
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(_Message, frozen=True, tag=4):
     """Stop, and forget the job."""
 
-    kind: ClassVar[int] = 4
-    job: str
-    reason: str
+    job: Job
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(_Message, frozen=True, tag=5):
     """I cannot go on with what I accepted; the member `culprit` is to blame, maybe I myself."""
 
-    kind: ClassVar[int] = 5
-    job: str
-    culprit: int
-    reason: str
+    job: Job
+    culprit: Count
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPart:
-    """Which KV a piece of data is: one layer of tokens `[start, stop)`, every plane of it."""
-
-    job: str
-    layer: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(_Message, frozen=True, tag=6):
     """Of transports that write into a peer's memory: where you may write parts for me."""
 
-    kind: ClassVar[int] = 6
-    session: str  # how the engine finds me
-    address: int
-    slots: int  # of MAX_PART_BYTES each
+    session: Text  # how the engine finds me
+    address: Annotated[int, Meta(ge=0)]
+    slots: Count  # of MAX_PART_BYTES each
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(_Message, frozen=True, tag=7):
     """A part of a layer is in one of your slots."""
 
-    kind: ClassVar[int] = 7
-    job: str
-    layer: int
-    start: int
-    stop: int
-    slot: int
-    size: int  # bytes
-    checksum: int  # XXH3-64
-    took_us: int  # microseconds that writing it took
-
-    @property
-    def part(self) -> LayerPart:
-        """Which part."""
-        return LayerPart(self.job, self.layer, self.start, self.stop)
+    part: LayerPart
+    slot: Count
+    size: Count  # bytes
+    checksum: Annotated[int, Meta(ge=0)]  # XXH3-64
+    took_us: Count  # microseconds that writing it took
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(_Message, frozen=True, tag=8):
     """What was in one of my slots is used; write the next part there."""
 
-    kind: ClassVar[int] = 8
-    slot: int
+    slot: Count
 
 
-Ours = Ring | Landed | Credit  # between transports; members never see them
+class Hello(_Message, frozen=True, tag=9):
+    """Who I am, and how you get and send KV. Said again when any of it has changed."""
+
+    version: Count
+    size: Count  # members of the group
+    namespace: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    session: Session  # of my connection to you; 0: there is none, so I do not hear you
+    heard: Session  # yours that I answer; 0 while I cannot take KV from you
+    kv_port: Annotated[int, Meta(gt=0, lt=65536)]  # of my host, that you get KV from
+    kv_password: Annotated[str, Meta(max_length=64)]
+    path: Annotated[bytes, Meta(max_length=PATH_BYTES)]  # where I take KV; empty if `heard` is 0
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # that seals it
+
+    def __post_init__(self) -> None:
+        sizes = (len(self.path), len(self.key))
+        if sizes != ((PATH_BYTES, KEY_BYTES) if self.heard else (0, 0)):
+            raise ValueError("a member that takes KV names a path and a key")
+
+
+Ours = Ring | Landed | Credit | Hello  # between transports; members never see them
 Message = Offer | Accept | Refuse | Cancel | Failed | Ours
-_KINDS: dict[int, type[Any]] = {
-    each.kind: each for each in (Offer, Accept, Refuse, Cancel, Failed, Ring, Landed, Credit)
-}
 
 
 class BadMessage(RunaheadError):
@@ -156,126 +177,43 @@ class BadMessage(RunaheadError):
     reason = "protocol"
 
 
-def encode(message: Message) -> bytes:
-    """The bytes of a message, without its frame."""
-    head = asdict(message)
-    tail = b""
-    if isinstance(message, Offer):
-        del head["tokens"]
-        tail = array("i", message.tokens).tobytes()
-    text = json.dumps(head, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(text)) + text + tail
+def encode(message: Message | PartHead) -> bytes:
+    """The bytes of a message or a head."""
+    return _ENCODER.encode(message)
 
 
-def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
-    """The message of this kind in `body`. Raises: BadMessage."""
+def decode(body: bytes) -> Message:
+    """The message in `body`. Raises: BadMessage."""
+    message: Message = _decoded(_MESSAGES, body)
+    return message
+
+
+def decode_head(head: bytes) -> PartHead:
+    """What `head` says of a part. Raises: BadMessage."""
+    return _decoded(_HEADS, head)
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[_T]", body: bytes) -> _T:
     try:
-        if kind not in _KINDS:
-            raise ValueError(f"kind {kind}")
-        (size,) = _LENGTH.unpack_from(body)
-        head = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + size]))
-        tail = bytes(body[_LENGTH.size + size :])
-        made: Message = _make(_KINDS[kind], head, tail)
-    except BadMessage:
-        raise
-    except (ValueError, TypeError, KeyError, struct.error, RecursionError) as error:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"not a message: {str(error)[:200]}") from None
-    return made
 
 
-def encode_part(part: LayerPart) -> bytes:
-    """What stands before the KV of a part."""
-    return _PART.pack(bytes.fromhex(part.job), part.layer, part.start, part.stop)
+def _to_bytes(tokens: Any) -> bytes:
+    return bytes(tokens.tobytes())
 
 
-def decode_part(head: bytes | memoryview) -> LayerPart:
-    """The part that `head`, PART_HEAD_BYTES long, describes. Raises: BadMessage."""
-    job, layer, start, stop = _PART.unpack(head)
-    return _checked(LayerPart(job.hex(), layer, start, stop))
-
-
-def _checked(part: LayerPart) -> LayerPart:
-    if part.layer >= MAX_LAYERS or not part.start < part.stop < 2**31:
-        raise BadMessage(f"no part of a layer: {part.layer}, {part.start} to {part.stop}")
-    return part
-
-
-def _make(kind: type[Any], head: dict[str, Any], tail: bytes) -> Any:
-    names = {field.name for field in fields(kind)} - {"tokens"}
-    if not isinstance(head, dict) or set(head) != names:
-        raise ValueError(f"fields of {kind.__name__}: {sorted(names)}")
-    checked: dict[str, Any] = {name: _CHECKS[name](head[name]) for name in names}
-    if kind is not Offer:
-        if tail:
-            raise ValueError("bytes behind a message")
-        made = kind(**checked)
-        if isinstance(made, Landed):
-            _checked(made.part)
-        return made
-    if len(tail) % _TOKEN_BYTES:
-        raise ValueError("half a token")
+def _to_tokens(_: type[Any], data: Any) -> Tokens:
+    if not isinstance(data, bytes) or len(data) % _TOKEN_BYTES:
+        raise ValueError("tokens are words of 32 bits")
     tokens = array("i")
-    tokens.frombytes(tail)
-    offer = Offer(tokens=tokens, **checked)
-    if len(offer.chain) != offer.partition.workers or len(set(offer.chain)) < len(offer.chain):
-        raise ValueError("one span for each worker of the chain")
-    if len(tokens) not in offer.bounds[1:-1] or min(tokens, default=0) < 0:
-        raise ValueError("the tokens end where the receiver's span ends")
-    return offer
+    tokens.frombytes(data)
+    if min(tokens, default=0) < 0:
+        raise ValueError("a token is a number from 0")
+    return tokens
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError("a text of at most 512 characters")
-    return value
-
-
-def _job(value: object) -> str:
-    if not isinstance(value, str) or not _JOB.fullmatch(value):
-        raise ValueError("the name of a job: 32 hex digits")
-    return value
-
-
-def _text_or_none(value: object) -> str | None:
-    return None if value is None else _text(value)
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise ValueError(f"{value!r} is no number of tokens")
-    return value
-
-
-def _word(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**64:
-        raise ValueError("a number of 64 bits")
-    return value
-
-
-def _counts(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_MEMBERS + 1:
-        raise ValueError("a list of numbers")
-    return tuple(_count(each) for each in value)
-
-
-_CHECKS: dict[str, Any] = {
-    "job": _job,
-    "reason": _text,
-    "namespace": _text,
-    "extra_key": _text_or_none,
-    "cache_salt": _text_or_none,
-    "matched": _count,
-    "culprit": _count,
-    "layer": _count,
-    "start": _count,
-    "stop": _count,
-    "session": _text,
-    "address": _word,
-    "slots": _count,
-    "slot": _count,
-    "size": _count,
-    "checksum": _word,
-    "took_us": _count,
-    "chain": _counts,
-    "bounds": _counts,
-}
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_MESSAGES = msgspec.msgpack.Decoder(Message, dec_hook=_to_tokens)
+_HEADS = msgspec.msgpack.Decoder(PartHead)

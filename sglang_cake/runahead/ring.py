@@ -1,5 +1,5 @@
 """The transport whose parts are written into memory that the receiver lends, by an engine, beside
-connections over TCP.
+the connections of `zeromq.py`.
 
     sender                                                         receiver
     send_part: waits for a free slot, copies the part into it
@@ -7,7 +7,7 @@ connections over TCP.
                Landed: which part, which slot, its checksum  ==>   checks, on_part(view of the slot)
                the slot is free again                       <==    Credit
 
-`==>` are messages on the TCP connections, which also prove who is a member, carry all other
+`==>` are messages on those connections, which also prove who is a member, carry all other
 messages in the same order, and notice who is gone. Each member lends its peers a ring of SLOTS
 slots each, and tells where they are (`Ring`) when they meet.
 
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sglang_cake.keys import Digest
+from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import (
     BadMessage,
     Credit,
@@ -32,8 +33,8 @@ from sglang_cake.runahead.messages import (
     Message,
     Ring,
 )
-from sglang_cake.runahead.tcp import SEND_TIMEOUT_S, TcpTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, Payload, PeerGone
+from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 
@@ -117,7 +118,7 @@ class _Link:
         """
         with self._changed:
             ready = self._changed.wait_for(
-                lambda: self._theirs is None or len(self._used) < SLOTS, SEND_TIMEOUT_S
+                lambda: self._theirs is None or len(self._used) < SLOTS, transport.SEND_TIMEOUT_S
             )
             ring = self._theirs
             if not ready or ring is None:
@@ -155,7 +156,9 @@ class _Link:
             end(False)
             raise
         with self._changed:
-            self._changed.wait_for(lambda: done or self._theirs is not ring, SEND_TIMEOUT_S)
+            self._changed.wait_for(
+                lambda: done or self._theirs is not ring, transport.SEND_TIMEOUT_S
+            )
             if not done:
                 abandoned.set()
             return (slot, time.perf_counter() - began_s) if done == [True] else None
@@ -173,38 +176,38 @@ class RingTransport:
     """See `transport.py` for what it promises.
 
     Args:
-        connect: makes the TCP transport; gets what to tell each member when it comes.
+        connect: makes the connections; gets what to tell each member when it comes.
         ranks: of the other members.
         engine: of this process; it lends memory for each of them.
     """
 
     def __init__(
         self,
-        connect: Callable[[Callable[[int], Message]], TcpTransport],
+        connect: Callable[[Callable[[int], Message]], ZmqTransport],
         ranks: frozenset[int],
         engine: Engine,
     ) -> None:
         self._links = {rank: _Link(engine) for rank in ranks}
         self._engine = engine
-        self._tcp = connect(self._ring)
+        self._members = connect(self._ring)
         self._handler: Handler | None = None
 
     # ---- what the interface promises ----
 
     def start(self, handler: Handler) -> None:
         self._handler = handler
-        self._tcp.start(self)
+        self._members.start(self)
 
     def reachable(self) -> frozenset[int]:
-        return frozenset(rank for rank in self._tcp.reachable() if self._links[rank].known)
+        return frozenset(rank for rank in self._members.reachable() if self._links[rank].known)
 
     def bytes_per_s(self, rank: int) -> float | None:
-        return self._tcp.bytes_per_s(rank)
+        return self._members.bytes_per_s(rank)
 
     def send(self, rank: int, message: Message) -> None:
         if not self._links[rank].known:
             raise PeerGone(f"member {rank} cannot be reached")
-        self._tcp.send(rank, message)
+        self._members.send(rank, message)
 
     def send_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
         assert 0 < len(payload) <= MAX_PART_BYTES
@@ -217,21 +220,19 @@ class RingTransport:
         slot, took_s = found
         took_us = max(1, min(2**31 - 1, round(took_s * 1e6)))
         checksum = self._engine.checksum(payload)
-        landed = Landed(
-            part.job, part.layer, part.start, part.stop, slot, len(payload), checksum, took_us
-        )
+        landed = Landed(part, slot, len(payload), checksum, took_us)
         try:
-            self._tcp.send(rank, landed)
+            self._members.send(rank, landed)
         except PeerGone:
             link.free(slot)
             raise
 
     def close(self) -> None:
-        self._tcp.close()
+        self._members.close()
         for link in self._links.values():
             link.close()
 
-    # ---- what the TCP transport says; its threads ----
+    # ---- what the connections say; their threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
         """Raises: BadMessage, which ends the connection."""
@@ -272,9 +273,9 @@ class RingTransport:
         payload = link.landing[start : start + message.size]
         if self._engine.checksum(payload) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
-        self._tcp.measured(rank, message.size, message.took_us / 1e6)
+        self._members.measured(rank, message.size, message.took_us / 1e6)
         self._handler.on_part(rank, message.part, payload)
         if link.meetings != meetings:  # it has gone and come since, and its slots are free
             return
         with contextlib.suppress(PeerGone):
-            self._tcp.send(rank, Credit(message.slot))
+            self._members.send(rank, Credit(message.slot))

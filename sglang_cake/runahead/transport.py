@@ -1,7 +1,7 @@
 """How members of a group reach each other: the interface, and what everybody may rely on.
 
 - Messages from one member to another arrive in order, each at most once, or not at all; so do the
-  parts of a layer. Between messages and parts there is an order too.
+  parts of a layer. Between messages and parts there is no order.
 - `send` never waits for the peer. `send_part` waits while the peer is not taking: what is in flight
   is bounded, by one part and the buffers of the operating system.
 - What arrives was checked: it is what a member of this group sent.
@@ -16,6 +16,7 @@ from sglang_cake.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20
+SEND_TIMEOUT_S = 5.0  # in which a part must be taken
 
 # The bytes of a part: a memoryview, or, with a transport between GPUs, a tensor of uint8 on ours.
 Payload = Any

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from sglang_cake.codec.frame import BlockFrame
 from sglang_cake.errors import ConfigError
@@ -57,14 +56,10 @@ def _source(url: StoreUrl) -> StoreSource:
     url.finish()
     if bandwidth:
         source = _PacedSource(source, bandwidth)
-    return source if key_file is None else _sealed(url, source, key_file)
+    if key_file is None:
+        return source
+    from sglang_cake.store.sealed import SealedSource  # loads cryptography
 
-
-def _sealed(url: StoreUrl, source: StoreSource, key_file: Path) -> StoreSource:
-    try:
-        from sglang_cake.store.sealed import SealedSource
-    except ImportError:
-        raise missing_extra(url, "cryptography", "crypto") from None
     return SealedSource(source, key_file)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from sglang_cake.adapter.layers import LayerGate
 from sglang_cake.adapter.pools import Copy
 from sglang_cake.adapter.runahead import Runahead
 from sglang_cake.counters import Counters
+from sglang_cake.keys import Digest
 from sglang_cake.read.cost import PrefillCost
 from sglang_cake.runahead import hop, member
-from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
 from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import PeerGone
+from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.testing.server import free_port
 
 HELPER, OWNER = 0, 1
 LAYERS, SPLIT, STOP = 3, 64, 128
@@ -43,7 +46,7 @@ class Rows:
 class Helper:
     """Accepts; then does `then(transport, job)`."""
 
-    def __init__(self, transport: Loopback, then: Callable[[Loopback, str], None]) -> None:
+    def __init__(self, transport: ZmqTransport, then: Callable[[ZmqTransport, str], None]) -> None:
         self.cancelled = threading.Event()
         self._transport, self._then = transport, then
         transport.start(self)
@@ -62,18 +65,18 @@ class Helper:
         pass
 
 
-def send_nothing(transport: Loopback, job: str) -> None:
+def send_nothing(transport: ZmqTransport, job: str) -> None:
     pass
 
 
-def send_all(transport: Loopback, job: str) -> None:
+def send_all(transport: ZmqTransport, job: str) -> None:
     payload = memoryview(bytearray(SPLIT * Rows.token_bytes))
     with contextlib.suppress(PeerGone):  # the test is over
         for layer in range(LAYERS):
             transport.send_part(OWNER, LayerPart(job, layer, 0, SPLIT), payload)
 
 
-def fail_after_one_layer(transport: Loopback, job: str) -> None:
+def fail_after_one_layer(transport: ZmqTransport, job: str) -> None:
     payload = memoryview(bytearray(SPLIT * Rows.token_bytes))
     transport.send_part(OWNER, LayerPart(job, 0, 0, SPLIT), payload)
     transport.send(OWNER, Failed(job, HELPER, "no memory"))
@@ -82,9 +85,13 @@ def fail_after_one_layer(transport: Loopback, job: str) -> None:
 class Setup:
     """An owner whose one request is about to be shared."""
 
-    def __init__(self, then: Callable[[Loopback, str], None]) -> None:
-        mine, theirs = reversed(Loopback.group(2))
-        self.helper = Helper(theirs, then)
+    def __init__(self, then: Callable[[ZmqTransport, str], None]) -> None:
+        peers = [("127.0.0.1", free_port()) for _ in range(2)]
+        namespace = Digest(bytes(32))
+        self.transports = [
+            ZmqTransport(rank, peers, secret=bytes(32), namespace=namespace) for rank in range(2)
+        ]
+        self.helper = Helper(self.transports[HELPER], then)
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
         self.counters = Counters()
         pace: Any = SimpleNamespace(
@@ -94,7 +101,7 @@ class Setup:
         )
         self.owner = Runahead(
             OWNER,
-            mine,
+            self.transports[OWNER],
             Rows(),  # type: ignore[arg-type]
             self.gate,
             pace=pace,
@@ -143,6 +150,10 @@ class Setup:
         self.computed: list[tuple[int, int]] = []
 
     def agree(self) -> None:
+        end_s = time.monotonic() + 60
+        while not all(each.reachable() for each in self.transports):
+            assert time.monotonic() < end_s, "the members do not meet"
+            time.sleep(0.01)
         self.owner.poll(self.scheduler)
         verdict = "wait"
         while verdict == "wait":
@@ -188,7 +199,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
     monkeypatch.setattr(hop, "BIND_TIMEOUT_S", 60.0)
     made: list[Setup] = []
 
-    def make(then: Callable[[Loopback, str], None]) -> Setup:
+    def make(then: Callable[[ZmqTransport, str], None]) -> Setup:
         made.append(Setup(then))
         made[-1].agree()
         return made[-1]
@@ -196,6 +207,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
     yield make
     for each in made:
         each.owner.close()
+        each.transports[HELPER].close()
 
 
 def test_a_shared_step_computes_the_last_span_alone(setup: Callable[..., Setup]) -> None:

@@ -1,6 +1,5 @@
 """Groups of members for tests, and a handler that writes down what it hears."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 
 from sglang_cake.keys import Digest
-from sglang_cake.runahead.loopback import Loopback
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake import MooncakeEngine
 from sglang_cake.runahead.ring import Engine, RingTransport, apart
-from sglang_cake.runahead.tcp import TcpTransport
 from sglang_cake.runahead.transport import Transport
+from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.testing.server import free_port
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = Digest(bytes(range(32)))
@@ -55,21 +54,26 @@ class Ear:
         self.gone.append(rank)
 
 
-def addresses(size: int) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    return listeners, [listener.getsockname()[:2] for listener in listeners]
+def addresses(size: int) -> list[tuple[str, int]]:
+    ports: set[int] = set()
+    while len(ports) < size:
+        ports.add(free_port())
+    return [("127.0.0.1", port) for port in ports]
 
 
-def tcp_group(size: int) -> list[Transport]:
-    listeners, peers = addresses(size)
-    return [
-        TcpTransport(rank, peers, secret=SECRET, namespace=NAMESPACE, listener=listener)
-        for rank, listener in enumerate(listeners)
-    ]
+def member(
+    rank: int,
+    peers: list[tuple[str, int]],
+    kind: type[ZmqTransport] = ZmqTransport,
+    **changes: Any,
+) -> ZmqTransport:
+    settings: dict[str, Any] = {"secret": SECRET, "namespace": NAMESPACE, **changes}
+    return kind(rank, peers, **settings)
 
 
-def loopback_group(size: int) -> list[Transport]:
-    return list(Loopback.group(size))
+def zeromq_group(size: int) -> list[Transport]:
+    peers = addresses(size)
+    return [member(rank, peers) for rank in range(size)]
 
 
 @cache
@@ -84,23 +88,15 @@ def mooncake_group(size: int) -> list[Transport]:
 
 
 def ring_group(size: int, engine_of: Callable[[int], Engine]) -> list[Transport]:
-    listeners, peers = addresses(size)
+    peers = addresses(size)
+    return [ring_member(rank, peers, engine_of(rank)) for rank in range(size)]
 
-    def one(rank: int) -> Transport:
-        def connect(greeting: Callable[[int], Message]) -> TcpTransport:
-            return TcpTransport(
-                rank,
-                peers,
-                secret=SECRET,
-                namespace=apart(NAMESPACE, "ring"),
-                listener=listeners[rank],
-                greeting=greeting,
-            )
 
-        others = frozenset(range(size)) - {rank}
-        return RingTransport(connect, others, engine_of(rank))
+def ring_member(rank: int, peers: list[tuple[str, int]], engine: Engine) -> RingTransport:
+    def connect(greeting: Callable[[int], Message]) -> ZmqTransport:
+        return member(rank, peers, namespace=apart(NAMESPACE, "ring"), greeting=greeting)
 
-    return [one(rank) for rank in range(size)]
+    return RingTransport(connect, frozenset(range(len(peers))) - {rank}, engine)
 
 
 def ipc_group(size: int) -> list[Transport]:
@@ -111,8 +107,7 @@ def ipc_group(size: int) -> list[Transport]:
 
 
 GROUPS = {
-    "tcp": tcp_group,
-    "loopback": loopback_group,
+    "tcp": zeromq_group,
     "mooncake": mooncake_group,
     "ipc": ipc_group,
 }

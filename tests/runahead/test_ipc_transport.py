@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,32 +11,22 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, NAMESPACE, SECRET, WAIT_S, Ear, addresses, ring_group, until
+from members import JOB, WAIT_S, Ear, addresses, ring_group, ring_member, until
 
 from sglang_cake.adapter.runahead_ipc import read, spelled
-from sglang_cake.runahead import tcp
+from sglang_cake.runahead import zeromq
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.ring import SLOTS, RingTransport
-from sglang_cake.runahead.tcp import TcpTransport
+from sglang_cake.runahead.ring import SLOTS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
 
 
-def member(rank: int, peers: list[tuple[str, int]], **settings: Any) -> RingTransport:
-    def connect(greeting: Any) -> TcpTransport:
-        return TcpTransport(
-            rank, peers, secret=SECRET, namespace=NAMESPACE, greeting=greeting, **settings
-        )
-
-    return RingTransport(connect, frozenset({1 - rank}), HostIpc(1))
-
-
-def other_process(peers: list[tuple[str, int]], listener: socket.socket, pipe: Connection) -> None:
+def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     """Takes parts until it is told, and one a time."""
-    tcp.SILENCE_S = WAIT_S
+    zeromq.SILENCE_S = WAIT_S
     ear = Ear()
-    here = member(1, peers, listener=listener)
+    here = ring_member(1, peers, HostIpc(1))
     here.start(ear)
     while True:
         wanted = pipe.recv()
@@ -47,15 +36,14 @@ def other_process(peers: list[tuple[str, int]], listener: socket.socket, pipe: C
 
 
 def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
-    listeners, peers = addresses(2)
+    peers = addresses(2)
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     child = multiprocessing.get_context("spawn").Process(
-        target=other_process, args=(peers, listeners[1], theirs), daemon=True
+        target=other_process, args=(peers, theirs), daemon=True
     )
     child.start()
-    listeners[1].close()  # the child has it
     ear = Ear()
-    here = member(0, peers, listener=listeners[0])
+    here = ring_member(0, peers, HostIpc(1))
     here.start(ear)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)

@@ -6,23 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from members import (
-    JOB,
-    NAMESPACE,
-    SECRET,
-    WAIT_S,
-    Ear,
-    addresses,
-    engine,
-    mooncake_group,
-    until,
-)
+from members import JOB, WAIT_S, Ear, addresses, engine, member, ring_member, until
 
-from sglang_cake.runahead import ring as module
+from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, Ring
 from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import SLOTS, RingTransport, apart
-from sglang_cake.runahead.tcp import TcpTransport
+from sglang_cake.runahead.ring import SLOTS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -30,16 +19,22 @@ PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[list[Any], list[Ear]]]:
-    members, ears = mooncake_group(2), [Ear(), Ear()]
-    for member, ear in zip(members, ears, strict=True):
-        member.start(ear)
+def peers() -> list[tuple[str, int]]:
+    return addresses(2)
+
+
+@pytest.fixture
+def pair(peers: list[tuple[str, int]]) -> Iterator[tuple[list[Any], list[Ear]]]:
+    members: list[Any] = [ring_member(rank, peers, engine(rank)) for rank in range(2)]
+    ears = [Ear(), Ear()]
+    for each, ear in zip(members, ears, strict=True):
+        each.start(ear)
     until(lambda: all(len(m.reachable()) == 1 for m in members), "both are there")
     yield members, ears
     for ear in ears:
         ear.open.set()
-    for member in members:
-        member.close()
+    for each in members:
+        each.close()
 
 
 Pair = tuple[list[Any], list[Ear]]
@@ -47,7 +42,7 @@ Pair = tuple[list[Any], list[Ear]]
 
 def landed(**changes: int) -> Landed:
     fields: dict[str, int] = {"slot": 0, "size": 64, "checksum": 0, "took_us": 1}
-    return Landed(JOB, 0, 0, 4, **fields | changes)
+    return Landed(PART, **fields | changes)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +88,7 @@ def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members, ears = pair
-    monkeypatch.setattr(module, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(transport, "SEND_TIMEOUT_S", 0.05)
     let_go, slots = threading.Event(), []
     write = MooncakeEngine.write
 
@@ -109,7 +104,7 @@ def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
     until(lambda: len(slots) >= SLOTS, "the engine has them")
     assert len(slots) == len(set(slots)) == SLOTS  # each once; then nobody wrote
     link = members[0]._links[1]
-    members[1]._tcp._outgoing[0].close()  # they part, and meet again: the slots stay taken
+    members[1].send(0, Ring("127.0.0.1:1", 4096, SLOTS + 1))  # they part: the slots stay taken
     until(lambda: ears[0].gone, "they part")
     until(lambda: members[0].reachable(), "they meet")
     assert link.writing == set(range(SLOTS))
@@ -121,7 +116,9 @@ def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
     assert [payload for _, _, payload in ears[1].heard] == [DATA]  # what was late is nobody's
 
 
-def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(pair: Pair) -> None:
+def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(
+    pair: Pair, peers: list[tuple[str, int]]
+) -> None:
     members, ears = pair
     members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: ears[1].heard, "the part")
@@ -129,14 +126,7 @@ def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(pair: Pair
     until(lambda: ears[0].gone == [1], "it is gone")
     with pytest.raises(PeerGone):
         members[0].send_part(1, PART, memoryview(DATA))
-    tcp = members[0]._tcp
-
-    def connect(greeting: Any) -> TcpTransport:
-        return TcpTransport(
-            1, tcp._peers, secret=SECRET, namespace=apart(NAMESPACE, "ring"), greeting=greeting
-        )
-
-    again, ear = RingTransport(connect, frozenset({0}), engine(1)), Ear()
+    again, ear = ring_member(1, peers, engine(1)), Ear()
     again.start(ear)
     try:
         until(lambda: members[0].reachable() == {1}, "it is back")
@@ -148,20 +138,8 @@ def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(pair: Pair
 
 
 def test_members_with_another_transport_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    listeners, peers = addresses(2)
-    plain = TcpTransport(0, peers, secret=SECRET, namespace=NAMESPACE, listener=listeners[0])
-
-    def connect(greeting: Any) -> TcpTransport:
-        return TcpTransport(
-            1,
-            peers,
-            secret=SECRET,
-            namespace=apart(NAMESPACE, "ring"),
-            listener=listeners[1],
-            greeting=greeting,
-        )
-
-    other = RingTransport(connect, frozenset({0}), engine(1))
+    peers = addresses(2)
+    plain, other = member(0, peers), ring_member(1, peers, engine(1))
     for each in (plain, other):
         each.start(Ear())
     try:

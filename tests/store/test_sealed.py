@@ -5,7 +5,6 @@ import hashlib
 import hmac
 import os
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -484,17 +483,3 @@ def test_parsing_reads_no_file():
     (source,) = parse_sources("file:///a?key_file=/nowhere/key&fsync=data")
     assert source.key_file == Path("/nowhere/key")
     assert source.inner.fsync == "data"
-
-
-def test_without_the_package_one_line_names_the_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("sealed", "key_file"):
-        monkeypatch.delitem(sys.modules, f"sglang_cake.store.{name}")
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError) as error:
-        parse_sources("file:///a?key_file=/key")
-    assert str(error.value) == (
-        "store URL 'file:///a?key_file=/key': needs cryptography: pip install 'sglang-cake[crypto]'"
-    )
-    parse_sources("file:///a")

@@ -1,0 +1,347 @@
+"""One peer: the thread that hears it, and whether it is here.
+
+Each of two members dials the other, to hear it. Such a connection has a number, its session, which
+`Hello` tells, and the last session of the peer's that was heard of. A peer is here when it has
+answered our session, and we its.
+
+    away --dialed--> listening --its Hello; the way for its KV is open: we answer-->
+      ^                            it has answered, too: here
+      +---- after a pause ---- the connection, or the one for KV, ended, or said what is no message
+
+When a peer's session changes, it has lost what we had said and it had not heard. So it was gone;
+our own session stays, or both would part and meet again without end.
+"""
+
+import contextlib
+import errno
+import logging
+import math
+import secrets
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sglang_cake.errors import RunaheadError
+from sglang_cake.runahead.kv_path import Inlet, Outlet
+from sglang_cake.runahead.messages import BadMessage, Hello, LayerPart, decode
+from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone
+
+if TYPE_CHECKING:
+    from sglang_cake.runahead.zeromq import ZmqTransport
+
+logger = logging.getLogger("sglang_cake")
+
+RETRY_S = (0.1, 2.0)  # between dials: first, and at most
+PATIENCE_S = 5.0  # after which a peer that took our connection should have said something
+_LOOK_MS = 1000  # how often an idle thread says Hello again, and looks whether it is wanted
+_AGAIN_MS = 50  # how often it tries to say Hello to a peer that has not dialed yet
+_A_TURN = 100  # messages that are read before anything else is looked at
+_LARGE_BYTES = 2**16
+_NEWEST = 0.1  # weight of the newest part in what a link is taken to carry
+_HUNG_UP = {errno.EPIPE, errno.ECONNRESET}  # the peer, since it could not read our handshake
+_ENDS = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_DISCONNECTED,
+    zmq.EVENT_CLOSED,
+}
+
+OTHER_SECRET = "its secret is another one: copy one secret file to every member"
+OTHER_NAMESPACE = (
+    "its namespace is another one: same model, weights, dtype and flags on every member"
+)
+OTHER_GROUP = (
+    "it does not know this member: same --cake-runahead-peers, and another rank, on every one"
+)
+OTHER_VERSION = "it speaks another version"
+
+Address = tuple[str, int]
+
+
+class LeftOut(RunaheadError):
+    """A peer is no member of this group; the message says why."""
+
+
+class HungUp(RunaheadError):
+    """A peer could not read our handshake."""
+
+
+class Peer:
+    """See above. Its own thread does all but `send_part` and `measured`."""
+
+    def __init__(self, owner: "ZmqTransport", rank: int, address: Address) -> None:
+        self._owner = owner
+        self._rank = rank
+        self._address = address
+        self._handler: Handler | None = None
+        self._poller = zmq.Poller()
+        self._host = ""  # numeric, that is dialed
+        self._dials = 0
+        self._pause_s = RETRY_S[0]
+        self._said = ""
+        self._session = 0  # 0: not connected
+        self._heard = False  # anything on this connection
+        self._patience_end_s = math.inf  # when something should have been
+        self._theirs: Hello | None = None
+        self._told: Hello | None = None  # of us, by our newest Hello
+        self._kv: _Connection | None = None
+        self._inlet: Inlet | None = None
+        self._outlet: Outlet | None = None
+        self.bytes_per_s: float | None = None  # of KV that came from it lately
+        self.is_here = False
+
+    def start(self, handler: Handler) -> None:
+        """Begin to hear it."""
+        self._handler = handler
+        threading.Thread(target=self._run, name=f"cake-runahead-{self._rank}", daemon=True).start()
+
+    # ---- any thread ----
+
+    def send_part(self, part: LayerPart, payload: memoryview) -> None:
+        """As `Transport.send_part`. Raises: PeerGone."""
+        outlet = self._outlet
+        if not self.is_here or outlet is None:
+            raise PeerGone(f"member {self._rank} cannot be reached")
+        try:
+            outlet.send(self._owner.kv, part, payload)
+        except PeerGone as error:
+            raise PeerGone(f"member {self._rank}: {error}") from None
+
+    def measured(self, size_bytes: int, took_s: float) -> None:
+        """A part came from this peer."""
+        if size_bytes >= _LARGE_BYTES:  # small parts say more about latency
+            rate = size_bytes / max(took_s, 1e-6)
+            before = self.bytes_per_s or rate
+            self.bytes_per_s = before + _NEWEST * (rate - before)
+
+    # ---- its own thread ----
+
+    def _run(self) -> None:
+        while not self._owner.closed.is_set():
+            reason = "closed"
+            try:
+                self._listen()
+            except LeftOut as error:
+                reason = str(error)
+                self._complain(reason)
+            except (RunaheadError, zmq.ZMQError, OSError) as error:
+                reason = str(error)
+            except Exception as error:
+                logger.exception("cake runahead: member %d could not be heard", self._rank)
+                reason = repr(error)
+            self._session = 0
+            self._heard = False
+            self._patience_end_s = math.inf
+            self._forget(reason)
+            self._greet()
+            self._owner.closed.wait(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, RETRY_S[1])
+
+    def _listen(self) -> None:
+        """One connection, to its end. Raises: RunaheadError, zmq.ZMQError, OSError."""
+        found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        self._host = str(found[self._dials % len(found)][4][0])
+        self._dials += 1
+        dialed = _Connection(
+            self._owner.listener(), endpoint(self._host, self._address[1]), self._poller
+        )
+        try:
+            while not self._owner.closed.is_set():
+                self._look(dialed)
+        finally:
+            dialed.close()
+
+    def _look(self, dialed: "_Connection") -> None:
+        is_settled = self._told is not None or not self._session
+        ready = dict(self._poller.poll(_LOOK_MS if is_settled else _AGAIN_MS))
+        if dialed.monitor in ready:
+            try:
+                dialed.judge()
+            except HungUp:
+                raise LeftOut(OTHER_SECRET) from None
+            if dialed.is_up and not self._session:
+                self._session = secrets.randbits(61) + 1
+                self._patience_end_s = time.monotonic() + PATIENCE_S
+        if dialed.socket in ready:
+            self._hear(dialed.socket)
+        if self._kv is not None and self._kv.monitor in ready:
+            self._judge_kv(self._kv)
+        if self._kv is not None and self._kv.socket in ready:
+            self._take(self._kv.socket)
+        if self._outlet is not None and self._outlet.over:
+            raise RunaheadError("it does not take KV")
+        self._greet(again=not ready)
+        if not self._heard and time.monotonic() > self._patience_end_s:
+            self._complain(OTHER_GROUP)
+
+    def _judge_kv(self, kv: "_Connection") -> None:
+        try:
+            kv.judge()
+        except RunaheadError:
+            if kv.is_up:
+                raise
+            raise LeftOut(f"no KV can come from it: {kv.address} cannot be reached") from None
+
+    def _hear(self, messages: "zmq.Socket[bytes]") -> None:
+        assert self._handler is not None
+        for _ in range(_A_TURN):
+            try:
+                body = messages.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard = True
+            try:
+                message = decode(body)
+            except BadMessage:
+                if self.is_here:
+                    raise
+                raise LeftOut(OTHER_VERSION) from None
+            if isinstance(message, Hello):
+                self._on_hello(message)
+            elif self.is_here:
+                self._handler.on_message(self._rank, message)
+
+    def _on_hello(self, hello: Hello) -> None:
+        problem = self._owner.problem(hello)
+        if problem is not None:
+            raise LeftOut(problem)
+        if self._theirs is not None and self._theirs.session != hello.session:
+            self._forget("it dialed anew")
+        if not hello.session:
+            return
+        self._theirs = hello
+        if self._kv is None:
+            self._inlet = Inlet(self._owner.new_buffer(MAX_PART_BYTES))
+            kv = self._owner.kv_listener(self._inlet.name, hello.kv_password)
+            self._kv = _Connection(kv, endpoint(self._host, hello.kv_port), self._poller)
+        is_known = self._outlet is not None and self._outlet.name == hello.path
+        if hello.heard == self._session and not is_known:
+            self._outlet = Outlet(hello.path, hello.key)
+        self._judge("")
+
+    def _take(self, kv: "zmq.Socket[bytes]") -> None:
+        assert self._handler is not None
+        assert self._inlet is not None
+        head, payload = self._inlet.take(kv.recv_multipart(copy=False))
+        if head.before_us:
+            self.measured(head.before_bytes, head.before_us / 1e6)
+        self._handler.on_part(self._rank, head.part, payload)
+
+    def _greet(self, *, again: bool = False) -> None:
+        """Say what has changed, once the peer has dialed us.
+
+        Args: again: in any case. What was said to a connection that was about to end is lost.
+        """
+        heard, path, key = 0, b"", b""
+        is_open = self._kv is not None and self._kv.is_up
+        if is_open and self._theirs is not None and self._inlet is not None:
+            heard, path, key = self._theirs.session, self._inlet.name, self._inlet.key
+        hello = self._owner.hello(self._session, heard, path, key)
+        if again or hello != self._told:
+            reason = ""
+            try:
+                self._owner.put(self._rank, hello)
+                self._told = hello
+            except PeerGone as error:
+                reason = str(error)
+                self._told = None
+            self._judge(reason)
+
+    def _forget(self, reason: str) -> None:
+        """What it has said counts no more."""
+        if self._kv is not None:
+            self._kv.close()
+        if self._outlet is not None:
+            self._outlet.over = True
+        self._kv = None
+        self._inlet = None
+        self._outlet = None
+        self._theirs = None
+        self._told = None
+        self._judge(reason)
+
+    def _judge(self, reason: str) -> None:
+        theirs, told = self._theirs, self._told
+        has_answered = theirs is not None and theirs.heard == self._session != 0
+        here = has_answered and told is not None and told.heard != 0
+        if here == self.is_here:
+            return
+        self.is_here = here
+        if here:
+            self._pause_s = RETRY_S[0]
+            self._said = ""
+            logger.info("cake runahead: member %d is here", self._rank)
+            if self._owner.greeting is not None:
+                with contextlib.suppress(PeerGone):
+                    self._owner.send(self._rank, self._owner.greeting(self._rank))
+        elif not self._owner.closed.is_set():
+            logger.warning("cake runahead: member %d is gone: %s", self._rank, reason)
+            assert self._handler is not None
+            try:
+                self._handler.on_gone(self._rank, reason)
+            except Exception:  # it must not end this thread
+                logger.exception("cake runahead: member %d is gone, and that failed", self._rank)
+
+    def _complain(self, problem: str) -> None:
+        # A member that is not up yet is nothing to tell; one that refuses is, once.
+        if problem != self._said:
+            logger.error(
+                "cake runahead: member %d at %s:%d is left out: %s",
+                self._rank,
+                *self._address,
+                problem,
+            )
+        self._said = problem
+
+
+class _Connection:
+    """A socket that dials once, and what becomes of that."""
+
+    def __init__(self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller) -> None:
+        self.socket = dealer
+        self.is_up = False
+        self.address = address
+        self._poller = poller
+        try:
+            self.monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
+        for each in (self.socket, self.monitor):
+            poller.register(each, zmq.POLLIN)
+        try:
+            dealer.ipv6 = "[" in address
+            dealer.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def judge(self) -> None:
+        """Read the news. Raises: RunaheadError when it has ended."""
+        news = recv_monitor_message(self.monitor)
+        if news["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.is_up = True
+        elif news["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and news["value"] in _HUNG_UP:
+            raise HungUp("closed by the other end at the handshake")
+        elif news["event"] in _ENDS:
+            raise RunaheadError("closed by the other end")
+
+    def close(self) -> None:
+        """Also while it is being made."""
+        for each in (self.socket, self.monitor):
+            self._poller.unregister(each)
+        # Before the socket is closed, or the descriptors of a monitor stay open.
+        with contextlib.suppress(zmq.ContextTerminated):
+            self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """A numeric address as ZeroMQ writes it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

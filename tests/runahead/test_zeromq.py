@@ -1,0 +1,595 @@
+"""The transport over ZeroMQ against strangers, liars, other groups, silence and returns."""
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.utils.monitor
+from members import JOB, WAIT_S, Ear, addresses, member, until, zeromq_group
+
+from sglang_cake.keys import Digest
+from sglang_cake.runahead import kv_path, peer, zeromq
+from sglang_cake.runahead.messages import Accept, Cancel, Hello, LayerPart, Message
+from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.testing.slow_link import SlowLink
+
+PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
+FAST = 1e12  # bytes per second
+AFTER_S = 1.0  # in which a link that is half dead would part again
+
+
+class Two:
+    """Members 0 and 1, and what they hear; member 0 hears member 1 through a link."""
+
+    def __init__(
+        self,
+        ear: type[Ear] = Ear,
+        kinds: tuple[type[ZmqTransport], type[ZmqTransport]] = (ZmqTransport, ZmqTransport),
+        others: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.peers = addresses(2)
+        self.link = SlowLink(self.peers[1][1], FAST)
+        known = [self.peers[0], ("127.0.0.1", self.link.port)]
+        self.ears = [ear(), ear()]
+        self.members = [
+            member(0, known, kind=kinds[0], **settings),
+            member(1, self.peers, kind=kinds[1], **settings | (others or {})),
+        ]
+
+    def start(self) -> "Two":
+        for each, ear in zip(self.members, self.ears, strict=True):
+            each.start(ear)
+        return self
+
+    def meet(self) -> None:
+        until(self.are_together, "both are there")
+
+    def cut(self) -> None:
+        """What member 0 hears member 1 by ends."""
+        self.link.cut_after(0)
+        until(lambda: self.link.is_cut, "the link is cut")
+
+    def stay(self) -> None:
+        time.sleep(AFTER_S)
+        assert self.are_together()
+
+    def are_together(self) -> bool:
+        return [each.reachable() for each in self.members] == [{1}, {0}]
+
+    def close(self) -> None:
+        for ear in self.ears:
+            ear.open.set()
+        for each in self.members:
+            each.close()
+        self.link.close()
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Two]]:
+    monkeypatch.setattr(zeromq, "PING_S", 0.1)  # so that there is something to cut
+    made: list[Two] = []
+
+    def make(**settings: Any) -> Two:
+        made.append(Two(**settings))
+        return made[-1].start()
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# ---- who is no member ----
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"secret": bytes(32)}, "its secret is another one"),
+        ({"namespace": Digest(bytes(32))}, "its namespace is another one"),
+    ],
+    ids=["secret", "namespace"],
+)
+def test_others_are_left_out(
+    two: Callable[..., Two], other: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = two(others=other)
+    for rank in range(2):
+        until(lambda rank=rank: f"member {rank} at 127" in caplog.text, "both say so")
+    assert caplog.text.count(f"is left out: {why}") == 2
+    assert [each.reachable() for each in pair.members] == [frozenset(), frozenset()]
+    assert [ear.heard for ear in pair.ears] == [[], []]
+
+
+def test_a_group_of_another_size_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    peers = addresses(3)
+    own, other = member(0, peers[:2]), member(1, peers)
+    for each in (own, other):
+        each.start(Ear())
+    try:
+        until(lambda: caplog.text.count("it does not know this member") == 2, "both say so")
+        assert own.reachable() == other.reachable() == frozenset()
+    finally:
+        own.close()
+        other.close()
+
+
+def test_member_that_nobody_knows_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
+    peers = addresses(3)
+    known, unknown = member(0, peers[:2]), member(2, peers)
+    for each in (known, unknown):
+        each.start(Ear())
+    try:
+        until(lambda: "it does not know this member" in caplog.text, "a line")
+        assert known.reachable() == unknown.reachable() == frozenset()
+    finally:
+        known.close()
+        unknown.close()
+
+
+class Later(ZmqTransport):
+    """Of a version to come."""
+
+    def hello(self, *fields: Any) -> Hello:
+        return msgspec.structs.replace(super().hello(*fields), version=99)
+
+
+class Strange(ZmqTransport):
+    """What it says is no message of ours."""
+
+    def put(self, rank: int, message: Message) -> None:
+        with self._lock, contextlib.suppress(zmq.ZMQError):
+            self._router.send_multipart([rank.to_bytes(2, "little"), b"\xc1"], zmq.NOBLOCK)
+
+
+@pytest.mark.parametrize("kind", [Later, Strange])
+def test_member_of_another_version_is_left_out(
+    two: Callable[..., Two], kind: type[ZmqTransport], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = two(kinds=(ZmqTransport, kind))
+    until(lambda: "it speaks another version" in caplog.text, "a line")
+    assert pair.members[0].reachable() == frozenset()
+
+
+class Closed(ZmqTransport):
+    """Its port for KV is behind a wall."""
+
+    def hello(self, *fields: Any) -> Hello:
+        return msgspec.structs.replace(super().hello(*fields), kv_port=1)
+
+
+def test_member_whose_port_for_kv_is_closed_is_left_out_with_a_line(
+    two: Callable[..., Two], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = two(kinds=(ZmqTransport, Closed))
+    until(lambda: "no KV can come from it: tcp://127.0.0.1:1 cannot" in caplog.text, "a line")
+    assert pair.members[0].reachable() == frozenset()
+
+
+# ---- strangers ----
+
+
+def kv_port(of: ZmqTransport) -> int:
+    return of.hello(0, 0, b"", b"").kv_port
+
+
+@pytest.mark.parametrize("of_kv", [False, True], ids=["messages", "kv"])
+def test_strangers_that_say_little_keep_no_member_out_and_lose_their_connections(
+    two: Callable[..., Two], of_kv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zeromq, "HANDSHAKE_S", 1.0)
+    pair = Two()
+    port = kv_port(pair.members[1]) if of_kv else pair.peers[1][1]
+    try:
+        with contextlib.ExitStack() as stack:
+            address = ("127.0.0.1", port)
+            strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(200)]
+            for stranger in strangers[::2]:
+                stranger.sendall(b"\xff")  # a greeting begins so
+            pair.start()
+            pair.meet()
+            assert all(is_closed(stranger) for stranger in strangers)
+            assert pair.are_together()
+    finally:
+        pair.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(WAIT_S)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # ZMTP 3.0
+
+
+@pytest.mark.parametrize("of_kv", [False, True], ids=["messages", "kv"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        GREETING + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04\x05READY",
+        GREETING + b"PLAIN".ljust(20, b"\0") + bytes(32) + b"\x04\x08\x05HELLO\x01a\x01b",
+        GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xc8\x05HELLO" + bytes(194),
+        GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x06" + b"\xff" * 8,
+    ],
+    ids=["http", "null", "plain", "curve", "huge"],
+)
+def test_flood_of_a_stranger_takes_no_memory_and_ends_nothing(
+    two: Callable[..., Two], said: bytes, of_kv: bool
+) -> None:
+    pair = two()
+    pair.meet()
+    port = kv_port(pair.members[1]) if of_kv else pair.peers[1][1]
+    before_bytes = rss_bytes()
+    frames = (b"\x01\xff" + bytes(255)) * 4096  # parts of a message that never ends
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(0.5)
+        with contextlib.suppress(OSError):
+            stranger.sendall(said)
+            for _ in range(64):
+                stranger.sendall(frames)
+    assert rss_bytes() - before_bytes < 32 * 2**20  # of 64 MiB
+    pair.members[0].send_part(1, PART, memoryview(DATA))
+    until(lambda: pair.ears[1].heard, "the part of a member")
+    assert [ear.gone for ear in pair.ears] == [[], []]
+
+
+def test_port_for_kv_is_closed_to_those_without_the_password(two: Callable[..., Two]) -> None:
+    pair = two()
+    pair.meet()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.plain_username, stranger.plain_password = b"member", b"a guess"
+        with stranger.get_monitor_socket(zmq.EVENT_ALL) as monitor:
+            stranger.connect(f"tcp://127.0.0.1:{kv_port(pair.members[1])}")
+            seen: list[int] = []
+            while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in seen:
+                assert monitor.poll(WAIT_S * 1000)
+                seen.append(int(zmq.utils.monitor.recv_monitor_message(monitor)["event"]))
+    assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen
+
+
+def test_member_without_free_descriptors_accepts_the_next_connection(
+    two: Callable[..., Two],
+) -> None:
+    pair = Two()
+    pair.members[1].start(pair.ears[1])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket() as early:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                early.connect(pair.peers[1])
+                time.sleep(0.2)  # in which it cannot be accepted
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            pair.members[0].start(pair.ears[0])
+            pair.meet()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        pair.close()
+
+
+# ---- lies ----
+
+
+def test_what_is_no_message_ends_the_connection_and_they_meet_anew(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = two()
+    pair.meet()
+    with monkeypatch.context() as patch:
+        patch.setattr(zeromq, "encode", lambda message: b"\xc1")
+        pair.members[1].send(0, Accept(JOB, 1))
+    until(lambda: pair.ears[0].gone == [1], "it is not talked to")
+    pair.meet()
+    assert pair.ears[0].heard == []
+
+
+class Captured:
+    """In place of a port."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[zmq.Frame]] = []
+
+    def put(self, name: bytes, *frames: Any) -> zmq.MessageTracker:
+        self.sent.append([zmq.Frame(bytes(each)) for each in frames])
+        return zmq.MessageTracker()
+
+
+def sealed(inlet: kv_path.Inlet, parts: int) -> list[list[zmq.Frame]]:
+    port, outlet = Captured(), kv_path.Outlet(inlet.name, inlet.key)
+    for layer in range(parts):
+        outlet.send(port, LayerPart(JOB, layer, 0, 4), memoryview(DATA))  # type: ignore[arg-type]
+    return port.sent
+
+
+def inlet() -> kv_path.Inlet:
+    return kv_path.Inlet(bytearray(2**22))
+
+
+def test_sealed_parts_are_opened_in_their_order() -> None:
+    there = inlet()
+    for layer, frames in enumerate(sealed(there, 3)):
+        assert DATA[:16] not in frames[1].bytes
+        head, payload = there.take(frames)
+        assert head.part == LayerPart(JOB, layer, 0, 4)
+        assert payload == DATA
+
+
+def flipped(frames: list[zmq.Frame], frame: int, at: int) -> list[zmq.Frame]:
+    spoilt = [bytearray(each.bytes) for each in frames]
+    spoilt[frame][at] ^= 4
+    return [zmq.Frame(bytes(each)) for each in spoilt]
+
+
+SPOILT: dict[str, Callable[[list[list[zmq.Frame]]], list[zmq.Frame]]] = {
+    "repeated": lambda sent: sent[0],
+    "left out": lambda sent: sent[2],
+    "payload": lambda sent: flipped(sent[1], 1, 5),
+    "tag": lambda sent: flipped(sent[1], 1, -1),
+    "head": lambda sent: flipped(sent[1], 0, -4),
+    "cut": lambda sent: [sent[1][0], zmq.Frame(sent[1][1].bytes[:-1])],
+    "empty": lambda sent: [sent[1][0], zmq.Frame(bytes(16))],
+    "no head": lambda sent: sent[1][1:],
+    "more": lambda sent: [*sent[1], sent[1][0]],
+    "long head": lambda sent: [zmq.Frame(bytes(2**16)), sent[1][1]],
+    "other key": lambda sent: sealed(inlet(), 2)[1],
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+def test_part_that_is_not_the_next_of_its_sender_is_bad(
+    spoil: Callable[[list[list[zmq.Frame]]], list[zmq.Frame]],
+) -> None:
+    there = inlet()
+    sent = sealed(there, 3)
+    there.take(sent[0])
+    with pytest.raises(kv_path.BadMessage):
+        there.take(spoil(sent))
+
+
+def test_kv_that_changed_on_the_way_is_not_delivered(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = two()
+    pair.meet()
+    put = kv_path.KvServer.put
+
+    def spoil(self: kv_path.KvServer, *frames: Any) -> zmq.MessageTracker:
+        frames[2][5] ^= 4
+        return put(self, *frames)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_path.KvServer, "put", spoil)
+        pair.members[0].send_part(1, PART, memoryview(DATA))
+    until(lambda: pair.ears[1].gone == [0], "the receiver ends it")
+    pair.meet()
+    pair.members[0].send_part(1, PART, memoryview(DATA))
+    until(lambda: pair.ears[1].heard, "a good one")
+    assert [kv for _, _, kv in pair.ears[1].heard] == [DATA]
+
+
+# ---- silence, and returns ----
+
+
+def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
+    here = member(1, peers)
+    here.start(Ear())
+    pipe.recv()
+
+
+def test_silence_is_absence_and_who_returns_is_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zeromq, "SILENCE_S", 1.0)
+    peers, ear, spawn = addresses(2), Ear(), multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    child = spawn.Process(target=other_process, args=(peers, theirs), daemon=True)
+    child.start()
+    assert child.pid is not None
+    here = member(0, peers)
+    here.start(ear)
+    try:
+        until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: ear.gone == [1], "it says nothing")
+        assert here.reachable() == frozenset()
+        os.kill(child.pid, signal.SIGCONT)
+        until(lambda: here.reachable() == {1}, "it is back")
+    finally:
+        child.kill()
+        ours.close()
+        here.close()
+
+
+def test_a_cut_link_comes_back_once_and_stays(two: Callable[..., Two]) -> None:
+    pair = two()
+    for cut in range(1, 4):
+        pair.meet()
+        pair.cut()
+        until(lambda: all(len(e.gone) == cut for e in pair.ears), "both have noticed")  # noqa: B023
+    pair.meet()
+    pair.stay()
+    assert [len(ear.gone) for ear in pair.ears] == [3, 3]
+
+
+def test_a_cut_link_comes_back_once_though_one_side_is_busy_with_a_part(
+    two: Callable[..., Two],
+) -> None:
+    pair = two()
+    pair.meet()
+    busy = pair.ears[0]
+    busy.open.clear()
+    pair.members[1].send_part(0, PART, memoryview(DATA))
+    until(busy.holds.is_set, "it hears nothing else now")
+    pair.cut()
+    busy.open.set()
+    until(lambda: all(ear.gone for ear in pair.ears), "both have noticed")
+    pair.meet()
+    pair.stay()
+    assert [ear.gone for ear in pair.ears] == [[1], [0]]
+
+
+def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
+    told: list[str] = []
+    may_tell = threading.Event()
+
+    class Slow(Ear):
+        def on_message(self, rank: int, message: Message) -> None:
+            if rank == 1:
+                told.append("is greeted")
+
+        def on_gone(self, rank: int, reason: str) -> None:
+            super().on_gone(rank, reason)
+            if rank == 1:
+                may_tell.wait(WAIT_S)
+                told.append("is told")
+
+    pair = two(ear=Slow, greeting=lambda rank: Cancel(JOB, "welcome"))
+    pair.meet()
+    until(lambda: told == ["is greeted"], "the greeting")
+    pair.cut()
+    until(lambda: pair.ears[0].gone, "it has noticed")
+    time.sleep(0.2)  # in which it would be greeted again
+    may_tell.set()
+    until(lambda: len(told) == 3, "they meet")
+    assert told == ["is greeted", "is told", "is greeted"]
+
+
+def test_handler_that_raises_ends_no_link(two: Callable[..., Two]) -> None:
+    class Raises(Ear):
+        def on_gone(self, rank: int, reason: str) -> None:
+            super().on_gone(rank, reason)
+            raise ValueError("of a handler")
+
+        def on_message(self, rank: int, message: Message) -> None:
+            super().on_message(rank, message)
+            raise ValueError("of a handler")
+
+    pair = two(ear=Raises)
+    pair.meet()
+    pair.cut()
+    until(lambda: all(len(ear.gone) == 1 for ear in pair.ears), "both have noticed")
+    pair.meet()
+    pair.members[0].send(1, Accept(JOB, 0))
+    until(lambda: all(len(ear.gone) == 2 for ear in pair.ears), "the link is made anew")
+    pair.meet()
+
+
+def test_peer_that_takes_no_kv_is_gone_after_a_time(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_cake.runahead.transport.SEND_TIMEOUT_S", 0.5)
+    pair = two()
+    pair.meet()
+    pair.ears[1].open.clear()
+    payload = memoryview(bytes(2**22))
+
+    def send_many() -> None:
+        for _ in range(100):
+            pair.members[0].send_part(1, PART, payload)
+
+    with pytest.raises(kv_path.PeerGone, match="does not take KV"):
+        send_many()
+    pair.ears[1].open.set()
+    until(lambda: all(ear.gone for ear in pair.ears), "they part")
+    pair.meet()
+    pair.members[0].send_part(1, PART, payload)
+
+
+# ---- addresses ----
+
+
+def test_members_meet_on_addresses_of_ip_version_6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IP version 6 here: {error}")
+    _meet([("::1", port) for _, port in addresses(2)])
+
+
+def test_members_meet_on_names() -> None:
+    _meet([("localhost", port) for _, port in addresses(2)])
+
+
+def _meet(peers: list[tuple[str, int]]) -> None:
+    members, ears = [member(rank, peers) for rank in range(2)], [Ear(), Ear()]
+    for each, ear in zip(members, ears, strict=True):
+        each.start(ear)
+    try:
+        until(lambda: all(each.reachable() for each in members), "they meet")
+        members[0].send_part(1, PART, memoryview(DATA))
+        until(lambda: ears[1].heard, "a part")
+    finally:
+        for each in members:
+            each.close()
+
+
+def test_an_address_that_is_taken_is_said_at_once() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(OSError, match="in use"):
+        member(0, [taken.getsockname()[:2], ("127.0.0.1", 1)])
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_member_that_is_dialed_in_vain_costs_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "RETRY_S", (0.01, 0.01))
+    dials = 0
+
+    class Counting(ZmqTransport):
+        def listener(self) -> "zmq.Socket[bytes]":
+            nonlocal dials
+            dials += 1
+            return super().listener()
+
+    here = member(0, addresses(2), kind=Counting)
+    here.start(Ear())
+    try:
+        until(lambda: dials >= 5, "it dials")
+        before, least = descriptors(), dials + 40
+        until(lambda: dials >= least, "and dials")
+        assert descriptors() < before + 20  # each dial takes three, or more
+    finally:
+        here.close()
+
+
+def test_close_leaves_no_thread_and_no_descriptor() -> None:
+    before, open_before = threading.active_count(), descriptors()
+    members = zeromq_group(3)
+    for each in members:
+        each.start(Ear())
+    until(lambda: all(len(m.reachable()) == 2 for m in members), "all are there")
+    for each in members:
+        each.close()
+    until(lambda: threading.active_count() <= before, "threads end")
+    until(lambda: descriptors() <= open_before, "descriptors are closed")
