@@ -17,7 +17,7 @@ from typing import Literal
 from sglang_cake.read.cost import Costs, StepWork, work_of
 from sglang_cake.read.last_step import early_last_step
 from sglang_cake.read.meet import Meet
-from sglang_cake.read.plan import Mode, look_ahead, next_step, worth_loading
+from sglang_cake.read.plan import Mode, is_late, look_ahead, next_step, worth_loading
 from sglang_cake.read.share import Claimant, order
 from sglang_cake.sim.layered import layered_end_s
 from sglang_cake.sim.live import Crossing, Live
@@ -64,6 +64,7 @@ class Server:
         self._links: list[tuple[Source, list[Crossing]]] = [(s, []) for s in machine.sources]
         self._landed_s = 0.0  # the last time that anything did
         self._busy = False
+        self._free_s = 0.0  # when the step under way is predicted to be over
         self._poll_s = math.inf  # when it will look next
 
     def submit(self, prompt: Prompt) -> Race:
@@ -86,13 +87,11 @@ class Server:
         count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
         live = Live(race, meet, count, self._clock.now + self._known_latency_s())
         stored = [b < count for b in range(meet.blocks)]
-        loads = self._mode != "compute" and any(stored)
-        if loads and self._mode == "auto":
-            loads = worth_loading(meet.view(), stored, self._chunk, self._own_costs(NOTHING))
-        if loads:
+        if self._mode != "compute":
             meet.found(stored)
         self._lives.append(live)
         self._rank()
+        self._revise([live])
         self._feed()
         self._step()
 
@@ -155,6 +154,41 @@ class Server:
     def _costs(self) -> Costs:
         return replace(self._known.costs, overlap=self._overlap)
 
+    def _revise(self, waiting: Sequence[Live]) -> None:
+        """Whether to load what waits for its turn, given what goes before it."""
+        now, number = self._clock.now, len(self.steps)
+        taken = self._machine.others(number) if self._machine.others else 0
+        others = StepWork(taken, 0.0, sum(1 for live in self._lives if live.decoded))
+        chunk = max(1, self._chunk - taken - others.decodes)
+        costs, ahead, changed = self._own_costs(others), StepWork(), False
+        for live in self._ranks:
+            if live in waiting and live.to_land:
+                backlog_s = max(0.0, self._free_s - now) + costs.prefill.queue_s(ahead, chunk)
+                loads = worth_loading(
+                    live.meet.view(),
+                    mode=self._mode,
+                    chunk_tokens=chunk,
+                    costs=replace(costs, backlog_s=backlog_s),
+                    progress=live.progress(now),
+                )
+                if loads != (live.keep is not None):
+                    changed = True
+                    if loads:
+                        live.keep = 0
+                    else:
+                        self._stop(live, late=is_late(costs, live.progress(now)))
+            ahead += live.to_compute
+        if changed:
+            self._rank()
+
+    def _stop(self, live: Live, *, late: bool) -> None:
+        """Nothing of it is worth loading now; of a link that is late, nothing any more."""
+        live.keep = None
+        live.since_s = None
+        if late:
+            live.meet.give_up()
+        self._cancel(live, live.meet.blocks)
+
     def _rank(self) -> None:
         """Who comes first, with the device and with the links."""
         now = self._clock.now
@@ -181,6 +215,7 @@ class Server:
         return Claimant.of(
             prompt.rid,
             view,
+            loads=live.keep is not None,
             remaining_s=remaining_s,
             waited_s=waited_s,
             begun=live.begun,
@@ -221,10 +256,10 @@ class Server:
         self._links[number][1].append(crossing)
         self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
 
-    def _fence(self, live: Live) -> None:
-        """What compute has claimed is not loaded: reads of it end here."""
+    def _cancel(self, live: Live, below: int) -> None:
+        """Its reads of blocks below that one end here."""
         for source, carried in self._links:
-            if carried and carried[0].live is live and carried[0].block < live.meet.fence:
+            if carried and carried[0].live is live and carried[0].block < below:
                 live.reading.discard(carried[0].block)
                 live.race.wasted_blocks += 1
                 carried.clear()
@@ -245,6 +280,7 @@ class Server:
         work = StepWork(taken, 0.0, decodes)
         parts: list[tuple[Live, int, int]] = []
         for live in list(self._ranks):
+            live.planned = False
             left = self._chunk - decodes - work.tokens
             if not live.in_prefill:
                 continue
@@ -259,6 +295,7 @@ class Server:
             self._feed()
             return
         self._begin(number, work, parts, taken)
+        self._revise([live for live in self._ranks if not live.planned])
         self._rank()
         self._feed()
 
@@ -272,9 +309,10 @@ class Server:
             costs=self._own_costs(work),
             progress=live.progress(now),
         )
-        live.keep = step.keep
+        live.planned = True
         if step.keep is None:
-            live.meet.give_up()
+            self._stop(live, late=step.late)
+        live.keep = step.keep
         live.waits(step.wait, now)
         return step.stop
 
@@ -282,6 +320,7 @@ class Server:
         self, number: int, work: StepWork, parts: Sequence[tuple[Live, int, int]], taken: int
     ) -> None:
         now = self._clock.now
+        self._free_s = now + self._known.prefill.cost.work_s(work)
         took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
         end_s = self._machine.device.done_s(now, took_s + self._machine.meet_s * len(parts))
         laps = []
@@ -297,7 +336,7 @@ class Server:
     def _claim(self, live: Live, start: int, stop: int) -> None:
         live.meet.claim(stop)
         live.race.computed_tokens += stop - start
-        self._fence(live)
+        self._cancel(live, live.meet.fence)  # compute has claimed them
 
     def _begin_last_early(self, number: int) -> bool:
         """Begin the last step of a prompt that waits for its last blocks, if it is time for that.
@@ -327,7 +366,7 @@ class Server:
         )
         lap = Lap(start, stop, now, end_s)
         self.steps.append(StepRecord(now, end_s, 0, 0, stop - start))
-        self._busy = True
+        self._busy, self._free_s = True, end_s
         self._clock.at(end_s, lambda: self._overlapped(live, lap, [c.block for c in tail]))
         return True
 

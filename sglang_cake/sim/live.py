@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from sglang_cake.read.cost import StepWork, work_of
 from sglang_cake.read.meet import BlockState, Meet
 from sglang_cake.read.plan import Progress
 from sglang_cake.sim.machine import Source
@@ -16,7 +17,8 @@ class Live:
     meet: Meet
     stored: int
     ready_s: float  # when its first block can begin to cross a link
-    keep: int | None = 0
+    keep: int | None = None
+    planned: bool = False  # in the step being formed
     since_s: float | None = None  # since when the link owes it a block; None: is not being served
     begun: bool = False
     waits_since_s: float | None = None
@@ -25,11 +27,19 @@ class Live:
 
     def progress(self, now: float) -> Progress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
-        return Progress(since_s, self.begun, self.keep or 0)
+        return Progress(since_s, self.begun, self.keep)
 
     @property
     def in_prefill(self) -> bool:
         return self.meet.front < self.race.prompt.prompt_tokens
+
+    @property
+    def to_compute(self) -> StepWork:
+        """What it computes, as far as its loads let it."""
+        front, stop = self.meet.front, self.race.prompt.prompt_tokens
+        if self.keep is not None and self.to_land:
+            stop = max(front, min(stop, self.keep * self.meet.block_tokens))
+        return work_of(front, stop)
 
     @property
     def to_land(self) -> int:
