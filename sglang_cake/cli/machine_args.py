@@ -168,7 +168,7 @@ def times(asked: Asked, tokens: int, stored_share: float = 1.0) -> dict[str, flo
         tokens,
         chunk_tokens=asked.chunk_tokens,
         block_tokens=asked.block_tokens,
-        stored_tokens=stored * asked.block_tokens,
+        stored_blocks=stored,
     )
     return {**found, "optimum": ideal.ttft_s}
 

@@ -233,14 +233,14 @@ class Server:
                 block = live.wanted(source)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
-                if block is None:
+                if block is None or carried:
                     continue
                 if now >= live.ready_s:
                     self._read(number, source, live, block)
-                    break
-                self._clock.at(live.ready_s, self._feed)
-                if first and live.since_s is None:
-                    live.since_s = now
+                else:
+                    self._clock.at(live.ready_s, self._feed)
+                    if first and live.since_s is None:
+                        live.since_s = now
                 first = False
 
     def _read(self, number: int, source: Source, live: Live, block: int) -> None:

@@ -254,7 +254,7 @@ def test_the_gain_is_what_theory_allows_with_one_block_on_its_way(suffix: int, g
     assert step_s == pytest.approx(SUFFIXES[suffix], rel=0.01)
 
     before, after = (
-        clairvoyant(machine, tokens, chunk_tokens=512, stored_tokens=stored)
+        clairvoyant(machine, tokens, chunk_tokens=512, stored_blocks=stored // BLOCK)
         for machine in (one, many)
     )
     ideal = 100 * (1 - after.ttft_s / before.ttft_s)
