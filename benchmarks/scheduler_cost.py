@@ -93,7 +93,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     req = _request(prompt_tokens)
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.news.append(Found("r", (True,) * blocks, True))
+    loader.news.append(Found("r", (True,) * blocks))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:

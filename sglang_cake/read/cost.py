@@ -101,7 +101,7 @@ class PrefillCost:
         return replace(self, fixed_s=self.work_s(others))
 
 
-def pairs(start: int, stop: int) -> float:
+def pairs(start: float, stop: float) -> float:
     """(query, key) pairs of tokens `[start, stop)`: each attends to all before it and itself."""
     tokens = stop - start
     return tokens * start + tokens * (tokens + 1) / 2

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_cake.read.cost import Costs
+from sglang_cake.read.cost import Costs, StepWork, work_of
 from sglang_cake.read.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
@@ -95,9 +95,7 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
             at = end
         return total
 
-    keep = progress.keep
-    reading = keep is not None and view.first + wanted.rfind(1) >= keep
-    since_s = progress.since_s if reading else 0.0
+    since_s = progress.since_s if _is_asked(view, progress) else 0.0
 
     def load_s(border: int) -> float:
         return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
@@ -186,7 +184,7 @@ def next_step(
         return Step(view.front, wait=True)
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
-        return Step(edge, keep=None, late=is_late(costs, progress))
+        return Step(edge, keep=None, late=is_late(view, costs, progress))
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
@@ -220,11 +218,23 @@ def worth_loading(
     return not _computing_wins(outlook, progress)
 
 
-def is_late(costs: Costs, progress: Progress) -> bool:
+def device_work(view: View, keep: int | None) -> StepWork:
+    """What a prompt computes if what lies right of block `keep` is loaded; None: nothing is."""
+    loads = keep is not None and BlockState.WANTED in view.states
+    stop = min(view.prompt_tokens, (keep or 0) * view.block_tokens) if loads else view.prompt_tokens
+    return work_of(view.front, max(view.front, stop))
+
+
+def is_late(view: View, costs: Costs, progress: Progress) -> bool:
     """Whether the link owes the prompt a block that should have come by now."""
-    return progress.keep is not None and costs.load.is_late(
-        progress.since_s, begun=progress.begun
-    )
+    late = costs.load.is_late(progress.since_s, begun=progress.begun)
+    return late and _is_asked(view, progress)
+
+
+def _is_asked(view: View, progress: Progress) -> bool:
+    """Whether the link works for the prompt."""
+    keep = progress.keep
+    return keep is not None and view.first + view.states.rfind(BlockState.WANTED) >= keep
 
 
 def _computing_wins(outlook: Outlook, progress: Progress) -> bool:

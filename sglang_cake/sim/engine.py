@@ -176,7 +176,7 @@ class Server:
                     if loads:
                         live.keep = 0
                     else:
-                        self._stop(live, late=is_late(costs, live.progress(now)))
+                        self._stop(live, late=is_late(live.meet.view(), costs, live.progress(now)))
             ahead += live.to_compute
         if changed:
             self._rank()

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from sglang_cake.read.cost import StepWork, work_of
+from sglang_cake.read.cost import StepWork
 from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Progress
+from sglang_cake.read.plan import Progress, device_work
 from sglang_cake.sim.machine import Source
 from sglang_cake.sim.records import Race
 
@@ -36,10 +36,7 @@ class Live:
     @property
     def to_compute(self) -> StepWork:
         """What it computes, as far as its loads let it."""
-        front, stop = self.meet.front, self.race.prompt.prompt_tokens
-        if self.keep is not None and self.to_land:
-            stop = max(front, min(stop, self.keep * self.meet.block_tokens))
-        return work_of(front, stop)
+        return device_work(self.meet.view(), self.keep)
 
     @property
     def to_land(self) -> int:

@@ -574,7 +574,7 @@ def test_a_prefix_that_the_tree_got_meanwhile_frees_what_landed_for_it(desk: Des
 
 # ---- another rank ----
 
-LANDED_AT, KEPT_AT = 14, 18  # where the 4 blocks of the only request stand in what is reduced
+LANDED_AT, KEPT_AT = 13, 17  # where the 4 blocks of the only request stand in what is reduced
 
 
 def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(two: Desk) -> None:

@@ -239,7 +239,7 @@ def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
 def test_nobody_waits_for_good(now: dict, mode: Mode, begun: bool) -> None:
     least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
-    now["progress"] = Progress(1e6 * (1 + least_s), begun)
+    now["progress"] = Progress(1e6 * (1 + least_s), begun, keep=0)
     assert not next_step(mode=mode, **now).wait
 
 
@@ -284,19 +284,19 @@ def test_a_quick_link_is_waited_for_until_it_breaks_its_promise() -> None:
     quick = costs(1)
     wait = Step(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
-    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True)) == wait
-    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True)).wait
+    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True, keep=0)) == wait
+    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, keep=0)).wait
 
 
 def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
     blocks, hopeless = [WANTED] * 10, costs(990)  # one block is saved, at the very end
     assert decide(blocks, hopeless) == Step(1050, keep=None)
-    assert decide(blocks, hopeless, progress=Progress(begun=True)).keep == 9
+    assert decide(blocks, hopeless, progress=Progress(keep=0)).keep == 9
     short = [ABSENT] * 99 + [WANTED]
     gain = 100 / (99 * 100 + 150)
     assert gain < COMPUTE_SLACK
     assert decide(short, costs(1)) == Step(10_000, keep=None)
-    assert decide(short, costs(1), progress=Progress(begun=True)).keep is not None
+    assert decide(short, costs(1), progress=Progress(keep=0)).keep is not None
     assert decide(short, costs(1), mode="both").keep is not None
 
 
@@ -316,8 +316,10 @@ def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() ->
 
 def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
     def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
-        view = view_of([ABSENT] * len(states), front=front)
-        return worth_loading(view, states, 500, known)
+        view = view_of([ABSENT] * len(states), front=front).found(states)
+        return worth_loading(
+            view, mode="auto", chunk_tokens=500, costs=known, progress=Progress()
+        )
 
     assert worth([True] * 10, costs(100))
     assert not worth([True] * 10, costs(1100))
