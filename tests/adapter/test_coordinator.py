@@ -34,6 +34,7 @@ from sglang_cake.testing.faulty import FaultyStore, SlowStore
 BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
 NAMESPACE = Digest(b"n" * 32)
 PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
+LOAD = LoadCost(0.0, 0.05, error=0.0, depth=2)
 
 
 @dataclass(eq=False)
@@ -78,6 +79,9 @@ class Desk:
         prefill: PrefillCost = PREFILL,
         store: Callable[[Store], Store] | None = None,
         ranks: bool = False,
+        io: Any = None,
+        load: LoadCost = LOAD,
+        chunk: int = 64,
     ) -> None:
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         self.pool = mha(slots, page=PAGE)
@@ -89,7 +93,7 @@ class Desk:
         self.slow = SlowStore(self.memory)
         self.faulty = FaultyStore(self.slow)
         self.front: Any = self.faulty if store is None else store(self.memory)
-        self.io = IoThread("test-io")
+        self.io = io or IoThread("test-io")
         self.peer: Callable[[torch.Tensor], None] | None = None
         self.counters = Counters()
         self.staging = BufferPool(staging, self.kv.new_buffer)
@@ -98,10 +102,10 @@ class Desk:
             self.staging,
             self.io,
             self.counters,
-            queue_depth=2,
-            prior=LoadCost(0.0, 0.05, error=0.0, depth=2),
+            queue_depth=load.depth,
+            prior=load,
         )
-        self.pace = Pace(loader, prefill, chunk_tokens=64, pipelined=False)
+        self.pace = Pace(loader, prefill, chunk_tokens=chunk, pipelined=False)
         self.landing = Landing(
             self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied
         )
