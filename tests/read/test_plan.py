@@ -317,9 +317,7 @@ def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() ->
 def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
     def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
         view = view_of([ABSENT] * len(states), front=front).found(states)
-        return worth_loading(
-            view, mode="auto", chunk_tokens=500, costs=known, progress=Progress()
-        )
+        return worth_loading(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
 
     assert worth([True] * 10, costs(100))
     assert not worth([True] * 10, costs(1100))
