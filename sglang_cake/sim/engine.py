@@ -322,7 +322,7 @@ class Server:
         now = self._clock.now
         self._free_s = now + self._known.prefill.cost.work_s(work)
         took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
-        end_s = self._machine.device.done_s(now, took_s + self._machine.meet_s * len(parts))
+        end_s = self._machine.device.done_s(now, took_s)
         laps = []
         for live, start, stop in parts:
             self._claim(live, start, stop)
@@ -359,7 +359,7 @@ class Server:
         took_s = machine.prefill.work_s(work_of(start, stop)) * machine.noise(number)
         end_s = layered_end_s(
             now,
-            took_s + machine.meet_s,
+            took_s,
             machine.layers,
             machine.device,
             lambda share: max(crossing.there_s(share) for crossing in tail),
