@@ -10,14 +10,14 @@ lands, and once in a block's time; as often as a real one while a last step may 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from sglang_cake.read.cost import Costs, StepWork, work_of
 from sglang_cake.read.last_step import early_last_step
 from sglang_cake.read.meet import Meet
-from sglang_cake.read.plan import Mode, is_late, look_ahead, next_step, worth_loading
+from sglang_cake.read.plan import Mode, Step, is_late, look_ahead, next_step, worth_loading
 from sglang_cake.read.share import Claimant, order
 from sglang_cake.sim.layered import layered_end_s
 from sglang_cake.sim.live import Crossing, Live
@@ -35,6 +35,7 @@ class Server:
     Args:
         chunk_tokens: budget of a step.
         policy: who gets the device and the links first; `fcfs` is the order of arrival.
+        rule: decides each step, as `next_step` does.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Server:
         mode: Mode = "auto",
         policy: Policy = "adaptive",
         knowledge: Knowledge | None = None,
+        rule: Callable[..., Step] = next_step,
     ) -> None:
         self.races: list[Race] = []
         self.steps: list[StepRecord] = []
@@ -56,6 +58,7 @@ class Server:
         self._block = block_tokens
         self._mode: Mode = mode
         self._policy = policy
+        self._rule = rule
         self._known = knowledge or Knowledge.of(machine)
         # As in the real server: the modes that benchmarks compare with do without.
         self._overlap = 1 - 1 / machine.layers if mode == "auto" else 0.0
@@ -302,7 +305,7 @@ class Server:
     def _decide(self, live: Live, left: int, work: StepWork) -> int:
         """How far this prompt computes in the step being formed."""
         now = self._clock.now
-        step = next_step(
+        step = self._rule(
             live.meet.view(),
             mode=self._mode,
             chunk_tokens=left,
@@ -403,6 +406,7 @@ def serve(
     mode: Mode = "auto",
     policy: Policy = "adaptive",
     knowledge: Knowledge | None = None,
+    rule: Callable[..., Step] = next_step,
 ) -> Server:
     """Serve `prompts` until all are finished; returns the server, with all that happened."""
     clock = Clock()
@@ -414,6 +418,7 @@ def serve(
         mode=mode,
         policy=policy,
         knowledge=knowledge,
+        rule=rule,
     )
     for prompt in prompts:
         server.submit(prompt)
