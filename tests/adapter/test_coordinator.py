@@ -18,6 +18,7 @@ from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.adapter.rounds import JUDGED
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.buffers import BufferPool
 from sglang_cake.config import CakeConfig
@@ -313,6 +314,82 @@ def test_compute_and_load_meet(desk: Desk) -> None:
     assert sides["fallback", "compute"] == sides["fallback", "load"] == 0
     desk.leave(req)
     desk.all_back()
+
+
+@pytest.fixture
+def auto() -> Iterator[Desk]:
+    """Four blocks and a half are computed in 0.072 s, before one is loaded."""
+    made = Desk(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))
+    yield made
+    made.io.close()
+
+
+def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(auto: Desk) -> None:
+    req = req_of(4.5)
+    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    auto.arrive(req)
+    auto.cake.poll([req.rid])
+    assert auto.slow.waiting == []
+    assert not auto.cake.racing(req.rid)
+    auto.loader.recall([LoadCost(0.0, 1e-4, error=0.0)])
+    auto.settle_io()
+    auto.cake.poll([req.rid])
+    auto.settle_io()
+    assert auto.slow.waiting == [keys[3], keys[2]]
+    auto.leave(req)
+    auto.open(*keys)
+    auto.all_back()
+
+
+def test_what_waits_behind_others_is_loaded_until_they_are_gone(auto: Desk) -> None:
+    ahead, req = FakeReq("ahead", array("q", range(1000, 3000))), req_of(4.5)
+    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    auto.arrive(ahead)
+    auto.arrive(req)
+    assert auto.slow.waiting == [keys[3], keys[2]]  # at once, before the next poll
+    auto.cake.poll(["ahead", req.rid])
+    assert auto.cake.racing(req.rid)
+    auto.leave(ahead)
+    auto.cake.poll([req.rid])
+    auto.settle_io()
+    assert not auto.cake.racing(req.rid)
+    assert auto.slow.waiting == []
+    late = FakeReq("late", array("q", range(1000, 3000)))
+    auto.arrive(late)
+    auto.cake.poll(["late", req.rid])  # a policy puts it first
+    auto.settle_io()
+    assert auto.slow.waiting == [keys[3], keys[2]]
+    for each in (late, req):
+        auto.leave(each)
+    auto.open(*keys)
+    auto.all_back()
+
+
+def test_of_many_that_wait_a_few_are_judged_anew_in_each_poll(
+    auto: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reqs = [req_of(4.5, str(i)) for i in range(3 * JUDGED)]
+    auto.fill(reqs[0].origin_input_ids, set(range(4)))
+    for req in reqs:
+        auto.arrive(req)
+    rids = [req.rid for req in reqs]
+    auto.cake.poll(rids)
+    asked: list[str] = []
+    worth = auto.pace.worth
+
+    def counted(restore: Any, *args: Any) -> bool:
+        asked.append(restore.rid)
+        return worth(restore, *args)
+
+    monkeypatch.setattr(auto.pace, "worth", counted)
+    for poll in range(1, 4):
+        auto.cake.poll(rids)
+        assert len(asked) == poll * JUDGED
+    assert sorted(asked) == sorted(rids)
+    for req in reqs:
+        auto.leave(req)
+    auto.open(*KeyChain(KeySeed(NAMESPACE), BLOCK).of(reqs[0].origin_input_ids))
+    auto.all_back()
 
 
 def test_what_is_left_is_predicted_at_every_step_news_or_not(desk: Desk) -> None:

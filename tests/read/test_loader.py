@@ -696,6 +696,49 @@ def test_what_compute_will_reach_first_is_not_begun(desk_of: Callable[..., Desk]
     assert desk.landed() == [("a", 2), ("a", 1)]
 
 
+def test_what_is_not_worth_loading_now_is_stopped_and_goes_on_later(
+    desk_of: Callable[..., Desk],
+) -> None:
+    desk = desk_of(depth=2)
+    tokens = tokens_of(0, 6)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[5], keys[4]]
+    desk.loader.keep("a", None)
+    assert desk.waiting() == []
+    assert desk.pool.free == desk.pool.capacity
+    desk.loader.fence("a", 2)
+    desk.loader.keep("a", 0)
+    assert desk.waiting() == [keys[5], keys[4]]
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", 2), ("a", 3), ("a", 4), ("a", 5)]
+
+
+def test_who_changes_their_mind_at_once_loses_no_read(desk: Desk) -> None:
+    tokens = tokens_of(0, 2)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == keys[::-1]
+    began = list(desk.loader.under_way("a").values())
+    desk.loader.keep("a", None)
+    desk.loader.keep("a", 0)
+    desk.settle()
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", 0), ("a", 1)]
+    assert len(began) == 2
+
+
+def test_a_read_that_another_prompt_waits_for_goes_on(desk: Desk) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens)
+    assert desk.waiting() == keys
+    desk.loader.keep("a", None)
+    desk.open(*keys)
+    assert desk.landed() == [("b", 0)]
+
+
 # ---- failures ----
 
 

@@ -15,6 +15,7 @@ from sglang_cake.read.plan import (
     Outlook,
     Progress,
     Step,
+    device_work,
     look_ahead,
     next_step,
     worth_loading,
@@ -324,6 +325,58 @@ def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
     assert not worth([False] * 99 + [True], costs(1))
     assert not worth([True] * 10, costs(100), front=1000)
     assert worth([False] * 9 + [True], costs(1), front=700)
+
+
+@pytest.mark.parametrize("busy", [StepWork(tokens=400), StepWork(decodes=40)])
+def test_a_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
+    view = view_of([WANTED] * 10)
+    known = costs(1100)
+    known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
+
+    def worth(known: Costs) -> bool:
+        return worth_loading(view, mode="auto", chunk_tokens=100, costs=known, progress=Progress())
+
+    assert not worth(known)
+    assert worth(known.beside(busy))
+    assert worth(replace(known, backlog_s=known.prefill.queue_s(StepWork(tokens=5000), 100)))
+
+
+def test_what_goes_before_a_prompt_is_time_for_its_loads() -> None:
+    view, known = view_of([WANTED] * 10), replace(costs(100, fixed_s=10), backlog_s=700.0)
+    outlook = look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+    assert outlook.compute_s == 700 + 1050 + 3 * 10
+    assert outlook.load_s == 1000 + 60
+    # A hundred tokens computed after 700 s, while nine blocks come.
+    assert (outlook.meet_token, outlook.both_s) == (100, 900 + 60)
+    late = replace(known, backlog_s=5000.0)
+    assert look_ahead(view, chunk_tokens=500, costs=late, progress=Progress()).best_s == 5060
+
+
+@SLOW
+@given(now=situations(), backlog_s=st.floats(0, 1e4), keep=st.sampled_from([None, 0]))
+def test_a_verdict_that_was_just_revised_stands(
+    now: dict, backlog_s: float, keep: int | None
+) -> None:
+    """Whichever it was before: with the same costs the next poll says the same again."""
+    now["costs"] = replace(now["costs"], backlog_s=backlog_s)
+    now["progress"] = Progress(keep=keep)
+    loads = worth_loading(mode="auto", **now)
+    now["progress"] = Progress(keep=0 if loads else None)
+    assert worth_loading(mode="auto", **now) == loads
+
+
+def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
+    blocks, quick = [WANTED] * 10, costs(1, fixed_s=10)
+    silent = decide(blocks, quick, progress=Progress(5000, begun=True, keep=0))
+    assert (silent.keep, silent.late) == (None, True)
+    slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, keep=0))
+    assert (slow.keep, slow.late) == (None, False)
+
+
+@pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])
+def test_a_prompt_computes_what_is_not_loaded(keep: int | None, tokens: int) -> None:
+    assert device_work(view_of([WANTED] * 10, front=50), keep).tokens == tokens
+    assert device_work(view_of([ABSENT] * 10, front=50), keep).tokens == 1000
 
 
 def test_only_the_last_steps_end_with_a_block() -> None:
