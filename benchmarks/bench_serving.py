@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_serving [--small] [--out FILE]
 
-Two workloads of SGLang's own benchmark: generated-shared-prefix (groups of prompts that share a
-long beginning) and the same with several turns. The device holds only two prompts, so what is
-shared must come from a store, behind a link on which loading a prompt takes as long as computing
+Workloads of SGLang's own benchmark: generated-shared-prefix (groups of prompts that share a long
+beginning), the same with several turns, and, if asked for, `lengths`: prompts of `tokens` / 8 to
+`tokens` tokens that share nothing and are all stored. The device holds only two prompts, so what
+is shared must come from a store, behind a link on which loading a prompt takes as long as computing
 it. Every arm runs each workload once unmeasured, which fills its store, then at every rate
 `repeats` times, with emptied device caches. Reported: mean, p50 and p99 of TTFT, inter-token
 latency, throughput; ratios of auto to off are of runs with the same rate, workload and repeat.
@@ -29,7 +30,9 @@ from sglang_cake.cli.store_tables import table
 from sglang_cake.testing.models import kv_token_bytes
 
 ARMS = ("off", "load", "auto", *(f"hicache-{policy}" for policy in POLICIES))
-WORKLOADS = {"shared-prefix": 1, "multi-turn": 3}  # turns
+TURNS = {"shared-prefix": 1, "multi-turn": 3}
+LENGTHS = "lengths"
+WORKLOADS = (*TURNS, LENGTHS)
 CHUNK = 256
 FIELDS = {
     "ttft_mean_ms": "mean_ttft_ms",
@@ -41,6 +44,8 @@ FIELDS = {
 }
 FULL = {"groups": 4, "prompts": 3, "system": 2048, "rates": [0.5, 2.0], "repeats": 2, "name": "cpu"}
 SMALL = {"groups": 2, "prompts": 2, "system": 512, "rates": [1.0], "repeats": 1, "name": "small"}
+FULL |= {"tokens": 4096, "requests": 20}
+SMALL |= {"tokens": 1024, "requests": 4}
 QUESTION, OUTPUT = 64, 16
 LIMIT_S = 600
 
@@ -54,6 +59,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--small", action="store_true", help="few prompts, one rate, one repeat")
     parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
+    parser.add_argument(
+        "--workloads", default=",".join(TURNS), help=f"of {', '.join(WORKLOADS)} (default: two)"
+    )
     parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 0.5,2")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
@@ -62,9 +70,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (SMALL if args.small else FULL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    args.arms = args.arms.split(",")
+    args.arms, args.workloads = args.arms.split(","), args.workloads.split(",")
     if args.repeats < 1 or not set(args.arms) <= set(ARMS):
         parser.error(f"needs a repeat, and arms of {', '.join(ARMS)}")
+    if not set(args.workloads) <= set(WORKLOADS):
+        parser.error(f"knows the workloads {', '.join(WORKLOADS)}")
     args.out = args.out or facts.RESULTS / f"serving-{args.name}.json"
     return args
 
@@ -73,7 +83,9 @@ def start(
     arm: str, args: argparse.Namespace, model: Path, work: Path, bandwidth: float
 ) -> FrozenServer:
     """The server of an arm, not started."""
-    longest = args.system + max(WORKLOADS.values()) * (QUESTION + OUTPUT) + 64
+    longest = args.system + max(TURNS.values()) * (QUESTION + OUTPUT) + 64
+    if LENGTHS in args.workloads:
+        longest = max(longest, args.tokens + OUTPUT)
     flags = servers.common_flags(CHUNK, longest)
     log = work / f"server-{arm}.log"
     if arm == "off":
@@ -95,30 +107,40 @@ def start(
 
 
 def command(
-    url: str, model: Path, out: Path, args: argparse.Namespace, *, turns: int, rate: float
+    url: str, model: Path, out: Path, args: argparse.Namespace, *, workload: str, rate: float
 ) -> list[str]:
     """SGLang's benchmark, as anybody would call it."""
-    return [
-        *(sys.executable, "-m", "sglang.bench_serving", "--base-url", url),
-        *("--backend", "sglang" if turns == 1 else "sglang-oai-chat"),  # only chats have turns
-        *("--model", str(model), "--tokenizer", str(model), "--seed", "3"),
+    turns = TURNS.get(workload, 1)
+    prompts = [
         *("--dataset-name", "generated-shared-prefix", "--gsp-num-turns", str(turns)),
         *("--gsp-num-groups", str(args.groups), "--gsp-prompts-per-group", str(args.prompts)),
         *("--gsp-system-prompt-len", str(args.system), "--gsp-question-len", str(QUESTION)),
         *("--gsp-output-len", str(OUTPUT), "--num-prompts", str(args.groups * args.prompts)),
+    ]
+    if workload == LENGTHS:
+        prompts = [
+            *("--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "0.125"),
+            *("--random-input-len", str(args.tokens), "--random-output-len", str(OUTPUT)),
+            *("--num-prompts", str(args.requests)),
+        ]
+    return [
+        *(sys.executable, "-m", "sglang.bench_serving", "--base-url", url),
+        *("--backend", "sglang" if turns == 1 else "sglang-oai-chat"),  # only chats have turns
+        *("--model", str(model), "--tokenizer", str(model), "--seed", "3"),
+        *prompts,
         *("--request-rate", f"{rate:g}", "--warmup-requests", "0", "--flush-cache"),
         *("--disable-tqdm", "--output-file", str(out)),
     ]
 
 
 def measure(
-    url: str, model: Path, work: Path, args: argparse.Namespace, *, turns: int, rate: float
+    url: str, model: Path, work: Path, args: argparse.Namespace, *, workload: str, rate: float
 ) -> dict[str, float]:
     """One run. Raises: RuntimeError with the end of its output when it fails."""
     out = work / "serving.jsonl"
     out.unlink(missing_ok=True)
     done = subprocess.run(
-        command(url, model, out, args, turns=turns, rate=rate),
+        command(url, model, out, args, workload=workload, rate=rate),
         capture_output=True,
         text=True,
         check=False,
@@ -214,16 +236,19 @@ def run(args: argparse.Namespace, model: Path, work: Path, progress: Progress) -
                 bandwidth = balanced(server, model, args)
                 result["balanced_bytes_per_s"] = round(bandwidth)
             with server.thawed() as url:
-                for workload, turns in WORKLOADS.items():
-                    measure(url, model, work, args, turns=turns, rate=max(args.rates))
+                for workload in args.workloads:
+                    measure(url, model, work, args, workload=workload, rate=max(args.rates))
                     for rate in args.rates:
                         for repeat in range(args.repeats):
-                            found = measure(url, model, work, args, turns=turns, rate=rate)
+                            found = measure(url, model, work, args, workload=workload, rate=rate)
                             labels = {"workload": workload, "rate": rate, "arm": arm}
                             result["runs"].append({**labels, "repeat": repeat, **found})
                         progress.say(f"{arm}, {workload}, {rate:g}/s: {found['ttft_mean_ms']} ms")
         result["summary"] = summary(result["runs"])
-        facts.write(args.out, {**facts.header("serving", repeats=args.repeats), **result})
+        facts.write(
+            args.out,
+            {**facts.header("serving", repeats=args.repeats, tokens=args.tokens), **result},
+        )
     return result
 
 

@@ -9,7 +9,7 @@ import difflib
 import importlib
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
@@ -243,6 +243,11 @@ class CakeConfig:
     def lossy(self) -> bool:
         """Whether KV from the store may differ from what was computed."""
         return may_lose(self.codec, self.max_error)
+
+    def may_load(self, stored: Sequence[bool]) -> bool:
+        """Whether so many of a prompt's next blocks are stored that any may be loaded."""
+        least = max(1, self.min_load_tokens // self.block_tokens)
+        return self.mode != "compute" and sum(stored) >= least
 
 
 _FIELDS: Final = {field.name: field for field in fields(CakeConfig)}

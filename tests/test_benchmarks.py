@@ -233,11 +233,22 @@ def test_serving_compares_runs_of_the_same_rate_and_repeat() -> None:
 
 def test_serving_calls_the_benchmark_of_sglang() -> None:
     args = bench_serving.parse_args(["--small"])
-    words = bench_serving.command("http://x", Path("m"), Path("o"), args, turns=3, rate=0.5)
+
+    def command(workload: str) -> list[str]:
+        return bench_serving.command(
+            "http://x", Path("m"), Path("o"), args, workload=workload, rate=0.5
+        )
+
+    words = command("multi-turn")
     assert words[words.index("--gsp-num-turns") + 1] == "3"
     assert words[words.index("--backend") + 1] == "sglang-oai-chat"
     with pytest.raises(SystemExit):
         bench_serving.parse_args(["--arms", "warp"])
+    with pytest.raises(SystemExit):
+        bench_serving.parse_args(["--workloads", "warp"])
+    words = command("lengths")
+    assert words[words.index("--random-input-len") + 1] == "1024"
+    assert "--gsp-num-turns" not in words
 
 
 def test_a_full_store_holds_up_loading_alone_and_not_cake() -> None:

@@ -1,8 +1,9 @@
 """What computing and loading cost on the papers' machines, fitted to what they print.
 
 The papers print ratios. Loading is known: `io_s` (its two overheads are the fit of the model of
-theory: T_load = bytes / bandwidth + 0.038 s + 0.117 s per 16k tokens). So T_compute = T_load x
-comp / io, cell by cell, without Cake's own time in it; over the bandwidths these agree within 1 %.
+theory: T_load = bytes / bandwidth + 0.038 s + 0.117 s per 16k tokens of LongAlpaca-13B; of another
+model in proportion to the bytes of its KV in 16 bits). So T_compute = T_load x comp / io, cell by
+cell, without Cake's own time in it; `spread` says how well the bandwidths agree on it.
 
 A step of k tokens at position p costs fixed + token * k + pair * (pairs of the step). At full
 utilisation, for LongAlpaca-13B and 512 tokens, the sums are those of theory (`FULL`). Beside them:
@@ -33,8 +34,8 @@ CHUNK = 512
 BLOCK = 128
 K = 1024
 READ_S = 0.038
-READ_S_PER_TOKEN = 0.117 / (16 * K)
 KIB = 1024
+READ_S_PER_BYTE = 0.117 / (16 * K * 800 * KIB)  # of KV in 16 bits: what is stored is unpacked
 # Seconds of a full step of 512 tokens of LongAlpaca-13B, and what each later one costs more.
 FULL = {"A100": (0.0803, 0.00156), "2xA100": (0.0499, 0.00104), "H100": (0.0611, 0.00118)}
 MODELS = {
@@ -78,6 +79,11 @@ class Setting:
         return MODELS[self.model][0] * self.bits / 16
 
     @property
+    def read_s_per_token(self) -> float:
+        """What reading costs beyond the link."""
+        return READ_S_PER_BYTE * MODELS[self.model][0]
+
+    @property
     def free_tokens(self) -> int:
         """Of a step's budget, what other users leave."""
         return round(self.chunk * self.util)
@@ -86,7 +92,7 @@ class Setting:
 def io_s(setting: Setting) -> float:
     """Loading everything, without the step after it."""
     link_s = setting.tokens * setting.token_bytes / (setting.gbps * 1e9 / 8)
-    return link_s + READ_S + READ_S_PER_TOKEN * setting.tokens
+    return link_s + READ_S + setting.read_s_per_token * setting.tokens
 
 
 @cache
@@ -106,6 +112,25 @@ def compute_s(key: tuple[str, float, str, int], tokens: int) -> float:
     """Geometric mean over the bandwidths."""
     logs = [math.log(took_s) for length, took_s in measured()[key] if length == tokens]
     return math.exp(sum(logs) / len(logs))
+
+
+def spread(model: str) -> float:
+    """By how much the bandwidths disagree on a time to compute of that model, at most."""
+    worst = 0.0
+    for key, cells in measured().items():
+        for tokens in {tokens for tokens, _ in cells if key[2] == model}:
+            here = [took_s for length, took_s in cells if length == tokens]
+            worst = max(worst, max(here) / min(here) - 1)
+    return worst
+
+
+def fitted_to(setting: Setting, table: str) -> int:
+    """How many printed cells the time to compute of this one is fitted to, itself among them; 0: it
+    is fitted to others alone."""
+    if table == "table7":
+        return 0
+    key = (setting.hardware, setting.util, setting.model, setting.chunk)
+    return len(measured()[key])
 
 
 @cache
@@ -191,7 +216,7 @@ def prefill_cost(setting: Setting) -> PrefillCost:
 
 def machine(setting: Setting) -> Machine:
     """The simulated machine of a setting."""
-    block_s = BLOCK * (setting.token_bytes / (setting.gbps * 1e9 / 8) + READ_S_PER_TOKEN)
+    block_s = BLOCK * (setting.token_bytes / (setting.gbps * 1e9 / 8) + setting.read_s_per_token)
     taken = setting.chunk - setting.free_tokens
     return Machine(
         prefill_cost(setting),

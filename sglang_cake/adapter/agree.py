@@ -18,7 +18,7 @@ from sglang_cake.read.cost import LoadCost, PrefillCost
 
 _NS = 1e9
 _LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
-_HEAD = 4 + _LOAD_NUMBERS  # what of a restore comes before its blocks
+_HEAD = 3 + _LOAD_NUMBERS  # what of a restore comes before its blocks
 _GONE = -1  # a rank has no record of a request
 _NOTHING = 2**63 - 1  # leaves what the other ranks say
 
@@ -28,7 +28,6 @@ class Facts:
     """What all ranks know of one restore."""
 
     stored: tuple[bool, ...] | None  # None: not every rank's lookup has answered
-    load: bool
     landed: tuple[int, ...]
     lost: tuple[int, ...]
     elapsed_s: float
@@ -106,11 +105,9 @@ class Agreement:
 
 
 def _own(restore: Restore) -> Facts:
-    stored, load = restore.answer or (None, False)
     blocks = restore.meet.blocks
     return Facts(
-        stored=None if stored is None or restore.known else tuple(stored),
-        load=load,
+        stored=None if restore.known else restore.answer,
         landed=tuple(sorted(b for b in restore.arrived if b < blocks)),
         lost=tuple(sorted(b for b in restore.failed if b < blocks)),
         elapsed_s=restore.local_elapsed_s(),
@@ -146,29 +143,28 @@ def _size(restore: Restore) -> int:
 
 
 def _pack(restore: Restore) -> list[int]:
-    """[elapsed, now, answered, load, its cost, landed..., not lost..., stored...]; what is
-    stored only until it is known."""
-    stored, load = restore.answer or ((), False)
+    """[elapsed, now, answered, cost of loads, landed..., not lost..., stored...]; what is stored
+    only until it is known."""
+    answered = restore.answer is not None
     clocks = [int(s * _NS) for s in (restore.local_elapsed_s(), time.monotonic())]
-    numbers = [*clocks, restore.answer is not None, load, *_pack_load(restore.load)]
+    numbers = [*clocks, answered, *_pack_load(restore.load)]
     numbers += [b in restore.arrived for b in range(restore.meet.blocks)]
     numbers += [b not in restore.failed for b in range(restore.meet.blocks)]
     if not restore.known:
-        numbers += list(stored) if restore.answer else [0] * _full_blocks(restore)
+        numbers += restore.answer or [0] * _full_blocks(restore)
     return [int(n) for n in numbers]
 
 
 def _unpack(restore: Restore, numbers: list[int]) -> Facts:
-    elapsed, now, answered, load = numbers[:4]
+    elapsed, now, answered = numbers[:3]
     blocks = restore.meet.blocks
     landed, kept = numbers[_HEAD : _HEAD + blocks], numbers[_HEAD + blocks : _HEAD + 2 * blocks]
     stored = tuple(bool(n) for n in numbers[_HEAD + 2 * blocks :])
     return Facts(
         stored=stored if answered and not restore.known else None,
-        load=bool(load),
         landed=tuple(b for b in range(blocks) if landed[b]),
         lost=tuple(b for b in range(blocks) if not kept[b]),
         elapsed_s=elapsed / _NS,
         now_s=now / _NS,
-        cost=_unpack_load(numbers[4:_HEAD], restore.load),
+        cost=_unpack_load(numbers[3:_HEAD], restore.load),
     )

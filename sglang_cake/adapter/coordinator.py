@@ -28,6 +28,7 @@ from sglang_cake.adapter.story import Storyteller
 from sglang_cake.config import CakeConfig
 from sglang_cake.counters import Counters
 from sglang_cake.keys import Digest, KeyChain
+from sglang_cake.read.cost import StepWork
 from sglang_cake.read.fair import TenantTokens
 from sglang_cake.read.loader import Loader, Prompt
 from sglang_cake.read.meet import Meet
@@ -73,12 +74,20 @@ class Coordinator:
         self._adapter = adapter
         self.suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
-        self.inbox = Inbox(loader, landing, teller)
+        self.inbox = Inbox(loader, landing, config, teller)
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         self._others_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()  # not in these
         self._rounds = Rounds(
-            self._restores, self.end, loader, landing, self.inbox, pace, agreement, teller
+            self._restores,
+            self.end,
+            loader,
+            landing,
+            self.inbox,
+            config.mode,
+            pace,
+            agreement,
+            teller,
         )
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
@@ -120,6 +129,7 @@ class Coordinator:
                 front=matched(tokens, limit),
             ),
         )
+        ahead = sum((live.to_compute for live in self._before(restore)), StepWork())
         self._restores[req.rid] = restore
         self.inbox.expect(restore)
         self._tenants.arrives(restore.facts.tenant)
@@ -131,7 +141,7 @@ class Coordinator:
                 blocks=restore.meet.blocks,
                 first_block=restore.meet.fence,
                 facts=restore.facts,
-                worth=self.pace.worth(restore, self._config),
+                worth=self.pace.worth_now(restore, self._config, ahead),
             )
         )
         self._teller.tell(restore, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -263,13 +273,9 @@ class Coordinator:
         step = restore.next_step(self._config.mode, chunk_tokens, self.pace.costs(restore))
         self.waiting |= step.wait
         restore.stood_aside |= step.wait
-        if step.keep is None:
-            self._loader.fence(restore.ticket, restore.meet.blocks)
-            restore.meet.give_up()
-        else:
-            restore.keep_from(step.keep)
-            self._loader.keep(restore.ticket, step.keep)
-        return step
+        restore.planned = True
+        self.inbox.load(restore, step.keep, late=step.late)
+        return step if restore.racing else None
 
     @property
     def block_tokens(self) -> int:
@@ -287,11 +293,11 @@ class Coordinator:
         return self._config.priority == "fair"
 
     def racing(self, rid: str) -> bool:
-        """Whether some of this request's KV is still to come from the store."""
-        return (live := self._restores.get(rid)) is not None and live.known and live.meet.racing
+        """Whether some of this request's KV is being loaded, or waits for its front."""
+        return (live := self._restores.get(rid)) is not None and live.known and live.racing
 
     def loads(self, rid: str) -> bool:
-        """Whether some of this request's KV came from the store, or is still to come."""
+        """Whether some of this request's KV came from the store, or is being loaded."""
         return (live := self._restores.get(rid)) is not None and (live.begun or self.racing(rid))
 
     def idle(self, rid: str, chunk_tokens: int) -> bool:
@@ -353,6 +359,12 @@ class Coordinator:
         self._claim(req, restore, stop)
 
     # ---- inside ----
+
+    def _before(self, restore: Restore) -> list[Restore]:
+        """Who has the device before a request that has just come, and is computed: prompts that are
+        being loaded leave it to others, where priorities adapt."""
+        live = [r for r in self._restores.values() if r.prefill_s is None]
+        return [r for r in live if not (self.adaptive and r.racing)]
 
     def _advance(self, restore: Restore, req: "Req") -> None:
         self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")

@@ -4,6 +4,7 @@ from sglang_cake.adapter.agree import Facts
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.story import Storyteller
+from sglang_cake.config import CakeConfig
 from sglang_cake.read.events import Found, Landed, LoaderEvent
 from sglang_cake.read.loader import Loader
 from sglang_cake.read.meet import BlockState
@@ -13,8 +14,11 @@ from sglang_cake.read.staging import StagedBlock
 class Inbox:
     """What was asked of the loader, for each request, and what came of it. Scheduler thread."""
 
-    def __init__(self, loader: Loader, landing: Landing, teller: Storyteller) -> None:
+    def __init__(
+        self, loader: Loader, landing: Landing, config: CakeConfig, teller: Storyteller
+    ) -> None:
         self._loader, self._landing, self._teller = loader, landing, teller
+        self._config = config
         # By what the loader calls them: one that comes back under its id is another load.
         self._tickets: dict[str, Restore] = {}
         self.now_s = 0.0  # as agreed in the last step that needed it
@@ -40,9 +44,9 @@ class Inbox:
         restore.begun |= bool(facts.landed)
         if facts.stored is not None:
             restore.known, restore.stored = True, facts.stored
-            if facts.load:
+            if self._config.may_load(facts.stored[restore.meet.view().first :]):
                 restore.meet.found(facts.stored)
-            else:  # too little is stored, for one rank at least
+            else:  # too little is stored, on one rank at least
                 self.stop_loading(restore, "peer")
         for block in facts.landed:
             staged = restore.arrived.pop(block)
@@ -55,6 +59,16 @@ class Inbox:
                 restore.meet.lost(block)
             if block in restore.arrived:  # another rank could not get its part
                 self._refuse(restore, restore.arrived.pop(block), "peer")
+
+    def load(self, restore: Restore, keep: int | None, *, late: bool = False) -> None:
+        """From now on blocks from `keep` on are worth loading; None: none is, and if the link is
+        `late`, none will be."""
+        restore.keep_from(keep)
+        if late and keep is None:
+            self._loader.fence(restore.ticket, restore.meet.blocks)
+            restore.meet.give_up()
+        else:
+            self._loader.keep(restore.ticket, keep)
 
     def fence(self, restore: Restore, fence: int) -> None:
         """Compute has the blocks below `fence`."""
@@ -75,7 +89,7 @@ class Inbox:
             if isinstance(event, Landed):
                 event.staged.release(used=False, reason="ended")
         elif isinstance(event, Found):
-            restore.answer = (event.stored, event.load)
+            restore.answer = event.stored
             self._teller.tell(restore, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Landed):
             restore.arrived[event.block] = event.staged

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sglang_cake.adapter.agree import Agreement, Facts
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.config import CakeConfig
 from sglang_cake.read.cost import Costs, LoadCost, PrefillCost, PrefillFit, StepWork, work_of
 from sglang_cake.read.loader import Loader
-from sglang_cake.read.plan import look_ahead, worth_loading
+from sglang_cake.read.plan import Mode, Progress, is_late, look_ahead, worth_loading
 
 
 class Pace:
@@ -30,6 +31,8 @@ class Pace:
         self._steady = False  # the step before the one under way was a prefill step as well
         self._began_s = 0.0
         self._work = StepWork()  # of the step being scheduled or under way
+        self._launched = StepWork()  # of the one before the last poll
+        self._decodes = 0  # requests that decode in steps that prefill
         self.agreed = self._fit.cost
         self.overlap = 0.0  # share of a last step that may run before the loads are over
 
@@ -76,7 +79,7 @@ class Pace:
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
-        self._work = StepWork(decodes=decodes)
+        self._work, self._decodes = StepWork(decodes=decodes), decodes
 
     def claimed(self, start: int, stop: int) -> None:
         """The step being scheduled prefills `[start, stop)` of a request."""
@@ -95,25 +98,65 @@ class Pace:
     def polled(self) -> None:
         """The step under way at the last poll took until now."""
         work, self._work = self._work, StepWork()
+        self._launched = work
         steady, self._steady = self._steady, work.tokens > 0
         if not work.tokens or (self._pipelined and not steady):
             return
         self._fit.observe(work, time.monotonic() - self._began_s)
 
-    def worth(
-        self, restore: Restore, config: CakeConfig
+    def worth_now(
+        self, restore: Restore, config: CakeConfig, ahead: StepWork
     ) -> Callable[[Sequence[bool], LoadCost], bool]:
-        """Whether to load, decided by the I/O thread once it knows which blocks are stored."""
-        view, prefill, overlap = restore.meet.view(), self.agreed, self._overlap_of(restore)
-        least = max(1, config.min_load_tokens // config.block_tokens)
+        """Whether to load at once, decided by the I/O thread when it knows which blocks are stored.
+
+        Args:
+            ahead: what the device does before it is the request's turn.
+        """
+        view, waiting = restore.meet.view(), self._waiting(restore, ahead)
 
         def worth(stored: Sequence[bool], load: LoadCost) -> bool:
-            costs = Costs(prefill, load, overlap=overlap)
-            if config.mode == "compute" or sum(stored[view.first :]) < least:
-                return False
-            return config.mode != "auto" or worth_loading(view, stored, self.chunk_tokens, costs)
+            return config.may_load(stored[view.first :]) and worth_loading(
+                view.found(stored),
+                mode=config.mode,
+                chunk_tokens=self._waiting_chunk_tokens,
+                costs=replace(waiting, load=load),
+                progress=Progress(),
+            )
 
         return worth
+
+    def worth(self, restore: Restore, mode: Mode, ahead: StepWork) -> bool:
+        """The same of a request whose lookup has answered, on what all ranks know."""
+        return worth_loading(
+            restore.meet.view(),
+            mode=mode,
+            chunk_tokens=self._waiting_chunk_tokens,
+            costs=self._waiting(restore, ahead),
+            progress=restore.progress,
+        )
+
+    def late(self, restore: Restore) -> bool:
+        """Whether the link owes the request a block that should have come by now."""
+        return is_late(restore.meet.view(), self.costs(restore), restore.progress)
+
+    def _waiting(self, restore: Restore, ahead: StepWork) -> Costs:
+        """The agreed costs of a request that waits for its turn: `ahead` goes before it, and who
+        decodes now goes on."""
+        costs = Costs(
+            self.agreed,
+            restore.load,
+            pipelined=self._pipelined,
+            overlap=self._overlap_of(restore),
+        ).beside(StepWork(decodes=self._decodes))
+        backlog_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
+        if self._pipelined:  # the step that was launched last has just begun
+            launched = self._work if self._work.tokens else self._launched
+            backlog_s += self.agreed.queue_s(launched, self.chunk_tokens)
+        return replace(costs, backlog_s=backlog_s)
+
+    @property
+    def _waiting_chunk_tokens(self) -> int:
+        return max(1, self.chunk_tokens - self._decodes)
 
     def remaining_s(self, restore: Restore) -> float:
         """Predicted rest of its T*."""

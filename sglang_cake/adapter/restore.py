@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from sglang_cake.keys import KeyChain
-from sglang_cake.read.cost import Costs, LoadCost
+from sglang_cake.read.cost import Costs, LoadCost, StepWork
 from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Mode, Progress, Step, next_step
+from sglang_cake.read.plan import Mode, Progress, Step, device_work, next_step
 from sglang_cake.read.reading import Reading
 from sglang_cake.read.share import Claimant
 from sglang_cake.read.staging import StagedBlock
@@ -36,8 +36,9 @@ class Overlap:
 class Restore:
     """A live request's record. The scheduler thread owns it.
 
-    A landed block is in `staged` (host) until its copy to the device is complete, and in `slots`
-    (device) from the moment slots were found for it until it joins the tree.
+    A block that landed here is in `arrived` until it has landed on every rank, then in `staged`
+    (host memory) until slots are found for it, then in `slots` (device) until it joins the tree.
+    From then on `Landing` has its host memory, until the copy to the device is complete.
     """
 
     rid: str
@@ -54,7 +55,7 @@ class Restore:
     # What this rank has, whether or not the other ranks have it too:
     arrived: dict[int, StagedBlock] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
-    answer: "tuple[tuple[bool, ...], bool] | None" = None  # (stored, load)
+    answer: tuple[bool, ...] | None = None  # of the lookup: what is stored
     # What the ranks have agreed on:
     staged: dict[int, StagedBlock] = field(default_factory=dict)
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # int64 [block_tokens] each
@@ -71,7 +72,8 @@ class Restore:
     begun: bool = False  # agreed: a block has landed
     stood_aside: bool = False  # it left the device to others, and has not had it since
     times_given_way: int = 0  # went back to the queue between two chunks
-    keep: int = 0  # loads of blocks below this one are not worth starting
+    keep: int | None = None  # loads of blocks below this one are not worth starting; None: none is
+    planned: bool = False  # its turn came since the last poll
     remaining_s: float = 0.0  # predicted at the last news, or step
     predicted_s: float | None = None  # TTFT, when it was first planned
     matched_tokens: int = 0
@@ -87,6 +89,23 @@ class Restore:
     def contending(self) -> bool:
         """Whether decisions about this request still depend on what the loader does."""
         return self.prefill_s is None and (not self.known or self.meet.racing)
+
+    @property
+    def on_link(self) -> bool:
+        """Whether the link has, or may have, something to do for it."""
+        return self.contending and (not self.known or self.racing)
+
+    @property
+    def racing(self) -> bool:
+        """Whether some of its KV has landed and waits for the front, or is being loaded."""
+        states = self.meet.view().states
+        loads = self.keep is not None and BlockState.WANTED in states
+        return loads or BlockState.LANDED in states
+
+    @property
+    def to_compute(self) -> StepWork:
+        """What the device has still to do for it."""
+        return device_work(self.meet.view(), self.keep)
 
     def held(self, mode: Mode) -> bool:
         """Whether it is not scheduled yet, while its lookup is under way."""
@@ -104,16 +123,17 @@ class Restore:
 
     def idle(self, mode: Mode, chunk_tokens: int, costs: Costs) -> bool:
         """Whether it would leave the device alone, were it its turn."""
-        if not self.known or not self.meet.racing:
+        if not self.known or not self.racing:
             return self.held(mode)
         if self.meet.island() is not None:
             return False  # it joins the tree when it is its turn
         return self.next_step(mode, chunk_tokens, costs).wait
 
-    def keep_from(self, block: int) -> None:
-        """From now on blocks from `block` on are worth loading."""
+    def keep_from(self, block: int | None) -> None:
+        """From now on blocks from `block` on are worth loading; None: none is."""
         view = self.meet.view()
-        if view.first + view.states.rfind(BlockState.WANTED) < max(self.keep, view.first):
+        last = view.first + view.states.rfind(BlockState.WANTED)
+        if self.keep is None or last < self.keep:
             # Nothing was asked of the link lately: it does not owe a block for that time.
             self.served_since_s, self.elapsed_s = time.monotonic(), 0.0
         self.keep = block
@@ -139,6 +159,7 @@ class Restore:
         claimant = Claimant.of(
             self.rid,
             self.meet.view(),
+            loads=self.keep is not None,
             remaining_s=lambda: self.remaining_s,
             waited_s=waited_s,
             begun=self.begun,

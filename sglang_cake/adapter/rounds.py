@@ -8,7 +8,13 @@ from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.restore import Restore
 from sglang_cake.adapter.story import Storyteller
+from sglang_cake.read.cost import StepWork
 from sglang_cake.read.loader import Loader
+from sglang_cake.read.plan import Mode
+
+# Of the requests that wait for their turn, so many are judged anew in a poll: each costs a
+# prediction.
+JUDGED = 8
 
 
 class Rounds:
@@ -29,6 +35,7 @@ class Rounds:
         loader: Loader,
         landing: Landing,
         inbox: Inbox,
+        mode: Mode,
         pace: Pace,
         agreement: Agreement,
         teller: Storyteller,
@@ -36,6 +43,8 @@ class Rounds:
         self._restores, self._end = restores, end
         self._loader, self._landing, self._inbox = loader, landing, inbox
         self._pace, self._agreement, self._teller = pace, agreement, teller
+        self._mode: Mode = mode
+        self._judged = 0  # how many of those that waited were judged anew so far
         self._served: Restore | None = None  # the link works for it before all others
         self.leaving = False  # cake is off on this rank
         self.left = False  # and every other rank knows
@@ -50,7 +59,7 @@ class Rounds:
         self._attempt(failures, lambda: self._hear(step_s))
         contending = self._agree(serving)
         if contending:  # the reduction comes first in it, and takes place whatever fails
-            self._attempt(failures, lambda: self._learn(contending))
+            self._attempt(failures, lambda: self._judge(self._learn(contending), serving))
         self._attempt(failures, lambda: self._serve(serving))
         if contending:
             self._agree(serving)  # nobody schedules what has failed on another rank meanwhile
@@ -98,15 +107,37 @@ class Rounds:
                 self._end(rid)
         return [r for r in map(self._restores.get, names) if r is not None and r.contending]
 
-    def _learn(self, contending: Sequence[Restore]) -> None:
+    def _learn(self, contending: Sequence[Restore]) -> list[Restore]:
+        """Take the facts. Returns those whose lookup has just answered."""
         facts = self._pace.agree(contending, self._agreement)
         for restore, fact in zip(contending, facts, strict=True):
             self._inbox.apply(restore, fact)
-            if (fact.stored or fact.landed or fact.lost) and restore.meet.racing:
+            if (fact.stored or fact.landed or fact.lost) and restore.racing:
                 restore.remaining_s = self._pace.remaining_s(restore)
+        return [r for r, fact in zip(contending, facts, strict=True) if fact.stored is not None]
+
+    def _judge(self, found: Sequence[Restore], serving: Sequence[str]) -> None:
+        """Whether to load what waits for its turn, given what goes before it: who has just been
+        looked up, and some of the others, one after another. Who had a turn was judged then."""
+        live = [r for r in map(self._restores.get, serving) if r is not None]
+        live = [r for r in live if r.prefill_s is None]
+        waiting = [r for r in live if r.known and r.meet.racing and not r.planned]
+        start = self._judged % max(1, len(waiting))
+        some = {r.rid for r in [*found, *(waiting[start:] + waiting[:start])[:JUDGED]]}
+        self._judged += JUDGED
+        ahead = StepWork()
+        for restore in live:
+            if restore.rid in some and restore.meet.racing:
+                loads = self._pace.worth(restore, self._mode, ahead)
+                if restore in found or loads != (restore.keep is not None):
+                    late = self._pace.late(restore)
+                    self._inbox.load(restore, 0 if loads else None, late=late)
+                    restore.remaining_s = self._pace.remaining_s(restore)
+            restore.planned = False
+            ahead += restore.to_compute
 
     def _serve(self, serving: Sequence[str]) -> None:
-        served = [r for r in map(self._restores.get, serving) if r is not None and r.contending]
+        served = [r for r in map(self._restores.get, serving) if r is not None and r.on_link]
         self._loader.order([restore.ticket for restore in served])
         for restore in served[1:]:
             restore.not_served()

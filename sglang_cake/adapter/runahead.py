@@ -242,7 +242,7 @@ class Runahead:
 
     def _loading(self, req: "Req") -> Loading | None:
         restore = self._restore(req.rid)
-        if restore is None or not restore.meet.racing:
+        if restore is None or not restore.racing:
             return None
         return Loading(restore.meet.view(), restore.progress, restore.load)
 

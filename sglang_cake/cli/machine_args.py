@@ -209,7 +209,7 @@ def predict_ttft(
         prompt_tokens,
         chunk_tokens=server.chunk_tokens,
         block_tokens=server.block_tokens,
-        stored_tokens=stored_blocks * server.block_tokens,
+        stored_blocks=stored_blocks,
     )
     predicted["optimum"] = optimum.ttft_s
     return predicted

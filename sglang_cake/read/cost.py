@@ -92,12 +92,17 @@ class PrefillCost:
             + self.decode_s * work.decodes
         )
 
+    def queue_s(self, work: "StepWork", chunk_tokens: int) -> float:
+        """As few steps as do `work`, of at most `chunk_tokens` each."""
+        steps = -(-work.tokens // chunk_tokens)
+        return self.work_s(work) + (steps - 1) * self.fixed_s if steps else 0.0
+
     def beside(self, others: "StepWork") -> "PrefillCost":
         """Of a part of steps that do `others` as well: to the part, that is a fixed cost."""
         return replace(self, fixed_s=self.work_s(others))
 
 
-def pairs(start: int, stop: int) -> float:
+def pairs(start: float, stop: float) -> float:
     """(query, key) pairs of tokens `[start, stop)`: each attends to all before it and itself."""
     tokens = stop - start
     return tokens * start + tokens * (tokens + 1) / 2
@@ -202,6 +207,13 @@ class LoadCost:
         """
         return min(self.coming_s, (self.coming_s + self.block_s) / 2)
 
+    def is_late(self, since_s: float, *, begun: bool) -> bool:
+        """Whether a block was expected by now; args as those of `load_s`."""
+        return since_s > self._next_s(begun)
+
+    def _next_s(self, begun: bool) -> float:
+        return self.block_s if begun else self.latency_s + self.block_s
+
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
         """Until `blocks` more have landed.
 
@@ -212,7 +224,7 @@ class LoadCost:
         """
         if blocks <= 0:
             return 0.0
-        first_s = self.block_s if begun else self.latency_s + self.block_s
+        first_s = self._next_s(begun)
         # A block that is overdue is taken to be late for as long again: nobody waits for good.
         next_s = abs(first_s - since_s)
         block_s = max(self.block_s, (since_s - first_s) / self.depth)
@@ -226,6 +238,8 @@ class Costs:
     Attributes:
         others_s: what a step takes that does the others' part of these steps alone; 0: they have
             none, the device rests when this prompt waits.
+        backlog_s: device time that goes to others before this prompt's next step: the rest of the
+            step under way, and prompts that are served first.
         pipelined: steps are planned while the one before runs, so that none begins at once.
         overlap: share of a prompt's last step that may run before its loads are over: of all layers
             but the first (docs/theory.md).
@@ -234,6 +248,7 @@ class Costs:
     prefill: PrefillCost
     load: LoadCost
     others_s: float = 0.0
+    backlog_s: float = 0.0
     pipelined: bool = False
     overlap: float = 0.0
 

@@ -7,14 +7,10 @@ from sglang_cake.read.staging import StagedBlock
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The lookup's answer for one prompt: which of its full blocks are stored.
-
-    `load` says whether the loader goes on to bring those that may be loaded.
-    """
+    """The lookup's answer for one prompt: which of its full blocks are stored."""
 
     rid: str
     stored: tuple[bool, ...]
-    load: bool
 
 
 @dataclass(frozen=True, slots=True)

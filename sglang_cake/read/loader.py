@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,8 @@ class Prompt:
     tokens: "array[int]"  # 'q'; the loader reads it only
     blocks: int  # how many leading blocks may be loaded at all
     first_block: int  # blocks before this one are in the tree already
-    # Whether to load at all, given which blocks are stored and what loads of them cost.
+    # Whether to load at once, given which blocks are stored and what loads of them cost; `keep`
+    # says what becomes of it.
     worth: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None  # what the store is told
 
@@ -58,7 +59,8 @@ class _Lane:
     cost: LoadCost  # what its loads cost on average, as measured last; written by the I/O thread
     keys: list[BlockKey] = field(default_factory=list)
     fence: int = 0  # written by the scheduler thread under the gate
-    keep: int = 0  # no read of a block below this one is worth starting; scheduler thread
+    keep: int = 0  # no read of a block below this one is worth starting; scheduler thread, once
+    # the lookup has answered
     todo: list[int] = field(default_factory=list)  # ascending; the loader takes from the end
     sources: list[int] = field(default_factory=list)  # of `keys`: where each will be read from
     ahead: Counter[int] = field(default_factory=Counter)  # blocks still to come, by source
@@ -168,12 +170,18 @@ class Loader:
                 lane.fence = block
             self._io.post(self._trim, lane)
 
-    def keep(self, rid: str, block: int) -> None:
-        """Reads of blocks below `block` are not worth starting now: compute will be there first."""
+    def keep(self, rid: str, block: int | None) -> None:
+        """Reads of blocks below `block` are not worth starting now: compute will be there first.
+        None: no read is, and those under way for this prompt alone end. Nothing of it is lost."""
         lane = self._by_rid.get(rid)
-        if lane is not None and block != lane.keep:
-            lane.keep, before = block, lane.keep
-            if block < before:
+        if lane is None:
+            return
+        least = lane.prompt.blocks if block is None else block
+        if least != lane.keep:
+            lane.keep, before = least, lane.keep
+            if block is None:
+                self._io.post(self._pause, lane)
+            elif block < before:
                 self._io.post(self._pump)
 
     def under_way(self, rid: str) -> dict[int, Reading]:
@@ -232,11 +240,12 @@ class Loader:
         todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
         lane.ahead = Counter(lane.sources[block] for block in todo)
         lane.cost = self._fits.of(lane.ahead, time.monotonic())
-        load = bool(todo) and prompt.worth(stored, lane.cost)
-        self._outbox.append(Found(prompt.rid, tuple(stored), load=load))
-        if load and lane in self._lanes:
+        if todo and lane in self._lanes:
             lane.todo = todo
-            self._pump()
+            if not prompt.worth(stored, lane.cost):
+                lane.keep = prompt.blocks
+        self._outbox.append(Found(prompt.rid, tuple(stored)))
+        self._pump()
         if prompt.facts is not None:
             with contextlib.suppress(StoreError):  # what to keep is decided without
                 await tell(lane.store, keys, prompt.facts)
@@ -374,13 +383,24 @@ class Loader:
             del self._staged[key]
         self._pump()
 
+    def _pause(self, lane: _Lane) -> None:
+        """Stop all of its reads; they may begin again."""
+        if lane.keep >= lane.prompt.blocks:  # still
+            for block in lane.readings:
+                insort(lane.todo, block)
+            self._stop(lane, lane.prompt.blocks)
+
     def _trim(self, lane: _Lane) -> None:
         """Stop what compute has overtaken."""
-        for block in [b for b in lane.readings if b < lane.fence]:
+        self._stop(lane, lane.fence)
+
+    def _stop(self, lane: _Lane, below: int) -> None:
+        """It waits for no block below that one any more."""
+        for block in [b for b in lane.readings if b < below]:
             del lane.readings[block]
         for flight in list(self._flights.values()):
             before = len(flight.waiters)
-            flight.waiters = [(w, b) for w, b in flight.waiters if w is not lane or b >= lane.fence]
+            flight.waiters = [(w, b) for w, b in flight.waiters if w is not lane or b >= below]
             if before and not flight.waiters and flight.task is not None:
                 self._retire(flight)  # at once: nobody may board a cancelled flight
                 flight.task.cancel()

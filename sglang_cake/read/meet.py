@@ -26,7 +26,7 @@ a lost block costs one block and not the rest of the prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from sglang_cake.spans import Span
@@ -109,6 +109,11 @@ class View:
     block_tokens: int
     prompt_tokens: int
     limit: int
+
+    def found(self, stored: Sequence[bool]) -> "View":
+        """As it is once the lookup says which of the prompt's blocks are stored."""
+        states = (BlockState.WANTED if yes else BlockState.ABSENT for yes in stored[self.first :])
+        return replace(self, states=bytes(states)[: len(self.states)])
 
 
 class Meet:

@@ -1,8 +1,10 @@
-"""Compute, load, or both: decided at arrival and again at every step, on predicted costs.
+"""Compute, load, or both: decided at arrival and again at every poll, on predicted costs.
 
 A prompt's first token can be had in three ways: everything computed, everything that is stored
 loaded, or compute from the front while loads come from the back. `look_ahead` predicts all three;
-`next_step` takes the best and says how far the next step computes.
+`next_step` takes the best and says how far the next step computes; `worth_loading` says whether to
+load meanwhile what waits for its turn. Nothing is final: a prompt that is only computed is loaded
+once that pays, and the other way round.
 
 The split is greedy: nothing is fixed beforehand, each step starts from what has landed by then
 (theory: 1.02 x a clairvoyant's time). Only the size of a step is predicted. A running step cannot
@@ -11,16 +13,16 @@ the meeting point is far, then as much of the way as the predictions are good fo
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from sglang_cake.read.cost import Costs
+from sglang_cake.read.cost import Costs, StepWork, work_of
 from sglang_cake.read.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
 
-# How much longer computing alone may take than the best way with loads before a block is read.
+# How much longer computing alone may take than the best way with loads before a block is read. What
+# is being loaded goes on unless computing alone is quicker: between the two nothing changes.
 COMPUTE_SLACK = 0.015
 # How much longer loading alone may take than racing and still leave the device to others.
 LOAD_SLACK = 0.01
@@ -40,12 +42,12 @@ class Progress:
     Attributes:
         since_s: since the last block landed, or since the link began to serve the prompt.
         begun: whether a block has landed.
-        keep: the last step's: no read of a block below it is under way.
+        keep: as of the last `Step`: no read of a block below it is under way; None: of none.
     """
 
     since_s: float = 0.0
     begun: bool = False
-    keep: int = 0
+    keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,14 @@ class Step:
 
     Attributes:
         stop: compute up to this token; with `wait` the front, and nothing is computed.
-        keep: block from which on loads are worth starting; None: nothing is worth loading any more.
+        keep: block from which on loads are worth starting; None: nothing is worth loading now.
+        late: with `keep` None: the link owes a block, and is not asked again.
     """
 
     stop: int
     wait: bool = False
     keep: int | None = 0
+    late: bool = False
 
 
 def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progress) -> Outlook:
@@ -91,8 +95,7 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
             at = end
         return total
 
-    reading = view.first + wanted.rfind(1) >= progress.keep
-    since_s = progress.since_s if reading else 0.0
+    since_s = progress.since_s if _is_asked(view, progress) else 0.0
 
     def load_s(border: int) -> float:
         return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
@@ -105,16 +108,19 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
 
+    def ahead_s(x: int) -> float:  # of the device, until x is computed
+        return costs.backlog_s + compute_s(now, view.front, x)
+
     def both_s(border: int) -> float:
         x = token(border)
-        device_s, loads_s = compute_s(now, view.front, x), link_s(border)
+        device_s, loads_s = ahead_s(x), link_s(border)
         return max(device_s, loads_s + _to_next_step_s(loads_s, device_s, costs)) + rest_s(x)
 
     def rest_s(x: int) -> float:  # what no store has, right of x
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range(wanted.rfind(1) + 2)
-    meet = bisect_left(borders, 0.0, key=lambda b: compute_s(now, view.front, token(b)) - link_s(b))
+    meet = bisect_left(borders, 0.0, key=lambda b: ahead_s(token(b)) - link_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
     if costs.others_s:  # a border further off may be better, if loads end with a step of others
         least_s = both_s(best)
@@ -126,8 +132,8 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     # What nobody has is computed in any case.
     meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
-        compute_s=compute_s(now, view.front, view.prompt_tokens),
-        load_s=link_s(0) + _to_next_step_s(link_s(0), 0.0, costs) + rest_s(view.front),
+        compute_s=ahead_s(view.prompt_tokens),
+        load_s=both_s(0),
         both_s=both_s(best),
         meet_token=max(token(best), meet_token),
     )
@@ -178,7 +184,7 @@ def next_step(
         return Step(view.front, wait=True)
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
-        return Step(edge, keep=None)
+        return Step(edge, keep=None, late=is_late(view, costs, progress))
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
@@ -196,17 +202,43 @@ def room(view: View) -> int:
     return _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
 
 
-def worth_loading(view: View, stored: Sequence[bool], chunk_tokens: int, costs: Costs) -> bool:
-    """Whether a prompt of which the blocks in `stored` could be loaded should load at all."""
-    states = bytes(BlockState.WANTED if yes else BlockState.ABSENT for yes in stored[view.first :])
-    seen = replace(view, states=states[: len(view.states)])
-    outlook = look_ahead(seen, chunk_tokens=chunk_tokens, costs=costs, progress=Progress())
-    return not _computing_wins(outlook, Progress())
+def worth_loading(
+    view: View, *, mode: Mode, chunk_tokens: int, costs: Costs, progress: Progress
+) -> bool:
+    """Whether what is stored of a prompt should be loaded while it waits for its turn.
+
+    Asked at arrival and again at polls, with the device's load as it is then.
+
+    Args:
+        costs: `backlog_s` is what goes before it.
+    """
+    if mode != "auto":
+        return mode != "compute"
+    outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
+    return not _computing_wins(outlook, progress)
+
+
+def device_work(view: View, keep: int | None) -> StepWork:
+    """What a prompt computes if what lies right of block `keep` is loaded; None: nothing is."""
+    loads = keep is not None and BlockState.WANTED in view.states
+    stop = min(view.prompt_tokens, (keep or 0) * view.block_tokens) if loads else view.prompt_tokens
+    return work_of(view.front, max(view.front, stop))
+
+
+def is_late(view: View, costs: Costs, progress: Progress) -> bool:
+    """Whether the link owes the prompt a block that should have come by now."""
+    late = costs.load.is_late(progress.since_s, begun=progress.begun)
+    return late and _is_asked(view, progress)
+
+
+def _is_asked(view: View, progress: Progress) -> bool:
+    """Whether the link works for the prompt."""
+    keep = progress.keep
+    return keep is not None and view.first + view.states.rfind(BlockState.WANTED) >= keep
 
 
 def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
-    # What has been read already is not given up for a small gain.
-    slack = 0.0 if progress.begun else COMPUTE_SLACK
+    slack = COMPUTE_SLACK if progress.keep is None else 0.0
     return outlook.compute_s < min(outlook.both_s, outlook.load_s) * (1 + slack)
 
 

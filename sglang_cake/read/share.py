@@ -56,6 +56,7 @@ class Claimant:
         rid: str,
         view: View,
         *,
+        loads: bool,
         remaining_s: Callable[[], float],
         waited_s: float,
         begun: bool,
@@ -64,11 +65,12 @@ class Claimant:
         """A prompt of which something is stored, as it is now.
 
         Args:
+            loads: whether what is to come is being loaded now.
             remaining_s: predicts the rest of its T*; asked only if it is being loaded.
             begun: whether it has had something from the store.
             chunk_tokens: what one step computes at most.
         """
-        if BlockState.WANTED in view.states:
+        if loads and BlockState.WANTED in view.states:
             return cls(rid, remaining_s(), waited_s)
         landed_tokens = view.states.count(BlockState.LANDED) * view.block_tokens
         rest_tokens = view.prompt_tokens - view.front - landed_tokens

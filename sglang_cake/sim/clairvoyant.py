@@ -1,24 +1,37 @@
-"""The shortest time to first token that anybody could reach who knew device and links beforehand.
+"""A lower bound, T*, of the time to first token of one prompt, for somebody who knew device and
+links beforehand.
 
-What can be loaded, the first `stored` tokens, is computed on `[0, x)` and loaded on `[x, stored)`;
-then one more part of a step, or several, computes the rest, at least the last token. Both sides run
-without a pause, chunks and blocks are divisible, and a step's fixed cost is shared out among the
-tokens that a full step holds. Where KV comes layer by layer (`Machine.layers`), the loads may go on
-until the last layer of the step after them begins, all of them layer by layer: C(x) + S (1 - 1/L) =
-l (n - x) (theory C.2). So no schedule of whole chunks and blocks is faster, whatever the speeds of
-device and links do meanwhile (`Machine.noise` must not be below 1). Exact: only the instant at
-which both sides meet is found by bisection.
+Let t be the instant at which the first step begins that reads all KV which is loaded. By then the
+device has computed C(t) tokens at most, and the links have brought L(t). What is left is a gap
+between the two and the tail that no store has; it takes R(t) more seconds of steps. T* is the least
+t + R(t) over all t, or the time to compute everything. In favour of the bound:
+
+- chunks and blocks are divisible, and both sides run without a pause;
+- the gap counts as the cheapest tokens that there are, and is computed in the same steps as the
+  tail, as few as can hold both;
+- among others, the device steps for them from 0 on; so the steps from t on may be any that have
+  begun by then if earlier ones were for others alone, the best of them;
+- where KV comes layer by layer (`Machine.layers`) and nobody else is on the device, the loads go on
+  until the last layer of the step at t begins, all of them layer by layer: C(x) + S (1 - 1/L) =
+  l (n - x) (theory C.2).
+
+So no schedule of whole chunks and blocks is faster, whatever the speeds of device and links do
+meanwhile (`Machine.noise` must not be below 1). C(t) is exact: full steps, and the one at t as far
+as it has come. The minimum is found by branch and bound, from below, to TOLERANCE.
 """
 
-from bisect import bisect_right
+import heapq
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from math import sqrt
 
-from sglang_cake.read.cost import PrefillCost, StepWork, work_of
+from sglang_cake.read.cost import StepWork, pairs
 from sglang_cake.sim.ideal import Ideal
 from sglang_cake.sim.machine import Machine
 
-BISECTIONS = 100
+TOLERANCE = 2e-4
+BISECTIONS = 40
+MOST_STEPS = 100_000  # that are looked at
 
 
 def clairvoyant(
@@ -27,64 +40,135 @@ def clairvoyant(
     *,
     chunk_tokens: int,
     block_tokens: int = 128,
-    stored_tokens: int | None = None,
+    stored_blocks: int | None = None,
 ) -> Ideal:
-    """The optimum for one prompt that arrives at time 0.
+    """The bound for one prompt that arrives at time 0, and how far it computes before that t.
 
     Args:
-        stored_tokens: None: all but the last one. What a source does not hold counts as held.
+        stored_blocks: so many of its first full blocks are stored, as in `run_race`; None: all.
+            What a source does not hold counts as held.
     """
-    limit = prompt_tokens - 1
-    stored = limit if stored_tokens is None else min(stored_tokens, limit)
-    computed = _compute_progress(machine, prompt_tokens, chunk_tokens)
-    last = _Last(machine, chunk_tokens)
-    ahead_s = last.ahead_s(stored, prompt_tokens)
+    blocks = prompt_tokens // block_tokens
+    held = blocks if stored_blocks is None else min(stored_blocks, blocks)
+    stored = min(held * block_tokens, prompt_tokens - 1)
+    device = _Device(machine, prompt_tokens, chunk_tokens)
+    early = 1 - 1 / machine.layers if machine.others is None else 0.0
 
-    def meets(when_s: float) -> bool:  # the device is through with its part at `when_s`
-        load_s = machine.device.done_s(when_s, ahead_s)
-        return computed(when_s) + _loaded(machine, load_s, block_tokens) >= stored
+    def bound_s(begin_s: float, end_s: float) -> float:
+        """Nobody is faster whose t lies between these."""
+        computed = min(device.computed(end_s), float(stored))
 
-    meet_s = _first(meets)
-    split_s = last.done_s(meet_s, stored, prompt_tokens)
-    alone_s = _first(lambda when_s: computed(when_s) >= prompt_tokens)
-    if alone_s <= split_s:
-        return Ideal(float(stored), alone_s)
-    return Ideal(min(computed(meet_s), float(stored)), split_s)
+        def missing(gap: float) -> float:
+            """What is not there when the last layer of the step begins that computes the gap."""
+            ahead_s = early * device.first_s(gap, stored) if early else 0.0
+            load_s = machine.device.done_s(end_s, ahead_s)
+            return stored - computed - _loaded(machine, load_s, block_tokens)
+
+        most = stored - computed
+        if missing(most) == most:
+            return device.alone_s  # nothing is loaded
+        # The more that step computes, the longer the loads go on.
+        gap = _least(missing, most) if early else max(0.0, missing(0.0))
+        work_s = device.rest_s(computed, gap, stored, end_s)
+        return min(device.alone_s, machine.device.done_s(begin_s, work_s))
+
+    best_s = 0.0
+    least_s = device.alone_s
+    parts = [(bound_s(0.0, least_s), 0.0, least_s)]
+    while parts[0][0] < least_s * (1 - TOLERANCE):
+        _, begin_s, end_s = heapq.heappop(parts)
+        middle_s = (begin_s + end_s) / 2
+        least_s, best_s = min((least_s, best_s), (bound_s(middle_s, middle_s), middle_s))
+        for part in ((begin_s, middle_s), (middle_s, end_s)):
+            heapq.heappush(parts, (bound_s(*part), *part))
+    computed = device.computed(best_s) if best_s else stored
+    return Ideal(min(computed, float(stored)), min(parts[0][0], least_s))
 
 
-class _Last:
-    """The steps after everything else is there."""
+class _Device:
+    """What the device can do for a prompt: in steps as full as others leave them, and exactly so
+    far into a step.
 
-    def __init__(self, machine: Machine, chunk_tokens: int) -> None:
-        self._machine = machine
-        self._chunk = chunk_tokens
+    Attributes:
+        alone_s: when everything is computed.
+    """
 
-    def ahead_s(self, start: int, stop: int) -> float:
-        """Of the first step's work, what may be done before the loads are over."""
-        if self._machine.others is not None:
-            return 0.0  # the device does not wait for one among others
-        first_s = self._machine.prefill.step_s(start, min(stop, start + self._chunk))
-        return first_s * (1 - 1 / self._machine.layers)
+    def __init__(self, machine: Machine, prompt_tokens: int, chunk_tokens: int) -> None:
+        self._machine, self._prompt, self._chunk = machine, prompt_tokens, chunk_tokens
+        # By the number of steps before: of the step's budget what others leave, all together; what
+        # these steps take with nothing of the prompt in them; and with as much as they can hold.
+        self._room, self._bare_s, self._full_s = [0], [0.0], [0.0]
+        while self._room[-1] < prompt_tokens:
+            self._extend()
+            start, stop = (min(room, prompt_tokens) for room in self._room[-2:])
+            overhead_s = self._bare_s[-1] - self._bare_s[-2]
+            self._full_s.append(self._full_s[-1] + overhead_s + self.tokens_s(start, stop))
+        self.alone_s = machine.device.done_s(0.0, self._full_s[-1])
 
-    def done_s(self, begin_s: float, start: int, stop: int) -> float:
+    def computed(self, when_s: float) -> float:
+        """Tokens of the prompt that can have been computed by then."""
+        work_s = self._machine.device.work_s(0.0, when_s)
+        i = min(bisect_right(self._full_s, work_s), len(self._full_s) - 1) - 1
+        overhead_s = self._bare_s[i + 1] - self._bare_s[i]
+        inside_s = work_s - self._full_s[i] - overhead_s
+        start, stop = self._room[i : i + 2]
+        return min(start + self._tokens_in(inside_s, start), float(stop), float(self._prompt))
+
+    def rest_s(self, computed: float, gap: float, stored: int, when_s: float) -> float:
+        """Work that is left: a gap right of what is computed, and what nobody stores."""
+        tokens_s = self.tokens_s(computed, computed + gap) + self.tokens_s(stored, self._prompt)
+        tokens = gap + self._prompt - stored
+        return tokens_s + min(self._overhead_s(i, tokens) for i in self._steps_by(when_s))
+
+    def first_s(self, gap: float, stored: int) -> float:
+        """Work of the first step over that, at most."""
+        tokens = min(float(self._chunk), gap + self._prompt - stored)
+        return self._machine.prefill.fixed_s + self.tokens_s(self._prompt - tokens, self._prompt)
+
+    def tokens_s(self, start: float, stop: float) -> float:
+        """Work of these tokens, whatever steps they are in."""
+        cost = self._machine.prefill
+        return cost.token_s * (stop - start) + cost.pair_s * pairs(start, stop)
+
+    def _tokens_in(self, work_s: float, start: int) -> float:
+        """The x >= 0 with tokens_s(start, start + x) = work_s."""
+        cost = self._machine.prefill
+        linear, square = cost.token_s + cost.pair_s * (start + 0.5), cost.pair_s / 2
+        if work_s <= 0 or square * work_s <= 1e-15 * linear * linear:
+            return max(0.0, work_s) / linear
+        return (math.sqrt(linear * linear + 4 * square * work_s) - linear) / (2 * square)
+
+    def _steps_by(self, when_s: float) -> range:
+        """How many steps there may have been by then, if some were for others alone."""
         if self._machine.others is None:
-            work = self._machine.prefill.span_s(start, stop, self._chunk)
-            return self._machine.device.done_s(begin_s, work)
-        # Nobody knows which steps these are: as few others as there ever are.
-        taken = min(self._machine.others(number) for number in range(64))
-        cost = self._machine.prefill.beside(StepWork(taken))
-        return self._machine.device.done_s(begin_s, cost.span_s(start, stop, self._chunk - taken))
+            return range(1)  # the device rests while nobody needs it; all steps are alike
+        work_s = self._machine.device.work_s(0.0, when_s)
+        while self._bare_s[-1] <= work_s and len(self._bare_s) < MOST_STEPS:
+            self._extend()
+        return range(bisect_right(self._bare_s, work_s))
+
+    def _overhead_s(self, first: int, tokens: float) -> float:
+        """What the steps from number `first` on that hold `tokens` take besides."""
+        while self._room[-1] - self._room[first] < tokens:
+            self._extend()
+        last = bisect_left(self._room, self._room[first] + tokens)
+        return self._bare_s[last] - self._bare_s[first]
+
+    def _extend(self) -> None:
+        taken = self._machine.others(len(self._room) - 1) if self._machine.others else 0
+        self._room.append(self._room[-1] + max(0, self._chunk - taken))
+        self._bare_s.append(self._bare_s[-1] + self._machine.prefill.work_s(StepWork(taken)))
 
 
-def _first(holds: Callable[[float], bool]) -> float:
-    """The first instant from which on `holds` is true."""
-    low, high = 0.0, 1.0
-    while not holds(high):
-        low, high = high, 2 * high
+def _least(missing: Callable[[float], float], most: float) -> float:
+    """The x in [0, most] with missing(x) = x, which falls; from below."""
+    if missing(0.0) <= 0:
+        return 0.0
+    low, high = 0.0, most
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+        low, high = (low, middle) if missing(middle) <= middle else (middle, high)
+    return low
 
 
 def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
@@ -97,49 +181,3 @@ def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
         block_tokens * source.speed.work_s(begin_s, when_s) / source.load.block_s
         for source in sources
     )
-
-
-def _compute_progress(
-    machine: Machine, prompt_tokens: int, chunk_tokens: int
-) -> Callable[[float], float]:
-    """Tokens that can have been computed by an instant."""
-    if machine.others is not None:
-        return _among_others(machine, prompt_tokens, chunk_tokens)
-    cost = machine.prefill
-    linear = cost.fixed_s / chunk_tokens + cost.token_s + cost.pair_s / 2
-
-    def computed(when_s: float) -> float:
-        return _solve(linear, cost.pair_s / 2, machine.device.work_s(0.0, when_s))
-
-    return computed
-
-
-def _solve(linear: float, square: float, total: float) -> float:
-    """The x >= 0 with linear * x + square * x^2 = total."""
-    if square * total <= 1e-15 * linear * linear:
-        return total / linear
-    return (sqrt(linear * linear + 4 * square * total) - linear) / (2 * square)
-
-
-def _among_others(
-    machine: Machine, prompt_tokens: int, chunk_tokens: int
-) -> Callable[[float], float]:
-    """As above, beside other users: every step takes what they leave, from the first one on."""
-    assert machine.others is not None
-    cost: PrefillCost = machine.prefill
-    times, fronts, number = [0.0], [0.0], 0
-    while fronts[-1] < prompt_tokens:
-        start = int(fronts[-1])
-        taken = machine.others(number)
-        stop = min(prompt_tokens, start + max(0, chunk_tokens - taken))
-        took_s = cost.work_s(StepWork(taken) + work_of(start, stop))
-        times.append(machine.device.done_s(times[-1], took_s))
-        fronts.append(float(stop))
-        number += 1
-
-    def computed(when_s: float) -> float:
-        i = min(bisect_right(times, when_s) - 1, len(times) - 2)
-        share = min(1.0, (when_s - times[i]) / (times[i + 1] - times[i]))
-        return fronts[i] + share * (fronts[i + 1] - fronts[i])
-
-    return computed

@@ -10,14 +10,14 @@ lands, and once in a block's time; as often as a real one while a last step may 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from sglang_cake.read.cost import Costs, StepWork, work_of
 from sglang_cake.read.last_step import early_last_step
 from sglang_cake.read.meet import Meet
-from sglang_cake.read.plan import Mode, look_ahead, next_step, worth_loading
+from sglang_cake.read.plan import Mode, Step, is_late, look_ahead, next_step, worth_loading
 from sglang_cake.read.share import Claimant, order
 from sglang_cake.sim.layered import layered_end_s
 from sglang_cake.sim.live import Crossing, Live
@@ -35,6 +35,7 @@ class Server:
     Args:
         chunk_tokens: budget of a step.
         policy: who gets the device and the links first; `fcfs` is the order of arrival.
+        rule: decides each step, as `next_step` does.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Server:
         mode: Mode = "auto",
         policy: Policy = "adaptive",
         knowledge: Knowledge | None = None,
+        rule: Callable[..., Step] = next_step,
     ) -> None:
         self.races: list[Race] = []
         self.steps: list[StepRecord] = []
@@ -56,6 +58,7 @@ class Server:
         self._block = block_tokens
         self._mode: Mode = mode
         self._policy = policy
+        self._rule = rule
         self._known = knowledge or Knowledge.of(machine)
         # As in the real server: the modes that benchmarks compare with do without.
         self._overlap = 1 - 1 / machine.layers if mode == "auto" else 0.0
@@ -64,6 +67,7 @@ class Server:
         self._links: list[tuple[Source, list[Crossing]]] = [(s, []) for s in machine.sources]
         self._landed_s = 0.0  # the last time that anything did
         self._busy = False
+        self._free_s = 0.0  # when the step under way is predicted to be over
         self._poll_s = math.inf  # when it will look next
 
     def submit(self, prompt: Prompt) -> Race:
@@ -86,13 +90,11 @@ class Server:
         count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
         live = Live(race, meet, count, self._clock.now + self._known_latency_s())
         stored = [b < count for b in range(meet.blocks)]
-        loads = self._mode != "compute" and any(stored)
-        if loads and self._mode == "auto":
-            loads = worth_loading(meet.view(), stored, self._chunk, self._own_costs(NOTHING))
-        if loads:
+        if self._mode != "compute":
             meet.found(stored)
         self._lives.append(live)
         self._rank()
+        self._revise([live])
         self._feed()
         self._step()
 
@@ -155,6 +157,41 @@ class Server:
     def _costs(self) -> Costs:
         return replace(self._known.costs, overlap=self._overlap)
 
+    def _revise(self, waiting: Sequence[Live]) -> None:
+        """Whether to load what waits for its turn, given what goes before it."""
+        now, number = self._clock.now, len(self.steps)
+        taken = self._machine.others(number) if self._machine.others else 0
+        others = StepWork(taken, 0.0, sum(1 for live in self._lives if live.decoded))
+        chunk = max(1, self._chunk - taken - others.decodes)
+        costs, ahead, changed = self._own_costs(others), StepWork(), False
+        for live in self._ranks:
+            if live in waiting and live.to_land:
+                backlog_s = max(0.0, self._free_s - now) + costs.prefill.queue_s(ahead, chunk)
+                loads = worth_loading(
+                    live.meet.view(),
+                    mode=self._mode,
+                    chunk_tokens=chunk,
+                    costs=replace(costs, backlog_s=backlog_s),
+                    progress=live.progress(now),
+                )
+                if loads != (live.keep is not None):
+                    changed = True
+                    if loads:
+                        live.keep = 0
+                    else:
+                        self._stop(live, late=is_late(live.meet.view(), costs, live.progress(now)))
+            ahead += live.to_compute
+        if changed:
+            self._rank()
+
+    def _stop(self, live: Live, *, late: bool) -> None:
+        """Nothing of it is worth loading now; of a link that is late, nothing any more."""
+        live.keep = None
+        live.since_s = None
+        if late:
+            live.meet.give_up()
+        self._cancel(live, live.meet.blocks)
+
     def _rank(self) -> None:
         """Who comes first, with the device and with the links."""
         now = self._clock.now
@@ -181,6 +218,7 @@ class Server:
         return Claimant.of(
             prompt.rid,
             view,
+            loads=live.keep is not None,
             remaining_s=remaining_s,
             waited_s=waited_s,
             begun=live.begun,
@@ -198,14 +236,14 @@ class Server:
                 block = live.wanted(source)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
-                if block is None:
+                if block is None or carried:
                     continue
                 if now >= live.ready_s:
                     self._read(number, source, live, block)
-                    break
-                self._clock.at(live.ready_s, self._feed)
-                if first and live.since_s is None:
-                    live.since_s = now
+                else:
+                    self._clock.at(live.ready_s, self._feed)
+                    if first and live.since_s is None:
+                        live.since_s = now
                 first = False
 
     def _read(self, number: int, source: Source, live: Live, block: int) -> None:
@@ -221,10 +259,10 @@ class Server:
         self._links[number][1].append(crossing)
         self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
 
-    def _fence(self, live: Live) -> None:
-        """What compute has claimed is not loaded: reads of it end here."""
+    def _cancel(self, live: Live, below: int) -> None:
+        """Its reads of blocks below that one end here."""
         for source, carried in self._links:
-            if carried and carried[0].live is live and carried[0].block < live.meet.fence:
+            if carried and carried[0].live is live and carried[0].block < below:
                 live.reading.discard(carried[0].block)
                 live.race.wasted_blocks += 1
                 carried.clear()
@@ -245,6 +283,7 @@ class Server:
         work = StepWork(taken, 0.0, decodes)
         parts: list[tuple[Live, int, int]] = []
         for live in list(self._ranks):
+            live.planned = False
             left = self._chunk - decodes - work.tokens
             if not live.in_prefill:
                 continue
@@ -259,22 +298,24 @@ class Server:
             self._feed()
             return
         self._begin(number, work, parts, taken)
+        self._revise([live for live in self._ranks if not live.planned])
         self._rank()
         self._feed()
 
     def _decide(self, live: Live, left: int, work: StepWork) -> int:
         """How far this prompt computes in the step being formed."""
         now = self._clock.now
-        step = next_step(
+        step = self._rule(
             live.meet.view(),
             mode=self._mode,
             chunk_tokens=left,
             costs=self._own_costs(work),
             progress=live.progress(now),
         )
-        live.keep = step.keep
+        live.planned = True
         if step.keep is None:
-            live.meet.give_up()
+            self._stop(live, late=step.late)
+        live.keep = step.keep
         live.waits(step.wait, now)
         return step.stop
 
@@ -282,8 +323,9 @@ class Server:
         self, number: int, work: StepWork, parts: Sequence[tuple[Live, int, int]], taken: int
     ) -> None:
         now = self._clock.now
+        self._free_s = now + self._known.prefill.cost.work_s(work)
         took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
-        end_s = self._machine.device.done_s(now, took_s + self._machine.meet_s * len(parts))
+        end_s = self._machine.device.done_s(now, took_s)
         laps = []
         for live, start, stop in parts:
             self._claim(live, start, stop)
@@ -297,7 +339,7 @@ class Server:
     def _claim(self, live: Live, start: int, stop: int) -> None:
         live.meet.claim(stop)
         live.race.computed_tokens += stop - start
-        self._fence(live)
+        self._cancel(live, live.meet.fence)  # compute has claimed them
 
     def _begin_last_early(self, number: int) -> bool:
         """Begin the last step of a prompt that waits for its last blocks, if it is time for that.
@@ -320,14 +362,14 @@ class Server:
         took_s = machine.prefill.work_s(work_of(start, stop)) * machine.noise(number)
         end_s = layered_end_s(
             now,
-            took_s + machine.meet_s,
+            took_s,
             machine.layers,
             machine.device,
             lambda share: max(crossing.there_s(share) for crossing in tail),
         )
         lap = Lap(start, stop, now, end_s)
         self.steps.append(StepRecord(now, end_s, 0, 0, stop - start))
-        self._busy = True
+        self._busy, self._free_s = True, end_s
         self._clock.at(end_s, lambda: self._overlapped(live, lap, [c.block for c in tail]))
         return True
 
@@ -364,6 +406,7 @@ def serve(
     mode: Mode = "auto",
     policy: Policy = "adaptive",
     knowledge: Knowledge | None = None,
+    rule: Callable[..., Step] = next_step,
 ) -> Server:
     """Serve `prompts` until all are finished; returns the server, with all that happened."""
     clock = Clock()
@@ -375,6 +418,7 @@ def serve(
         mode=mode,
         policy=policy,
         knowledge=knowledge,
+        rule=rule,
     )
     for prompt in prompts:
         server.submit(prompt)

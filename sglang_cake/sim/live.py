@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from sglang_cake.read.cost import StepWork
 from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.plan import Progress
+from sglang_cake.read.plan import Progress, device_work
 from sglang_cake.sim.machine import Source
 from sglang_cake.sim.records import Race
 
@@ -16,7 +17,8 @@ class Live:
     meet: Meet
     stored: int
     ready_s: float  # when its first block can begin to cross a link
-    keep: int | None = 0
+    keep: int | None = None
+    planned: bool = False  # in the step being formed
     since_s: float | None = None  # since when the link owes it a block; None: is not being served
     begun: bool = False
     waits_since_s: float | None = None
@@ -25,11 +27,16 @@ class Live:
 
     def progress(self, now: float) -> Progress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
-        return Progress(since_s, self.begun, self.keep or 0)
+        return Progress(since_s, self.begun, self.keep)
 
     @property
     def in_prefill(self) -> bool:
         return self.meet.front < self.race.prompt.prompt_tokens
+
+    @property
+    def to_compute(self) -> StepWork:
+        """What it computes, as far as its loads let it."""
+        return device_work(self.meet.view(), self.keep)
 
     @property
     def to_land(self) -> int:

@@ -66,7 +66,6 @@ class Machine:
     Attributes:
         load, link: of its first source; `further` are read at the same time as that one.
         noise: `(step)` is a factor on the time of the step of that number.
-        meet_s: what becoming part of the tree costs, per attach.
         others: `(step)` is how many tokens of the budget of the step of that number other users
             take. The device never rests then: it steps for them while the simulated prompts wait.
             None: the device has only the simulated prompts.
@@ -79,7 +78,6 @@ class Machine:
     device: Speed = field(default_factory=Speed)
     link: Speed = field(default_factory=Speed)
     noise: Callable[[int], float] = lambda step: 1.0
-    meet_s: float = 0.0
     others: Callable[[int], int] | None = None
     further: tuple[Source, ...] = ()
     hub: Hub | None = None

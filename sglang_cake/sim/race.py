@@ -1,6 +1,8 @@
 """One prompt on a virtual clock: a server with nothing else to do."""
 
-from sglang_cake.read.plan import Mode
+from collections.abc import Callable
+
+from sglang_cake.read.plan import Mode, Step, next_step
 from sglang_cake.sim.engine import serve
 from sglang_cake.sim.machine import Knowledge, Machine
 from sglang_cake.sim.records import Lap, Prompt, Race
@@ -17,6 +19,7 @@ def run_race(
     mode: Mode = "auto",
     stored_blocks: int | None = None,
     knowledge: Knowledge | None = None,
+    rule: Callable[..., Step] = next_step,
 ) -> Race:
     """Restore a prompt of which the first `stored_blocks` full blocks (None: all) are stored."""
     server = serve(
@@ -26,5 +29,6 @@ def run_race(
         block_tokens=block_tokens,
         mode=mode,
         knowledge=knowledge,
+        rule=rule,
     )
     return server.races[0]

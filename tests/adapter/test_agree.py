@@ -40,7 +40,7 @@ def restore(
     *,
     arrived: tuple[int, ...] = (),
     failed: tuple[int, ...] = (),
-    answer: tuple[tuple[bool, ...], bool] | None = None,
+    answer: tuple[bool, ...] | None = None,
     known: bool = False,
     extra: int = 0,
 ) -> Restore:
@@ -53,7 +53,7 @@ def restore(
 
 
 def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> None:
-    yes = ((True,) * 4, True)
+    yes = (True,) * 4
     ranks = [
         [restore(4, arrived=(0, 2, 3), answer=yes)],
         [restore(4, arrived=(2, 3), failed=(1,), answer=yes)],
@@ -64,25 +64,19 @@ def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> N
         assert facts[0].landed == (3,)
         assert facts[0].lost == (1,)
         assert facts[0].stored == (True,) * 4
-        assert facts[0].load
 
 
 def test_a_lookup_counts_when_every_rank_has_answered() -> None:
-    quick, slow = restore(2, answer=((True, True), True)), restore(2)
+    quick, slow = restore(2, answer=(True, True)), restore(2)
     for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
-    slow.answer = ((True, False), True)
+    slow.answer = (True, False)
     for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
-        assert facts[0].load
-    slow.answer = ((True, False), False)
-    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
-        assert facts[0].stored == (True, False)
-        assert not facts[0].load
 
 
 def test_an_answer_is_given_once() -> None:
-    told = restore(2, answer=((True, True), True), known=True)
+    told = restore(2, answer=(True, True), known=True)
     for facts, _ in reach([[told]], [ANY]):
         assert facts[0].stored is None
 
@@ -95,7 +89,7 @@ def test_costs_are_the_smallest_of_all() -> None:
 
 
 def test_a_single_rank_agrees_with_itself() -> None:
-    one = restore(3, arrived=(1,), failed=(2,), answer=((True, True, True), True), extra=3)
+    one = restore(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
     facts, agreed = Agreement(None).reach([one], ANY)
     assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
@@ -125,7 +119,7 @@ def views(draw: st.DrawFn) -> list[list[Restore]]:
         for blocks, extra, known in shapes:
             state = draw(st.lists(st.sampled_from("wlf"), min_size=blocks, max_size=blocks))
             stored = tuple(draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks)))
-            answer = (stored, draw(st.booleans())) if known or draw(st.booleans()) else None
+            answer = stored if known or draw(st.booleans()) else None
             rank.append(
                 restore(
                     blocks,
@@ -147,10 +141,10 @@ def test_every_rank_learns_the_same_and_it_is_true(
 ) -> None:
     own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
     results = reach(copy.copy(ranks), own)
-    plain = [[(f.stored, f.load, f.landed, f.lost) for f in facts] for facts, _ in results]
+    plain = [[(f.stored, f.landed, f.lost) for f in facts] for facts, _ in results]
     assert all(p == plain[0] for p in plain)
     assert len({agreed for _, agreed in results}) == 1
-    for n, (stored, load, landed, lost) in enumerate(plain[0]):
+    for n, (stored, landed, lost) in enumerate(plain[0]):
         views_of_it = [rank[n] for rank in ranks]
         assert set(landed) == set.intersection(*(set(r.arrived) for r in views_of_it))
         assert set(lost) == set.union(*(r.failed for r in views_of_it))
@@ -159,9 +153,8 @@ def test_every_rank_learns_the_same_and_it_is_true(
             assert stored is None
         else:
             assert stored == tuple(
-                all(column) for column in zip(*(a[0] for a in answers if a), strict=True)
+                all(column) for column in zip(*(a for a in answers if a), strict=True)
             )
-        assert load == all(a is not None and a[1] for a in answers)
 
 
 def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_take() -> None:
@@ -183,7 +176,6 @@ def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_
     arrived=st.sets(st.integers(0, 11)),
     failed=st.sets(st.integers(0, 11)),
     answered=st.booleans(),
-    load=st.booleans(),
     known=st.booleans(),
     seed=st.randoms(),
 )
@@ -192,7 +184,6 @@ def test_a_rank_alone_learns_what_it_would_learn_among_equals(
     arrived: set[int],
     failed: set[int],
     answered: bool,
-    load: bool,
     known: bool,
     seed: random.Random,
 ) -> None:
@@ -203,11 +194,11 @@ def test_a_rank_alone_learns_what_it_would_learn_among_equals(
         blocks,
         arrived=tuple(order),
         failed=tuple(b for b in failed if b < blocks),
-        answer=(stored, load) if answered else None,
+        answer=stored if answered else None,
         known=known,
     )
     own, agreed = Agreement(None).reach([alone], ANY)
     among, agreed_among = Agreement(lambda tensor: None).reach([alone], ANY)
     assert agreed == agreed_among == ANY
-    for field in ("stored", "load", "landed", "lost"):
+    for field in ("stored", "landed", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

@@ -18,6 +18,7 @@ from sglang_cake.adapter.coordinator import Coordinator
 from sglang_cake.adapter.landing import Landing
 from sglang_cake.adapter.pace import Pace
 from sglang_cake.adapter.pools import DeviceKV
+from sglang_cake.adapter.rounds import JUDGED
 from sglang_cake.adapter.story import Storyteller
 from sglang_cake.buffers import BufferPool
 from sglang_cake.config import CakeConfig
@@ -34,6 +35,7 @@ from sglang_cake.testing.faulty import FaultyStore, SlowStore
 BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
 NAMESPACE = Digest(b"n" * 32)
 PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
+LOAD = LoadCost(0.0, 0.05, error=0.0, depth=2)
 
 
 @dataclass(eq=False)
@@ -78,6 +80,9 @@ class Desk:
         prefill: PrefillCost = PREFILL,
         store: Callable[[Store], Store] | None = None,
         ranks: bool = False,
+        io: Any = None,
+        load: LoadCost = LOAD,
+        chunk: int = 64,
     ) -> None:
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         self.pool = mha(slots, page=PAGE)
@@ -89,7 +94,7 @@ class Desk:
         self.slow = SlowStore(self.memory)
         self.faulty = FaultyStore(self.slow)
         self.front: Any = self.faulty if store is None else store(self.memory)
-        self.io = IoThread("test-io")
+        self.io = io or IoThread("test-io")
         self.peer: Callable[[torch.Tensor], None] | None = None
         self.counters = Counters()
         self.staging = BufferPool(staging, self.kv.new_buffer)
@@ -98,10 +103,10 @@ class Desk:
             self.staging,
             self.io,
             self.counters,
-            queue_depth=2,
-            prior=LoadCost(0.0, 0.05, error=0.0, depth=2),
+            queue_depth=load.depth,
+            prior=load,
         )
-        self.pace = Pace(loader, prefill, chunk_tokens=64, pipelined=False)
+        self.pace = Pace(loader, prefill, chunk_tokens=chunk, pipelined=False)
         self.landing = Landing(
             self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied
         )
@@ -309,6 +314,82 @@ def test_compute_and_load_meet(desk: Desk) -> None:
     assert sides["fallback", "compute"] == sides["fallback", "load"] == 0
     desk.leave(req)
     desk.all_back()
+
+
+@pytest.fixture
+def auto() -> Iterator[Desk]:
+    """Four blocks and a half are computed in 0.072 s, before one is loaded."""
+    made = Desk(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))
+    yield made
+    made.io.close()
+
+
+def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(auto: Desk) -> None:
+    req = req_of(4.5)
+    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    auto.arrive(req)
+    auto.cake.poll([req.rid])
+    assert auto.slow.waiting == []
+    assert not auto.cake.racing(req.rid)
+    auto.loader.recall([LoadCost(0.0, 1e-4, error=0.0)])
+    auto.settle_io()
+    auto.cake.poll([req.rid])
+    auto.settle_io()
+    assert auto.slow.waiting == [keys[3], keys[2]]
+    auto.leave(req)
+    auto.open(*keys)
+    auto.all_back()
+
+
+def test_what_waits_behind_others_is_loaded_until_they_are_gone(auto: Desk) -> None:
+    ahead, req = FakeReq("ahead", array("q", range(1000, 3000))), req_of(4.5)
+    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    auto.arrive(ahead)
+    auto.arrive(req)
+    assert auto.slow.waiting == [keys[3], keys[2]]  # at once, before the next poll
+    auto.cake.poll(["ahead", req.rid])
+    assert auto.cake.racing(req.rid)
+    auto.leave(ahead)
+    auto.cake.poll([req.rid])
+    auto.settle_io()
+    assert not auto.cake.racing(req.rid)
+    assert auto.slow.waiting == []
+    late = FakeReq("late", array("q", range(1000, 3000)))
+    auto.arrive(late)
+    auto.cake.poll(["late", req.rid])  # a policy puts it first
+    auto.settle_io()
+    assert auto.slow.waiting == [keys[3], keys[2]]
+    for each in (late, req):
+        auto.leave(each)
+    auto.open(*keys)
+    auto.all_back()
+
+
+def test_of_many_that_wait_a_few_are_judged_anew_in_each_poll(
+    auto: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reqs = [req_of(4.5, str(i)) for i in range(3 * JUDGED)]
+    auto.fill(reqs[0].origin_input_ids, set(range(4)))
+    for req in reqs:
+        auto.arrive(req)
+    rids = [req.rid for req in reqs]
+    auto.cake.poll(rids)
+    asked: list[str] = []
+    worth = auto.pace.worth
+
+    def counted(restore: Any, *args: Any) -> bool:
+        asked.append(restore.rid)
+        return worth(restore, *args)
+
+    monkeypatch.setattr(auto.pace, "worth", counted)
+    for poll in range(1, 4):
+        auto.cake.poll(rids)
+        assert len(asked) == poll * JUDGED
+    assert sorted(asked) == sorted(rids)
+    for req in reqs:
+        auto.leave(req)
+    auto.open(*KeyChain(KeySeed(NAMESPACE), BLOCK).of(reqs[0].origin_input_ids))
+    auto.all_back()
 
 
 def test_what_is_left_is_predicted_at_every_step_news_or_not(desk: Desk) -> None:
@@ -574,7 +655,7 @@ def test_a_prefix_that_the_tree_got_meanwhile_frees_what_landed_for_it(desk: Des
 
 # ---- another rank ----
 
-LANDED_AT, KEPT_AT = 14, 18  # where the 4 blocks of the only request stand in what is reduced
+LANDED_AT, KEPT_AT = 13, 17  # where the 4 blocks of the only request stand in what is reduced
 
 
 def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(two: Desk) -> None:

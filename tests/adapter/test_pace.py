@@ -1,12 +1,14 @@
 """What a step does for others counts as a fixed cost of the part that it leaves to a prompt."""
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 from kv_pools import restore_of
 
 from sglang_cake.adapter.pace import Pace
-from sglang_cake.read.cost import Costs, LoadCost, PrefillCost
+from sglang_cake.config import CakeConfig
+from sglang_cake.read.cost import Costs, LoadCost, PrefillCost, StepWork
 
 LIVE = restore_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)
@@ -36,6 +38,52 @@ def test_the_next_step_starts_from_nothing(pace: Pace) -> None:
     pace.polled()
     assert pace.costs(LIVE) == Costs(pace.agreed, LIVE.load)
     assert pace.measured
+
+
+AUTO = CakeConfig(mode="auto", block_tokens=16, min_load_tokens=16)
+NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
+
+
+def test_what_waits_on_the_device_is_known_at_arrival_and_later(pace: Pace) -> None:
+    """0.05 s a block, and 0.074 s for all four to be computed: alone it is computed."""
+    live = restore_of(4, block=16)
+    stored, load = (True,) * 4, LoadCost(0.04, 0.05)
+    assert not pace.worth_now(live, AUTO, NOTHING)(stored, load)
+    assert pace.worth_now(live, AUTO, QUEUE)(stored, load)
+    live.meet.found(stored)
+    live.load = load
+    assert not pace.worth(live, "auto", NOTHING)
+    assert pace.worth(live, "auto", QUEUE)
+    assert not pace.worth(live, "compute", QUEUE)
+    assert pace.worth(live, "load", NOTHING)
+
+
+def test_who_decodes_shares_the_steps_of_who_waits(pace: Pace) -> None:
+    live = restore_of(4, block=16)
+    stored, load = (True,) * 4, LoadCost(0.04, 0.05)
+    pace.scheduling(decodes=60)
+    pace.polled()
+    assert pace.worth_now(live, AUTO, NOTHING)(stored, load)
+
+
+def test_launched_ahead_the_step_under_way_goes_first() -> None:
+    pace = Pace(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=640, pipelined=True)
+    live = restore_of(4, block=16)
+    stored, load = (True,) * 4, LoadCost(0.04, 0.05)
+    assert not pace.worth_now(live, AUTO, NOTHING)(stored, load)
+    pace.claimed(0, 640)
+    assert pace.worth_now(live, AUTO, NOTHING)(stored, load)
+    pace.polled()
+    assert pace.worth_now(live, AUTO, NOTHING)(stored, load)
+    pace.polled()
+    assert not pace.worth_now(live, AUTO, NOTHING)(stored, load)
+
+
+def test_too_little_is_never_loaded(pace: Pace) -> None:
+    live = restore_of(4, block=16)
+    least = replace(AUTO, min_load_tokens=48)
+    assert not pace.worth_now(live, least, QUEUE)((False, False, True, True), LIVE.load)
+    assert pace.worth_now(live, least, QUEUE)((False, True, True, True), LIVE.load)
 
 
 def test_steps_without_prefill_are_not_measured(pace: Pace) -> None:

@@ -26,6 +26,18 @@ def test_time_in_which_nothing_was_asked_of_the_link_is_not_owed() -> None:
     assert restore.keep == 2
 
 
+def test_what_is_not_loaded_is_owed_from_when_it_is() -> None:
+    restore = waiting()
+    restore.keep = None
+    assert not restore.racing
+    assert restore.to_compute.tokens == 64
+    restore.keep_from(0)
+    assert restore.racing
+    assert restore.to_compute.tokens == 0
+    assert restore.progress.since_s == 0.0
+    assert restore.local_elapsed_s() < 500.0
+
+
 def test_a_block_that_is_being_read_stays_owed() -> None:
     restore = waiting()
     restore.keep = 3

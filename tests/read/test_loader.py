@@ -212,7 +212,7 @@ def test_the_last_block_comes_first_and_the_queue_has_its_depth(desk: Desk) -> N
     keys = desk.fill(tokens)
     desk.begin("a", tokens)
     assert desk.waiting() == [keys[4], keys[3]]
-    assert desk.news() == [Found("a", (True,) * 5, load=True)]
+    assert desk.news() == [Found("a", (True,) * 5)]
     desk.open(keys[3])
     assert desk.waiting() == [keys[4], keys[2]]
     desk.open(*keys)
@@ -273,7 +273,7 @@ def test_a_store_that_does_not_know_where_blocks_are_is_not_read(desk: Desk) -> 
     desk.loader = desk.new_loader(Broken(desk.store))
     desk.fill(tokens_of(0, 6))
     desk.begin("a", tokens_of(0, 6))
-    assert desk.news() == [Found("a", (False,) * 6, load=False)]
+    assert desk.news() == [Found("a", (False,) * 6)]
     assert desk.failures() == {"lookup": 1}
 
 
@@ -297,7 +297,7 @@ def test_only_what_is_stored_and_allowed_is_read(desk: Desk) -> None:
     keys = desk.fill(tokens, without=[3])
     desk.open(*keys)
     desk.begin("a", tokens, first=2)
-    assert desk.news()[0] == Found("a", (True, True, True, False, True, True), load=True)
+    assert desk.news()[0] == Found("a", (True, True, True, False, True, True))
     assert desk.read_keys() == [keys[5], keys[4], keys[2]]
 
 
@@ -306,7 +306,7 @@ def test_too_little_is_not_worth_it(desk: Desk, least: int, load: bool) -> None:
     tokens = tokens_of(0, 6)
     desk.open(*desk.fill(tokens, without=[0]))
     desk.begin("a", tokens, first=2, least=least)
-    assert desk.news()[0] == Found("a", (False, *[True] * 5), load=load)
+    assert desk.news()[0] == Found("a", (False, *[True] * 5))
     assert len(desk.read_keys()) == (4 if load else 0)
 
 
@@ -314,7 +314,7 @@ def test_a_lookup_alone_reads_nothing(desk: Desk) -> None:
     tokens = tokens_of(0, 3)
     desk.fill(tokens)
     desk.begin("a", tokens, load=False)
-    assert desk.news() == [Found("a", (True,) * 3, load=False)]
+    assert desk.news() == [Found("a", (True,) * 3)]
     assert desk.read_keys() == []
 
 
@@ -459,7 +459,7 @@ def test_who_comes_when_the_read_was_just_cancelled_still_gets_the_block(desk: D
     def turn() -> None:
         """In one turn of the loop: the only waiter leaves, another prompt wants the block."""
         desk.loader._close(desk.loader._by_rid.pop("a"))
-        late.todo = [0]
+        late.keep = 0
         desk.loader._pump()
 
     desk.io.post(turn)
@@ -481,11 +481,11 @@ def test_nobody_boards_a_read_that_has_just_failed(
     late, give_up = desk.loader._by_rid["b"], desk.loader._give_up
 
     def board() -> None:
-        late.todo = [0]
+        late.keep = 0
         desk.loader._pump()
 
     def failing(*args: Any, **options: Any) -> None:
-        if not late.todo and desk.failures() == {}:
+        if late.keep and desk.failures() == {}:
             desk.io.loop.call_soon(board)  # comes before whatever the task's end sets off
         give_up(*args, **options)
 
@@ -696,6 +696,49 @@ def test_what_compute_will_reach_first_is_not_begun(desk_of: Callable[..., Desk]
     assert desk.landed() == [("a", 2), ("a", 1)]
 
 
+def test_what_is_not_worth_loading_now_is_stopped_and_goes_on_later(
+    desk_of: Callable[..., Desk],
+) -> None:
+    desk = desk_of(depth=2)
+    tokens = tokens_of(0, 6)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == [keys[5], keys[4]]
+    desk.loader.keep("a", None)
+    assert desk.waiting() == []
+    assert desk.pool.free == desk.pool.capacity
+    desk.loader.fence("a", 2)
+    desk.loader.keep("a", 0)
+    assert desk.waiting() == [keys[5], keys[4]]
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", 2), ("a", 3), ("a", 4), ("a", 5)]
+
+
+def test_who_changes_their_mind_at_once_loses_no_read(desk: Desk) -> None:
+    tokens = tokens_of(0, 2)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    assert desk.waiting() == keys[::-1]
+    began = list(desk.loader.under_way("a").values())
+    desk.loader.keep("a", None)
+    desk.loader.keep("a", 0)
+    desk.settle()
+    desk.open(*keys)
+    assert sorted(desk.landed()) == [("a", 0), ("a", 1)]
+    assert len(began) == 2
+
+
+def test_a_read_that_another_prompt_waits_for_goes_on(desk: Desk) -> None:
+    tokens = tokens_of(0, 1)
+    keys = desk.fill(tokens)
+    desk.begin("a", tokens)
+    desk.begin("b", tokens)
+    assert desk.waiting() == keys
+    desk.loader.keep("a", None)
+    desk.open(*keys)
+    assert desk.landed() == [("b", 0)]
+
+
 # ---- failures ----
 
 
@@ -729,7 +772,7 @@ def test_everyone_who_waited_hears_of_a_loss(desk: Desk) -> None:
     assert desk.failures() == {"missing": 1}
     # Whoever comes now is told anew; nobody boards a read that has failed.
     desk.begin("c", tokens)
-    assert desk.news() == [Found("c", (False,), load=False)]
+    assert desk.news() == [Found("c", (False,))]
 
 
 def test_a_store_that_breaks_its_contract_costs_blocks_only(desk: Desk) -> None:
@@ -751,7 +794,7 @@ def test_a_lookup_that_fails_finds_nothing(desk: Desk, broken: bool) -> None:
     else:
         desk.io.run(desk.memory.close(), PATIENCE_S)
     desk.begin("a", tokens)
-    assert desk.news() == [Found("a", (False,) * 3, load=False)]
+    assert desk.news() == [Found("a", (False,) * 3)]
     assert desk.failures() == {"lookup": 1}
 
 
@@ -843,7 +886,7 @@ def test_another_store_serves_prompts_that_begin_later(desk: Desk) -> None:
     other = RecordingStore(MemoryStore())
     desk.loader.use(other)
     desk.begin("b", tokens)
-    assert Found("b", (False, False), load=False) in desk.news()
+    assert Found("b", (False, False)) in desk.news()
     desk.open(*keys)
     assert sorted(desk.landed()) == [("a", 0), ("a", 1)]
     assert other.keys_of("get") == []

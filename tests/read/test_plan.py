@@ -15,6 +15,7 @@ from sglang_cake.read.plan import (
     Outlook,
     Progress,
     Step,
+    device_work,
     look_ahead,
     next_step,
     worth_loading,
@@ -239,7 +240,7 @@ def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
 def test_nobody_waits_for_good(now: dict, mode: Mode, begun: bool) -> None:
     least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
-    now["progress"] = Progress(1e6 * (1 + least_s), begun)
+    now["progress"] = Progress(1e6 * (1 + least_s), begun, keep=0)
     assert not next_step(mode=mode, **now).wait
 
 
@@ -284,19 +285,19 @@ def test_a_quick_link_is_waited_for_until_it_breaks_its_promise() -> None:
     quick = costs(1)
     wait = Step(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
-    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True)) == wait
-    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True)).wait
+    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True, keep=0)) == wait
+    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, keep=0)).wait
 
 
 def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
     blocks, hopeless = [WANTED] * 10, costs(990)  # one block is saved, at the very end
     assert decide(blocks, hopeless) == Step(1050, keep=None)
-    assert decide(blocks, hopeless, progress=Progress(begun=True)).keep == 9
+    assert decide(blocks, hopeless, progress=Progress(keep=0)).keep == 9
     short = [ABSENT] * 99 + [WANTED]
     gain = 100 / (99 * 100 + 150)
     assert gain < COMPUTE_SLACK
     assert decide(short, costs(1)) == Step(10_000, keep=None)
-    assert decide(short, costs(1), progress=Progress(begun=True)).keep is not None
+    assert decide(short, costs(1), progress=Progress(keep=0)).keep is not None
     assert decide(short, costs(1), mode="both").keep is not None
 
 
@@ -316,14 +317,66 @@ def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() ->
 
 def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
     def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
-        view = view_of([ABSENT] * len(states), front=front)
-        return worth_loading(view, states, 500, known)
+        view = view_of([ABSENT] * len(states), front=front).found(states)
+        return worth_loading(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
 
     assert worth([True] * 10, costs(100))
     assert not worth([True] * 10, costs(1100))
     assert not worth([False] * 99 + [True], costs(1))
     assert not worth([True] * 10, costs(100), front=1000)
     assert worth([False] * 9 + [True], costs(1), front=700)
+
+
+@pytest.mark.parametrize("busy", [StepWork(tokens=400), StepWork(decodes=40)])
+def test_a_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
+    view = view_of([WANTED] * 10)
+    known = costs(1100)
+    known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
+
+    def worth(known: Costs) -> bool:
+        return worth_loading(view, mode="auto", chunk_tokens=100, costs=known, progress=Progress())
+
+    assert not worth(known)
+    assert worth(known.beside(busy))
+    assert worth(replace(known, backlog_s=known.prefill.queue_s(StepWork(tokens=5000), 100)))
+
+
+def test_what_goes_before_a_prompt_is_time_for_its_loads() -> None:
+    view, known = view_of([WANTED] * 10), replace(costs(100, fixed_s=10), backlog_s=700.0)
+    outlook = look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+    assert outlook.compute_s == 700 + 1050 + 3 * 10
+    assert outlook.load_s == 1000 + 60
+    # A hundred tokens computed after 700 s, while nine blocks come.
+    assert (outlook.meet_token, outlook.both_s) == (100, 900 + 60)
+    late = replace(known, backlog_s=5000.0)
+    assert look_ahead(view, chunk_tokens=500, costs=late, progress=Progress()).best_s == 5060
+
+
+@SLOW
+@given(now=situations(), backlog_s=st.floats(0, 1e4), keep=st.sampled_from([None, 0]))
+def test_a_verdict_that_was_just_revised_stands(
+    now: dict, backlog_s: float, keep: int | None
+) -> None:
+    """Whichever it was before: with the same costs the next poll says the same again."""
+    now["costs"] = replace(now["costs"], backlog_s=backlog_s)
+    now["progress"] = Progress(keep=keep)
+    loads = worth_loading(mode="auto", **now)
+    now["progress"] = Progress(keep=0 if loads else None)
+    assert worth_loading(mode="auto", **now) == loads
+
+
+def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
+    blocks, quick = [WANTED] * 10, costs(1, fixed_s=10)
+    silent = decide(blocks, quick, progress=Progress(5000, begun=True, keep=0))
+    assert (silent.keep, silent.late) == (None, True)
+    slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, keep=0))
+    assert (slow.keep, slow.late) == (None, False)
+
+
+@pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])
+def test_a_prompt_computes_what_is_not_loaded(keep: int | None, tokens: int) -> None:
+    assert device_work(view_of([WANTED] * 10, front=50), keep).tokens == tokens
+    assert device_work(view_of([ABSENT] * 10, front=50), keep).tokens == 1000
 
 
 def test_only_the_last_steps_end_with_a_block() -> None:

@@ -70,9 +70,15 @@ def seen(*states: BlockState, front: int = 0, prompt_tokens: int = 70) -> View:
     return View(front, 0, bytes(states), 16, prompt_tokens, prompt_tokens - 1)
 
 
-def claimant(view: View, *, begun: bool = True) -> Claimant:
+def claimant(view: View, *, begun: bool = True, loads: bool = True) -> Claimant:
     return Claimant.of(
-        "x", view, remaining_s=lambda: 3.0, waited_s=1.0, begun=begun, chunk_tokens=32
+        "x",
+        view,
+        loads=loads,
+        remaining_s=lambda: 3.0,
+        waited_s=1.0,
+        begun=begun,
+        chunk_tokens=32,
     )
 
 
@@ -81,6 +87,7 @@ W, L, G, A = BlockState.WANTED, BlockState.LANDED, BlockState.GONE, BlockState.A
 
 def test_what_a_stored_prompt_is() -> None:
     assert claimant(seen(A, L, W, L)).remaining_s == 3.0
+    assert claimant(seen(A, A, W, A), loads=False) == Claimant("x", None, 1.0)
     # What has landed is not computed, whether or not it has joined the tree.
     assert claimant(seen(G, L, L, L)) == Claimant("x", None, 1.0, nearly_done=True)
     assert claimant(seen(A, A, A, L, front=30)) == Claimant("x", None, 1.0, nearly_done=True)

@@ -1,0 +1,69 @@
+"""The I/O thread and the clock of a scheduler in virtual time: no thread, and nothing waits."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+# Modules that tell the time.
+_MODULES = (
+    *(f"adapter.{name}" for name in ("agree", "coordinator", "pace", "pools", "restore")),
+    *("read.loader", "read.reading"),
+)
+
+
+class _Jumping(selectors.SelectSelector):
+    """Where a loop would sleep, its clock jumps."""
+
+    def __init__(self, io: "VirtualIo") -> None:
+        super().__init__()
+        self._io = io
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        events = super().select(0)
+        if not events and timeout:
+            self._io.now_s += timeout
+        return events
+
+
+class VirtualIo:
+    """Stands in for an `IoThread`; its loop runs only inside `until` and `run`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.loop = asyncio.SelectorEventLoop(_Jumping(self))
+        self.loop.time = lambda: self.now_s  # type: ignore[method-assign]
+
+    def post(self, action: Callable[..., object], *args: object) -> None:
+        self.loop.call_soon(action, *args)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        del timeout_s
+        return self.loop.run_until_complete(coroutine)
+
+    def until(self, when_s: float) -> None:
+        """Let everything happen that is due by then."""
+        self.loop.call_at(when_s, self.loop.stop)
+        self.loop.run_forever()
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+@contextmanager
+def virtual_time() -> Iterator[VirtualIo]:
+    """The adapter and the loader live by the clock of the value."""
+    io = VirtualIo()
+    clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in _MODULES:
+            patch.setattr(f"sglang_cake.{module}.time", clock)
+        yield io
+        io.close()
