@@ -11,7 +11,7 @@ def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) 
     |decoded - exact|² / |exact|², with the Euclidean norm over the plane; 0 for a plane that came
     back as it was. Both blocks are finite.
 
-    What a model's answer loses goes with the square of it: on a real model KL is 0.6 to 1.3 times
+    What a model's answer loses goes with the square of it: on a real model KL is 0.5 to 1.4 times
     the square (docs/codecs.md). The worst plane alone says less: errors of all layers add up.
     """
     one, other = Block.over(layout, exact), Block.over(layout, decoded)
