@@ -3,7 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,7 +320,7 @@ def test_compute_and_load_meet(desk: Desk) -> None:
 def auto() -> Iterator[Desk]:
     """Four blocks and a half are computed in 0.072 s, before one is loaded."""
     load = LoadCost(0.08, 0.05, error=0.0, depth=2)
-    made = Desk(mode="auto", load=load, prefill=replace(PREFILL, fixed_s=0.001))
+    made = Desk(mode="auto", load=load)
     yield made
     made.io.close()
 
