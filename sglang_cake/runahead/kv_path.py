@@ -54,6 +54,8 @@ class Outlet:
     def send(self, server: "KvServer", part: LayerPart, payload: memoryview) -> None:
         """Send a part; `payload` may be reused when this returns. Raises: PeerGone."""
         with self._lock:
+            if self.over:
+                raise PeerGone("it does not take KV")
             end_s = time.monotonic() + transport.SEND_TIMEOUT_S
             if len(self._sealed) < len(payload) + TAG_BYTES:
                 self._sealed = bytearray(MAX_PART_BYTES + TAG_BYTES)

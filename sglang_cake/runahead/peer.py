@@ -300,7 +300,10 @@ class Peer:
 
 
 class _Connection:
-    """A socket that dials once, and what becomes of that."""
+    """A socket that dials once, and what becomes of that.
+
+    Raises: zmq.ZMQError, and closes the socket.
+    """
 
     def __init__(self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller) -> None:
         self.socket = dealer
@@ -308,7 +311,7 @@ class _Connection:
         self.address = address
         self._poller = poller
         try:
-            self.monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
+            self.monitor = _monitor(dealer)
         except zmq.ZMQError:
             dealer.close()
             raise
@@ -335,11 +338,30 @@ class _Connection:
         """Also while it is being made."""
         for each in (self.socket, self.monitor):
             self._poller.unregister(each)
-        # Before the socket is closed, or the descriptors of a monitor stay open.
+        # Before the socket is closed, or descriptors of the monitor stay open.
         with contextlib.suppress(zmq.ContextTerminated):
             self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
+
+
+def _monitor(dealer: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
+    """Tells the events of a socket, as pyzmq's `get_monitor_socket`.
+
+    That one leaves, where descriptors are used up, a name behind that is needed again, and an end
+    that holds the GIL for ever when it is closed.
+
+    Raises: zmq.ZMQError.
+    """
+    name = f"inproc://{secrets.token_hex(16)}"
+    listener: zmq.Socket[bytes] = dealer.context.socket(zmq.PAIR)
+    try:
+        dealer.monitor(name, zmq.EVENT_ALL)
+        listener.connect(name)
+    except zmq.ZMQError:
+        listener.close()
+        raise
+    return listener
 
 
 def endpoint(host: str, port: int | str) -> str:

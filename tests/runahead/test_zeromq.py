@@ -273,20 +273,23 @@ def test_port_for_kv_is_closed_to_those_without_the_password(two: Callable[..., 
     assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen
 
 
-def test_member_without_free_descriptors_accepts_the_next_connection(
-    two: Callable[..., Two],
+def test_member_whose_descriptors_were_used_up_meets_the_others(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None is free, or fewer than a connection takes: it fails at each of its steps."""
+    monkeypatch.setattr(peer, "RETRY_S", (0.01, 0.01))
     pair = Two()
-    pair.members[1].start(pair.ears[1])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with socket.socket() as early:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-            try:
-                early.connect(pair.peers[1])
-                time.sleep(0.2)  # in which it cannot be accepted
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            pair.members[1].start(pair.ears[1])
+            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+            for most in range(3, highest + 10):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+                if most == 3:
+                    early.connect(pair.peers[1])
+                time.sleep(0.015)  # in which it dials in vain
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             pair.members[0].start(pair.ears[0])
             pair.meet()
     finally:
