@@ -24,6 +24,7 @@ Mode = Literal["auto", "both", "compute", "load"]
 # How much longer computing alone may take than the best way with loads before a block is read. What
 # is being loaded goes on unless computing alone is quicker: between the two nothing changes.
 COMPUTE_SLACK = 0.015
+TIE = 1e-9  # two sums of the same steps differ by less
 # How much longer loading alone may take than racing and still leave the device to others.
 LOAD_SLACK = 0.01
 # No step goes further towards the meeting point than this share when predictions are poor.
@@ -238,7 +239,7 @@ def _is_asked(view: View, progress: Progress) -> bool:
 
 
 def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
-    slack = COMPUTE_SLACK if progress.keep is None else 0.0
+    slack = COMPUTE_SLACK if progress.keep is None else TIE
     return outlook.compute_s < min(outlook.both_s, outlook.load_s) * (1 + slack)
 
 

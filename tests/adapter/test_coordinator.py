@@ -319,20 +319,22 @@ def test_compute_and_load_meet(desk: Desk) -> None:
 @pytest.fixture
 def auto() -> Iterator[Desk]:
     """Four blocks and a half are computed in 0.072 s, before one is loaded."""
-    made = Desk(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))
+    load = LoadCost(0.08, 0.05, error=0.0, depth=2)
+    made = Desk(mode="auto", load=load)
     yield made
     made.io.close()
 
 
-def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(auto: Desk) -> None:
+def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(
+    auto: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     req = req_of(4.5)
     keys = auto.fill(req.origin_input_ids, set(range(4)))
     auto.arrive(req)
     auto.cake.poll([req.rid])
     assert auto.slow.waiting == []
     assert not auto.cake.racing(req.rid)
-    auto.loader.recall([LoadCost(0.0, 1e-4, error=0.0)])
-    auto.settle_io()
+    monkeypatch.setattr(auto.loader, "cost_of", lambda ticket: LoadCost(0.0, 1e-4, error=0.0))
     auto.cake.poll([req.rid])
     auto.settle_io()
     assert auto.slow.waiting == [keys[3], keys[2]]

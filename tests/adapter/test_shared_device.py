@@ -1,6 +1,6 @@
 """The real coordinator and loader in virtual time, always with others on the device.
 
-What `tests/sim/test_shared_device.py` asks of the simulator. The device takes what the cost model
+What `tests/sim/test_beside_others.py` asks of the simulator. The device takes what the cost model
 says, the link what its store says; all that decides is the server's own.
 """
 

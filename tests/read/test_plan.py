@@ -366,7 +366,7 @@ def test_a_verdict_that_was_just_revised_stands(
 
 
 def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
-    blocks, quick = [WANTED] * 10, costs(1, fixed_s=10)
+    blocks, quick = [WANTED] * 10, costs(1)
     silent = decide(blocks, quick, progress=Progress(5000, begun=True, keep=0))
     assert (silent.keep, silent.late) == (None, True)
     slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, keep=0))

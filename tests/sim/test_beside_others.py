@@ -134,7 +134,7 @@ def queue(
 def test_what_waits_behind_others_is_loaded_meanwhile(
     rate: float, at_most: float, policy: Policy
 ) -> None:
-    """Alone such a prompt is computed before the store has sent a byte of it."""
+    """Alone such a prompt is computed before the store has sent a block of it."""
     alone = run_race(H100, 2048, chunk_tokens=CHUNK)
     assert not alone.loaded_tokens
     assert not alone.landings
