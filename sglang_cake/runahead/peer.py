@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_cake")
 
 RETRY_S = (0.1, 2.0)  # between dials: first, and at most
+DIAL_S = 10.0  # in which a connection is made, or given up: ZeroMQ does not tell all failures
 PATIENCE_S = 5.0  # after which a peer that took our connection should have said something
 _LOOK_MS = 1000  # how often an idle thread says Hello again, and looks whether it is wanted
 _AGAIN_MS = 50  # how often it tries to say Hello to a peer that has not dialed yet
@@ -159,18 +160,17 @@ class Peer:
     def _look(self, dialed: "_Connection") -> None:
         is_settled = self._told is not None or not self._session
         ready = dict(self._poller.poll(_LOOK_MS if is_settled else _AGAIN_MS))
-        if dialed.monitor in ready:
-            try:
-                dialed.judge()
-            except HungUp:
-                raise LeftOut(OTHER_SECRET) from None
-            if dialed.is_up and not self._session:
-                self._session = secrets.randbits(61) + 1
-                self._patience_end_s = time.monotonic() + PATIENCE_S
+        try:
+            dialed.judge(ready)
+        except HungUp:
+            raise LeftOut(OTHER_SECRET) from None
+        if dialed.is_up and not self._session:
+            self._session = secrets.randbits(61) + 1
+            self._patience_end_s = time.monotonic() + PATIENCE_S
         if dialed.socket in ready:
             self._hear(dialed.socket)
-        if self._kv is not None and self._kv.monitor in ready:
-            self._judge_kv(self._kv)
+        if self._kv is not None:
+            self._judge_kv(self._kv, ready)
         if self._kv is not None and self._kv.socket in ready:
             self._take(self._kv.socket)
         if self._outlet is not None and self._outlet.over:
@@ -179,9 +179,9 @@ class Peer:
         if not self._heard and time.monotonic() > self._patience_end_s:
             self._complain(OTHER_GROUP)
 
-    def _judge_kv(self, kv: "_Connection") -> None:
+    def _judge_kv(self, kv: "_Connection", ready: dict[Any, int]) -> None:
         try:
-            kv.judge()
+            kv.judge(ready)
         except RunaheadError:
             if kv.is_up:
                 raise
@@ -309,6 +309,7 @@ class _Connection:
         self.socket = dealer
         self.is_up = False
         self.address = address
+        self._end_s = time.monotonic() + DIAL_S
         self._poller = poller
         try:
             self.monitor = _monitor(dealer)
@@ -324,8 +325,15 @@ class _Connection:
             self.close()
             raise
 
-    def judge(self) -> None:
-        """Read the news. Raises: RunaheadError when it has ended."""
+    def judge(self, ready: dict[Any, int]) -> None:
+        """Read the news, if the poller has found any.
+
+        Raises: RunaheadError when it has ended, or is not made in time.
+        """
+        if not self.is_up and time.monotonic() > self._end_s:
+            raise RunaheadError("no connection in time")
+        if self.monitor not in ready:
+            return
         news = recv_monitor_message(self.monitor)
         if news["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.is_up = True

@@ -278,6 +278,7 @@ def test_member_whose_descriptors_were_used_up_meets_the_others(
 ) -> None:
     """None is free, or fewer than a connection takes: it fails at each of its steps."""
     monkeypatch.setattr(peer, "RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(peer, "DIAL_S", 2.0)
     pair = Two()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
