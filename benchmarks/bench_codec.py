@@ -38,14 +38,14 @@ from benchmarks.documents import update
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread
 from benchmarks.train_small_llama import OUT, STEPS, small_llama
-from sglang_cake.codec.catalogue import chain_of, decode
-from sglang_cake.codec.chain import Chain, Raw
-from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.frame import HEADER_BYTES
-from sglang_cake.codec.planes import Planes
-from sglang_cake.codec.zstd import Zstd
-from sglang_cake.codec_names import CODECS, LOSSY, RAW
-from sglang_cake.layout import BlockLayout
+from sglang_cake.codecs.catalogue import chain_of, decode
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.pipeline import Chain, Raw
+from sglang_cake.codecs.planes import Planes
+from sglang_cake.codecs.zstd import Zstd
+from sglang_cake.core.codec_names import CODECS, LOSSY, RAW
+from sglang_cake.core.layout import BlockLayout
 from sglang_cake.testing.smollm2 import NAME, smollm2
 
 COPY = "plain copy"

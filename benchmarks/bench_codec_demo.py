@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import demos, documents, facts
 from sglang_cake.cli.store_tables import table
-from sglang_cake.codec_names import AUTO, CHOICES, LOSSLESS
+from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSLESS
 
 DOC = facts.ROOT / "docs" / "codecs.md"
 NEW_TOKENS = 16

@@ -29,8 +29,8 @@ from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.train_small_llama import CONFIG, OUT, STEPS, small_llama, texts
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.store_tables import table
-from sglang_cake.codec.frame import HEADER_BYTES
-from sglang_cake.codec_names import CODECS, RAW
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.codec_names import CODECS, RAW
 from sglang_cake.testing.server import generate
 
 DTYPE = "bfloat16"

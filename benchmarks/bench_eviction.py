@@ -25,15 +25,15 @@ from tqdm import tqdm
 
 from benchmarks.eviction_cells import BY_SHAPE, CAPACITIES, TRACES, VARIANTS, Cell, run_cell
 from benchmarks.facts import RESULTS, header, shown, write
-from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.sim.ttft import SHAPES
-from sglang_cake.store.eviction import POLICIES, AccessContext
-from sglang_cake.store.eviction.policy import ADMIT_ALL
-from sglang_cake.store.eviction.tenants import NO_TENANT_RULES
-from sglang_cake.store.eviction.workload import ReusePolicy
-from sglang_cake.store.file.index import BlockIndex, Found
-from sglang_cake.store.file.room import Room
-from sglang_cake.store.file.space import Amount
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.simulator.ttft import SHAPES
+from sglang_cake.stores.eviction import POLICIES, AccessContext
+from sglang_cake.stores.eviction.policy import ADMIT_ALL
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
+from sglang_cake.stores.eviction.workload import ReusePolicy
+from sglang_cake.stores.file.disk_usage import Amount
+from sglang_cake.stores.file.evictor import Evictor
+from sglang_cake.stores.file.index import BlockIndex, Found
 
 
 def replay_cells(traces: list[str], capacities: list[int]) -> Iterator[Cell]:
@@ -105,7 +105,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             root = Path(name) / policy
             shutil.copytree(made, root)
             index = BlockIndex(root / "index.db")
-            room = Room(
+            room = Evictor(
                 root,
                 None,
                 policy,

@@ -28,13 +28,13 @@ from benchmarks.file_arms import (
     read_store,
     write_store,
 )
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.keys import BlockKey
-from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
-from sglang_cake.store.file.folder import BlockFolder
-from sglang_cake.store.file.paths import NamespaceFolder
-from sglang_cake.store.file.store import FileStore
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.paths import NamespaceFolder
 
 MIB = 1 << 20
 FIO = ("fio, page cache", "fio, direct")

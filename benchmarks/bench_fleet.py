@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks import facts
 from sglang_cake.cli.store_tables import table
-from sglang_cake.sim.engine import Server
-from sglang_cake.sim.hardware import GPUS, Medium, load_cost, prefill_cost
-from sglang_cake.sim.machine import Clock, Hub, Machine
-from sglang_cake.sim.records import Prompt
-from sglang_cake.sim.shapes import find_shape
+from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
+from sglang_cake.simulator.machine import Clock, Hub, Machine
+from sglang_cake.simulator.race_records import Prompt
+from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.simulator.simulated_server import Server
 
 ARMS = {"compute": "compute", "load": "load", "cake": "auto"}
 LENGTHS = (4096, 8192, 16384, 32768)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.facts import RESULTS, header, write
 from benchmarks.stats import spread
-from sglang_cake.adapter.content import READ_BYTES, content_digest, look
+from sglang_cake.integration.identity.content import READ_BYTES, content_digest, look
 
 
 def digest(files: list[Path]) -> None:

@@ -29,15 +29,15 @@ from typing import Any
 
 from benchmarks import facts
 from benchmarks.stats import paired_ratio, spread, whole_numbers
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.keys import BlockKey
-from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
-from sglang_cake.store.file.source import FileSource
-from sglang_cake.store.http.client import HttpStore
-from sglang_cake.store.http.protocol import block_path
-from sglang_cake.store.http.source import HttpSource
-from sglang_cake.store.http.wire import Endpoint
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.http_source import HttpSource
+from sglang_cake.stores.http.http_transport import Endpoint
+from sglang_cake.stores.http.protocol import block_path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GOAL = 0.8

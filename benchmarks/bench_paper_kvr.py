@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import facts, kvr_figures
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.chain import (
     Link,
     Worker,
@@ -30,7 +31,6 @@ from sglang_cake.runahead.chain import (
 from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
 from sglang_cake.runahead.search import Searched, grid_search
 from sglang_cake.runahead.table import PartitionTable
-from sglang_cake.spans import Span
 
 K = 1024
 PAPER = json.loads((Path(__file__).parent / "data" / "kvr_paper.json").read_text())

@@ -27,7 +27,7 @@ import zmq
 
 from benchmarks.facts import RESULTS, header, machine, write
 from benchmarks.stats import spread
-from sglang_cake.keys import Digest
+from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.curve import Curve
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.transport import MAX_PART_BYTES

@@ -22,16 +22,16 @@ from typing import Any
 
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread, whole_numbers
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.codec.sealed import SEALED_BYTES, sealed_frame
-from sglang_cake.keys import BlockKey
-from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import Store
-from sglang_cake.store.file.source import FileSource
-from sglang_cake.store.key_file import MasterKey
-from sglang_cake.store.memory import MemoryStore
-from sglang_cake.store.sealed import SealedStore, Sealer
+from sglang_cake.codecs.encrypted_frame import SEALED_BYTES, sealed_frame
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import Store
+from sglang_cake.stores.encrypted import EncryptedStore, Sealer
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.key_file import MasterKey
+from sglang_cake.stores.memory_store import MemoryStore
 
 MASTER = MasterKey(bytes(32))
 Pairs = dict[tuple[str, str], list[tuple[float, float]]]  # (arm, call) -> one pair a round
@@ -54,7 +54,7 @@ def opened(arm: str, folder: Path, frame: BlockFrame, depth: int) -> Store:
     if not sealed:
         return inner
     sealer = Sealer(MASTER.block_key(inner_frame.digest), inner_frame.digest)
-    return SealedStore(inner, sealer, block_bytes=frame.payload_bytes, depth=depth)
+    return EncryptedStore(inner, sealer, block_bytes=frame.payload_bytes, depth=depth)
 
 
 async def timed(work: Callable[[], Awaitable[object]]) -> tuple[float, float]:

@@ -20,13 +20,13 @@ from transformers.cache_utils import DynamicCache
 
 from benchmarks.real_texts import real_texts
 from benchmarks.train_small_llama import texts
-from sglang_cake.codec.blocks import Block
-from sglang_cake.codec.catalogue import decode
-from sglang_cake.codec.chain import Chain
-from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.error import relative_error
-from sglang_cake.codec.frame import HEADER_BYTES
-from sglang_cake.layout import DTYPE_BYTES, BlockLayout
+from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.catalogue import decode
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.pipeline import Chain
+from sglang_cake.codecs.relative_error import relative_error
+from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 BLOCK_TOKENS = 128
 AT_ONCE_TOKENS = 4096  # of windows of text

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lecar import LecarPolicy
-from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
-from sglang_cake.sim.replay import Replay
-from sglang_cake.sim.traces import Trace, head, read_trace
-from sglang_cake.sim.ttft import SHAPES, SavedTime
-from sglang_cake.store.eviction import Benefit, Usage, new_policy
-from sglang_cake.store.eviction.cake import PREFIX_BENEFIT_EXPONENT, CakePolicy, CakePrefixPolicy
-from sglang_cake.store.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy
-from sglang_cake.store.eviction.reuse import RequestClass, ReuseModel
-from sglang_cake.store.eviction.workload import WorkloadPolicy, class_of
+from sglang_cake.simulator.offline import BeladyPolicy, seconds_bound
+from sglang_cake.simulator.replay import Replay
+from sglang_cake.simulator.request_traces import Trace, head, read_trace
+from sglang_cake.simulator.ttft import SHAPES, SavedTime
+from sglang_cake.stores.eviction import Benefit, Usage, new_policy
+from sglang_cake.stores.eviction.cake import PREFIX_BENEFIT_EXPONENT, CakePolicy, CakePrefixPolicy
+from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy
+from sglang_cake.stores.eviction.reuse import RequestClass, ReuseModel
+from sglang_cake.stores.eviction.workload import WorkloadPolicy, class_of
 
 # File, and blocks of it per 512 tokens: capacities are compared at equal tokens.
 TRACES = {

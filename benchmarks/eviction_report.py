@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.eviction_cells import CAPACITIES, TRACES, VARIANTS
 from benchmarks.facts import RESULTS, ROOT
-from sglang_cake.sim.ttft import SHAPES
-from sglang_cake.store.eviction import POLICIES
+from sglang_cake.simulator.ttft import SHAPES
+from sglang_cake.stores.eviction import POLICIES
 
 Row = dict[str, Any]
 FIGURES: dict[str, tuple[str, Callable[[Row], float]]] = {

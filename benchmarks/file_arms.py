@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import Store
-from sglang_cake.store.file.store import FileStore
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import Store
+from sglang_cake.stores.file.file_store import FileStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ which imports the main module again, so they hold in the scheduler too.
 
 - `transfer_kv_direct` of `sgl_kernel`, which has no CPU build: indexed copies in plain PyTorch.
 - The host pool is not pinned, and 1 GiB of memory is left free beside it instead of 10.
-- Reads of the file backend cross one link, one after another, as those of `PacedStore` do. The
+- Reads of the file backend cross one link, one after another, as those of `ThrottledStore` do. The
   bandwidth stands in the file that $BENCH_LINK_FILE names and is read again while a read waits, so
   one server serves all bandwidths; 0 is no limit, which also ends what is under way.
 

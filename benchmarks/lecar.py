@@ -6,8 +6,8 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from sglang_cake.store.eviction import Usage
-from sglang_cake.store.eviction.policy import BasePolicy, EvictionPolicy
+from sglang_cake.stores.eviction import Usage
+from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy
 
 LEARNING_RATE, DISCOUNT = 0.45, 0.005  # the paper's; the discount is taken to 1 / size
 

@@ -1,9 +1,9 @@
 """What Cake's decisions cost the scheduler thread, in microseconds per step, without a server.
 
 One race over a long prompt, all of it stored: in every step some blocks land at the end, and a
-chunk is computed at the front, until they meet. `Coordinator`, `Meet`, `next_step` and `Agreement`
-are the product's; the loader and the device are replaced by stubs that do nothing, so copies, keys
-and the tree are not in these numbers.
+chunk is computed at the front, until they meet. `Coordinator`, `Meet`, `next_step` and
+`RankConsensus` are the product's; the loader and the device are replaced by stubs that do nothing,
+so copies, keys and the tree are not in these numbers.
 """
 
 import itertools
@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from sglang_cake.adapter.agree import Agreement
-from sglang_cake.adapter.coordinator import Coordinator
-from sglang_cake.adapter.pace import Pace
-from sglang_cake.adapter.restore import Restore
-from sglang_cake.adapter.story import Storyteller
-from sglang_cake.config import CakeConfig
-from sglang_cake.counters import Counters
-from sglang_cake.keys import Digest
-from sglang_cake.read.cost import LoadCost, PrefillCost
-from sglang_cake.read.events import Found, Landed, LoaderEvent
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import Digest
+from sglang_cake.integration.request.request_reporter import RequestReporter
+from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.load_events import Found, Landed, LoaderEvent
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -128,16 +128,16 @@ def _coordinator(loader: _Loader) -> Coordinator:
         _Landing(),  # type: ignore[arg-type]
         config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
         page_tokens=1,
-        pace=Pace(
+        pace=StepCosts(
             loader,  # type: ignore[arg-type]
             PrefillCost.prior(hidden=4096, on_gpu=False),
             chunk_tokens=CHUNK_TOKENS,
             pipelined=False,
         ),
         adapter=str,
-        agreement=Agreement(None),
+        agreement=RankConsensus(None),
         counters=Counters(),
-        teller=Storyteller(None, speaks=True, metrics=None),
+        teller=RequestReporter(None, speaks=True, metrics=None),
     )
     cake.rebase(Digest(bytes(32)), suspended=False)
     return cake

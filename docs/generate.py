@@ -11,9 +11,9 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from sglang_cake.adapter.metrics import FailureMetrics, Metrics, StoreMetrics
-from sglang_cake.config import NAMES, as_flag, help_of
-from sglang_cake.counters import Counters
+from sglang_cake.core.config import NAMES, as_flag, help_of
+from sglang_cake.core.counters import Counters
+from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
 
 DOCS = Path(__file__).parent
 

@@ -4,8 +4,8 @@ The public interface: the settings, and what a store of one's own implements. Ev
 change with any version.
 """
 
-from sglang_cake.config import CakeConfig
-from sglang_cake.errors import (
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
     CakeError,
@@ -14,7 +14,7 @@ from sglang_cake.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.store.base import Store, StoreSource
+from sglang_cake.stores.base import Store, StoreSource
 
 __version__ = "0.2.0"
 

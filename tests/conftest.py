@@ -10,8 +10,8 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
-# `pytest --hypothesis-profile=hours --timeout=0 tests/store/test_fuzz_*.py
-# tests/store/http/test_http_hostile.py` looks a hundred times as much: about an hour on two cores.
+# `pytest --hypothesis-profile=hours --timeout=0 tests/stores/test_fuzz_*.py
+# tests/stores/http/test_http_hostile.py` looks a hundred times as much: about an hour on two cores.
 settings.register_profile("hours", max_examples=10_000, print_blob=True)
 
 # .ci/run sets it where all of .ci/packages is installed: a test that finds something missing is a

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.keys import KeyChain, KeySeed, block_keys
-from sglang_cake.namespace import Namespace
+from sglang_cake.core.keys import KeyChain, KeySeed, block_keys
+from sglang_cake.core.namespace import Namespace
 
 NAMESPACE = Namespace((("model", "m"),)).digest()
 SEED = KeySeed(NAMESPACE)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.layout import DTYPE_BYTES, BlockLayout
+from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 LAYOUTS = st.builds(
     BlockLayout,

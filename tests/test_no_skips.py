@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+BOUNDARY = Path(__file__).parent
 TESTS = {
     "test_missing.py": """
         import pytest
@@ -40,7 +40,7 @@ TESTS = {
     ],
 )
 def test_what_is_missing_fails_where_nothing_may_be_skipped(tmp_path, value, status, said, workers):
-    shutil.copy(HERE / "conftest.py", tmp_path)
+    shutil.copy(BOUNDARY / "conftest.py", tmp_path)
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text.replace("\n        ", "\n"))
     options = ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-n", workers)
@@ -56,7 +56,7 @@ def test_what_is_missing_fails_where_nothing_may_be_skipped(tmp_path, value, sta
 
 
 def test_ci_skips_nothing_that_is_installed():
-    ci = HERE.parent / ".ci"
+    ci = BOUNDARY.parent / ".ci"
     assert "export CAKE_NO_SKIPS=1" in (ci / "run").read_text()
     packages = (ci / "packages").read_text().split()
     assert {"fio", "libibverbs1", "libnuma1", "mount", "nginx-light", "openssl"} <= set(packages)

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_cake.cli import main
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
-from sglang_cake.sim.shapes import MODELS
+from sglang_cake.simulator.shapes import MODELS
 from sglang_cake.testing.server import Reply
 from sglang_cake.testing.trace import read_trace
 

@@ -10,11 +10,11 @@ from typing import Any
 from benchmarks.facts import RESULTS
 from benchmarks.paper import costs
 from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, Setting
-from sglang_cake.read.cost import LoadCost
-from sglang_cake.sim.clairvoyant import clairvoyant
-from sglang_cake.sim.machine import Machine
-from sglang_cake.sim.race import run_race
-from sglang_cake.store.encoded import MAX_THREADS
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.machine import Machine
+from sglang_cake.simulator.race import run_race
+from sglang_cake.stores.encoded import MAX_THREADS
 
 MEASURED = RESULTS / "codec-speed-cpu.json"
 SHAPE = "LongAlpaca-13B, 6 of 40 layers"

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_cake.read.cost import LoadCost, PrefillCost, pairs
-from sglang_cake.sim.machine import Machine
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, pairs
+from sglang_cake.simulator.machine import Machine
 
 Cell = dict[str, Any]
 PRINTED: dict[str, Any] = json.loads((Path(__file__).parent / "printed.json").read_text())

@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks.paper import codecs, costs, traces
 from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, K, Setting
-from sglang_cake.read.meet import Meet
-from sglang_cake.read.plan import Progress, next_step
-from sglang_cake.sim.clairvoyant import clairvoyant
-from sglang_cake.sim.machine import Knowledge
-from sglang_cake.sim.race import run_race
+from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.planner import Progress, next_step
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.machine import Knowledge
+from sglang_cake.simulator.race import run_race
 
 MODEL_7B = "LongAlpaca-7B"
 MEDIA = {  # Gbps; Table 2

@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.paper import costs
 from benchmarks.paper.costs import PRINTED, Setting
-from sglang_cake.read.meet import View
-from sglang_cake.read.plan import Step, room
-from sglang_cake.sim.clairvoyant import clairvoyant
-from sglang_cake.sim.race import run_race
+from sglang_cake.loading.meet import View
+from sglang_cake.loading.planner import Step, room
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.race import run_race
 
 Cell = dict[str, Any]
 TABLES = ("table3", "table4", "table5", "table6", "table7")

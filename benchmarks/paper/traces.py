@@ -7,12 +7,12 @@ from typing import Any
 
 from benchmarks.paper import costs
 from benchmarks.paper.costs import CHUNK, K, Setting
-from sglang_cake.sim.clairvoyant import clairvoyant
-from sglang_cake.sim.engine import Policy, serve
-from sglang_cake.sim.machine import Machine
-from sglang_cake.sim.race import run_race
-from sglang_cake.sim.records import Prompt
-from sglang_cake.sim.trace import Speed
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.machine import Machine
+from sglang_cake.simulator.race import run_race
+from sglang_cake.simulator.race_records import Prompt
+from sglang_cake.simulator.simulated_server import Policy, serve
+from sglang_cake.simulator.speed_trace import Speed
 
 TRACES = 200
 SETTING = Setting(model="LongAlpaca-7B", gbps=25.0)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
-from sglang_cake.buffers import TellBytes
-from sglang_cake.codec.frame import BlockFrame, Incoming
-from sglang_cake.errors import BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.keys import BlockKey, Digest
-from sglang_cake.store.base import BlockInfo, StoredNamespace, StoreSource, StoreStats
-from sglang_cake.store.url import StoreUrl
+from sglang_cake.codecs.frame import BlockFrame, Incoming
+from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.url import StoreUrl
 
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS namespaces (digest BLOB PRIMARY KEY, fields TEXT NOT NULL);

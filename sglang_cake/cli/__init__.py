@@ -19,7 +19,7 @@ from sglang_cake.cli.runahead import add_parser as add_runahead
 from sglang_cake.cli.simulate import add_parser as add_simulate
 from sglang_cake.cli.store import add_parser as add_store
 from sglang_cake.cli.trace_replay import add_parser as add_trace
-from sglang_cake.errors import CakeError
+from sglang_cake.core.errors import CakeError
 
 PIPE_STATUS = 128 + signal.SIGPIPE
 

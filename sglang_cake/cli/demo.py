@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
-from sglang_cake.codec_names import CHOICES, RAW, check_installed
-from sglang_cake.errors import ConfigError
-from sglang_cake.sim.shapes import find_shape
-from sglang_cake.store.sources import parse_sources
+from sglang_cake.core.codec_names import CHOICES, RAW, check_installed
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.stores.sources import parse_sources
 from sglang_cake.testing.models import build_llama, kv_token_bytes
 from sglang_cake.testing.server import (
     Reply,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_cake.cli.plots import TracedRequest, plot_meet
-from sglang_cake.sim.ideal import ComputeCurve, Ideal, ideal_meet
+from sglang_cake.simulator.ideal import ComputeCurve, Ideal, ideal_meet
 from sglang_cake.testing.server import Reply
 from sglang_cake.testing.trace import RequestTrace, read_trace
 

@@ -4,10 +4,10 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_cake.errors import ConfigError
-from sglang_cake.read.plan import Mode
-from sglang_cake.sim.clairvoyant import clairvoyant
-from sglang_cake.sim.hardware import (
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.loading.planner import Mode
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.hardware import (
     GPUS,
     MEDIA,
     Gpu,
@@ -16,9 +16,9 @@ from sglang_cake.sim.hardware import (
     load_cost,
     prefill_cost,
 )
-from sglang_cake.sim.machine import Machine, Source
-from sglang_cake.sim.race import run_race
-from sglang_cake.sim.shapes import MODELS, Shape, find_shape
+from sglang_cake.simulator.machine import Machine, Source
+from sglang_cake.simulator.race import run_race
+from sglang_cake.simulator.shapes import MODELS, Shape, find_shape
 
 ARMS: dict[str, Mode] = {"compute": "compute", "load": "load", "cake": "auto"}
 

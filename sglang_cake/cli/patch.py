@@ -27,7 +27,7 @@ from pathlib import Path
 
 import sglang_cake
 from sglang_cake.cli.diff import DiffError, FileDiff, apply, parse
-from sglang_cake.errors import PatchError
+from sglang_cake.core.errors import PatchError
 
 
 class PatchState(Enum):

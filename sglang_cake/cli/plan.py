@@ -20,8 +20,8 @@ from sglang_cake.cli.machine_args import (
     predict_ttft,
 )
 from sglang_cake.cli.store_tables import size_text, table
-from sglang_cake.read.cost import LoadCost
-from sglang_cake.sim.hardware import UNSURE, gpus_for, kv_room_tokens
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.simulator.hardware import UNSURE, gpus_for, kv_room_tokens
 
 SHOWN = ("compute", "load", "cake", "optimum")
 WORTH = 1.05  # gains below this are lost in what the model leaves out

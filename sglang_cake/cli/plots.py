@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.errors import ConfigError
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.testing.trace import RequestTrace
 
 # Colours of computed KV, of loaded KV, and of the point where they meet.

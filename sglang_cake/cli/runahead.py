@@ -23,13 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.cache_folder import cache_folder
 from sglang_cake.cli.store_tables import table
-from sglang_cake.errors import ConfigError, RunaheadError
+from sglang_cake.core.cache_folder import cache_folder
+from sglang_cake.core.errors import ConfigError, RunaheadError
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.search import Journal, Searched, grid_search
 from sglang_cake.runahead.table import load_table, save_table
-from sglang_cake.spans import Span
 
 PARAMETER = "cake_runahead"  # of a request's sampling parameters
 TRIES = 40  # a member that is busy for a moment refuses

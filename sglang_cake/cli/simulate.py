@@ -28,10 +28,10 @@ from sglang_cake.cli.machine_args import (
 )
 from sglang_cake.cli.plots import plot_ttft
 from sglang_cake.cli.store_tables import table
-from sglang_cake.errors import ConfigError
-from sglang_cake.sim.engine import Policy, serve
-from sglang_cake.sim.records import Prompt, Race
-from sglang_cake.sim.trace import Speed
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.simulator.race_records import Prompt, Race
+from sglang_cake.simulator.simulated_server import Policy, serve
+from sglang_cake.simulator.speed_trace import Speed
 
 SPEED_PERIOD_S = 0.2  # with --fluctuate, a speed holds for so long
 SPEED_PERIODS = 500

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_cake.codec import sealed
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.errors import ConfigError
-from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
-from sglang_cake.store.file.source import FileSource
-from sglang_cake.store.sources import parse_sources
-from sglang_cake.store.url import redacted, split_urls
+from sglang_cake.codecs import encrypted_frame
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.url import redacted, split_urls
 
 T = TypeVar("T")
 DEFAULT_DEPTH = 8
@@ -80,7 +80,7 @@ def frame_of(stored: StoredNamespace) -> BlockFrame:
     namespace = Namespace(tuple(fields.items()))
     if namespace.digest() != stored.digest:
         raise ValueError("its description is of another namespace")
-    return sealed.frame_of(namespace, layout)
+    return encrypted_frame.frame_of(namespace, layout)
 
 
 async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]:

@@ -25,14 +25,14 @@ from sglang_cake.cli.store_access import (
 )
 from sglang_cake.cli.store_meaning import meaning, tell
 from sglang_cake.cli.store_tables import exact_size_text, size_text, table
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.errors import ConfigError, StoreFull
-from sglang_cake.keys import BlockKey
-from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import LABEL, Namespace
-from sglang_cake.store.base import Store, remove_description
-from sglang_cake.store.file.paths import NamespaceFolder
-from sglang_cake.store.url import parse_size
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import ConfigError, StoreFull
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import LABEL, Namespace
+from sglang_cake.stores.base import Store, remove_description
+from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.url import parse_size
 from sglang_cake.testing.models import kv_token_bytes
 
 DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"

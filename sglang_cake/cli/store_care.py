@@ -25,11 +25,11 @@ from sglang_cake.cli.store_access import (
     stats_of,
 )
 from sglang_cake.cli.store_tables import count_text, size_text, table
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.store.base import BlockInfo, remove_description
-from sglang_cake.store.file.source import FileSource
-from sglang_cake.store.url import parse_size
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.stores.base import BlockInfo, remove_description
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.url import parse_size
 
 MAX_CORRUPT_NAMED = 100  # keys that a report lists
 

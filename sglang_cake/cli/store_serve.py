@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from sglang_cake.errors import ConfigError
-from sglang_cake.store.url import StoreUrl, parse_size
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.stores.url import StoreUrl, parse_size
 
 
 def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -56,9 +56,9 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Raises: ConfigError, StoreUnavailable."""
-    from sglang_cake.store.file.source import parse as parse_file
-    from sglang_cake.store.http.auth import make_own_token
-    from sglang_cake.store.http.serving import DEFAULT_WORKERS, ServeSettings, serve
+    from sglang_cake.stores.file.file_source import parse as parse_file
+    from sglang_cake.stores.http.auth import make_own_token
+    from sglang_cake.stores.http.serving import DEFAULT_WORKERS, ServeSettings, serve
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     root = args.root.absolute()

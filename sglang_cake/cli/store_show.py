@@ -20,10 +20,10 @@ from sglang_cake.cli.store_access import (
     stats_of,
 )
 from sglang_cake.cli.store_tables import count_text, printable, size_text, table, time_text
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.errors import ConfigError
-from sglang_cake.namespace import LABEL
-from sglang_cake.store.base import StoredNamespace
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.namespace import LABEL
+from sglang_cake.stores.base import StoredNamespace
 
 
 @dataclass(slots=True)

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sglang_cake.read.cost import Costs as RaceCosts
-from sglang_cake.read.cost import LoadCost, PrefillCost
-from sglang_cake.read.meet import View
-from sglang_cake.read.plan import Progress, look_ahead, room
+from sglang_cake.core.spans import Span
+from sglang_cake.loading.cost_model import Costs as RaceCosts
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.meet import View
+from sglang_cake.loading.planner import Progress, look_ahead, room
 from sglang_cake.runahead.partition import Partition, balanced
 from sglang_cake.runahead.table import PartitionTable
-from sglang_cake.spans import Span
 
 # A chain is used if it is predicted to take at most this share of what one worker needs: being
 # wrong about a prompt that gains a little costs more than it gains.

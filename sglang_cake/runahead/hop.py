@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.rows import Rows, Slots
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Payload
-from sglang_cake.spans import Span
 
 logger = logging.getLogger("sglang_cake")
 

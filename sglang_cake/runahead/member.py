@@ -21,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Source
 from sglang_cake.runahead.messages import (
     Accept,
@@ -37,7 +38,6 @@ from sglang_cake.runahead.messages import (
 from sglang_cake.runahead.partition import Partition
 from sglang_cake.runahead.rows import Rows
 from sglang_cake.runahead.transport import PeerGone, Transport
-from sglang_cake.spans import Span
 
 logger = logging.getLogger("sglang_cake")
 

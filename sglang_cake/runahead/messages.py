@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.partition import Partition
 
 VERSION = 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from sglang_cake.errors import ConfigError
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.runahead.ring import RING_BYTES
 
 PROTOCOL_ENV = "MOONCAKE_PROTOCOL"  # as SGLang calls it

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sglang_cake.spans import Span
+from sglang_cake.core.spans import Span
 
 StepSeconds = Callable[[int, int], float]
 _HALVINGS = 40  # of the interval in which the time of all is searched: to one part in 10^12

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.kv_path import Inlet, Outlet
 from sglang_cake.runahead.messages import BadMessage, Hello, LayerPart, decode
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from sglang_cake.keys import Digest
+from sglang_cake.core.keys import Digest
 from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import (
     BadMessage,

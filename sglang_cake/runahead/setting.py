@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from sglang_cake.config import CakeConfig
-from sglang_cake.errors import ConfigError
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.runahead.messages import MAX_MEMBERS
 from sglang_cake.runahead.mooncake import check_installed
-from sglang_cake.secret_file import make_secret_file, own_secret_path, read_key
 
 TCP: Final = "tcp"
 MOONCAKE: Final = "mooncake"

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_cake.atomic_write import atomic_write
-from sglang_cake.keys import Digest
+from sglang_cake.core.atomic_write import atomic_write
+from sglang_cake.core.keys import Digest
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import Partition, scaled
-from sglang_cake.spans import Span
 
 _VERSION = 1
 _MAX_FILE_BYTES = 2**20

@@ -12,7 +12,7 @@ Handlers are called from the transport's threads, one at a time for each peer.
 
 from typing import Any, Protocol
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20

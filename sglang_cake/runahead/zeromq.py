@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from sglang_cake.keys import Digest
+from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.curve import Curve, dial_kv, serve_kv
 from sglang_cake.runahead.kv_path import TAG_BYTES, KvServer
 from sglang_cake.runahead.messages import (

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sglang_cake.codec.blocks import Block
-from sglang_cake.codec.catalogue import decode, parse
-from sglang_cake.codec.chain import Chain
-from sglang_cake.codec.encoded import HEAD_BYTES
-from sglang_cake.codec.error import relative_error
-from sglang_cake.codec.steps import Malformed
-from sglang_cake.layout import DTYPE_BYTES, BlockLayout
+from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.catalogue import decode, parse
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.pipeline import Chain
+from sglang_cake.codecs.relative_error import relative_error
+from sglang_cake.codecs.steps import Malformed
+from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 MHA = (("k", (2, 16)), ("v", (2, 16)))
 UNLIKE = (("k", (3, 8)), ("v", (1, 20)))  # K and V of other sizes, none a multiple of a group

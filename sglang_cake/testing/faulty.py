@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from sglang_cake.buffers import TellBytes
-from sglang_cake.errors import BlockMissing, StoreError
-from sglang_cake.keys import BlockKey
-from sglang_cake.store.base import BlockInfo, Store, StoreStats
+from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.errors import BlockMissing, StoreError
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import BlockInfo, Store, StoreStats
 
 
 class PassingStore:

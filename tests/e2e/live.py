@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import requests
 
-from sglang_cake.codec.frame import HEADER_BYTES, check_header, make_header, payload_checksum
-from sglang_cake.errors import StoreUnavailable
-from sglang_cake.keys import BlockKey, Digest, KeySeed, block_keys
-from sglang_cake.layout import BlockLayout
-from sglang_cake.store.file.folder import BlockFolder
-from sglang_cake.store.file.paths import NamespaceFolder
+from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, payload_checksum
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.server import Server
 
 BLOCK = 64

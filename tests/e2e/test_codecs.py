@@ -20,11 +20,11 @@ from live import (
     until,
 )
 
-from sglang_cake.codec.catalogue import chain_of, decode
-from sglang_cake.codec.chain import Chain
-from sglang_cake.codec.error import relative_error
-from sglang_cake.codec.frame import HEADER_BYTES, read_header
-from sglang_cake.codec_names import CODECS
+from sglang_cake.codecs.catalogue import chain_of, decode
+from sglang_cake.codecs.frame import HEADER_BYTES, read_header
+from sglang_cake.codecs.pipeline import Chain
+from sglang_cake.codecs.relative_error import relative_error
+from sglang_cake.core.codec_names import CODECS
 
 Make = Callable[[int], list[int]]
 

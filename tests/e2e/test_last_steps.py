@@ -25,7 +25,7 @@ from live import (
 )
 from test_shared_store import SharedStore
 
-from sglang_cake.codec.frame import HEADER_BYTES
+from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.testing.slow_link import SlowLink
 
 Make = Callable[[int], list[int]]

@@ -115,7 +115,7 @@ def test_two_requests_for_the_same_blocks_share_one_load(
     )
     blocks = len(document) // BLOCK
     # What had landed for the first when the second arrived may be read again; never all of it
-    # (that reads are shared block by block is tests/read/test_loader.py's).
+    # (that reads are shared block by block is tests/loading/test_loader.py's).
     assert both.metric("read_bytes_total") - before["read_bytes"] < 2 * blocks * block_bytes
 
 

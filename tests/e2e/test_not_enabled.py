@@ -102,8 +102,8 @@ assert not patched, patched
 assert Scheduler.get_prefill_adder_class.__module__.startswith("sglang.srt"), "adder"
 known = [name for name in dir(registry) if isinstance(getattr(registry, name), dict)]
 assert all("cake" not in getattr(registry, name) for name in known), "registry"
-assert "sglang_cake.adapter.scheduling" not in sys.modules
-assert "sglang_cake.adapter.tree" not in sys.modules
+assert "sglang_cake.integration.scheduler.scheduler_hooks" not in sys.modules
+assert "sglang_cake.integration.memory.cake_radix_cache" not in sys.modules
 print("as it was")
 """)
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}

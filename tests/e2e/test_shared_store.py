@@ -26,7 +26,7 @@ from live import (
     until,
 )
 
-from sglang_cake.codec.frame import HEADER_BYTES, read_header
+from sglang_cake.codecs.frame import HEADER_BYTES, read_header
 
 KEY = {"Authorization": "Bearer for-admins"}
 FLAGS = (

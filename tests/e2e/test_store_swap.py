@@ -10,8 +10,8 @@ import pytest
 import requests
 from live import BLOCK, DEADLINE_S, VOCAB, Asking, Live, Start, StoreView, assert_same, until
 
-from sglang_cake.sim.traces import read_trace
-from sglang_cake.store.file.folder import BlockFolder
+from sglang_cake.simulator.request_traces import read_trace
+from sglang_cake.stores.file.folder import BlockFolder
 
 KEY = {"Authorization": "Bearer for-admins"}
 

@@ -1,6 +1,6 @@
 """Turns of a conversation, told from what requests begin with."""
 
-from sglang_cake.store.eviction.conversation import ConversationTracker
+from sglang_cake.stores.eviction.conversation import ConversationTracker
 
 
 def turns(*prompts, max_blocks=1000):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.store.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
-from sglang_cake.store.eviction.cake import LOG_BENEFIT_STEP, CakePolicy, CakePrefixPolicy
-from sglang_cake.store.eviction.reuse import ReuseFit, ReuseModel
-from sglang_cake.store.eviction.workload import WorkloadPolicy
+from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
+from sglang_cake.stores.eviction.cake import LOG_BENEFIT_STEP, CakePolicy, CakePrefixPolicy
+from sglang_cake.stores.eviction.reuse import ReuseFit, ReuseModel
+from sglang_cake.stores.eviction.workload import WorkloadPolicy
 
 BENEFIT = Benefit(load_s=0.02)
 LIFE_S = 7.0

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.read.cost import PrefillCost
-from sglang_cake.sim.offline import BeladyPolicy, seconds_bound
-from sglang_cake.sim.replay import Replay
-from sglang_cake.sim.traces import Trace, TraceRequest, next_uses
-from sglang_cake.sim.ttft import SHAPES, SavedTime, Shape
-from sglang_cake.store.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
-from sglang_cake.store.eviction.policy import AdmissionPolicy
-from sglang_cake.store.eviction.workload import WorkloadPolicy
+from sglang_cake.loading.cost_model import PrefillCost
+from sglang_cake.simulator.offline import BeladyPolicy, seconds_bound
+from sglang_cake.simulator.replay import Replay
+from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
+from sglang_cake.simulator.ttft import SHAPES, SavedTime, Shape
+from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
+from sglang_cake.stores.eviction.policy import AdmissionPolicy
+from sglang_cake.stores.eviction.workload import WorkloadPolicy
 
 SIZE = 4  # tokens of a block
 

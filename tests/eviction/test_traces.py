@@ -6,9 +6,9 @@ import pytest
 import zstandard
 
 from sglang_cake.cli import main
-from sglang_cake.errors import ConfigError
-from sglang_cake.sim.traces import TraceRequest, read_trace
-from sglang_cake.store.eviction import POLICIES
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.simulator.request_traces import TraceRequest, read_trace
+from sglang_cake.stores.eviction import POLICIES
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.buffers import is_on_page
+from sglang_cake.core.buffers import is_on_page
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
@@ -15,7 +15,7 @@ SLOTS, LAYERS, BLOCK = 4096, 8, 64
 def _kv(dtype: Any, forward: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_cake.adapter.pools import CudaKV
+    from sglang_cake.integration.memory.kv_pool import CudaKV
 
     pool = MHATokenToKVPool(
         size=SLOTS,
@@ -32,8 +32,8 @@ def _kv(dtype: Any, forward: Any) -> Any:
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4", "kvquant3"])
 def test_encoded_blocks_are_decoded_on_the_device_to_the_values_of_the_cpu(codec: str) -> None:
-    from sglang_cake.adapter.device_decode import decode_payload
-    from sglang_cake.codec.catalogue import chain_of, decode
+    from sglang_cake.codecs.catalogue import chain_of, decode
+    from sglang_cake.integration.memory.device_decode import decode_payload
     from sglang_cake.testing.codec_contract import LAYOUTS, kv_like
 
     for layout in LAYOUTS:

@@ -26,8 +26,8 @@ LONG, SPLIT = 6000, 3200
 def _rows(on_device: bool) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_cake.adapter.layers_cuda import CudaRows
-    from sglang_cake.adapter.pools import CudaKV
+    from sglang_cake.integration.memory.kv_pool import CudaKV
+    from sglang_cake.integration.overlap.layer_gate_cuda import CudaRows
 
     pool = MHATokenToKVPool(
         size=SLOTS,
@@ -80,7 +80,7 @@ def test_memory_to_send_from_is_pinned() -> None:
 
 def _lend(pipe: Connection) -> None:
     """A process that lends memory, and says what is in it."""
-    from sglang_cake.adapter.runahead_ipc import IpcEngine
+    from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
     engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
     address, ring = engine.lend()
@@ -91,7 +91,7 @@ def _lend(pipe: Connection) -> None:
 
 
 def test_a_part_is_in_the_memory_of_the_other_process_when_it_is_written() -> None:
-    from sglang_cake.adapter.runahead_ipc import IpcEngine
+    from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -7,7 +7,7 @@ import pytest
 from sglang_copy import VERSION, Copies, record_hash, write_metadata
 
 from sglang_cake.cli import patch as patch_command
-from sglang_cake.errors import PatchError
+from sglang_cake.core.errors import PatchError
 
 
 @pytest.fixture(scope="session")

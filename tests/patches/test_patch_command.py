@@ -11,7 +11,7 @@ from sglang_copy import VERSION, Copies, record_hash, write_metadata
 
 import sglang_cake
 from sglang_cake.cli import patch as patch_command
-from sglang_cake.errors import PatchError
+from sglang_cake.core.errors import PatchError
 
 NAMES = [
     "0001-torchvision-optional",

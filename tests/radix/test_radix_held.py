@@ -20,17 +20,17 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from trees import CORES, SLOTS, Nobody, Side
 
-from sglang_cake.adapter.landing import Landing
-from sglang_cake.adapter.pools import DeviceKV
-from sglang_cake.adapter.restore import Restore
-from sglang_cake.adapter.tree import CakeRadixCache
-from sglang_cake.buffers import BufferPool
-from sglang_cake.counters import Counters
-from sglang_cake.keys import Digest, KeyChain, KeySeed
-from sglang_cake.read.cost import LoadCost
-from sglang_cake.read.meet import BlockState, Meet
-from sglang_cake.read.staging import StagedBlock
-from sglang_cake.store.request import RequestFacts
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import Digest, KeyChain, KeySeed
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.request.restore import Restore
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.meet import BlockState, Meet
+from sglang_cake.loading.staging import StagedBlock
+from sglang_cake.stores.request_info import RequestFacts
 
 BLOCK = 8
 
@@ -42,7 +42,7 @@ class Holding(Side):
         super().__init__(CakeRadixCache, 1, core)
         kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
         self.counters = Counters()
-        self.landing = Landing(
+        self.landing = DeviceSlots(
             kv, self.allocator, self.tree.evict_own, self.counters, lambda took_s: None
         )
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)

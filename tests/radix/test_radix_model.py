@@ -23,7 +23,7 @@ from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixt
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 from trees import CORES, SLOTS, Nobody, Side, config_of
 
-from sglang_cake.adapter.tree import CakeRadixCache
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None)

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
-from sglang_cake.adapter.restore import Restore
+from sglang_cake.integration.request.restore import Restore
 
 CORES = ("python", "rust")
 SLOTS = 96

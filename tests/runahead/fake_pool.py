@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from members import WAIT_S
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member, Owned
 from sglang_cake.runahead.transport import Payload
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_cake.adapter.runahead_ipc import IpcEngine
+from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.runahead.transport import Payload
 
 

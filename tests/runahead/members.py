@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_cake.keys import Digest
+from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake import MooncakeEngine
 from sglang_cake.runahead.ring import Engine, RingTransport, apart

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.chain import (
     Link,
     Worker,
@@ -16,7 +17,6 @@ from sglang_cake.runahead.chain import (
     traffic_tokens,
 )
 from sglang_cake.runahead.partition import Partition, balanced, even
-from sglang_cake.spans import Span
 
 FREE = Link(1e30)
 

@@ -3,9 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.read.cost import LoadCost, PrefillCost
-from sglang_cake.read.meet import BlockState, Meet, View
-from sglang_cake.read.plan import Progress
+from sglang_cake.core.spans import Span
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.meet import BlockState, Meet, View
+from sglang_cake.loading.planner import Progress
 from sglang_cake.runahead.decide import (
     PAYS,
     Costs,
@@ -17,7 +18,6 @@ from sglang_cake.runahead.decide import (
 )
 from sglang_cake.runahead.partition import Partition, with_loader
 from sglang_cake.runahead.table import PartitionTable
-from sglang_cake.spans import Span
 
 LIMITS = Limits(page_tokens=16, step_tokens=8192)
 BLOCK = 128

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from host_ipc import HostIpc
 from members import JOB, WAIT_S, Ear, addresses, ring_group, ring_member, until
 
-from sglang_cake.adapter.runahead_ipc import read, spelled
+from sglang_cake.integration.runahead.runahead_ipc import read, spelled
 from sglang_cake.runahead import zeromq
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.ring import SLOTS

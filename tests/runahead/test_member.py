@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from members import GROUPS, WAIT_S, until
 
-from sglang_cake.errors import RunaheadError
+from sglang_cake.core.errors import RunaheadError
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead import hop as hop_module
 from sglang_cake.runahead import member as member_module
 from sglang_cake.runahead.hop import Broken, Inflow, Late, Source
 from sglang_cake.runahead.member import Member, Owned
 from sglang_cake.runahead.messages import Cancel, Failed, LayerPart, Message, Offer, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
-from sglang_cake.spans import Span
 
 SIZE = 3
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import (
     Partition,
     StepSeconds,
@@ -14,7 +15,6 @@ from sglang_cake.runahead.partition import (
     scaled,
     with_loader,
 )
-from sglang_cake.spans import Span
 
 COSTS = st.tuples(
     st.floats(0, 1e-2), st.floats(1e-7, 1e-3), st.floats(0, 1e-7)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_cake.config import CakeConfig
-from sglang_cake.errors import ConfigError
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.runahead.setting import GroupSetting, default_secret_path, group_setting
 
 KEY = bytes(range(32))

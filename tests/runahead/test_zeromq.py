@@ -18,7 +18,7 @@ import zmq
 import zmq.utils.monitor
 from members import JOB, WAIT_S, Ear, addresses, member, until, zeromq_group
 
-from sglang_cake.keys import Digest
+from sglang_cake.core.keys import Digest
 from sglang_cake.runahead import kv_path, peer, zeromq
 from sglang_cake.runahead.messages import Accept, Cancel, Hello, LayerPart, Message
 from sglang_cake.runahead.zeromq import ZmqTransport

@@ -12,7 +12,7 @@ def register() -> None:
     stated = os.environ.get("CAKE_TEST_DECODERS")
     if stated is None:
         return
-    from sglang_cake.codec.encoders import BestCodec
+    from sglang_cake.codecs.encoders import BestCodec
 
     bytes_per_s = float(stated)
 

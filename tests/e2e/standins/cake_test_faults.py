@@ -1,8 +1,8 @@
 """Hooks of cake that raise; a plugin of SGLang, for tests alone.
 
-In the folder that CAKE_TEST_FAULTS names, `order` names a hook as `boundary.HERE.hooks` does, and a
-number N: the Nth call of it from then on takes the order away, writes `reached`, and raises. With
-CAKE_TEST_PATIENT, no number of failures switches cake off.
+In the folder that CAKE_TEST_FAULTS names, `order` names a hook as `boundary.BOUNDARY.hooks` does,
+and a number N: the Nth call of it from then on takes the order away, writes `reached`, and raises.
+With CAKE_TEST_PATIENT, no number of failures switches cake off.
 """
 
 import os
@@ -23,7 +23,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_cake.adapter import boundary
+    from sglang_cake.integration import boundary
 
     if "CAKE_TEST_PATIENT" in os.environ:
         boundary.MOST_FAILURES = 10**6
@@ -42,9 +42,9 @@ def register() -> None:
 
 
 def _replace_all(folder: Path) -> None:
-    from sglang_cake.adapter.boundary import HERE
+    from sglang_cake.integration.boundary import BOUNDARY
 
-    for name, places in HERE.hooks.items():
+    for name, places in BOUNDARY.hooks.items():
         for behind in places:
             if id(behind) not in _replaced:
                 _replaced.add(id(behind))

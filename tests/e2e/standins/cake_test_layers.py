@@ -18,7 +18,7 @@ def register() -> None:
     folder = os.environ.get("CAKE_TEST_LAYERS")
     if folder is None:
         return
-    from sglang_cake.adapter.layers import LayerGate
+    from sglang_cake.integration.overlap.layer_gate import LayerGate
 
     reach = LayerGate.wait_until
 

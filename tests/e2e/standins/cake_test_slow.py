@@ -10,7 +10,7 @@ def register() -> None:
     slow_s = float(os.environ.get("CAKE_TEST_LAYER_S", "0"))
     if not slow_s:
         return
-    from sglang_cake.adapter.layers import LayerGate
+    from sglang_cake.integration.overlap.layer_gate import LayerGate
 
     reach = LayerGate.wait_until
 

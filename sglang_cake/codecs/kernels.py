@@ -1,0 +1,131 @@
+"""What every compiled loop shares: how numbers are read and written, and how loops are compiled.
+
+A kernel works on a whole part of a block in one call and without the GIL: a thread that took the
+GIL back after every small step would wait for the scheduler's Python code each time. Loops run over
+channels innermost, so that the compiler makes vector instructions of them. No kernel checks bounds:
+who calls it has checked every length, and every index that came from bytes.
+
+Rounding is to the nearest, ties to even, as PyTorch's; products and sums are rounded separately
+(never fused), so that every machine gets the same values.
+"""
+
+# numba reads types off the arguments, not off annotations
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from sglang_cake.codecs.blocks import BFLOAT16, FLOAT16
+
+_I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+HALF_MAX = np.float32(65504)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile when first called; what was compiled is kept on disk where that can be written."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to keep it in
+        return numba.njit(nogil=True)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A part of kernels."""
+    return numba.njit(nogil=True)(function)
+
+
+# In the compiler's own language: Numba would do the arithmetic of small integers in 64 bits, which
+# wastes most of a vector.
+
+
+@intrinsic
+def _from_bfloat(context, word):
+    def build(context, builder, signature, args):
+        wide = builder.shl(builder.zext(args[0], _I32), _I32(16))
+        return builder.bitcast(wide, _F32)
+
+    return types.float32(types.uint16), build
+
+
+@intrinsic
+def _to_bfloat(context, number):
+    def build(context, builder, signature, args):
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, _I32(16)), _I16)
+
+    return types.uint16(types.float32), build
+
+
+@intrinsic
+def _from_half(context, word):
+    def build(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], _F16), _F32)
+
+    return types.float32(types.uint16), build
+
+
+@intrinsic
+def _to_half(context, number):
+    def build(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
+
+    return types.uint16(types.float32), build
+
+
+@intrinsic
+def _from_bits(context, word):
+    def build(context, builder, signature, args):
+        return builder.bitcast(builder.trunc(args[0], _I32), _F32)
+
+    return types.float32(word), build
+
+
+@intrinsic
+def _to_bits(context, number):
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), build
+
+
+@inlined
+def number(word, kind):
+    """A word as float32. `kind` must not change within a loop."""
+    if kind == BFLOAT16:
+        return _from_bfloat(np.uint16(word))
+    if kind == FLOAT16:
+        return _from_half(np.uint16(word))
+    return _from_bits(np.uint32(word))
+
+
+@inlined
+def word(number, kind):
+    """A finite float32 as a word. What float16 cannot hold becomes its largest number."""
+    if kind == BFLOAT16:
+        return np.uint32(_to_bfloat(number))
+    if kind == FLOAT16:
+        number = min(max(number, -HALF_MAX), HALF_MAX)
+        return np.uint32(_to_half(number))
+    return _to_bits(number)
+
+
+@compiled
+def all_finite(words, kind):
+    """Whether no number is infinite or not a number."""
+    mask = 0x7F800000
+    if kind == BFLOAT16:
+        mask = 0x7F80
+    elif kind == FLOAT16:
+        mask = 0x7C00
+    odd = 0
+    for i in range(len(words)):
+        odd += (words[i] & mask) == mask
+    return odd == 0

@@ -1,0 +1,1 @@
+"""What every other part uses: settings, keys, layouts, errors. No SGLang, no torch."""

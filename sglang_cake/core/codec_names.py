@@ -1,0 +1,60 @@
+"""The codecs by the names that a user types, and what each promises. Imports nothing heavy."""
+
+from importlib.util import find_spec
+from typing import Final
+
+from sglang_cake.core.errors import ConfigError
+
+RAW: Final = "raw"
+AUTO: Final = "auto"
+LOSSLESS: Final = (RAW, "zstd")
+LOSSY: Final = ("int8", "int4", "kvquant3", "cachegen1", "cachegen2", "cachegen3")
+CODECS: Final = (*LOSSLESS, *LOSSY)
+"""What a block may be encoded with. At most nine characters each: with `+aesgcm` behind it, a name
+must fit the 16 bytes that a block's header has for it."""
+CHOICES: Final = (*CODECS, AUTO)
+"""What `--cake-codec` takes."""
+ON_DEVICE: Final = ("int8", "int4", "kvquant3")
+"""What a GPU decodes itself."""
+SAMPLE_ERROR: Final = "sample_error"
+BLOCK_ERROR: Final = "block_error"
+SLOW: Final = "slow"
+NO_GAIN: Final = "no_gain"
+UNKNOWN_LINK: Final = "unknown_link"
+REFUSALS: Final = (SAMPLE_ERROR, BLOCK_ERROR, SLOW, NO_GAIN, UNKNOWN_LINK)
+"""Why `auto` does not store a block with a codec: it lost too much of the sample, or of this very
+block; it decodes more slowly than the link; another one is as good; nothing is known of the link.
+"""
+
+
+def namespace_value(codec: str, max_error: float) -> str:
+    """The field `codec` of a namespace: blocks that differ in it never mix.
+
+    Args: max_error: the bound of `auto`; the others have none.
+    """
+    return f"{AUTO}<={max_error!r}" if codec == AUTO else codec
+
+
+def codec_in(value: str) -> str:
+    """The codec of a namespace, from its field `codec`."""
+    return value.partition("<=")[0]
+
+
+def may_lose(codec: str, max_error: float) -> bool:
+    """Whether blocks of the codec may differ from what was computed."""
+    return codec in LOSSY or (codec == AUTO and max_error > 0)
+
+
+def may_decode_on_device(codec: str, max_error: float) -> bool:
+    """Whether blocks of the codec may be such as a GPU decodes itself."""
+    return codec in ON_DEVICE or (codec == AUTO and max_error > 0)
+
+
+def check_installed(codec: str) -> None:
+    """Raises: ConfigError if a package that the codec needs is missing."""
+    needed = () if codec == RAW else ("constriction", "numba", "zstandard")
+    missing = [package for package in needed if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"codec {codec!r} needs {', '.join(missing)}: pip install 'sglang-cake[codecs]'"
+        )

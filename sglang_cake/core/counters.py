@@ -1,0 +1,66 @@
+"""What happened, counted: filled from every thread, read by metrics and logs."""
+
+import threading
+from collections import defaultdict
+
+from sglang_cake.core.codec_names import CODECS, REFUSALS
+
+# Every counter with its label values, so that each is visible from the start, at zero. One that has
+# two labels has both values in one text, with a space between.
+WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
+LATE = "late"
+FAILURE_REASONS = ("missing", "corrupt", "unavailable", LATE, "lookup", "internal")
+OVERLAP_REASONS = ("lost", "late", "layers")
+UNSTORED_REASONS = ("queue_full", "full", "unavailable")
+RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "loaded_tokens": ("",),
+    "computed_tokens": ("",),
+    "overlapped_tokens": ("",),
+    "overlap_failures": OVERLAP_REASONS,
+    "wasted_bytes": WASTE_REASONS,
+    "load_failures": FAILURE_REASONS,
+    "fallback": ("compute", "load"),
+    "unnamed_requests": ("",),
+    "read_blocks": ("",),
+    "read_bytes": ("",),
+    "stored_bytes": ("",),
+    "stored_blocks": ("",),
+    "encoded_blocks": CODECS,
+    "auto_refused_blocks": tuple(f"{codec} {why}" for codec in CODECS for why in REFUSALS),
+    "unstored_blocks": UNSTORED_REASONS,
+    "helped_tokens": ("",),
+    "runahead_hops": ("",),
+    "runahead_bytes": ("",),
+    "runahead_sent_bytes": ("",),
+    "runahead_failures": RUNAHEAD_REASONS,
+}
+
+
+class Counters:
+    """Monotonic counters by name and label. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], int] = defaultdict(int)
+        for name, labels in COUNTERS.items():
+            for label in labels:
+                self._values[name, label] = 0
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Add `amount` to one counter of COUNTERS."""
+        assert label in COUNTERS[name], (name, label)
+        with self._lock:
+            self._values[name, label] += amount
+
+    def link_bytes(self, block_bytes: int) -> int:
+        """What a block took on its way over the link, the mean of those that were read; where
+        nobody counted any, `block_bytes`."""
+        with self._lock:
+            blocks = self._values["read_blocks", ""]
+            return self._values["read_bytes", ""] // blocks if blocks else block_bytes
+
+    def snapshot(self) -> dict[tuple[str, str], int]:
+        """A copy of all values."""
+        with self._lock:
+            return dict(self._values)

@@ -1,0 +1,45 @@
+"""The namespace: everything that makes stored KV bytes mean something.
+
+Its digest seeds every key and is written into every block header, so that changing any fact (model
+weights, dtype, tensor-parallel rank, block size, ...) is a new namespace. That is the only
+invalidation there is: nothing stored is ever reinterpreted. The opener of a store names the facts.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from sglang_cake.core.keys import Digest
+
+LABEL = "name"  # what a person calls the model: equal weights under two names are one namespace
+
+
+def _sized(text: str) -> bytes:
+    """Length-prefixed UTF-8, so that no two field lists serialise alike."""
+    raw = text.encode()
+    return len(raw).to_bytes(8, "little") + raw
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Named facts in a fixed order; the order is part of the digest."""
+
+    fields: tuple[tuple[str, str], ...]  # (name, value); names are unique
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if a name occurs twice, since `describe` would drop one of them."""
+        names = [name for name, _ in self.fields]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a namespace names each field once, got {names}")
+
+    def digest(self) -> Digest:
+        """32 bytes: SHA-256 over the version, then every name and value with its length, without
+        the label."""
+        hashed = hashlib.sha256(b"sglang_cake namespace v2")
+        for name, value in self.fields:
+            if name != LABEL:
+                hashed.update(_sized(name) + _sized(value))
+        return Digest(hashed.digest())
+
+    def describe(self) -> dict[str, str]:
+        """The fields as a reader of `namespace.json` sees them, in order."""
+        return dict(self.fields)

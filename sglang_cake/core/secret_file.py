@@ -1,0 +1,97 @@
+"""Files that hold a secret, which nobody but their owner may read or write."""
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from sglang_cake.core.errors import ConfigError
+
+_KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
+_MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space behind them
+
+
+def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> bytes:
+    """The first `most_bytes` of the file.
+
+    Args:
+        name: what error messages call it.
+        hint: what to do about one that cannot be read.
+
+    Raises: ConfigError, one line that says nothing of the file's content.
+    """
+    try:
+        # O_NONBLOCK does nothing to a file, and keeps a pipe from hanging us.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{name} {path} is not a file")
+            if status.st_mode & 0o077:
+                raise ConfigError(f"{name} {path} is open to others: chmod 600 {path}")
+            return os.read(fd, most_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; {hint}") from None
+
+
+def own_secret_path(name: str, *, hint: str) -> Path:
+    """`$XDG_CONFIG_HOME/sglang_cake/NAME`, or the same in `~/.config`.
+
+    Args: hint: what to do if there is no home folder.
+    Raises: ConfigError if there is none.
+    """
+    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    if not config.is_absolute():  # unset, or to be ignored by the XDG specification
+        try:
+            config = Path.home() / ".config"
+        except RuntimeError:
+            raise ConfigError(f"there is no home folder for the file {name}: {hint}") from None
+    return config / "sglang_cake" / name
+
+
+def make_secret_file(path: Path, *, name: str, hint: str) -> None:
+    """Write 64 random hex digits to a new file, unless there is one.
+
+    Several processes may do so at once: the file of the first one stays.
+
+    Args: name, hint: as in `read_secret_file`.
+    Raises: ConfigError, one line.
+    """
+    if os.path.exists(path):  # unlike Path's, False where nobody may look
+        return
+    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, secrets.token_hex(32).encode() + b"\n")
+            os.fsync(fd)  # or a power cut could leave the name with an empty file
+        finally:
+            os.close(fd)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    except OSError as error:
+        words = error.strerror or error
+        raise ConfigError(f"{name} {path} cannot be made: {words}; {hint}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def read_key(path: Path, *, name: str, hint: str) -> bytes:
+    """The 32 bytes that the file holds as 64 hex digits.
+
+    Args:
+        name: what error messages call the file.
+        hint: how to make one.
+
+    Raises: ConfigError, one line that says nothing of the file's content.
+    """
+    text = read_secret_file(path, name=name, most_bytes=_MAX_KEY_FILE_BYTES + 1, hint=hint)
+    if len(text) > _MAX_KEY_FILE_BYTES or not _KEY.fullmatch(text):
+        raise ConfigError(f"{name} {path} does not hold 64 hex digits; {hint}")
+    return bytes.fromhex(text.decode().strip())

@@ -1,0 +1,419 @@
+"""Puts the parts together in a scheduler process."""
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import platform
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.cache_folder import cache_folder
+from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
+from sglang_cake.core.config import CakeConfig, from_environment
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import ConfigError, StoreError
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.keys import Digest
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.integration.boundary import BOUNDARY
+from sglang_cake.integration.compat import reduce_in_attention_group
+from sglang_cake.integration.identity.content import Files
+from sglang_cake.integration.identity.identity import Identity, rope_theta, server_facts
+from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
+from sglang_cake.integration.metrics import (
+    FailureMetrics,
+    Metrics,
+    StoreMetrics,
+    scheduler_labels,
+)
+from sglang_cake.integration.overlap import forward_hook
+from sglang_cake.integration.overlap.overlapped_step import LastStep
+from sglang_cake.integration.request.request_metadata import tenant_key
+from sglang_cake.integration.request.request_reporter import RequestReporter
+from sglang_cake.integration.runahead import runahead_setup
+from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.integration.support_matrix import check_context, may_overlap
+from sglang_cake.loading.cost_file import CostFile
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.loader import Loader
+from sglang_cake.runahead.setting import CUDA_IPC, group_setting
+from sglang_cake.stores.base import Store, StoreStats
+from sglang_cake.stores.encoded import check_codec, open_blocks
+from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.sources import sources_of
+from sglang_cake.stores.tiers.lazy_store import LazySource
+from sglang_cake.stores.url import redacted
+from sglang_cake.writeback.block_writer import Writer
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_cake.integration.runahead.runahead_owner import Runahead
+
+logger = logging.getLogger("sglang_cake")
+STATS_EVERY_S = 5.0
+REMEMBER_TURNS = 6  # of those: how often costs are written down
+PRIOR_BYTES_PER_S = 1e9  # taken for granted of a store that nothing was read from yet
+NO_CHUNKS = 2**31  # tokens of a step when SGLang does not chunk
+CLOSE_S = 5.0  # how long the end of the process may wait for the store
+
+
+def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
+    """The factory of `--radix-cache-backend cake`.
+
+    Raises: ConfigError for a model or a mode of SGLang that cake does not support.
+    """
+    config = from_environment(os.environ)
+    check_context(ctx, config)
+    tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
+    assert isinstance(tree, CakeRadixCache)
+    engine = Engine(ctx, tree, config)
+    tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
+    _take_part(ctx, tree, engine, config)
+    labels = scheduler_labels(ctx)
+    BOUNDARY.watch(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
+    return tree
+
+
+def _take_part(
+    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, engine: "Engine", config: CakeConfig
+) -> None:
+    """What has a hand in forwards. Raises: ConfigError."""
+    setting, overlaps = group_setting(config), may_overlap(ctx, config)
+    if setting is None and not overlaps:
+        return
+    if setting is not None:
+        engine.identity.wait()  # members meet by their namespace
+        if engine.identity.is_private:
+            raise ConfigError(
+                "KV-Runahead needs weights that come from files: see the warning above, or remove "
+                "--cake-runahead-peers"
+            )
+    on_device = setting is not None and setting.transport == CUDA_IPC
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    rows, gate = forward_hook.gated(engine.kv, pool, on_device=on_device)
+    if setting is not None:
+        tree.runahead = engine.runahead = runahead_setup.start(
+            ctx, engine, config, setting, rows, gate
+        )
+    if overlaps and not on_device:
+        tree.last_step = LastStep(
+            engine.coordinator, engine.loader, engine.landing, rows, gate, engine.counters
+        )
+        engine.pace.overlap = 1 - 1 / rows.layers
+    forward_hook.ForwardProcess.tree = tree
+
+
+class Engine:
+    """The parts of cake in one scheduler process, and what changes them all: new weights."""
+
+    runahead: "Runahead | None" = None
+
+    def __init__(
+        self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
+    ) -> None:
+        self._ctx, self._tree, self._config = ctx, tree, config
+        allocator = ctx.params.token_to_kv_pool_allocator
+        self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
+        facts = server_facts(
+            ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
+        )
+        tenant_key()  # read now, and not by the first request that has a salt
+        self.counters = Counters()
+        self._io = IoThread()
+        labels = scheduler_labels(ctx)
+        self.setting = config.store  # the store in use, as `--cake-store`
+        self._costs_of = Namespace(tuple(facts.items())).digest()  # whatever the weights hold
+        self._cost_file: CostFile | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._trace: TraceFile | None = None
+        if config.record_trace is not None and ctx.tp_rank == 0:
+            self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
+        self._namespace: Namespace | None = None  # None: nobody knows yet
+        self._store: Store | None = None  # open while there is a namespace and one is attached
+        check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
+        self.loader = _loader(self.kv, self._io, self.counters, config)
+        self.writer = Writer(
+            None,
+            BufferPool(
+                max(1, config.write_queue_bytes // self.kv.buffer_bytes), self.kv.new_buffer
+            ),
+            self._io,
+            self.counters,
+        )
+        self.saving = BlockSaving(self.kv, self.writer)
+        self.pace = _pace(ctx, self.loader)
+        self._recall()
+        self.landing = DeviceSlots(
+            self.kv, allocator, tree.evict_own, self.counters, self.loader.copied
+        )
+        reducer = _reducer(ctx, tree)
+        self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
+        self.coordinator = Coordinator(
+            self.loader,
+            self.landing,
+            config=config,
+            page_tokens=ctx.params.page_size,
+            pace=self.pace,
+            adapter=self.identity.adapter,
+            agreement=RankConsensus(reducer),
+            counters=self.counters,
+            teller=RequestReporter(
+                config.trace_file,
+                speaks=ctx.tp_rank == 0,
+                metrics=None if labels is None else Metrics(self.counters, labels),
+            ),
+        )
+        self._io.post(self._watch_later, self._store_metrics(labels))
+        atexit.register(self.close)
+        logger.info("cake is on: %s", redacted(str(config)))
+        self.identity.start()
+
+    @property
+    def namespace_digest(self) -> Digest | None:
+        """Whose KV this process computes now; None while nobody knows."""
+        return None if self._namespace is None else self._namespace.digest()
+
+    def namespace_hex(self) -> str | None:
+        """The same in hex; None also while the tree holds KV of another one."""
+        digest = self.namespace_digest
+        return None if digest is None or self.coordinator.suspended else digest.hex()
+
+    @property
+    def device(self) -> str:
+        """What computes here, in a word."""
+        return _device(self._ctx)
+
+    def weights_changing(self) -> None:
+        """The server's weights are about to be others. Live requests are forgotten: their KV is of
+        mixed origin and must never be stored. Until `weights_changed`, no request is ours."""
+        self._namespace = None
+        self.identity.weights_changing()
+        self.coordinator.rebase(None, suspended=self.coordinator.suspended)
+        self._use(None)
+
+    def weights_changed(
+        self, files: Files | None, load_format: str | None, version: str | None, *, idle: bool
+    ) -> None:
+        """The server's weights are others now.
+
+        Args:
+            files: that they were loaded from, or None if nobody can say.
+            load_format: that they were loaded with.
+            version: what the user calls them, if anything.
+            idle: no request that has KV of the old weights is alive.
+        """
+        mixed = not idle or sum(self._tree.total_size()) > 0
+        self.coordinator.rebase(None, suspended=mixed)
+        if mixed:
+            logger.info("cake: KV of the old weights is left; nothing is stored until /flush_cache")
+        self.identity.weights_changed(files, load_format, version)
+
+    def attach(self, setting: str) -> None:
+        """From now on new requests use another store; those that load go on with the old one as
+        long as it has blocks to write, and then compute. Nothing has to be idle for that.
+
+        Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
+        """
+        sources_of(setting, self._config.eviction_policy)
+        self.setting, self.coordinator.detached = setting, False
+        if self._namespace is not None:
+            self._use(self._open(self._namespace))
+        self._recall()
+        logger.info("cake: store %s attached", redacted(setting))
+
+    def detach(self) -> None:
+        """From now on nothing is loaded and nothing stored."""
+        self.coordinator.detached = True
+        self._use(None)
+        logger.info("cake: store detached")
+
+    def _known(self, namespace: Namespace) -> None:
+        """What this process computes with has a name."""
+        self._namespace = namespace
+        self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
+        logger.info("cake: namespace %s", namespace.digest().hex()[:16])
+        if not self.coordinator.detached:
+            self._use(self._open(namespace))
+            if not self.identity.is_private:  # else it may never be asked for anything
+                self._io.post(self._try_later)
+
+    def _try_later(self) -> None:
+        async def attempt() -> None:
+            try:
+                if (store := self._store) is not None:
+                    await store.contains([])
+            except StoreError as error:
+                logger.warning("cake computes all, and tries the store again: %s", error)
+
+        self._keep(attempt())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._io.loop.create_task(work)
+        self._tasks.add(task)  # asyncio itself holds no task
+        task.add_done_callback(self._tasks.discard)
+
+    def _use(self, store: Store | None) -> None:
+        old, self._store = self._store, store
+        self.loader.use(store)
+        self.writer.use(store)
+        if old is not None:
+            self._io.post(self._close_later, old)
+
+    def close(self) -> None:
+        """Stop reading; finish the block writes under way. Called when the process ends."""
+        self.identity.close()
+        if self.runahead is not None:
+            self.runahead.close()
+        self.loader.close()
+        self._remember()
+        if self._store is not None:
+            # Nobody is there to be told any more, and the process must end.
+            with contextlib.suppress(Exception):
+                self._io.run(self._store.close(), CLOSE_S)
+        self._io.close()
+
+    @property
+    def _rope_theta(self) -> float | None:
+        return rope_theta(self._ctx.model_config.hf_text_config)
+
+    def _open(self, namespace: Namespace) -> Store:
+        """No I/O: the store is opened when it is first asked, and again until that works."""
+        store = open_blocks(
+            [LazySource(s) for s in sources_of(self.setting, self._config.eviction_policy)],
+            namespace,
+            self.kv.layout,
+            codec=self._config.codec,
+            max_error=self._config.max_error,
+            rope_theta=self._rope_theta,
+            counters=self.counters,
+            depth=self._config.queue_depth,
+            on_device=self.kv.encoded,
+        )
+        return store if self._trace is None else RecordingStore(store, self._trace)
+
+    def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
+        tiers = len(sources_of(self.setting, self._config.eviction_policy))
+        return None if labels is None else StoreMetrics(labels, tiers)
+
+    def _watch_later(self, metrics: StoreMetrics | None) -> None:
+        self._watching = self._io.loop.create_task(self._watch(metrics))
+
+    async def _watch(self, metrics: StoreMetrics | None) -> None:
+        for turn in itertools.count():
+            store = self._store
+            if store is not None and metrics is not None:
+                metrics.publish_events(store)
+                stats = await _stats(store)
+                if stats is not None:
+                    metrics.publish(store, stats)
+            if turn % REMEMBER_TURNS == REMEMBER_TURNS - 1:
+                await asyncio.to_thread(self._remember)
+            await asyncio.sleep(STATS_EVERY_S)
+
+    def _recall(self) -> None:
+        """Start from the costs that an earlier process measured with this model and store."""
+        with contextlib.suppress(RuntimeError):  # no home folder: nothing is remembered
+            self._cost_file = CostFile(
+                cache_folder() / "costs",
+                namespace=self._costs_of,
+                store=str(self.setting),
+                device=self.device,
+            )
+            learned = self._cost_file.read()
+            if learned is not None:
+                self.pace.recall(*learned)
+
+    def _remember(self) -> None:
+        if self._cost_file is not None and self.pace.measured:
+            self._cost_file.write(*self.pace.learned)
+
+    def _close_later(self, store: Store) -> None:
+        async def close() -> None:
+            await self.writer.drained()
+            await store.close()
+
+        self._keep(close())
+
+
+async def _stats(store: Store) -> StoreStats | None:
+    try:
+        return await store.stats()
+    except StoreError:  # counted where blocks are concerned
+        return None
+
+
+def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> DeviceKV:
+    stream = _forward_stream(ctx)
+    if stream is None:  # the CPU decodes in threads of the store
+        return DeviceKV(pool, block_tokens=config.block_tokens)
+    return CudaKV(
+        pool,
+        block_tokens=config.block_tokens,
+        forward_stream=stream,
+        encoded=may_decode_on_device(config.codec, config.max_error),
+    )
+
+
+def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
+    stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
+    return stream if isinstance(stream, torch.cuda.Stream) else None
+
+
+def _loader(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) -> Loader:
+    depth, block_s = config.queue_depth, kv.layout.block_bytes / PRIOR_BYTES_PER_S
+    return Loader(
+        None,
+        BufferPool(
+            max(depth + 1, config.staging_bytes // kv.load_buffer_bytes), kv.new_load_buffer
+        ),
+        io,
+        counters,
+        queue_depth=depth,
+        prior=LoadCost(0.0, block_s, depth=depth),
+    )
+
+
+def _pace(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
+    on_gpu = _forward_stream(ctx) is not None
+    return StepCosts(
+        loader,
+        PrefillCost.prior(hidden=ctx.model_config.hidden_size, on_gpu=on_gpu),
+        chunk_tokens=_chunk_tokens(ctx),
+        pipelined=_pipelined(ctx),
+    )
+
+
+def _device(ctx: "TreeCacheBuildContext") -> str:
+    stream = _forward_stream(ctx)
+    return platform.machine() if stream is None else torch.cuda.get_device_name(stream.device)
+
+
+def _chunk_tokens(ctx: "TreeCacheBuildContext") -> int:
+    chunk_tokens = ctx.server_args.chunked_prefill_size
+    return chunk_tokens if chunk_tokens and chunk_tokens > 0 else NO_CHUNKS
+
+
+def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
+    # On a CPU a forward runs to its end in the scheduler thread, overlap scheduling or not.
+    on_gpu = _forward_stream(ctx) is not None
+    return on_gpu and not ctx.server_args.disable_overlap_schedule
+
+
+def _reducer(ctx: "TreeCacheBuildContext", tree: CakeRadixCache) -> Any:
+    if ctx.tp_size == 1:
+        return None
+    return lambda tensor: reduce_in_attention_group(tree, tensor, torch.distributed.ReduceOp.MIN)

@@ -1,0 +1,62 @@
+"""Loaded tokens in SGLang's own books: `storage`, as HiCache reports what it reads from storage.
+
+SGLang counts what it finds before the first token that a step computes as cached
+(`Req.cached_tokens`), and splits that by where it was. Responses, their streams, OpenAI's `sglext`
+and `sglang:cached_tokens_total` all take the split from `get_cached_tokens_details`.
+"""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_cake.core.spans import Span
+from sglang_cake.integration.boundary import register
+from sglang_cake.integration.compat import has_split_cached_tokens
+from sglang_cake.stores.url import split_urls
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+
+
+def install() -> None:
+    """Register the hook. Call while plugins are being loaded."""
+    register(f"{_STREAMER}.get_cached_tokens_details", _details, HookType.AFTER)
+
+
+def loaded(req: "Req", span: Span) -> None:
+    """The tokens of `span`, which SGLang counts as cached, came from the store."""
+    if req.retracted_stain:  # SGLang has stopped counting
+        return
+    if has_split_cached_tokens(req):
+        req.cached_tokens_storage += span.tokens
+    else:  # SGLang splits what its first step finds by these two
+        req.storage_hit_length += span.tokens
+        req.storage_hit_start = span.stop - req.storage_hit_length
+
+
+def computed(req: "Req", tokens: int) -> None:
+    """Tokens that SGLang counted as cached when it scheduled the step were computed in it."""
+    if not req.retracted_stain:
+        req.cached_tokens -= tokens
+
+
+def _details(found: Any, streamer: Any, req: "Req") -> dict[str, Any] | None:
+    engine = getattr(streamer.tree_cache, "engine", None)
+    if found is None or (engine is None and not req.cached_tokens_storage):
+        return None
+    storage = min(req.cached_tokens_storage, req.cached_tokens)
+    return {
+        "device": req.cached_tokens - storage,
+        "host": 0,
+        "storage": storage,
+        "storage_backend": "none" if engine is None else _schemes(engine.setting),
+    }
+
+
+@lru_cache(maxsize=1)
+def _schemes(setting: str | None) -> str:
+    """The schemes of a `--cake-store`, fastest first."""
+    return "file" if setting is None else ",".join(url.scheme for url in split_urls(setting))

@@ -1,0 +1,225 @@
+"""The command line and `sglang.Engine`: cake's settings go in, one clear line comes out if wrong.
+
+A setting is checked when it is given (`from_cli_args`, or the keywords of `Engine`), and together
+with what SGLang made of its own settings and of the model's configuration when those are resolved
+(`resolve_once`). Both happen in the launching process, before anything is loaded.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from sglang_cake.core.codec_names import check_installed
+from sglang_cake.core.config import NAMES, CakeConfig, as_flag, help_of, resolve
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import admin_api, compat, response_hooks
+from sglang_cake.integration.env_config import environment_of_user, hand_over, withdraw
+from sglang_cake.integration.support_matrix import (
+    ModelTraits,
+    unsupported,
+    unsupported_codec,
+    unsupported_group,
+)
+from sglang_cake.runahead.setting import group_setting
+from sglang_cake.stores.sources import sources_of
+
+BACKEND = "cake"
+
+_SETTINGS_FILE = "config"  # `--cake-config`: beside the settings, names a file of them
+_OURS = re.compile(r"--(?:cake|enable-cake)\b")
+
+
+def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER `ServerArgs.add_cli_args`: cake's flags. Their values are judged later, by us."""
+    group = parser.add_argument_group(
+        "sglang_cake", "KV cache that reaches to disk: computes and loads a long prompt at once."
+    )
+    group.add_argument(
+        "--enable-cake", action="store_true", help="The same as --radix-cache-backend cake."
+    )
+    for name in NAMES:
+        told = help_of(name)
+        default = "" if told.default is None else f" Default: {told.default}."
+        group.add_argument(as_flag(name), metavar=told.value, help=told.text + default)
+    group.add_argument(
+        as_flag(_SETTINGS_FILE),
+        metavar="FILE",
+        help="TOML, JSON or YAML file with the same settings; flags and environment win over it.",
+    )
+    _answer_in_one_line(parser)
+
+
+def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND `ServerArgs.from_cli_args`: what was typed, checked. Exits with 2 if it is wrong."""
+    record = original(cls, args)
+    given = {
+        name: value
+        for name in (*NAMES, _SETTINGS_FILE)
+        if (value := getattr(args, f"cake_{name}", None)) is not None
+    }
+    try:
+        return _ask(record, bool(getattr(args, "enable_cake", False)), given, on_cli=True)
+    except ConfigError as error:
+        _exit(error)
+
+
+def engine_args(server_args_class: Any, **kwargs: Any) -> Any:
+    """`ServerArgs(**kwargs)` for an `Engine`, whose keywords may be cake's too.
+
+    Raises: ConfigError.
+    """
+    given = {
+        name.removeprefix("cake_"): kwargs.pop(name)
+        for name in list(kwargs)
+        if name.startswith("cake_")
+    }
+    enable = kwargs.pop("enable_cake", False)
+    if type(enable) is not bool:
+        raise ConfigError(f"enable_cake: {enable!r} is not possible, allowed: True, False")
+    return _ask(server_args_class(**kwargs), enable, given, on_cli=False)
+
+
+def resolve_once(original: Any, record: Any) -> None:
+    """AROUND `ServerArgs.resolve_once`, which every launcher calls before it starts children.
+
+    Raises: ConfigError; from the command line it exits with 2 instead.
+    """
+    try:
+        if _wants_cake(record) and _config_of(record) is None:
+            _ask(record, False, {}, on_cli=False)  # a ServerArgs built by hand
+        try:
+            original(record)
+        except (ValueError, AssertionError, NotImplementedError):
+            # SGLang has its own words for some models with any foreign backend; ours say more.
+            if _config_of(record) is not None:
+                _refuse(_reason_despite_failure(record))
+            raise
+        if _config_of(record) is not None and not getattr(record, "_cake_checked", False):
+            _refuse(_reason_when_resolved(record))
+            _keep(record, "_cake_checked", True)
+    except ConfigError as error:
+        withdraw()
+        if getattr(record, "_cake_on_cli", False):
+            _exit(error)
+        raise
+    config = _config_of(record)
+    if config is None:
+        withdraw()
+    else:
+        hand_over(config)
+        response_hooks.install()
+        admin_api.install(config)
+
+
+def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
+    """Settle what cake is to do for this record, and keep it there."""
+    spell = as_flag if on_cli else _as_keyword
+    switch = "--enable-cake" if on_cli else "enable_cake=True"
+    if not enable and not _wants_cake(record):
+        withdraw()
+        if given:
+            raise ConfigError(f"{spell(next(iter(given)))} has no effect without {switch}: add it")
+        return record
+    compat.require()
+    if record.radix_cache_backend not in (None, BACKEND):
+        raise ConfigError(
+            f"{switch} and another radix cache backend, {record.radix_cache_backend!r}, exclude "
+            "each other: remove one of them"
+        )
+    file = given.pop(_SETTINGS_FILE, None)
+    if file is not None and not isinstance(file, str):
+        file = str(file)  # a Path, from Engine
+    config = resolve(given, environment_of_user(), file=file, spell=spell)
+    _refuse(unsupported(record, None, config.block_tokens))
+    check_installed(config.codec)
+    _check_places(config)
+    if not _wants_cake(record):  # a sealed record must not be written, not even with the same
+        record.radix_cache_backend = BACKEND
+    if config.runahead_peers is not None and record.cuda_graph_backend_prefill is None:
+        record.cuda_graph_backend_prefill = "disabled"  # a shared forward may end between layers
+    _keep(record, "_cake_config", config)
+    _keep(record, "_cake_on_cli", on_cli)
+    hand_over(config)
+    return record
+
+
+def _wants_cake(record: Any) -> bool:
+    return bool(record.radix_cache_backend == BACKEND)
+
+
+def _config_of(record: Any) -> CakeConfig | None:
+    config = getattr(record, "_cake_config", None)
+    return config if isinstance(config, CakeConfig) else None
+
+
+def _reason_when_resolved(record: Any) -> str | None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(record)
+    config = _config_of(record)
+    assert config is not None
+    facts = None
+    if view.model_path.lower() not in ("none", "dummy"):  # as SGLang spells "no model"
+        facts = ModelTraits.of(model_config_of(record))
+    reason = unsupported(view, facts, config.block_tokens)
+    return reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
+
+
+def _reason_despite_failure(record: Any) -> str | None:
+    try:
+        return _reason_when_resolved(record)
+    except Exception:  # whatever half-resolved settings do: SGLang's error is the one to show
+        return None
+
+
+def _keep(record: Any, name: str, value: object) -> None:
+    # On the record, not beside it: it outlives copies, and each engine of a process has its own.
+    # SGLang keeps its own bookkeeping the same way; the seal on the record's fields lets it pass.
+    msgspec.Struct.__setattr__(record, name, value)
+
+
+def _check_places(config: CakeConfig) -> None:
+    for source in sources_of(config.store, config.eviction_policy):
+        source.check()
+    group_setting(config)
+    for file in (config.trace_file, config.record_trace):
+        if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+            raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def _as_keyword(name: str) -> str:
+    return f"cake_{name}"
+
+
+def _answer_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """argparse prints hundreds of lines of usage before an error; not for errors in our flags."""
+    usual = parser.error
+    flags = ["--enable-cake", *map(as_flag, (*NAMES, _SETTINGS_FILE))]
+
+    def error(message: str) -> NoReturn:
+        if _OURS.search(message):
+            unknown = re.search(r"unrecognized arguments:.*?(--(?:enable-)?cake[^\s=]*)", message)
+            near: list[str] = []
+            if unknown:  # a high cutoff: all our flags share their first letters
+                near = difflib.get_close_matches(unknown[1], flags, n=1, cutoff=0.8)
+            hint = f", did you mean {near[0]}?" if near else ""
+            _exit(ConfigError(" ".join(message.split()) + hint))
+        usual(message)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _exit(error: ConfigError) -> NoReturn:
+    print(f"sglang-cake: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None

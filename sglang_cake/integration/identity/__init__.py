@@ -1,0 +1,1 @@
+"""What decides the meaning of KV: weights, settings, environment."""

@@ -1,0 +1,1 @@
+"""The radix cache, device slots, copies of KV rows."""

@@ -1,0 +1,235 @@
+"""SGLang's radix tree with a door to the store."""
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_cake.core.errors import OverlapError
+from sglang_cake.integration.boundary import BOUNDARY, guarded
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_cake.integration.build import Engine
+    from sglang_cake.integration.memory.block_saving import BlockSaving
+    from sglang_cake.integration.overlap.overlapped_step import LastStep
+    from sglang_cake.integration.request.restore import Overlap
+    from sglang_cake.integration.runahead.runahead_owner import Runahead
+    from sglang_cake.integration.scheduler.coordinator import Coordinator
+
+logger = logging.getLogger("sglang_cake")
+
+
+class CakeRadixCache(UnifiedRadixCache):
+    """The default tree of SGLang; matching, locking and eviction stay its own.
+
+    Slots that hold landed blocks count as evictable: SGLang may plan with that memory, and `evict*`
+    gives them up after everything else. So its books balance at every moment.
+    """
+
+    coordinator: "Coordinator | None" = None
+    saving: "BlockSaving | None" = None
+    engine: "Engine | None" = None
+    runahead: "Runahead | None" = None
+    last_step: "LastStep | None" = None
+    releasing: str | None = None  # gives its row back and goes on waiting (`turns.requeue`)
+
+    # ---- what SGLang calls: each method calls SGLang's own once, outside of the guarded part ----
+
+    def prefix_device_indices(self, req: "Req") -> torch.Tensor:
+        overlap = self._overlap(req)
+        if overlap is None or overlap.slots is None:
+            own: torch.Tensor = super().prefix_device_indices(req)
+            return own
+        prefix_len, req.prefix_len = req.prefix_len, overlap.span.start
+        matched = super().prefix_device_indices(req)
+        req.prefix_len = prefix_len
+        return torch.cat([matched, overlap.slots])
+
+    def checkpoint(self, req: "Req", *, up_to: int, **kwargs: Any) -> None:
+        if self._overlap(req) is not None:
+            self._ran_past(req)
+            return
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        self._save(req, up_to)
+
+    def on_release(self, req: "Req", *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        self._released(req)
+
+    def release_aborted_request(self, request: Any) -> None:
+        super().release_aborted_request(request)
+        self._aborted(request)
+
+    def reset(self) -> None:
+        self._emptied()
+        super().reset()
+
+    def evictable_size(self) -> int:
+        return int(super().evictable_size()) + self._held_tokens()
+
+    def full_evictable_size(self) -> int:
+        return int(super().full_evictable_size()) + self._held_tokens()
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        result.num_tokens_evicted += self._reclaim(params.num_tokens - result.num_tokens_evicted)
+        return result
+
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        target = self.token_to_kv_pool_allocator.available_size() + params.num_tokens
+        result = super().evict_for_alloc(params, **kwargs)
+        missing = target - self.token_to_kv_pool_allocator.available_size()
+        result.num_tokens_evicted += self._reclaim(missing)
+        return result
+
+    # ---- what the boundary calls ----
+
+    def forget(self, rid: str) -> None:
+        """Compute this request without cake, and take back all that it holds. One whose last step
+        is scheduled over KV that is still to come goes on until that step is over."""
+        if self.last_step is not None and not self.last_step.leave(rid):
+            return
+        if self.coordinator is not None:
+            self.coordinator.end(rid)
+        if self.runahead is not None:
+            self.runahead.end(rid)
+
+    def forget_all(self) -> None:
+        """The same for every request."""
+        for rid in [] if self.coordinator is None else self.coordinator.live:
+            self.forget(rid)
+
+    def switch_off(self) -> None:
+        """From now on this process does nothing for any request. With several ranks, cake stays in
+        the reductions until all of them have heard of it (`let_go`)."""
+        cake, self.saving, self.runahead = self.coordinator, None, None
+        if cake is None:
+            return
+        for rid in cake.live:
+            try:
+                self.forget(rid)
+            except Exception:
+                logger.exception("cake: request %s could not be given up", rid)
+        if cake.leave():
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Drop cake, if all ranks know that it is off and no last step of it is under way."""
+        busy = self.last_step is not None and self.last_step.due
+        if self.coordinator is not None and self.coordinator.left and not busy:
+            self.coordinator = self.engine = self.last_step = None
+
+    # ---- what cake calls ----
+
+    def evict_own(self, tokens: int) -> None:
+        """Evict from the tree alone, never landed blocks."""
+        super().evict_for_alloc(EvictParams(num_tokens=tokens))
+
+    def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
+        """How many leading tokens the device holds."""
+        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
+        return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
+
+    def attach_running(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
+        """Give `slots` to the row of a request between two chunks, and so to the tree."""
+        row = (req.kv.req_pool_idx, slice(req.prefix_len, stop))
+        self.req_to_token_pool.write(row, slots.to(torch.int32))
+        req.kv.kv_allocated_len = stop
+        req.kv.kv_committed_len = stop
+        req.extend_end = stop
+        self.checkpoint(req, up_to=stop)
+        req.prefix_len = stop
+
+    def lend_running(self, req: "Req", slots: torch.Tensor, start: int) -> None:
+        """Give `slots` to the row of a request between two chunks, from token `start` on: they are
+        its own, and join the tree with what it computes next."""
+        row = (req.kv.req_pool_idx, slice(start, start + len(slots)))
+        self.req_to_token_pool.write(row, slots.to(torch.int32))
+
+    def attach_waiting(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
+        """Give `slots` to the tree, below the prefix that a waiting request has matched."""
+        prefix = self.prefix_device_indices(req)
+        self.insert(
+            InsertParams(
+                key=RadixKey(
+                    req.full_untruncated_fill_ids[:stop],
+                    req.extra_key,
+                    cache_salt=req.cache_salt,
+                ),
+                value=torch.cat([prefix.to(torch.int64), slots]),
+                prev_prefix_len=req.prefix_len,
+                inserted_len=req.prefix_len,
+                priority=req.priority or 0,
+            )
+        )
+        req.init_next_round_input(self)
+
+    # ---- ours, of what SGLang calls ----
+
+    def _ran_past(self, req: "Req") -> None:
+        """SGLang ran a step without us that lacks KV: no answer is given, and nothing is kept."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        reason = FINISH_ABORT("its last step ran without all of its KV")
+        req.skip_radix_cache_insert = True
+        if req.finished():
+            req.finished_reason = reason
+        else:
+            req.to_finish = reason
+        if self.last_step is not None:
+            self.last_step.due = None
+        error = OverlapError(f"the step of {req.rid} ran past cake, without all of its KV", "lost")
+        BOUNDARY.failed("CakeRadixCache.checkpoint", error, unsafe=True)
+
+    def _overlap(self, req: "Req") -> "Overlap | None":
+        restore = None if self.coordinator is None else self.coordinator.restore(req.rid)
+        return None if restore is None else restore.overlap
+
+    @guarded("CakeRadixCache.checkpoint")
+    def _save(self, req: "Req", up_to: int) -> None:
+        if self.coordinator is None or self.saving is None:
+            return
+        restore = self.coordinator.restore(req.rid)
+        if restore is not None and req.kv.holds_kv:
+            started_s = time.perf_counter()
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+            tokens = req.full_untruncated_fill_ids[:up_to]
+            self.saving.checkpointed(restore, tokens, row, last=req.finished())
+            self.coordinator.step_s += time.perf_counter() - started_s
+
+    @guarded("CakeRadixCache.on_release")
+    def _released(self, req: "Req") -> None:
+        if self.coordinator is not None and req.rid != self.releasing:
+            self.coordinator.end(req.rid)
+        if self.runahead is not None:
+            self.runahead.end(req.rid)
+
+    @guarded("CakeRadixCache.release_aborted_request")
+    def _aborted(self, request: Any) -> None:
+        self.forget(request.rid)
+
+    @guarded("CakeRadixCache.reset")
+    def _emptied(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.emptied()
+
+    def _held_tokens(self) -> int:
+        return 0 if self.coordinator is None else self.coordinator.held_tokens
+
+    @guarded("CakeRadixCache.evict", 0)
+    def _reclaim(self, missing: int) -> int:
+        """Give up slots of landed blocks. Returns the tokens freed."""
+        if missing <= 0 or self.coordinator is None or not self.coordinator.held_tokens:
+            return 0
+        return self.coordinator.reclaim(missing)

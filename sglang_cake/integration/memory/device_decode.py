@@ -1,0 +1,194 @@
+"""Decoding with torch, where KV is wanted: encoded bytes cross the bus, not whole blocks.
+
+The same values as the compiled loops of `codec`, bit for bit: products and sums in float32, each
+rounded, then to the nearest, ties to even. Which chains come here, and that nothing in them leads
+out of a block: `catalogue.left_to_device`, `catalogue.prepare`.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from sglang_cake.codecs.blocks import KEYS, Part, parts_of
+from sglang_cake.codecs.groups import Groups
+from sglang_cake.codecs.leading import Leading
+from sglang_cake.codecs.nonuniform import NonUniform
+from sglang_cake.codecs.rope import InverseRope, turns
+from sglang_cake.core.layout import BlockLayout
+
+_HALF_MAX = 65504.0
+# The same bits in a type that torch can index with, or copy: it has hardly anything for unsigned
+# numbers of more than 8 bits.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def decode_payload(
+    layout: BlockLayout, payload: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """The block (uint8 `[block_bytes]`, on `device`) that a payload in host memory begins with.
+
+    Only its encoded bytes are copied to the device, without waiting for it: `payload` (uint8) must
+    stay as it is until that is done. It has passed `prepare`.
+    """
+    from sglang_cake.codecs.catalogue import parse
+    from sglang_cake.codecs.pipeline import RAW_CHAIN, Raw, split
+
+    text, body = split(payload.numpy())
+    chain = parse(text)
+    start, size = payload.numel() - len(body), chain.max_bytes(layout)
+    source = payload[start : start + size].to(device, non_blocking=True)
+    if chain == RAW_CHAIN:
+        return source
+    block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
+    lead = chain.leading_bytes(layout)
+    kept, source = source[:lead], source[lead:]
+    if isinstance(chain.pack, Groups):
+        restore_groups(layout, chain.pack, source, block)
+    elif isinstance(chain.pack, NonUniform):
+        restore_nonuniform(layout, chain.pack, source, block)
+    else:
+        assert isinstance(chain.pack, Raw), chain
+        block.copy_(source)
+    for step in reversed(chain.arrays):
+        assert isinstance(step, InverseRope), step
+        turn_keys(layout, step, block)
+    if chain.leading is not None:
+        put_back_leading(layout, chain.leading, kept, block)
+    return block
+
+
+def restore_groups(
+    layout: BlockLayout, pack: Groups, source: torch.Tensor, block: torch.Tensor
+) -> None:
+    """Fill `block` (uint8 `[block_bytes]`) as `Groups.decode` does, on the device of both."""
+    at = 0
+    for part in parts_of(layout):
+        section = pack.section(part)
+        layers, count = part.layers, section.stats_count
+        powers = source[at : at + 4 * layers].view(torch.float32).view(-1, 1, 1)
+        stats = source[at + 4 * layers : at + 4 * layers + 4 * count].view(torch.float16)
+        codes_at = at + 4 * layers + 4 * count
+        codes = source[codes_at : codes_at + section.codes_count].view(section.codes)
+        zeros, scales = (half.view(section.stats).float() * powers for half in stats.view(2, -1))
+        numbers = _codes(codes, pack.bits, part.tokens).float()
+        dim, length = (1, part.tokens) if part.name == KEYS else (2, part.channels)
+        for turn, first in enumerate(range(0, length, pack.group)):
+            some = numbers.narrow(dim, first, min(pack.group, length - first))
+            some.mul_(scales.narrow(dim, turn, 1)).add_(zeros.narrow(dim, turn, 1))
+        _write(layout, part, numbers, block)
+        at += section.size
+
+
+def restore_nonuniform(
+    layout: BlockLayout, pack: NonUniform, source: torch.Tensor, block: torch.Tensor
+) -> None:
+    """Fill `block` (uint8 `[block_bytes]`) as `NonUniform.decode` does, on the device of both."""
+    at = 0
+    for part in parts_of(layout):
+        section = pack.section(part, layout)
+        fields, here = [], at
+        for kind, shape in section.fields():
+            field = _field(source, here, np.dtype(kind), shape)
+            here += field.numel() * field.element_size()
+            fields.append(field)
+        powers, levels, zeros, scales, kept, places, codes = fields
+        coded = _bits(codes, part.tokens).int()
+        coded += torch.arange(part.layers, device=coded.device).int().view(-1, 1, 1) << pack.bits
+        numbers = levels.flatten().index_select(0, coded.flatten()).view(coded.shape)
+        across = 2 - (part.name == KEYS)  # the vectors' dimension is the other one
+        zero, scale = ((some.float() * powers[:, None]) for some in (zeros, scales))
+        numbers.mul_(scale.unsqueeze(across)).add_(zero.unsqueeze(across))
+        _write(layout, part, numbers, block)
+        if section.kept:
+            if across == 1:
+                kept, places = kept.transpose(1, 2), places.transpose(1, 2)
+            mask = 2 ** (8 * places.element_size()) - 1
+            _planes(layout, part, block).scatter_(across, places.long() & mask, kept)
+        at += section.size
+
+
+def put_back_leading(
+    layout: BlockLayout, step: Leading, kept: torch.Tensor, block: torch.Tensor
+) -> None:
+    """Fill the first rows of `block` (uint8 `[block_bytes]`) as `Leading.requeue` does, on the
+    device of both."""
+    words = kept[: step.tokens * layout.token_bytes].view(_word(layout)).view(layout.layers, -1)
+    for part, rows in zip(
+        parts_of(layout),
+        words.split([step.tokens * part.channels for part in parts_of(layout)], dim=1),
+        strict=True,
+    ):
+        planes = _planes(layout, part, block)[:, : step.tokens]
+        planes.copy_(rows.reshape(planes.shape))
+
+
+def turn_keys(layout: BlockLayout, step: InverseRope, block: torch.Tensor) -> None:
+    """Turn the keys of `block` (uint8 `[block_bytes]`) as `InverseRope.decode` does, in place."""
+    for part in parts_of(layout):
+        if part.name == KEYS:
+            kind = getattr(torch, layout.dtype)
+            pairs = _planes(layout, part, block).view(kind).float()
+            pairs = pairs.unflatten(2, (-1, 2, step.head // 2))
+            left, right = pairs.unbind(3)
+            cos, sin = (some.unsqueeze(1) for some in _turns(step, part.tokens, block.device))
+            turned = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=3)
+            _write(layout, part, turned.flatten(2), block)
+
+
+@lru_cache(maxsize=8)
+def _turns(
+    step: InverseRope, tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, float32 `[tokens, head / 2]`."""
+    cos, sin = turns(step.theta, step.head, tokens)
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+
+
+def _word(layout: BlockLayout) -> torch.dtype:
+    return _SAME_SIZE[getattr(torch, layout.dtype).itemsize]
+
+
+def _planes(layout: BlockLayout, part: Part, block: torch.Tensor) -> torch.Tensor:
+    """The part's numbers in a block, as whole numbers of their bits, `[layers, tokens,
+    channels]`."""
+    words = block.view(_word(layout))
+    shape = (part.layers, part.tokens, part.channels)
+    return words.as_strided(shape, (part.stride, part.channels, 1), part.start)
+
+
+def _write(layout: BlockLayout, part: Part, numbers: torch.Tensor, block: torch.Tensor) -> None:
+    """Round float32 `[layers, tokens, channels]` into their places. `numbers` is used up."""
+    if layout.dtype == "float16":
+        numbers.clamp_(-_HALF_MAX, _HALF_MAX)
+    _planes(layout, part, block).view(getattr(torch, layout.dtype)).copy_(numbers)
+
+
+def _field(
+    source: torch.Tensor, at: int, kind: "np.dtype[np.generic]", shape: tuple[int, ...]
+) -> torch.Tensor:
+    """An array of a payload from byte `at` on; whole numbers by their bits."""
+    size = kind.itemsize
+    bytes_ = source[at : at + size * int(np.prod(shape))]
+    if bytes_.storage_offset() % size:
+        bytes_ = bytes_.clone()
+    same = getattr(torch, kind.name) if kind.kind == "f" else _SAME_SIZE[size]
+    return bytes_.view(same).view(shape)
+
+
+def _codes(codes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
+    """uint8 `[layers, tokens, channels]`."""
+    if bits == 8:
+        return codes
+    both = torch.stack((codes & 15, codes >> 4), dim=2)
+    return both.flatten(1, 2)[:, :tokens]
+
+
+def _bits(codes: torch.Tensor, tokens: int) -> torch.Tensor:
+    """uint8 `[layers, tokens, channels]` of planes of bits `[layers, bits, bytes, channels]`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=codes.device).view(8, 1)
+    layers, bits, rows, channels = codes.shape
+    coded = codes.new_zeros((layers, rows, 8, channels))
+    for bit in range(bits):
+        coded |= ((codes[:, bit].unsqueeze(2) >> shifts) & 1) << bit
+    return coded.flatten(1, 2)[:, :tokens]

@@ -1,0 +1,346 @@
+"""Cake's counters on SGLang's own `/metrics`, prefix `sglang:cake_`."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from sglang_cake.core.counters import COUNTERS, Counters
+from sglang_cake.loading.cost_model import Costs
+from sglang_cake.stores.base import Store, StoreStats, TierStats
+from sglang_cake.stores.event_counts import events_of
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.tiers.tier import TierCounts
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+M = TypeVar("M", Counter, Gauge)
+
+PUBLISH_EVERY_S = 1.0
+NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
+_HELP = {
+    "loaded_tokens": "Prompt tokens whose KV came from the store.",
+    "computed_tokens": "Prompt tokens whose KV was computed.",
+    "overlapped_tokens": "Prompt tokens whose KV was loaded while the prompt's last step ran.",
+    "overlap_failures": "Last steps that were repeated because KV did not arrive, by reason.",
+    "wasted_bytes": "Bytes that crossed the link and were not used, by reason; of average blocks.",
+    "load_failures": "Reads and lookups that failed, by reason.",
+    "fallback": "Prompts whose stored KV was all computed or all loaded, by side.",
+    "unnamed_requests": "Requests left to SGLang because the digest of the weights was not known.",
+    "read_blocks": "Blocks read from the store.",
+    "read_bytes": "Bytes of blocks read from the store, encoded and with header.",
+    "stored_bytes": "Bytes of blocks written to the store, encoded and with header.",
+    "stored_blocks": "Blocks written to the store.",
+    "encoded_blocks": "Encoded blocks that were written, by codec.",
+    "auto_refused_blocks": "Codecs that auto did not use for a block, by codec and reason.",
+    "unstored_blocks": "Computed blocks that were not stored, by reason.",
+    "helped_tokens": "KV-Runahead: prompt tokens whose KV other members computed.",
+    "runahead_hops": "KV-Runahead: spans of prompts that other members computed.",
+    "runahead_bytes": "KV-Runahead: bytes of KV received from other members.",
+    "runahead_sent_bytes": "KV-Runahead: bytes of KV sent to other members.",
+    "runahead_failures": "KV-Runahead: prompts whose sharing failed, by reason.",
+}
+_EVICTION_HELP = {  # of EVICTION_COUNTS
+    "evicted_bytes": "Bytes evicted by this process, by policy.",
+    "evicted_blocks": "Blocks evicted by this process, by policy.",
+    "evicting_us": "Microseconds that the policy took to choose victims.",
+    "skipped_blocks": "Blocks that admission did not write, by policy.",
+}
+_LABELS = {
+    "fallback": ("side",),
+    "encoded_blocks": ("codec",),
+    "auto_refused_blocks": ("codec", "reason"),
+}
+
+
+class Metrics:
+    """Publishes a scheduler process's counters. Scheduler thread.
+
+    Args:
+        labels: the label values that SGLang puts on its own cache metrics.
+    """
+
+    def __init__(self, counters: Counters, labels: dict[str, str]) -> None:
+        self._counters = counters
+        self._labels = labels
+        self._seen = dict.fromkeys(counters.snapshot(), 0)
+        self._next_s = 0.0
+        names = list(labels)
+        self._metrics = {
+            name: Counter(
+                f"sglang:cake_{name}_total",
+                _HELP[name],
+                [*names, *_labels(name)],
+            )
+            for name in COUNTERS
+        }
+        for name, values in COUNTERS.items():  # every label is there from the start, at zero
+            for value in values:
+                self._child(name, value)
+        self._meet = Histogram(
+            "sglang:cake_meet_fraction",
+            "Where in the prompt computing met loading (0: all loaded, 1: all computed).",
+            names,
+            buckets=[i / 10 for i in range(11)],
+        ).labels(**labels)
+        self._bandwidth = Gauge(
+            "sglang:cake_read_bandwidth_bytes_per_s",
+            "Bandwidth of recent reads from the store, encoded and with header.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        self._costs = Gauge(
+            "sglang:cake_cost_seconds",
+            "Measured costs: of a prefill step (fixed, per token, per pair of query and key, per "
+            "decoding request) and of a load (latency, per block, per copy to the device).",
+            [*names, "what"],
+            multiprocess_mode="mostrecent",
+        )
+        self._error = Gauge(
+            "sglang:cake_prediction_error",
+            "Mean relative error of recent predictions.",
+            [*names, "of"],
+            multiprocess_mode="mostrecent",
+        )
+        self._ttft_error = 0.0
+        self._overhead = Histogram(
+            "sglang:cake_step_overhead_seconds",
+            "Time that cake added to a scheduling step.",
+            names,
+            buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
+        ).labels(**labels)
+
+    def publish(self, *, costs: Costs, step_overhead_s: float | None) -> None:
+        """Once a step; counters go out once a second."""
+        if step_overhead_s is not None:
+            self._overhead.observe(step_overhead_s)
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + PUBLISH_EVERY_S
+        self._publish_costs(costs)
+        counts = self._counters.snapshot()
+        news = {
+            name: counts[name, ""] - self._seen[name, ""] for name in ("read_blocks", "read_bytes")
+        }
+        if news["read_blocks"]:
+            self._bandwidth.set(news["read_bytes"] / news["read_blocks"] / costs.load.block_s)
+        for (name, value), total in counts.items():
+            self._child(name, value).inc(total - self._seen[name, value])
+            self._seen[name, value] = total
+
+    def hurry(self) -> None:
+        """A request is over: counters go out with the next step, since there may be none for long
+        (`--sleep-on-idle`)."""
+        self._next_s = 0.0
+
+    def met(self, fraction: float) -> None:
+        """A prompt's prefill is over; `fraction` of it lies before the meet."""
+        self._meet.observe(fraction)
+
+    def predicted(self, predicted_s: float, took_s: float) -> None:
+        """A prompt was predicted to be ready after `predicted_s`, and was after `took_s`."""
+        miss = min(1.0, abs(took_s - predicted_s) / took_s)
+        self._ttft_error += NEWEST_ERROR * (miss - self._ttft_error)
+
+    def _publish_costs(self, costs: Costs) -> None:
+        prefill, load = costs.prefill, costs.load
+        found = {
+            "step": prefill.fixed_s,
+            "token": prefill.token_s,
+            "pair": prefill.pair_s,
+            "decode": prefill.decode_s,
+            "latency": load.latency_s,
+            "block": load.block_s,
+            "copy": load.copy_s,
+        }
+        for what, value_s in found.items():
+            self._costs.labels(**self._labels, what=what).set(value_s)
+        errors = {"step": prefill.error, "load": load.error, "ttft": self._ttft_error}
+        for of, error in errors.items():
+            self._error.labels(**self._labels, of=of).set(error)
+
+    def _child(self, name: str, value: str) -> Counter:
+        own = dict(zip(_labels(name), value.split(), strict=True))
+        return self._metrics[name].labels(**self._labels, **own)
+
+
+def _labels(name: str) -> tuple[str, ...]:
+    """What a counter of COUNTERS tells its values apart by."""
+    return () if COUNTERS[name] == ("",) else _LABELS.get(name, ("reason",))
+
+
+class FailureMetrics:
+    """What the boundary to SGLang has caught, and whether cake is on. Any thread.
+
+    Args:
+        labels: of the scheduler; empty in a process that has none, where cake is neither on nor
+            off.
+        hooks: every place that can fail; each is there from the start, at zero.
+    """
+
+    def __init__(self, labels: dict[str, str], hooks: Iterable[str]) -> None:
+        self._labels, names = labels, list(labels)
+        self._failures = Counter(
+            "sglang:cake_hook_failures_total",
+            "Exceptions of cake that were kept from SGLang, by hook.",
+            [*names, "hook"],
+        )
+        self._on: Gauge | None = None
+        if labels:
+            self._on = Gauge(
+                "sglang:cake_on",
+                "1 while cake is on; 0 after it switched itself off because of failures.",
+                names,
+                multiprocess_mode="mostrecent",
+            ).labels(**labels)
+            self._on.set(1)
+        for hook in hooks:
+            self._failures.labels(**labels, hook=hook)
+
+    def failed(self, hook: str) -> None:
+        """A hook has failed once more."""
+        self._failures.labels(**self._labels, hook=hook).inc()
+
+    def switched_off(self) -> None:
+        """Cake is off for the life of the process."""
+        if self._on is not None:
+            self._on.set(0)
+
+
+class StoreMetrics:
+    """How full the store is and how its tiers are doing, asked of it now and then. I/O thread."""
+
+    def __init__(self, labels: dict[str, str], tiers: int) -> None:
+        """Args: tiers: of the store that comes first; 1 is a store without tiers."""
+        self._tiers = TierMetrics(labels, tiers)
+        self._labels, names = labels, list(labels)
+        self._used = Gauge(
+            "sglang:cake_store_used_bytes",
+            "Bytes that the store holds, of all processes that share it.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        self._capacity = Gauge(
+            "sglang:cake_store_capacity_bytes",
+            "Bytes that the store may hold; 0 if it has no bound of its own.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        self._evicted = {
+            name: Counter(f"sglang:cake_store_{name}_total", text, [*names, "policy"])
+            for name, text in _EVICTION_HELP.items()
+        }
+        for counter in self._evicted.values():
+            for policy in POLICIES:
+                counter.labels(**labels, policy=policy)
+        self._seen: tuple[Store | None, dict[str, int]] = (None, {})
+        self._events = Counter(
+            "sglang:cake_store_events_total",
+            "What happened between this process and its remote stores, by name.",
+            [*names, "event"],
+        )
+        self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})
+
+    def publish_events(self, store: Store) -> None:
+        """What the store counts itself, also while it does not answer. Every name is there from
+        the first time on, at zero."""
+        before = self._seen_events[1] if self._seen_events[0] is store else {}
+        self._seen_events = (store, dict(events_of(store)))
+        for name, count in self._seen_events[1].items():
+            self._events.labels(**self._labels, event=name).inc(count - before.get(name, 0))
+
+    def publish(self, store: Store, stats: StoreStats) -> None:
+        """Args: store: who said so; another one counts from zero."""
+        self._tiers.publish(store, stats.tiers)
+        self._used.set(stats.used_bytes or 0)
+        self._capacity.set(stats.capacity_bytes or 0)
+        before = self._seen[1] if self._seen[0] is store else {}
+        self._seen = (store, asdict(stats.evictions))
+        for name, counter in self._evicted.items():
+            more = self._seen[1][name] - before.get(name, 0)
+            if more > 0:
+                counter.labels(**self._labels, policy=stats.policy).inc(more)
+
+
+class TierMetrics:
+    """What happened in each tier of a store of several; nothing of any other store. Tier 1 is the
+    fastest. I/O thread."""
+
+    def __init__(self, labels: dict[str, str], tiers: int) -> None:
+        self._labels, names = labels, [*labels, "tier"]
+        self._blocks = Counter(
+            "sglang:cake_tier_blocks_total",
+            "Blocks of a tier, by what happened.",
+            [*names, "event"],
+        )
+        self._bytes = Counter(
+            "sglang:cake_tier_bytes_total", "Bytes read from and put into a tier.", [*names, "way"]
+        )
+        self._failures = Counter(
+            "sglang:cake_tier_failures_total",
+            "Calls that failed, lookups answered too late, times that a tier was left out.",
+            [*names, "reason"],
+        )
+        self._up = Gauge(
+            "sglang:cake_tier_up",
+            "Whether a tier is used; 0 while it is left out, and when there is none any more.",
+            [*names, "use"],
+            multiprocess_mode="mostrecent",
+        )
+        self._seen: tuple[Store | None, list[dict[str, int]]] = (None, [])
+        self._known = 0
+        if tiers > 1:
+            self._make_known(tiers)
+
+    def publish(self, store: Store, tiers: Sequence[TierStats]) -> None:
+        """Args: store: who said so; another one counts from zero."""
+        self._make_known(len(tiers))
+        before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
+        for number, (tier, seen) in enumerate(zip(tiers, before, strict=True), 1):
+            for name, count in tier.counts.items():
+                self._counter(number, name).inc(count - seen.get(name, 0))
+        self._seen = (store, [dict(tier.counts) for tier in tiers])
+        for number in range(1, self._known + 1):
+            tier_or_none = tiers[number - 1] if number <= len(tiers) else None
+            reading, writing = (
+                (tier_or_none.reading, tier_or_none.writing) if tier_or_none else (False, False)
+            )
+            self._of(self._up, number, use="read").set(reading)
+            self._of(self._up, number, use="put").set(writing)
+
+    def _make_known(self, tiers: int) -> None:
+        """Every label is there from the start, at zero."""
+        for number in range(self._known + 1, tiers + 1):
+            for field in fields(TierCounts):
+                self._counter(number, field.name)
+            for use in ("read", "put"):
+                self._of(self._up, number, use=use).set(1)
+        self._known = max(self._known, tiers)
+
+    def _counter(self, number: int, name: str) -> Counter:
+        """Where a count of `TierCounts` goes."""
+        if name.endswith("_bytes"):
+            return self._of(self._bytes, number, way=name.removesuffix("_bytes"))
+        if name.endswith("_blocks"):
+            return self._of(self._blocks, number, event=name.removesuffix("_blocks"))
+        return self._of(self._failures, number, reason=name)
+
+    def _of(self, metric: M, number: int, **label: str) -> M:
+        child: M = metric.labels(**self._labels, tier=str(number), **label)
+        return child
+
+
+def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
+    """The labels that SGLang puts on its own cache metrics; None if it is to have no metrics."""
+    if not ctx.params.enable_metrics:
+        return None
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
+    from sglang.srt.runtime_context import get_parallel
+
+    labels = radix_cache_metric_labels("CakeRadixCache", get_parallel(), is_dp_attention_enabled())
+    return {name: str(value) for name, value in labels.items()}

@@ -1,0 +1,1 @@
+"""The last step of a prompt, begun while its last blocks arrive."""

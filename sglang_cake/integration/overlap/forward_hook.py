@@ -1,0 +1,55 @@
+"""The hook around SGLang's forward, for those that have a hand in it, and the gate inside of it."""
+
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_cake.core.errors import CakeError
+from sglang_cake.integration.boundary import BOUNDARY, Plain, register
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
+from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
+
+_FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+
+
+class ForwardProcess:
+    """Whose forwards run in this process. One scheduler runs in it."""
+
+    tree: CakeRadixCache | None = None
+
+
+def install() -> None:
+    """Register the hook. Call while plugins are being loaded."""
+    register(_FORWARD, _forward, HookType.AROUND)
+
+
+def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:
+    """Layers of a pool, and its gate: a pool has one.
+
+    Args: on_device: on a GPU, what comes and goes does so in its memory.
+    """
+    if kv.device.type == "cpu":
+        return PoolRows(kv), LayerGate(pool)
+    rows = CudaRows(kv, on_device=on_device)
+    return rows, CudaGate(pool, rows)
+
+
+def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    tree = ForwardProcess.tree
+    if tree is None or args or getattr(worker, "is_draft_worker", False):
+        return original(worker, batch, *args, **kwargs)
+    if tree.last_step is not None and tree.last_step.is_due(batch):
+        try:
+            return tree.last_step.forward(original, worker, batch, **kwargs)
+        finally:
+            tree.let_go()
+    if tree.runahead is not None:
+        try:
+            return tree.runahead.forward(original, worker, batch, **kwargs)
+        except Exception as error:
+            if original.error is error and not isinstance(error, CakeError):
+                raise
+            BOUNDARY.failed("TpModelWorker.forward_batch_generation", error)
+    return original(worker, batch, **kwargs)  # all of it: the batch has slots for that

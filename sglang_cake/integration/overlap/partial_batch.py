@@ -1,0 +1,68 @@
+"""Forwards over a part of what SGLang has scheduled."""
+
+import copy
+from array import array
+from typing import Any
+
+import torch
+
+from sglang_cake.core.spans import Span
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """A batch of one request that computes tokens `[start, stop)` of what `batch` computes.
+
+    Slots, sampling and everything else are shared with it. What ends before the batch does gives
+    no logprobs.
+    """
+    (first,), (tokens,) = batch.prefix_lens, batch.extend_lens
+    assert first <= start < stop <= first + tokens
+    part = copy.copy(batch)
+    cut = slice(start - first, stop - first)
+    part.input_ids = batch.input_ids[cut]
+    part.out_cache_loc = batch.out_cache_loc[cut]
+    part.prefix_lens, part.extend_lens = [start], [stop - start]
+    part.extend_num_tokens = stop - start
+    if batch.extend_logprob_start_lens is not None:
+        part.extend_logprob_start_lens = [
+            max(0, batch.extend_logprob_start_lens[0] - (start - first))
+        ]
+    if stop < first + tokens:
+        part.seq_lens = torch.full_like(batch.seq_lens, stop)
+        part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, stop)
+        part.seq_lens_sum = stop
+        part.return_logprob = False
+        part.extend_input_logprob_token_ids = None
+    return part
+
+
+def part_before(batch: Any, tokens: "array[int]", slots: torch.Tensor, span: Span) -> Any:
+    """A batch of one request that computes `span` of the prefix of what `batch` computes.
+
+    Args:
+        tokens: of the span.
+        slots: of these tokens.
+    """
+    part = copy.copy(batch)
+    inputs = torch.tensor(tokens, dtype=batch.input_ids.dtype)
+    part.input_ids = inputs.to(batch.input_ids.device)
+    part.out_cache_loc = slots.to(batch.out_cache_loc.dtype)
+    part.prefix_lens, part.extend_lens = [span.start], [span.tokens]
+    part.extend_num_tokens = span.tokens
+    part.seq_lens = torch.full_like(batch.seq_lens, span.stop)
+    part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, span.stop)
+    part.seq_lens_sum = span.stop
+    part.return_logprob = False
+    part.extend_logprob_start_lens = [0] if batch.extend_logprob_start_lens is not None else None
+    part.extend_input_logprob_token_ids = None
+    return part
+
+
+def run_part(worker: Any, part: Any) -> None:
+    """The forward alone: KV is written, nothing is sampled."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    forward = ForwardBatch.init_new(
+        part, worker.model_runner, return_hidden_states_before_norm=False
+    )
+    worker.model_runner.forward(forward)

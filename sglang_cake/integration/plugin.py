@@ -1,0 +1,66 @@
+"""The entry point of group `sglang.srt.plugins`: SGLang calls `register` once in every process."""
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import flags
+from sglang_cake.integration.boundary import register as register_hook
+from sglang_cake.integration.env_config import is_handed_over
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_ENGINE_MODULE = "sglang.srt.entrypoints.engine"
+
+
+def register() -> None:
+    """Teach SGLang our flags; in a process that a server with cake started, the rest as well.
+
+    SGLang logs and swallows what is raised here, so nothing that can be wrong is checked here.
+    """
+    register_hook(f"{_SERVER_ARGS}.add_cli_args", flags.add_flags, HookType.AFTER)
+    around = partial(register_hook, kind=HookType.AROUND, passes=ConfigError)
+    around(f"{_SERVER_ARGS}.from_cli_args", flags.from_cli_args)
+    around(f"{_SERVER_ARGS}.resolve_once", flags.resolve_once)
+    _accept_engine_keywords()
+    if is_handed_over():
+        # Only here: these imports are heavy, and a server without cake must stay as it is.
+        from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+        from sglang_cake.integration import cached_tokens, response_hooks
+        from sglang_cake.integration.identity import weights
+        from sglang_cake.integration.overlap import forward_hook
+        from sglang_cake.integration.scheduler import scheduler_hooks
+
+        register_radix_cache_backend(flags.BACKEND, _build)
+        scheduler_hooks.install()
+        weights.install()
+        response_hooks.install()
+        forward_hook.install()
+        cached_tokens.install()
+
+
+def _build(ctx: "TreeCacheBuildContext") -> "BasePrefixCache":
+    from sglang_cake.integration.build import build
+
+    return build(ctx)
+
+
+def _accept_engine_keywords() -> None:
+    """`Engine` builds its ServerArgs through a class attribute, made for forks to replace.
+
+    `Engine.__init__` loads the plugins first, so that its module is there when it matters; for the
+    sake of the processes that have no engine it is not imported here.
+    """
+    module = sys.modules.get(_ENGINE_MODULE)
+    engine = getattr(module, "Engine", None)
+    if engine is None:  # not imported, or this is in the middle of its import
+        return
+    plain = engine.server_args_class
+    engine.server_args_class = staticmethod(lambda **kwargs: flags.engine_args(plain, **kwargs))

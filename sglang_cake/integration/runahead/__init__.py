@@ -1,0 +1,1 @@
+"""KV-Runahead inside of SGLang."""

@@ -1,0 +1,395 @@
+"""KV-Runahead in a scheduler process: asks others to help with long prompts, and helps others.
+
+The owner's side is invisible to SGLang's books. A step that is shared is, for the scheduler, a step
+like any other: it has slots for all of it, and computed all of it when it returns. Only the forward
+knows better: it computes the owner's span, while KV of the spans before it comes into their slots,
+layer by layer. If something goes wrong, the same forward computes the rest, and nobody notices. If
+the request is aborted meanwhile, everybody stops at the next layer.
+"""
+
+import logging
+import socket
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import RunaheadError
+from sglang_cake.core.spans import Span
+from sglang_cake.integration.boundary import BOUNDARY, Plain, guarded
+from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
+from sglang_cake.integration.overlap.partial_batch import part_of, run_part
+from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.runahead.runahead_request import (
+    Aborted,
+    asked_for,
+    check_abort,
+    computes,
+    give_up,
+    is_plain,
+)
+from sglang_cake.integration.runahead.runahead_span import SpanRunner
+from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.loading.planner import room
+from sglang_cake.runahead.decide import (
+    PAYS,
+    Costs,
+    Limits,
+    Loading,
+    Plan,
+    forced_plan,
+    plan_beside_loader,
+    plan_chain,
+)
+from sglang_cake.runahead.member import Member, Outcome, Owned
+from sglang_cake.runahead.table import WatchedTable
+from sglang_cake.runahead.transport import Transport
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger("sglang_cake")
+
+# How long a request waits for the others' answers. An idle member answers within its next step.
+ANSWER_S = 0.05
+# How long all may hold their slots for a step that SGLang has no memory or no turn for.
+BEGIN_S = 5.0
+HANDOVER_S = 0.02  # taken for granted until one was measured
+BYTES_PER_S = 1e9
+_NEWEST = 0.3  # weight of the newest chain in what handing over is taken to cost
+_FADE = 0.02  # how much of that is forgotten with each prompt that is computed alone
+_WHATEVER = float("inf")
+
+_HOOK = "TpModelWorker.forward_batch_generation"
+
+Verdict = Literal["alone", "wait", "share"]
+
+
+@dataclass(slots=True, eq=False)
+class Mine:
+    """The prompt of ours that others help with, or are asked to."""
+
+    rid: str
+    owned: Owned
+    began_s: float
+
+    @property
+    def span(self) -> Span:
+        """What the chain computes."""
+        bounds = self.owned.partition.bounds
+        return Span(bounds[0], bounds[-1])
+
+
+class Runahead:
+    """One scheduler process as a member of a group. The scheduler thread owns it.
+
+    Args:
+        namespace: hex digest of what KV means now; None while the tree holds something else too.
+        restore: cake's live record of a request, if it has one.
+        loads_only: prompts that are being loaded are not computed.
+        least_tokens: fewer are not worth asking anybody.
+        limit_tokens: what one forward computes at most, here and on every member.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        transport: Transport,
+        rows: PoolRows,
+        gate: LayerGate,
+        *,
+        pace: StepCosts,
+        counters: Counters,
+        namespace: Callable[[], str | None],
+        restore: Callable[[str], Restore | None],
+        loads_only: bool,
+        least_tokens: int,
+        page_tokens: int,
+        limit_tokens: int,
+        table: WatchedTable,
+    ) -> None:
+        self._gate, self._pace, self._counters = gate, pace, counters
+        self._namespace, self._restore, self._loads_only = namespace, restore, loads_only
+        self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
+        self._least_tokens = least_tokens
+        self._token_bytes = rows.layers * rows.token_bytes
+        self._table = table
+        self._handover_s = HANDOVER_S
+        self._mine: Mine | None = None
+        self._asked: set[str] = set()  # requests that had their chance
+        self._ear, self._bell = socket.socketpair()
+        for end in (self._ear, self._bell):
+            end.setblocking(False)
+        self._poller: Any = None
+        self._scheduler: Scheduler | None = None  # known from the first poll on
+        self.member = Member(rank, transport, rows, self._ring)
+        self._runner = SpanRunner(
+            self.member, gate, counters, page_tokens=page_tokens, limit_tokens=limit_tokens
+        )
+
+    # ---- once a step ----
+
+    def poll(self, scheduler: "Scheduler") -> None:
+        """Help, if somebody asks. Call between two steps."""
+        self._scheduler = scheduler
+        self._listen(scheduler)
+        if self._mine is not None and time.monotonic() - self._mine.began_s > BEGIN_S:
+            self._drop("the step did not begin")
+        while (found := self.member.next_offer()) is not None:
+            owner, offer = found
+            if offer.namespace != self._namespace():
+                self.member.refuse(owner, offer, "its KV means something else")
+                continue
+            began_s = time.monotonic()
+            self._runner.serve(scheduler, owner, offer)
+            logger.info(
+                "cake runahead: served member %d with %d tokens in %.3f s",
+                owner,
+                len(offer.tokens),
+                time.monotonic() - began_s,
+            )
+
+    # ---- a request of ours that is about to begin ----
+
+    def consider(self, req: "Req", *, alone: bool) -> Verdict:
+        """Whether the step of `req` from `req.prefix_len`, which touches no island, is shared.
+
+        Args:
+            alone: nobody else is in this step.
+        """
+        loading = self._loading(req)
+        stop = len(req.full_untruncated_fill_ids) if loading is None else room(loading.view)
+        mine = self._mine
+        if mine is not None and mine.rid == req.rid:
+            return self._answered(mine, req, stop, alone=alone)
+        if mine is not None or not alone or req.rid in self._asked:
+            return "alone"
+        if not is_plain(req) or self._namespace() is None:
+            return "alone"
+        plan = self._plan(req, Span(req.prefix_len, stop), loading)
+        if plan is None:
+            return "alone"
+        self._asked.add(req.rid)
+        return "wait" if self._propose(req, plan) else "alone"
+
+    def extent(self, rid: str) -> Span | None:
+        """What the chain of this request computes, once all have agreed."""
+        mine = self._mine
+        return mine.span if mine is not None and mine.rid == rid else None
+
+    def helped_tokens(self, rid: str) -> int:
+        """How much of that the others compute."""
+        mine = self._mine
+        return 0 if mine is None or mine.rid != rid else mine.owned.split - mine.span.start
+
+    def end(self, rid: str) -> None:
+        """The request is over, aborted or retracted: nobody need help with it any more."""
+        self._asked.discard(rid)
+        if self._mine is not None and self._mine.rid == rid:
+            self._drop("the request is over", label="aborted")
+
+    # ---- the forward ----
+
+    def forward(self, original: Plain, worker: Any, batch: Any, **kwargs: Any) -> Any:
+        """AROUND a worker's `forward_batch_generation`. Raises: what SGLang raises; if something of
+        ours fails, all is computed here."""
+        mine = self._mine
+        if mine is None or batch is None or mine.rid not in [req.rid for req in batch.reqs]:
+            return original(worker, batch, **kwargs)
+        if not computes(batch, mine.span) or not mine.owned.agreed:
+            self._drop("the step became another one")
+            return original(worker, batch, **kwargs)
+        owned, span, scheduler, req = mine.owned, mine.span, self._scheduler, batch.reqs[0]
+        began_s = time.monotonic()
+        try:
+            assert owned.hop.inflow is not None
+            assert scheduler is not None
+            owned.hop.watch = lambda: check_abort(scheduler, req)
+            slots = batch.out_cache_loc[: owned.split - span.start].long()
+            owned.hop.inflow.bind(slots, span.start)
+            self._pace.helped()
+            with self._gate(owned.hop):
+                result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
+        except Aborted as error:
+            self._counters.add("runahead_failures", label=error.reason)
+            self._end(mine, "cancelled", str(error))
+            assert scheduler is not None
+            give_up(scheduler, req)
+            # The least that a step may compute; what it reads and samples means nothing.
+            return original(worker, part_of(batch, span.stop - 1, span.stop), **kwargs)
+        except RunaheadError as error:
+            logger.warning("cake runahead: computing alone: %s", error)
+            self._counters.add("runahead_failures", label=error.reason)
+            self._end(mine, "cancelled", str(error))  # after which nobody writes into our slots
+            return self._forward_alone(original, worker, batch, span, kwargs)
+        except Exception as error:
+            if original.error is error:
+                raise
+            self._end(mine, "cancelled", repr(error))
+            BOUNDARY.failed(_HOOK, error, rid=req.rid)
+            return self._forward_alone(original, worker, batch, span, kwargs)
+        self._shared(req, mine, time.monotonic() - began_s)
+        return result
+
+    def close(self) -> None:
+        """The process ends."""
+        self.member.close()
+
+    # ---- inside ----
+
+    def _loading(self, req: "Req") -> Loading | None:
+        restore = self._restore(req.rid)
+        if restore is None or not restore.racing:
+            return None
+        return Loading(restore.meet.view(), restore.progress, restore.load)
+
+    def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
+        helpers = self.member.helpers()
+        if not helpers or (loading is not None and self._loads_only):
+            return None
+        costs = Costs(
+            self._pace.agreed,
+            self._handover_s,
+            self.member.bytes_per_s() or BYTES_PER_S,
+            self._token_bytes,
+        )
+        limits = Limits(self._page_tokens, self._limit_tokens, self._table.read())
+        asked = asked_for(req)
+        if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
+            return None
+        if asked == "closed":
+            limits = replace(limits, table=None)
+        elif asked not in (None, "table"):
+            return forced_plan(asked, span, helpers, limits)
+        pays = PAYS if asked is None else _WHATEVER
+        if loading is not None:
+            plan = plan_beside_loader(loading, helpers, costs, limits, pays=pays)
+        else:
+            plan = plan_chain(span, helpers, costs, limits, pays=pays)
+        if plan is None:  # or one bad experience would be the last one
+            self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
+        return plan
+
+    def _propose(self, req: "Req", plan: Plan) -> bool:
+        namespace = self._namespace()
+        assert namespace is not None
+        bounds = plan.partition.bounds
+        alone_s = self._pace.agreed.step_s(bounds[0], bounds[-2])
+        try:
+            owned = self.member.propose(
+                (*plan.helpers, self.member.rank),
+                plan.partition,
+                array("i", req.full_untruncated_fill_ids[: bounds[-2]]),
+                namespace=namespace,
+                extra_key=req.extra_key,
+                cache_salt=req.cache_salt,
+                # As long as computing it would take: waiting costs at most that much once more.
+                patience_s=max(alone_s, 10 * ANSWER_S),
+            )
+        except RunaheadError as error:
+            self._counters.add("runahead_failures", label=error.reason)
+            return False
+        self._mine = Mine(req.rid, owned, time.monotonic())
+        return True
+
+    def _answered(self, mine: Mine, req: "Req", stop: int, *, alone: bool) -> Verdict:
+        owned = mine.owned
+        why = owned.refused or owned.hop.broken
+        if req.prefix_len != mine.span.start or stop < mine.span.stop or not alone:
+            why = "the step became another one"
+        elif why is None and not owned.agreed and time.monotonic() - mine.began_s > ANSWER_S:
+            why = "no answer"
+        if why is not None:
+            logger.info("cake runahead: request %s alone: %s", req.rid, why)
+            self._drop(why)
+            return "alone"
+        return "share" if owned.agreed else "wait"
+
+    def _drop(self, reason: str, label: str = "refused") -> None:
+        assert self._mine is not None
+        if self._mine.owned.hop.broken is not None:
+            label = "broken"
+        self._counters.add("runahead_failures", label=label)
+        self._end(self._mine, "cancelled", reason)
+
+    def _end(self, mine: Mine, outcome: Outcome, reason: str = "") -> None:
+        self._mine = None
+        self.member.end_owned(mine.owned, outcome, reason)
+
+    def _forward_alone(
+        self, original: Plain, worker: Any, batch: Any, span: Span, kwargs: Any
+    ) -> Any:
+        """All of it, in steps of what one forward may compute."""
+        start = span.start
+        while span.stop - start > self._limit_tokens:
+            run_part(worker, part_of(batch, start, start + self._limit_tokens))
+            start += self._limit_tokens
+        return original(worker, part_of(batch, start, span.stop), **kwargs)
+
+    @guarded(_HOOK)
+    def _shared(self, req: "Req", mine: Mine, took_s: float) -> None:
+        self._learn(mine, took_s)
+        self._end(mine, "done")
+        self._tell(req, mine)
+
+    def _learn(self, mine: Mine, took_s: float) -> None:
+        inflow = mine.owned.hop.inflow
+        assert inflow is not None
+        if self._pace.measured:
+            prefill = self._pace.agreed
+            slowest_s = max(prefill.step_s(*span) for span in mine.owned.partition.spans)
+            lost_s = max(0.0, time.monotonic() - mine.began_s - slowest_s)
+            self._handover_s += _NEWEST * (lost_s - self._handover_s)
+        logger.info(
+            "cake runahead: request %s shared as %s: %.3f s, of which waited %.3f s",
+            mine.rid,
+            mine.owned.partition.bounds,
+            took_s,
+            inflow.waited_s,
+        )
+
+    def _tell(self, req: "Req", mine: Mine) -> None:
+        """What the others did, in counters and in the story that the response tells."""
+        inflow = mine.owned.hop.inflow
+        assert inflow is not None
+        helped_tokens = mine.owned.split - mine.span.start
+        self._counters.add("runahead_hops", len(mine.owned.helpers))
+        self._counters.add("helped_tokens", helped_tokens)
+        self._counters.add("runahead_bytes", inflow.bytes)
+        restore = self._restore(req.rid)
+        if restore is None:
+            return
+        restore.shared = {"helped_tokens": helped_tokens}
+        if asked_for(req) is not None:  # somebody measures
+            restore.shared |= {
+                "bounds": list(mine.owned.partition.bounds),
+                "received_bytes": inflow.bytes,
+                "waited_s": round(inflow.waited_s, 6),
+                "table": None if self._table.path is None else self._table.path.name,
+            }
+        if req.customized_info and "cake" in req.customized_info:  # told before the forward
+            req.customized_info["cake"] = [restore.story()]
+
+    def _ring(self) -> None:
+        try:
+            self._bell.send(b"\0")
+        except OSError:  # it rings already, or is gone
+            return
+
+    def _listen(self, scheduler: "Scheduler") -> None:
+        """An idle scheduler may sleep; news wakes it."""
+        sleeper = getattr(scheduler, "idle_sleeper", None)
+        poller = getattr(sleeper, "poller", None)
+        if poller is not None and poller is not self._poller:
+            import zmq
+
+            poller.register(self._ear.fileno(), zmq.POLLIN)
+            self._poller = poller
+        try:
+            while self._ear.recv(64):
+                pass
+        except BlockingIOError:
+            return

@@ -1,0 +1,193 @@
+"""A helper's forward: a span of somebody else's prompt.
+
+A helper's forward is no request of SGLang's. It runs between two steps, in the scheduler's thread,
+on slots of its own, and gives all back before it returns: to the tree, if every layer is there.
+"""
+
+import contextlib
+import logging
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import RunaheadError
+from sglang_cake.integration.overlap.layer_gate import LayerGate
+from sglang_cake.integration.overlap.partial_batch import part_of, run_part
+from sglang_cake.runahead.member import Helping, Member
+from sglang_cake.runahead.messages import Offer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger("sglang_cake")
+
+# How long the last layers may take to leave after the forward.
+DRAIN_TIMEOUT_S = 5.0
+
+
+class SpanRunner:
+    """Computes spans for others.
+
+    Args:
+        limit_tokens: what one forward computes at most.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        gate: LayerGate,
+        counters: Counters,
+        *,
+        page_tokens: int,
+        limit_tokens: int,
+    ) -> None:
+        self._member, self._gate, self._counters = member, gate, counters
+        self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
+
+    def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
+        """Accept or refuse, compute, hand on. Nothing is left behind, whatever happens."""
+        if _is_busy(scheduler):
+            self._member.refuse(owner, offer, "busy with its own requests")
+            return
+        reason = self._too_large(scheduler, offer)
+        if reason is not None:
+            self._member.refuse(owner, offer, reason)
+            return
+        req = _request(offer)
+        tree = scheduler.tree_cache
+        req.init_next_round_input(tree)
+        req.lock = tree.lock(req.last_node)
+        reason = self._unfit(scheduler, offer, req)
+        if reason is not None:
+            tree.unlock(req.lock)
+            self._member.refuse(owner, offer, reason)
+            return
+        helping = None
+        failure: str | None = None
+        try:
+            helping = self._member.accept(owner, offer, matched=req.prefix_len)
+            self._compute(scheduler, helping, req)
+        except RunaheadError as error:
+            failure = str(error)
+        except Exception as error:
+            logger.exception("cake runahead: a span could not be computed")
+            failure = repr(error)
+        finally:
+            if helping is not None:  # from here on nobody touches the slots
+                self._member.end_helping(helping, failure)
+                self._count(helping)
+            self._give_back(tree, req, keep=failure is None)
+        if failure is not None:
+            logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
+
+    def _too_large(self, scheduler: "Scheduler", offer: Offer) -> str | None:
+        if max(offer.tokens) >= scheduler.model_config.vocab_size:
+            return "tokens that this model does not have"
+        if len(offer.tokens) >= scheduler.req_to_token_pool.req_to_token.shape[1]:
+            return "a longer prompt than may be here"
+        if offer.partition.spans[offer.chain.index(self._member.rank)].tokens > self._limit_tokens:
+            return "a longer span than a step computes here"
+        return None
+
+    def _unfit(self, scheduler: "Scheduler", offer: Offer, req: "Req") -> str | None:
+        if req.prefix_len < offer.bounds[0]:
+            return "it has less of this prompt than its owner"
+        need = len(offer.tokens) - req.prefix_len + self._page_tokens
+        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        if need > allocator.available_size() + tree.evictable_size():
+            return "not enough KV memory"
+        if scheduler.req_to_token_pool.available_size() < 1:
+            return "too many requests"
+        return None
+
+    def _compute(self, scheduler: "Scheduler", helping: Helping, req: "Req") -> None:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        req.extend_end = len(req.full_untruncated_fill_ids)
+        batch = ScheduleBatch.init_new(
+            [req],
+            scheduler.req_to_token_pool,
+            scheduler.token_to_kv_pool_allocator,
+            scheduler.tree_cache,
+            scheduler.model_config,
+            False,
+            scheduler.spec_algorithm,
+        )
+        batch.prepare_for_extend()
+        with forward_stream(scheduler):
+            self._forward(scheduler, helping, req, batch)
+        helping.hop.drain(DRAIN_TIMEOUT_S)
+
+    def _forward(
+        self, scheduler: "Scheduler", helping: Helping, req: "Req", batch: "ScheduleBatch"
+    ) -> None:
+        inputs, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
+        batch.input_ids = inputs.to(batch.device, non_blocking=True)
+        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
+        keep = req.prefix_len  # all before is in the tree, shared: nothing may write there
+        start = max(keep, helping.span.start)
+        hop = helping.hop
+        if hop.inflow is not None:
+            hop.inflow.bind(row[keep : helping.span.start], keep)
+        assert hop.outflow is not None
+        hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
+        with self._gate(hop):
+            run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
+
+    def _count(self, helping: Helping) -> None:
+        sent = helping.hop.outflow
+        assert sent is not None
+        self._counters.add("runahead_sent_bytes", sent.bytes + sent.forwarded_bytes)
+
+    def _give_back(self, tree: Any, req: "Req", *, keep: bool) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        if req.kv.holds_kv:
+            release_kv_cache(req, tree, checkpoint=keep)
+        else:
+            tree.unlock(req.lock)
+            req.lock = None
+
+
+@contextlib.contextmanager
+def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
+    """Launch where SGLang launches its own forwards: after all that the scheduler has launched, and
+    before all that it launches next."""
+    if not scheduler.enable_overlap:
+        yield
+        return
+    with scheduler.forward_stream_ctx:
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        try:
+            yield
+        finally:
+            scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+
+
+def _is_busy(scheduler: "Scheduler") -> bool:
+    """Whether own requests wait, or generate: those would get no token for the whole span."""
+    return (
+        bool(scheduler.waiting_queue)
+        or scheduler.chunked_req is not None
+        or any(not req.finished() for req in scheduler.collect_inflight_reqs())
+    )
+
+
+def _request(offer: Offer) -> "Req":
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=1, temperature=0)
+    sampling.normalize(None)
+    return Req(
+        f"cake-runahead-{offer.job}",
+        "",
+        array("q", offer.tokens),
+        sampling,
+        extra_key=offer.extra_key,
+        cache_salt=offer.cache_salt,
+    )

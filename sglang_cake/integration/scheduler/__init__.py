@@ -1,0 +1,1 @@
+"""Hooks of SGLang's scheduler: the poll of every step, the queue, admission."""

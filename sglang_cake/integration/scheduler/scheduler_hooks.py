@@ -1,0 +1,134 @@
+"""Hooks into SGLang's scheduler: when requests arrive, what each step begins with."""
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_cake.core.errors import CakeError
+from sglang_cake.integration.boundary import BOUNDARY, guarded, register
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_cake.integration.scheduler.coordinator import Coordinator
+
+# While nothing can run but a load is awaited, the scheduler polls; this leaves the interpreter to
+# the loader in between.
+_POLL_PAUSE_S = 0.0005
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
+_OFF = "cake is switched off after failures, which the server's log has; start the server again"
+
+
+def install() -> None:
+    """Register the scheduler hooks. Call while plugins are being loaded."""
+    register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
+    register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
+    register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
+    register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
+    register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
+    register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach, HookType.AROUND)
+    register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach, HookType.AROUND)
+
+
+def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
+    return getattr(scheduler.tree_cache, "coordinator", None)
+
+
+def _adder_class(original: Any, scheduler: "Scheduler") -> Any:
+    return original if _coordinator(scheduler) is None else partial(CakePrefillAdder, scheduler)
+
+
+def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs: Any) -> None:
+    coordinator = getattr(policy.tree_cache, "coordinator", None)
+    if coordinator is not None:
+        started_s = time.perf_counter()
+        queue_order.sort_queue(queue, coordinator, policy)
+        coordinator.step_s += time.perf_counter() - started_s
+
+
+def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
+    coordinator, tree = _coordinator(scheduler), scheduler.tree_cache
+    if coordinator is None:
+        return
+    started_s = time.perf_counter()
+    # While no prompt is left to prefill nothing is decided, and ranks reduce only to learn what an
+    # unsafe hook has loaded. It may have failed on one of them, which then has nothing to reduce.
+    asked = scheduler.chunked_req is not None or bool(scheduler.waiting_queue) or BOUNDARY.touched
+    BOUNDARY.touched = False
+    if (asked or coordinator.left) and not coordinator.together():
+        tree.let_go()
+        return
+    _identify(tree)
+    serving = _serving(scheduler, coordinator)
+    if serving is None:  # all ranks poll, with the same requests, whatever fails on one
+        chunked = scheduler.chunked_req
+        waiting = [req.rid for req in scheduler.waiting_queue]
+        serving = waiting if chunked is None else [chunked.rid, *waiting]
+    coordinator.poll(serving)
+    coordinator.step_s += time.perf_counter() - started_s
+    if tree.runahead is not None:
+        tree.runahead.poll(scheduler)
+
+
+@guarded("Identity.poll", unsafe=True)
+def _identify(tree: CakeRadixCache) -> None:
+    """What this process computes with, and so what KV means."""
+    if tree.engine is not None:
+        tree.engine.identity.poll()
+
+
+@guarded("Scheduler._process_hicache_events")
+def _serving(scheduler: "Scheduler", coordinator: "Coordinator") -> list[str]:
+    chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
+    asked = chunked is not None and bool(queue)
+    fits = asked and others_fit(scheduler, scheduler.running_batch)
+    return queue_order.serving(chunked, queue, coordinator, scheduler.policy, fits=fits)
+
+
+def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:
+    coordinator = _coordinator(scheduler)
+    queue = scheduler.waiting_queue
+    if coordinator is not None and queue and queue[-1] is req:  # else it was refused
+        BOUNDARY.health.arrived()
+        tree = scheduler.tree_cache
+        coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
+
+
+def _idle(_: None, scheduler: "Scheduler") -> None:
+    coordinator = _coordinator(scheduler)
+    if coordinator is not None and coordinator.waiting:
+        time.sleep(_POLL_PAUSE_S)
+
+
+def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    tree = scheduler.tree_cache
+    if not isinstance(tree, CakeRadixCache):
+        return original(scheduler, request)
+    if tree.engine is None:
+        return AttachHiCacheStorageReqOutput(success=False, message=_OFF)
+    try:
+        tree.engine.attach(request.hicache_storage_backend)
+    except CakeError as error:
+        return AttachHiCacheStorageReqOutput(success=False, message=str(error))
+    return AttachHiCacheStorageReqOutput(success=True, message="")
+
+
+def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+    from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
+
+    tree = scheduler.tree_cache
+    if not isinstance(tree, CakeRadixCache):
+        return original(scheduler, request)
+    if tree.engine is None:
+        return DetachHiCacheStorageReqOutput(success=False, message=_OFF)
+    tree.engine.detach()
+    return DetachHiCacheStorageReqOutput(success=True, message="")

@@ -1,0 +1,289 @@
+"""What cake does not support in this version, said in one line before anything expensive happens.
+
+Known when: SGLang changes settings while it resolves them (page size, radix cache off for some
+models), so `unsupported` is asked twice, about what was typed and, still before a model is loaded,
+about what was resolved. `check_context` asks the scheduler once more, which knows its real pools.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_cake.core.codec_names import LOSSY, RAW
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """The kinds of a model that decide whether its KV is one array per layer, keyed by tokens."""
+
+    is_hybrid_swa: bool = False
+    is_hybrid_ssm: bool = False
+    is_encoder_decoder: bool = False
+    is_generation: bool = True
+    is_multimodal: bool = False
+    is_sparse: bool = False  # keeps an indexer's cache beside K and V
+    is_ngram: bool = False  # keeps a table of earlier tokens per request
+    is_mla: bool = False
+    # Tokens from which on RoPE turns all prompts of a batch in another way (longrope); None: never.
+    longrope_tokens: int | None = None
+
+    @classmethod
+    def of(cls, model: "ModelConfig") -> "ModelTraits":
+        """Facts as SGLang itself derives them from the model's configuration."""
+        from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
+        from sglang.srt.configs.model_config import (
+            AttentionArch,
+            is_deepseek_dsa,
+            is_minimax_sparse,
+        )
+
+        return cls(
+            is_hybrid_swa=bool(model.is_hybrid_swa),
+            is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
+            is_encoder_decoder=bool(model.is_encoder_decoder),
+            is_generation=bool(model.is_generation),
+            is_multimodal=bool(model.is_multimodal),
+            is_sparse=bool(is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)),
+            is_ngram=bool(model.use_ngram_embedding or model.use_engram),
+            is_mla=model.attention_arch == AttentionArch.MLA,
+            longrope_tokens=_longrope_tokens(model),
+        )
+
+
+def _longrope_tokens(model: "ModelConfig") -> int | None:
+    """SGLang turns the keys of a whole batch by the long factors if one prompt of it is longer than
+    the original context (Phi3LongRoPEScaledRotaryEmbedding): equal tokens, unequal KV."""
+    config = model.hf_text_config
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
+    for rope in kinds:  # of the model, or of its kinds of layers
+        if rope.get("rope_type", rope.get("type")) == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            original = original or config.max_position_embeddings
+            return int(original) if model.context_len > original else None
+    return None
+
+
+# Fields of SGLang's ServerArgs -> when it is in the way, and what to say then.
+_Rule = tuple[str, Callable[[Any], bool], str]
+_RULES: tuple[_Rule, ...] = (
+    ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
+    (
+        "chunked_prefill_size",
+        lambda size: size is not None and size <= 0,
+        "needs chunked prefill: give --chunked-prefill-size a positive value",
+    ),
+    (
+        "disaggregation_mode",
+        lambda mode: mode not in (None, "null"),
+        "does not support prefill/decode disaggregation: remove --disaggregation-mode",
+    ),
+    ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
+    ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
+    ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
+    # Ranks of another attention group hold other heads, and serve other requests.
+    (
+        "attn_dp_size",
+        lambda n: n > 1,
+        "does not support attention data parallelism: set --attn-dp-size 1",
+    ),
+    ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
+    ("use_ray", bool, "does not support Ray: remove --use-ray"),
+    (
+        "speculative_algorithm",
+        bool,
+        "does not support speculative decoding: remove --speculative-algorithm",
+    ),
+    ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
+    (
+        "enable_hierarchical_cache",
+        bool,
+        "takes the place of HiCache: remove --enable-hierarchical-cache",
+    ),
+    ("enable_lmcache", bool, "takes the place of LMCache: remove --enable-lmcache"),
+    ("enable_flexkv", bool, "takes the place of FlexKV: remove --enable-flexkv"),
+    (
+        "enable_unified_cache_external_linker",
+        bool,
+        "takes the place of other linkers: remove --enable-unified-cache-external-linker",
+    ),
+    (
+        "enable_kv_cache_sharding",
+        bool,
+        "does not support sharded KV: remove --enable-kv-cache-sharding",
+    ),
+    (
+        "prefill_only_disable_kv_cache",
+        bool,
+        "needs the KV cache: remove --prefill-only-disable-kv-cache",
+    ),
+    # A session keeps its KV outside the tree, where an attach cannot put any.
+    (
+        "enable_streaming_session",
+        bool,
+        "does not support streaming sessions: remove --enable-streaming-session",
+    ),
+    ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
+)
+
+# How a member of a group computes: which attention passes a gate before it reads KV of a layer.
+_GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
+
+_MODEL_RULES: tuple[tuple[str, str], ...] = (
+    ("is_encoder_decoder", "encoder-decoder models (cross-attention KV)"),
+    # SGLang keys image tokens by 64 bits of a hash of the features, which a caller may also set.
+    # That serves a cache for a process's life; it does not prove that stored KV is equal.
+    ("is_multimodal", "multimodal models (--language-model-only serves the text part)"),
+    ("is_hybrid_ssm", "models with Mamba or linear attention (state beside KV)"),
+    (
+        "is_hybrid_swa",
+        "models with a KV pool for sliding windows (slots leave it behind the window)",
+    ),
+    ("is_sparse", "sparse attention (an indexer cache beside KV)"),
+    ("is_ngram", "models with n-gram embeddings"),
+)
+
+
+def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str | None:
+    """Why cake cannot work with these settings, in one line; None if nothing speaks against it.
+
+    Args:
+        args: SGLang's ServerArgs or a view of it, raw or resolved.
+        model: None while the model's configuration has not been read.
+    """
+    # The model first: for some kinds SGLang itself turns off what the rules below ask for.
+    kind = None if model is None else _unsupported_model(model)
+    if kind is not None:
+        return kind
+    for field, is_in_the_way, reason in _RULES:
+        if is_in_the_way(getattr(args, field)):
+            return f"cake {reason}"
+    return _page_mismatch(args.page_size, block_tokens)
+
+
+def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
+    """Why this server cannot be a member of the group that the settings name, if they name one.
+
+    Args:
+        args: resolved.
+        model: None if there is none.
+    """
+    if config.runahead_peers is None:
+        return None
+    reason = _unfit_device(args, model)
+    if reason is None and config.runahead_transport == "cuda-ipc" and args.device != "cuda":
+        reason = "needs --device cuda for --cake-runahead-transport cuda-ipc: set tcp or mooncake"
+    if reason is not None:
+        return f"KV-Runahead {reason}, or remove --cake-runahead-peers"
+    for field in ("tp_size", "dp_size"):
+        if getattr(args, field) > 1:
+            return f"KV-Runahead needs one server a worker: set --{field.replace('_', '-')} 1"
+    return None
+
+
+def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
+    backend = _GROUP_BACKENDS.get(args.device)
+    if backend is None:
+        return "runs with --device cpu or cuda: set one of them"
+    if (args.prefill_attention_backend or args.attention_backend) != backend:
+        return f"needs --attention-backend {backend} with --device {args.device}: set it"
+    if args.device == "cpu":
+        return None
+    if args.cuda_graph_config.prefill.backend != "disabled":
+        return "stops a forward between layers, and a graph cannot be: disable prefill CUDA graphs"
+    if model is not None and model.is_mla:
+        return "supports MLA models on CPUs only: set --device cpu"
+    return None
+
+
+def unsupported_codec(args: Any, config: CakeConfig) -> str | None:
+    """Why the codec cannot take the KV cache that these settings ask for; None if it can.
+
+    A quantized checkpoint may bring a KV cache in 8 bits without being asked: that shows in the
+    scheduler only, where the store is opened.
+
+    Args:
+        args: resolved; `auto` is the model's own dtype.
+    """
+    if config.codec not in LOSSY or not args.kv_cache_dtype.startswith("fp8"):
+        return None
+    return (
+        f"cake's codec {config.codec} has no bits to lose with --kv-cache-dtype "
+        f"{args.kv_cache_dtype}: set --cake-codec raw, zstd or auto"
+    )
+
+
+def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
+    """The last check, in a scheduler process, where nothing is a guess any more.
+
+    Raises: ConfigError, one line.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    params = ctx.params
+    reason = None
+    if ctx.disable_radix_cache or params.disable:
+        reason = "cake needs the radix cache, which SGLang turned off for this model or these flags"
+    elif params.is_eagle:
+        reason = "cake does not support speculative decoding: remove --speculative-algorithm"
+    elif params.pp_size > 1:
+        reason = "cake does not support pipeline parallelism: set --pp-size 1"
+    elif params.attn_cp_size > 1:
+        reason = "cake does not support context parallelism: set --attn-cp-size 1"
+    elif ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa:
+        kinds = ModelTraits(
+            is_hybrid_swa=ctx.is_hybrid_swa,
+            is_hybrid_ssm=ctx.is_hybrid_ssm,
+            is_sparse=ctx.is_dsa,
+        )
+        reason = _unsupported_model(kinds)
+    else:
+        view = resolving_view(ctx.server_args)
+        facts = ModelTraits.of(ctx.model_config)
+        reason = unsupported(view, facts, config.block_tokens)
+        reason = reason or _page_mismatch(params.page_size, config.block_tokens)
+        reason = reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
+    """Whether last steps may begin before the last loads are over: one rank decides for itself,
+    blocks come as they lie in memory, and attention passes a gate at each layer. The modes that
+    benchmarks compare with are left as the paper has them."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    if config.mode != "auto" or config.codec != RAW or ctx.tp_size > 1:
+        return False
+    return _unfit_device(resolving_view(ctx.server_args), ModelTraits.of(ctx.model_config)) is None
+
+
+def _unsupported_model(model: ModelTraits) -> str | None:
+    for field, kind in _MODEL_RULES:
+        if getattr(model, field):
+            return f"cake does not support {kind}"
+    if model.longrope_tokens is not None:
+        return (
+            "cake does not support longrope beyond the original context, where a prompt's KV "
+            f"depends on its batch: set --context-length {model.longrope_tokens}"
+        )
+    if not model.is_generation:
+        return "cake does not support models that generate no text (embedding, reward, pooling)"
+    return None
+
+
+def _page_mismatch(page_size: int | None, block_tokens: int) -> str | None:
+    if page_size is None or block_tokens % page_size == 0:
+        return None
+    near = max(1, round(block_tokens / page_size)) * page_size
+    return (
+        f"cake stores whole pages, and {block_tokens} tokens are no multiple of the page size "
+        f"{page_size}: set --cake-block-tokens {near}"
+    )

@@ -1,0 +1,90 @@
+"""Costs that outlive the process: one small file per machine, namespace and store setting.
+
+Only a hint: a file that is absent, foreign or damaged means that the first requests measure anew.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from sglang_cake.core.atomic_write import atomic_write
+from sglang_cake.core.keys import Digest
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+
+VERSION = 3
+MAX_FILES = 64  # the newest stay
+_MAX_BYTES = 4096
+_LONGEST_S = 1e4  # no cost is larger; no share is either
+
+
+class CostFile:
+    """Remembers the costs of one machine, namespace and store setting.
+
+    Args:
+        folder: where all such files are; made when first written to, 0700.
+        device: what computes here, for example the GPU's name.
+    """
+
+    def __init__(self, folder: Path, *, namespace: Digest, store: str, device: str) -> None:
+        machine = f"{platform.node()}\0{os.cpu_count()}\0{device}\0{store}".encode()
+        name = hashlib.sha256(bytes(namespace) + machine).hexdigest()[:32]
+        self._folder, self._path = folder, folder / f"{name}.json"
+
+    def read(self) -> tuple[PrefillCost, list[LoadCost | None]] | None:
+        """What was written last, if it can be read and makes sense."""
+        try:
+            with open(self._path, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            if content["version"] != VERSION:
+                return None
+            prefill = PrefillCost(*_numbers(content["prefill"], PrefillCost, 5))
+            loads = [None if named is None else _load(named) for named in content["loads"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return prefill, loads
+
+    def write(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> bool:
+        """Replace the file; False if that cannot be done (a read-only home, a full disk).
+
+        Args: loads: by source; their depth is a setting, and does not come back.
+        """
+        content = {
+            "version": VERSION,
+            "prefill": asdict(prefill),
+            "loads": [None if load is None else asdict(load) for load in loads],
+        }
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic_write(self._path, json.dumps(content).encode())
+            self._forget_old()
+        except OSError:
+            return False
+        return True
+
+    def _forget_old(self) -> None:
+        files = list(self._folder.iterdir())
+        if len(files) > MAX_FILES:
+            files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+            for file in files[MAX_FILES:]:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+
+def _load(named: dict[str, object]) -> LoadCost:
+    latency_s, block_s, copy_s, error, coming_s = _numbers(named, LoadCost, 5)
+    return LoadCost(latency_s, block_s, copy_s, error, coming_s)
+
+
+def _numbers(named: dict[str, object], kind: type, count: int) -> list[float]:
+    """The first `count` fields of a `kind`."""
+    numbers = [named[field.name] for field in fields(kind)[:count]]
+    found = [float(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    if len(found) < count or not all(math.isfinite(n) and 0 <= n < _LONGEST_S for n in found):
+        raise ValueError("not a cost")
+    return found

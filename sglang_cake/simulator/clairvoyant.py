@@ -1,0 +1,183 @@
+"""A lower bound, T*, of the time to first token of one prompt, for somebody who knew device and
+links beforehand.
+
+Let t be the instant at which the first step begins that reads all KV which is loaded. By then the
+device has computed C(t) tokens at most, and the links have brought L(t). What is left is a gap
+between the two and the tail that no store has; it takes R(t) more seconds of steps. T* is the least
+t + R(t) over all t, or the time to compute everything. In favour of the bound:
+
+- chunks and blocks are divisible, and both sides run without a pause;
+- the gap counts as the cheapest tokens that there are, and is computed in the same steps as the
+  tail, as few as can hold both;
+- among others, the device steps for them from 0 on; so the steps from t on may be any that have
+  begun by then if earlier ones were for others alone, the best of them;
+- where KV comes layer by layer (`Machine.layers`) and nobody else is on the device, the loads go on
+  until the last layer of the step at t begins, all of them layer by layer: C(x) + S (1 - 1/L) =
+  l (n - x) (theory C.2).
+
+So no schedule of whole chunks and blocks is faster, whatever the speeds of device and links do
+meanwhile (`Machine.noise` must not be below 1). C(t) is exact: full steps, and the one at t as far
+as it has come. The minimum is found by branch and bound, from below, to TOLERANCE.
+"""
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+
+from sglang_cake.loading.cost_model import StepWork, pairs
+from sglang_cake.simulator.ideal import Ideal
+from sglang_cake.simulator.machine import Machine
+
+TOLERANCE = 2e-4
+BISECTIONS = 40
+MOST_STEPS = 100_000  # that are looked at
+
+
+def clairvoyant(
+    machine: Machine,
+    prompt_tokens: int,
+    *,
+    chunk_tokens: int,
+    block_tokens: int = 128,
+    stored_blocks: int | None = None,
+) -> Ideal:
+    """The bound for one prompt that arrives at time 0, and how far it computes before that t.
+
+    Args:
+        stored_blocks: so many of its first full blocks are stored, as in `run_race`; None: all.
+            What a source does not hold counts as held.
+    """
+    blocks = prompt_tokens // block_tokens
+    held = blocks if stored_blocks is None else min(stored_blocks, blocks)
+    stored = min(held * block_tokens, prompt_tokens - 1)
+    device = _Device(machine, prompt_tokens, chunk_tokens)
+    early = 1 - 1 / machine.layers if machine.others is None else 0.0
+
+    def bound_s(begin_s: float, end_s: float) -> float:
+        """Nobody is faster whose t lies between these."""
+        computed = min(device.computed(end_s), float(stored))
+
+        def missing(gap: float) -> float:
+            """What is not there when the last layer of the step begins that computes the gap."""
+            ahead_s = early * device.first_s(gap, stored) if early else 0.0
+            load_s = machine.device.done_s(end_s, ahead_s)
+            return stored - computed - _loaded(machine, load_s, block_tokens)
+
+        most = stored - computed
+        if missing(most) == most:
+            return device.alone_s  # nothing is loaded
+        # The more that step computes, the longer the loads go on.
+        gap = _least(missing, most) if early else max(0.0, missing(0.0))
+        work_s = device.rest_s(computed, gap, stored, end_s)
+        return min(device.alone_s, machine.device.done_s(begin_s, work_s))
+
+    best_s = 0.0
+    least_s = device.alone_s
+    parts = [(bound_s(0.0, least_s), 0.0, least_s)]
+    while parts[0][0] < least_s * (1 - TOLERANCE):
+        _, begin_s, end_s = heapq.heappop(parts)
+        middle_s = (begin_s + end_s) / 2
+        least_s, best_s = min((least_s, best_s), (bound_s(middle_s, middle_s), middle_s))
+        for part in ((begin_s, middle_s), (middle_s, end_s)):
+            heapq.heappush(parts, (bound_s(*part), *part))
+    computed = device.computed(best_s) if best_s else stored
+    return Ideal(min(computed, float(stored)), min(parts[0][0], least_s))
+
+
+class _Device:
+    """What the device can do for a prompt: in steps as full as others leave them, and exactly so
+    far into a step.
+
+    Attributes:
+        alone_s: when everything is computed.
+    """
+
+    def __init__(self, machine: Machine, prompt_tokens: int, chunk_tokens: int) -> None:
+        self._machine, self._prompt, self._chunk = machine, prompt_tokens, chunk_tokens
+        # By the number of steps before: of the step's budget what others leave, all together; what
+        # these steps take with nothing of the prompt in them; and with as much as they can hold.
+        self._room, self._bare_s, self._full_s = [0], [0.0], [0.0]
+        while self._room[-1] < prompt_tokens:
+            self._extend()
+            start, stop = (min(room, prompt_tokens) for room in self._room[-2:])
+            overhead_s = self._bare_s[-1] - self._bare_s[-2]
+            self._full_s.append(self._full_s[-1] + overhead_s + self.tokens_s(start, stop))
+        self.alone_s = machine.device.done_s(0.0, self._full_s[-1])
+
+    def computed(self, when_s: float) -> float:
+        """Tokens of the prompt that can have been computed by then."""
+        work_s = self._machine.device.work_s(0.0, when_s)
+        i = min(bisect_right(self._full_s, work_s), len(self._full_s) - 1) - 1
+        overhead_s = self._bare_s[i + 1] - self._bare_s[i]
+        inside_s = work_s - self._full_s[i] - overhead_s
+        start, stop = self._room[i : i + 2]
+        return min(start + self._tokens_in(inside_s, start), float(stop), float(self._prompt))
+
+    def rest_s(self, computed: float, gap: float, stored: int, when_s: float) -> float:
+        """Work that is left: a gap right of what is computed, and what nobody stores."""
+        tokens_s = self.tokens_s(computed, computed + gap) + self.tokens_s(stored, self._prompt)
+        tokens = gap + self._prompt - stored
+        return tokens_s + min(self._overhead_s(i, tokens) for i in self._steps_by(when_s))
+
+    def first_s(self, gap: float, stored: int) -> float:
+        """Work of the first step over that, at most."""
+        tokens = min(float(self._chunk), gap + self._prompt - stored)
+        return self._machine.prefill.fixed_s + self.tokens_s(self._prompt - tokens, self._prompt)
+
+    def tokens_s(self, start: float, stop: float) -> float:
+        """Work of these tokens, whatever steps they are in."""
+        cost = self._machine.prefill
+        return cost.token_s * (stop - start) + cost.pair_s * pairs(start, stop)
+
+    def _tokens_in(self, work_s: float, start: int) -> float:
+        """The x >= 0 with tokens_s(start, start + x) = work_s."""
+        cost = self._machine.prefill
+        linear, square = cost.token_s + cost.pair_s * (start + 0.5), cost.pair_s / 2
+        if work_s <= 0 or square * work_s <= 1e-15 * linear * linear:
+            return max(0.0, work_s) / linear
+        return (math.sqrt(linear * linear + 4 * square * work_s) - linear) / (2 * square)
+
+    def _steps_by(self, when_s: float) -> range:
+        """How many steps there may have been by then, if some were for others alone."""
+        if self._machine.others is None:
+            return range(1)  # the device rests while nobody needs it; all steps are alike
+        work_s = self._machine.device.work_s(0.0, when_s)
+        while self._bare_s[-1] <= work_s and len(self._bare_s) < MOST_STEPS:
+            self._extend()
+        return range(bisect_right(self._bare_s, work_s))
+
+    def _overhead_s(self, first: int, tokens: float) -> float:
+        """What the steps from number `first` on that hold `tokens` take besides."""
+        while self._room[-1] - self._room[first] < tokens:
+            self._extend()
+        last = bisect_left(self._room, self._room[first] + tokens)
+        return self._bare_s[last] - self._bare_s[first]
+
+    def _extend(self) -> None:
+        taken = self._machine.others(len(self._room) - 1) if self._machine.others else 0
+        self._room.append(self._room[-1] + max(0, self._chunk - taken))
+        self._bare_s.append(self._bare_s[-1] + self._machine.prefill.work_s(StepWork(taken)))
+
+
+def _least(missing: Callable[[float], float], most: float) -> float:
+    """The x in [0, most] with missing(x) = x, which falls; from below."""
+    if missing(0.0) <= 0:
+        return 0.0
+    low, high = 0.0, most
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if missing(middle) <= middle else (middle, high)
+    return low
+
+
+def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
+    """Tokens that all links together can have brought by then."""
+    sources = machine.sources
+    begin_s = min(source.load.latency_s for source in sources)
+    if when_s <= begin_s:
+        return 0.0
+    return sum(
+        block_tokens * source.speed.work_s(begin_s, when_s) / source.load.block_s
+        for source in sources
+    )

@@ -1,0 +1,183 @@
+"""Costs of a model on a GPU with a store, from data sheets: what to expect before measuring.
+
+A step of prefill costs, with a GPU's rates below,
+
+    one token      = LAUNCH_S + bytes of the weights that it passes / memory bandwidth
+    chunk_tokens   = LAUNCH_S + the longer of: 2 x active parameters x tokens / matmul rate,
+                                bytes of all weights / memory bandwidth
+    pair           = FLOPs of a (query, key) pair / attention rate
+
+and between one token and a full chunk the line through both: a mixture of experts reads few of
+them for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast.
+
+The matmul rate is SERVED of what the largest matmul was measured to reach on that GPU: 0.86 of the
+peak on an A100, 0.80 on an H100 or H200, 0.78 on a B200, 0.60 on an MI300X (Bekman, "Machine
+Learning Engineering", table of maximum achievable matmul FLOPS; BF16). 0.75 of it is 0.65 of an
+A100's peak, which is what Cake's tables show (vLLM 0.6.2), and 0.60 of an H100's. Where nothing was
+measured, REACHED stands. A mixture of experts gets EXPERTS of that: a chunk leaves each expert few
+tokens. SGLang reports 52,300 tokens/s of DeepSeek-V3 on 8 H100, 0.49 of the peak, with large
+batches over 96 GPUs (lmsys.org, 2025-05-05); one prompt alone does not fill them.
+
+The attention rate is ATTENTION of the peak: 0.72 was reached on an A100 (FlashAttention-2, 225
+TFLOPS) and 0.75 on an H100 (FlashAttention-3, 740 TFLOPS) without a causal mask and without pages.
+
+None of this is a measurement of your server: times to compute are given as a range, from
+1 / UNSURE of the middle to UNSURE times it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.simulator.shapes import Shape
+from sglang_cake.stores.url import parse_bandwidth
+
+REACHED = 0.8
+SERVED = 0.72
+EXPERTS = 0.55
+ATTENTION = 0.55
+MEMORY = 0.8  # of the memory's bandwidth, that reading weights reaches
+LAUNCH_S = 0.001
+SCALING = 0.88
+UNSURE = 1.3
+KV_ROOM = 0.88  # of a GPU's memory, for weights and KV: SGLang's --mem-fraction-static by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """From the maker's data sheet: dense BF16, without sparsity.
+
+    Attributes:
+        reached: of the peak, by the largest matmul, measured.
+    """
+
+    tflops: float
+    memory_tb_per_s: float
+    memory_gib: float
+    reached: float = REACHED
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """What one server reads from; a known medium, or as given."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+GPUS = {
+    "a10": Gpu(125, 0.6, 24),
+    "a100": Gpu(312, 2.0, 80, 0.86),
+    "h100": Gpu(989, 3.35, 80, 0.80),
+    "h200": Gpu(989, 4.8, 141, 0.80),
+    "b200": Gpu(2250, 8.0, 180, 0.78),
+    "l4": Gpu(121, 0.3, 24),
+    "l40s": Gpu(362, 0.86, 48),
+    "rtx4090": Gpu(165, 1.0, 24),
+    "mi300x": Gpu(1307, 5.3, 192, 0.60),
+}
+MEDIA = {
+    "hdd": Medium(200e6, 0.010),
+    "sata-ssd": Medium(550e6, 0.0002),
+    "nvme": Medium(3.5e9, 0.0001),  # one drive, PCIe 3
+    "nvme-gen4": Medium(7.0e9, 0.0001),
+    "10gbe": Medium(1.17e9, 0.0005),
+    "25gbe": Medium(2.9e9, 0.0005),
+    "100gbe": Medium(11.7e9, 0.0005),
+    "s3": Medium(700e6, 0.050),  # eight connections
+}
+
+
+def prefill_cost(
+    shape: Shape,
+    gpu: Gpu,
+    *,
+    gpus: int = 1,
+    chunk_tokens: int = 2048,
+    utilisation: float = 1.0,
+    efficiency: float | None = None,
+    slower: float = 1.0,
+) -> PrefillCost:
+    """Seconds of a prefill step (see the module).
+
+    Args:
+        utilisation: of every step's tokens, ours. The others' prompts are taken to be as far as
+            ours, so a step has 1 / utilisation of our (query, key) pairs.
+        efficiency: of the peak, that matmuls reach, if it was measured.
+        slower: than the rates of the module; the ends of the range.
+    """
+    many = gpus * SCALING ** math.log2(gpus)
+    peak = gpu.tflops * 1e12 * many
+    served = efficiency or gpu.reached * SERVED * (EXPERTS if shape.has_experts else 1)
+    read_s = shape.weight_bytes / (gpu.memory_tb_per_s * 1e12 * MEMORY * many)
+    first_s = shape.active * read_s
+    chunk_s = max(
+        2 * shape.active * chunk_tokens / (peak * served) * slower, shape.parameters * read_s
+    )
+    token_s = max(0.0, chunk_s - first_s) / chunk_tokens
+    return PrefillCost(
+        fixed_s=LAUNCH_S + first_s,
+        token_s=token_s,
+        pair_s=shape.pair_flops / (peak * ATTENTION * utilisation) * slower,
+        decode_s=token_s,
+        error=0.02,
+    )
+
+
+def load_cost(kv_bytes: float, medium: Medium, block_tokens: int) -> LoadCost:
+    """Seconds of a load. Args: kv_bytes: of one token, as it is stored."""
+    return LoadCost(medium.latency_s, block_tokens * kv_bytes / medium.bytes_per_s)
+
+
+def kv_room_tokens(shape: Shape, gpu: Gpu, gpus: int) -> int:
+    """Tokens whose KV fits beside the weights; negative if the weights alone do not fit."""
+    room = gpu.memory_gib * 2**30 * KV_ROOM - shape.parameters * shape.weight_bytes / gpus
+    return math.floor(room / shape.rank_kv_bytes(gpus))
+
+
+def gpus_for(shape: Shape, gpu: Gpu) -> int:
+    """The least power of two of GPUs that hold the weights."""
+    one = gpu.memory_gib * 2**30 * KV_ROOM
+    return int(2 ** math.ceil(math.log2(shape.parameters * shape.weight_bytes / one)))
+
+
+def find_gpu(text: str) -> Gpu:
+    """A known GPU, or `TFLOPS:TB/s:GiB`, for example 312:2.0:80. Raises: ConfigError."""
+    if text.lower() in GPUS:
+        return GPUS[text.lower()]
+    try:
+        tflops, memory_tb_per_s, memory_gib = map(float, text.split(":"))
+        if 0 < tflops < 1e6 and 0 < memory_tb_per_s < 1e4 and 0 < memory_gib < 1e5:
+            return Gpu(tflops, memory_tb_per_s, memory_gib)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"--gpu {text!r} is not one of {_names(GPUS)}; otherwise write its dense BF16 TFLOPS, "
+        "memory TB/s and memory GiB, for example 312:2.0:80"
+    )
+
+
+def find_medium(text: str) -> Medium:
+    """A known medium, or a bandwidth and maybe a latency, `2GB/s` or `32Gbps,5ms`.
+
+    Raises: ConfigError.
+    """
+    if text.lower() in MEDIA:
+        return MEDIA[text.lower()]
+    bandwidth, comma, latency = text.partition(",")
+    try:
+        latency_s = float(latency.removesuffix("ms")) / 1e3 if comma else 0.001
+        if not 0 <= latency_s < 60 or (comma and not latency.endswith("ms")):
+            raise ConfigError("")
+        return Medium(parse_bandwidth(bandwidth), latency_s)
+    except (ConfigError, ValueError):
+        raise ConfigError(
+            f"--store {text!r} is not one of {_names(MEDIA)}; otherwise write a bandwidth and, if "
+            "you like, a latency: 2GB/s or 32Gbps,5ms"
+        ) from None
+
+
+def _names(table: dict[str, Any]) -> str:
+    return ", ".join(sorted(table))

@@ -1,0 +1,151 @@
+"""Traces of requests: which blocks each prompt is made of, and when it came.
+
+Three kinds of JSON lines, told apart by their fields, plain or zstd-compressed (`.zst`):
+
+- Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (512-token blocks);
+- Qwen-Bailian ("KVCache Cache in the Wild"): `chat_id`, `parent_chat_id`, `timestamp` (s), `type`,
+  `turn`, `hash_ids` (16-token blocks), and the lengths;
+- ours (`--cake-record-trace`): `t_s`, `input_length`, `block_tokens`, `hash_ids`, `workload`.
+
+`hash_ids` name a block together with everything before it, so equal ids mean equal prefixes.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from sglang_cake.core.errors import ConfigError
+
+MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One prompt."""
+
+    at_s: float  # never before the request ahead of it in the file
+    tokens: int
+    blocks: tuple[int, ...]
+    workload: str = ""  # what the trace says that it is for
+    turn: int | None = None  # as the trace says
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of the file."""
+
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    @property
+    def refs(self) -> int:
+        """References to blocks."""
+        return sum(len(request.blocks) for request in self.requests)
+
+
+def read_trace(path: Path) -> Trace:
+    """Raises: ConfigError, one line that names the file and the line of it that is wrong."""
+    requests: list[TraceRequest] = []
+    block_tokens, last_s = 0, 0.0
+    try:
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    size, request = _request(json.loads(line), last_s)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(f"{path}, line {number}: {_reason(error)}") from None
+                if block_tokens not in (0, size):
+                    raise ConfigError(f"{path}, line {number}: blocks of another size")
+                block_tokens, last_s = size, request.at_s
+                requests.append(request)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {path} cannot be read: {error}") from None
+    if not requests:
+        raise ConfigError(f"trace {path} has no requests")
+    return Trace(block_tokens, tuple(requests))
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix != ".zst":
+        return path.open(encoding="utf-8")
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: needs zstandard: pip install zstandard") from None
+    stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
+    return io.TextIOWrapper(io.BufferedReader(_Checked(stream)), encoding="utf-8")
+
+
+class _Checked(io.RawIOBase):
+    """Damage in a compressed file is an OSError, as it is in any other."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int:
+        import zstandard
+
+        try:
+            return int(self._stream.readinto(out))
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from None
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _request(line: Any, last_s: float) -> tuple[int, TraceRequest]:
+    """(block size, request). Raises: ValueError, KeyError, TypeError."""
+    if not isinstance(line, dict):
+        raise ValueError("not a JSON object")
+    tokens, blocks = line["input_length"], line["hash_ids"]
+    turn = None
+    if "t_s" in line:
+        at_s, size, workload = line["t_s"], line["block_tokens"], line.get("workload", "")
+    elif "chat_id" in line:
+        at_s, size, workload = line["timestamp"], BAILIAN_BLOCK_TOKENS, line["type"]
+        turn = line["turn"]
+    else:
+        at_s, size, workload = line["timestamp"] / 1000, MOONCAKE_BLOCK_TOKENS, ""
+    whole = [tokens, size, *([] if turn is None else [turn]), *blocks]
+    if not all(type(number) is int and number >= 0 for number in whole) or not size:
+        raise ValueError("lengths, turns and hash_ids are whole numbers from 0 on")
+    if not isinstance(workload, str) or type(at_s) not in (int, float):
+        raise ValueError("a type is text, and a time a number")
+    if len(set(blocks)) != len(blocks):
+        raise ValueError("one prompt cannot have the same hash_id twice")
+    if not len(blocks) - 1 <= tokens / size <= len(blocks) + 1:
+        raise ValueError(f"{len(blocks)} blocks of {size} tokens are not {tokens} tokens")
+    return size, TraceRequest(max(float(at_s), last_s), tokens, tuple(blocks), workload, turn)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def head(trace: Trace, requests: int) -> Trace:
+    """Its first requests."""
+    return Trace(trace.block_tokens, trace.requests[:requests])
+
+
+def next_uses(trace: Trace) -> Iterator[tuple[int, ...]]:
+    """For each request the index of the next one that uses each of its blocks; past the last
+    request where none does."""
+    never = len(trace.requests)
+    seen: dict[int, int] = {}
+    uses: list[tuple[int, ...]] = []
+    for index in range(never - 1, -1, -1):
+        blocks = trace.requests[index].blocks
+        uses.append(tuple(seen.get(block, never) for block in blocks))
+        for block in blocks:
+            seen[block] = index
+    return reversed(uses)

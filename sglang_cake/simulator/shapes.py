@@ -1,0 +1,312 @@
+"""What of a transformer decides its costs, and whether cake supports it: read from a `config.json`.
+
+A model that is known by name is a `config.json` as well, of which only the fields that count are
+kept here. So a name and the file that it stands for give one answer.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_cake.core.errors import ConfigError
+
+Config = dict[str, Any]
+
+_KV_VALUE_BYTES = 2  # SGLang keeps KV in BF16 or FP16 unless --kv-cache-dtype says otherwise
+_DEFAULT_CONTEXT_TOKENS = 2048  # SGLang's, for a config without any length
+_CONTEXT_FIELDS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+_SENSE_CONFIGS = ("vision_config", "audio_config", *_PART_CONFIGS)
+# SGLang serves their text part alone unless --enable-multimodal is given.
+_TEXT_ALONE = {"Gemma3ForConditionalGeneration", "Step3VLForConditionalGeneration"}
+_STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
+_STATE_FIELDS = (
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+    "linear_attn_config",
+    "linear_conv_kernel_dim",
+    "hybrid_override_pattern",
+)
+# The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
+WINDOW_POOLS = frozenset(
+    {
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4ForCausalLMDSpark",
+        "DeepseekV4ForCausalLMNextN",
+        "DiffusionGemmaForBlockDiffusion",
+        "EmbeddingGemma2Model",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "GptOssForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "GraniteSWAForCausalLM",
+        "IQuestQ1ForCausalLM",
+        "IQuestQ1MTP",
+        "InklingForConditionalGeneration",
+        "InklingForConditionalGenerationMTP",
+        "Llama4ForConditionalGeneration",
+        "MellumForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2ForCausalLM",
+        "MiMoV2MTP",
+        "MuseGlimmerForCausalLM",
+        "MuseGlimmerForConditionalGeneration",
+        "Step3p5ForCausalLM",
+        "Step3p5MTP",
+        "Step3p7ForConditionalGeneration",
+        "UnlimitedOCRForCausalLM",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A transformer, as far as costs, memory and support go.
+
+    Attributes:
+        heads, kv_heads: that tensor parallelism divides; MLA has one row of KV for all heads.
+        active: parameters that a token passes, embeddings aside; `parameters`: all.
+        weight_bytes: of one parameter.
+        pair_flops: of one (query, key) pair, all layers.
+        kv_head_bytes: of one token and one KV head, all layers.
+        context_tokens: a prompt must be shorter.
+        refused: why cake does not support it, to be put after "cake does not support"; None: it
+            does.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    active: float
+    parameters: float
+    weight_bytes: float
+    pair_flops: float
+    kv_head_bytes: int
+    context_tokens: int
+    refused: str | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        return self.parameters > 1.5 * self.active
+
+    def rank_kv_bytes(self, gpus: int) -> int:
+        """KV of one token on one of `gpus` tensor-parallel ranks: at least one head."""
+        return max(1, self.kv_heads // gpus) * self.kv_head_bytes
+
+    def kv_bytes(self, gpus: int) -> int:
+        """KV of one token as it is stored and read: each rank stores its own part, also where ranks
+        hold the same head (MLA; more ranks than KV heads)."""
+        return gpus * self.rank_kv_bytes(gpus)
+
+
+def _config(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    vocab: int,
+    context: int,
+    **more: Any,
+) -> Config:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        **more,
+    }
+
+
+MODELS: dict[str, Config] = {
+    "llama-2-7b": _config(32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama-2-13b": _config(40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama-3.2-3b": _config(28, 3072, 24, 8, 8192, 128256, 131072, tie_word_embeddings=True),
+    "llama-3.1-8b": _config(32, 4096, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": _config(80, 8192, 64, 8, 28672, 128256, 131072),
+    "llama-3.1-405b": _config(126, 16384, 128, 8, 53248, 128256, 131072),
+    "qwen3-8b": _config(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128),
+    "qwen3-32b": _config(64, 5120, 64, 8, 25600, 151936, 40960, head_dim=128),
+    "qwen3-30b-a3b": _config(
+        *(48, 2048, 32, 4, 6144, 151936, 40960),
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    ),
+    "mistral-7b": _config(32, 4096, 32, 8, 14336, 32768, 32768),
+    "deepseek-v3": _config(
+        *(61, 7168, 128, 128, 18432, 129280, 163840),
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        quantization_config={"quant_method": "fp8"},
+    ),
+}
+
+
+def find_shape(text: str) -> Shape:
+    """A known model's name, a model folder, or a config.json. Raises: ConfigError."""
+    if text.lower() in MODELS:
+        return shape_of(MODELS[text.lower()])
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        names = ", ".join(sorted(MODELS))
+        raise ConfigError(
+            f"--model {text!r} is neither a folder, nor a config.json, nor one of {names}"
+        )
+    try:
+        return shape_of(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError) as error:
+        raise ConfigError(
+            f"--model {text!r}: not a transformer's config.json ({error!r})"
+        ) from None
+
+
+def shape_of(whole: Config) -> Shape:
+    """Of a parsed `config.json`.
+
+    Raises: KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, where it is none.
+    """
+    part = next((name for name in _PART_CONFIGS if isinstance(whole.get(name), dict)), None)
+    config = {**whole, **whole[part]} if part else whole
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    if "kv_lora_rank" in config:
+        attention, pair_width, kv_values = _latent_attention(config)
+        kv_heads = 1
+    else:
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        attention = hidden * head_dim * 2 * (heads + kv_heads)
+        pair_width, kv_values = 2 * head_dim, 2 * head_dim
+    active_mlp, every_mlp = _mlp(config, layers)
+    vocabulary = int(config.get("vocab_size") or 0) * hidden
+    embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
+    if min(hidden, layers, heads, kv_heads, kv_values, active_mlp) <= 0:
+        raise ValueError("a size is not positive")
+    return Shape(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        active=layers * attention + active_mlp,
+        parameters=layers * attention + every_mlp + embeddings,
+        weight_bytes=_weight_bytes(config.get("quantization_config") or {}),
+        pair_flops=2 * heads * pair_width * layers,
+        kv_head_bytes=layers * kv_values * _KV_VALUE_BYTES,
+        context_tokens=_context_tokens(config),
+        refused=_refused(whole, config),
+    )
+
+
+def _latent_attention(config: Config) -> tuple[int, int, int]:
+    """MLA: parameters of a layer, the width of a pair in prefill, values kept of a token."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    latent, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+    key, value = int(config.get("qk_nope_head_dim", 128)), int(config.get("v_head_dim", 128))
+    query_rank = int(config.get("q_lora_rank") or 0)
+    query = heads * (key + rope)
+    queries = query_rank * (hidden + query) if query_rank else hidden * query
+    keys = hidden * (latent + rope) + latent * heads * (key + value)
+    return queries + keys + heads * value * hidden, key + rope + value, latent + rope
+
+
+def _mlp(config: Config, layers: int) -> tuple[int, int]:
+    """Parameters of all layers: those that a token passes, and all."""
+    hidden = int(config["hidden_size"])
+    experts = next((int(config[name]) for name in _EXPERT_FIELDS if config.get(name)), 0)
+    if not experts:
+        dense = layers * 3 * hidden * int(config["intermediate_size"])
+        return dense, dense
+    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    shared += int(config.get("n_shared_experts") or 0) * width
+    first = int(config.get("first_k_dense_replace") or 0)
+    dense = first * 3 * hidden * int(config["intermediate_size"]) if first else 0
+    router = hidden * experts
+
+    def of(used: int) -> int:
+        return dense + (layers - first) * (3 * hidden * (used * width + shared) + router)
+
+    return of(int(config.get("num_experts_per_tok") or 1)), of(experts)
+
+
+def _weight_bytes(quantization: Config) -> float:
+    """Of one parameter; BF16 unless the checkpoint is quantized."""
+    method = str(quantization.get("quant_method", "")).lower()
+    if method in ("mxfp4", "nvfp4", "modelopt_fp4"):
+        return 0.56  # 4 bits, and a scale of 8 bits for 16 values
+    if "fp8" in method or method in ("w8a8_int8", "modelopt"):
+        return 1
+    bits = quantization.get("bits")
+    for group in (quantization.get("config_groups") or {}).values():
+        bits = bits or (group.get("weights") or {}).get("num_bits")
+    if quantization.get("load_in_4bit"):
+        bits = 4
+    return float(bits) / 8 if bits else 2
+
+
+def _context_tokens(config: Config) -> int:
+    """As SGLang derives it; with longrope, as far as cake goes."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    length = next((config[name] for name in _CONTEXT_FIELDS if config.get(name)), None)
+    if length is None:
+        return _DEFAULT_CONTEXT_TOKENS
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "longrope":  # beyond it, a prompt's KV depends on its batch, and cake refuses
+        return int(original or config.get("original_max_position_embeddings") or length)
+    scales = config.get("rope_scaling") and original is None and kind != "llama3"
+    return int(float(scaling.get("factor") or 1) * length) if scales else int(length)
+
+
+def _refused(whole: Config, config: Config) -> str | None:
+    """The support table of the server, as far as a `config.json` shows it."""
+    names = [str(name) for name in whole.get("architectures") or ()]
+    kinds = set(config.get("layer_types") or config.get("layers_block_type") or ())
+    if whole.get("is_encoder_decoder"):
+        return "encoder-decoder models (cross-attention KV)"
+    multimodal = any(isinstance(whole.get(name), dict) for name in _SENSE_CONFIGS)
+    if multimodal and not _TEXT_ALONE.intersection(names):
+        return "multimodal models (--language-model-only serves the text part)"
+    if kinds & _STATE_LAYERS or any(config.get(name) for name in _STATE_FIELDS):
+        return "models with Mamba or linear attention (state beside KV)"
+    if config.get("is_hybrid_swa") or WINDOW_POOLS.intersection(names):
+        return "models with a KV pool for sliding windows (slots leave it behind the window)"
+    if config.get("index_topk") is not None or any("Sparse" in name for name in names):
+        return "sparse attention (an indexer cache beside KV)"
+    if config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
+        return "models with n-gram embeddings"
+    if names and not any(_generates(name) for name in names):
+        return "models that generate no text (embedding, reward, pooling)"
+    return None
+
+
+def _generates(architecture: str) -> bool:
+    """Whether it goes on with a text instead of scoring or embedding it."""
+    judges = ("ForSequenceClassification", "ForRewardModel", "ForMaskedLM")
+    return "LMHead" in architecture or ("For" in architecture and not architecture.endswith(judges))

@@ -1,0 +1,63 @@
+"""Eviction policies: which block a full store evicts next.
+
+The policies have no clock, no disk and no lock. The file store and `sglang-cake trace replay` run
+the same code. Cache libraries do not fit: they own the cache, its size and its lock. A store must
+be able to pass over a block that is being read, to lose blocks to other processes, and to rebuild
+the order from its index.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from sglang_cake.stores.eviction.arc import ArcPolicy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.cake import CakePolicy, CakePrefixPolicy
+from sglang_cake.stores.eviction.policy import (
+    UNKNOWN_CONTEXT,
+    AccessContext,
+    EvictionPolicy,
+    Usage,
+    ident_of,
+)
+from sglang_cake.stores.eviction.ranked import GdfsPolicy, fifo, lfu, lru
+from sglang_cake.stores.eviction.reuse import ReuseFit, ReuseFits
+from sglang_cake.stores.eviction.s3fifo import S3FifoPolicy
+from sglang_cake.stores.eviction.workload import WorkloadPolicy
+
+__all__ = [
+    "POLICIES",
+    "UNKNOWN_CONTEXT",
+    "AccessContext",
+    "Benefit",
+    "EvictionPolicy",
+    "ReuseFit",
+    "ReuseFits",
+    "Usage",
+    "ident_of",
+    "new_policy",
+]
+
+POLICIES: Final[dict[str, Callable[[Benefit], EvictionPolicy]]] = {
+    "fifo": lambda benefit: fifo(),
+    "lru": lambda benefit: lru(),
+    "lfu": lambda benefit: lfu(),
+    "gdfs": GdfsPolicy,
+    "s3fifo": lambda benefit: S3FifoPolicy(),
+    "arc": lambda benefit: ArcPolicy(),
+    "workload": lambda benefit: WorkloadPolicy(),
+    "cake": CakePolicy,
+    "cake-prefix": CakePrefixPolicy,
+}
+
+
+def new_policy(name: str, benefit: Benefit | None = None) -> EvictionPolicy:
+    """A policy without blocks.
+
+    Args:
+        name: a key of POLICIES.
+        benefit: for policies that weigh what a block saves; None: the defaults of `Benefit`.
+
+    Raises:
+        KeyError: there is no such policy.
+    """
+    return POLICIES[name](benefit or Benefit())

@@ -1,0 +1,204 @@
+"""Interfaces of eviction and admission, and the facts about a block that they decide by."""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.reuse import ReuseFits
+
+
+class AccessContext(NamedTuple):
+    """Facts about the last request that accessed a block.
+
+    The SQLite index has a column for each field, under the field's name.
+    """
+
+    workload: str = ""  # purpose that the request declared
+    turn: int = 1  # turn of its conversation; 1: no earlier prompt is a prefix of it
+    position: int = 0  # index of the block in the prompt
+    reach: int = 1  # blocks of the prompt
+    tenant: int = 0  # hash of the tenant; 0: unknown
+
+
+UNKNOWN_CONTEXT: Final = AccessContext()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Facts about a block. Times are seconds since 1970."""
+
+    stored_bytes: int
+    created_s: float
+    used_s: float  # last write or access
+    uses: int  # accesses since the block was written
+    ident: int  # survives eviction: a block that is stored again has the same `ident`
+    context: AccessContext = UNKNOWN_CONTEXT
+
+
+def ident_of(key: bytes) -> int:
+    """`Usage.ident` of the block with this key: 63 bits of the key."""
+    return int.from_bytes(key[:8]) >> 1
+
+
+class EvictionPolicy(Protocol):
+    """Order of blocks. A block is an integer, and gets a new one each time that it is stored.
+
+    A policy is not thread-safe: the caller holds a lock. A call costs at most O(log n) for n
+    blocks, plus O(c) for c request classes. `refresh` may cost more, and runs in the background.
+    """
+
+    def __len__(self) -> int: ...
+
+    def add(self, block: int, usage: Usage) -> None:
+        """Insert a block, or replace the usage of a block that is present."""
+        ...
+
+    def touch(
+        self, block: int, at_s: float, uses: int = 1, context: AccessContext | None = None
+    ) -> None:
+        """Record accesses to a block. Unknown blocks are ignored.
+
+        The blocks of one request are touched from last to first, so that its first block is the
+        most recently used one.
+
+        Args:
+            at_s: time of the last of these accesses.
+            uses: how many accesses.
+            context: facts about the request; None keeps those of the request before it.
+        """
+        ...
+
+    def remove(self, block: int) -> None:
+        """Remove a block that is no longer stored. Unknown blocks are ignored."""
+        ...
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        """Remove and return the block to evict next, with its usage. None: no block is left.
+
+        The caller gives a block that it cannot evict, because a reader holds it, back to `add`.
+        """
+        ...
+
+    def record_rejected(self, usage: Usage) -> None:
+        """Record an access to a block that admission rejected.
+
+        The reuse statistics of its request class stay current, so that the class can be admitted
+        again later.
+        """
+        ...
+
+    def reuse_probability(self, usage: Usage) -> float:
+        """Probability that a block with this usage is ever accessed again; 1 if unknown."""
+        ...
+
+    def refresh(self, now_s: float) -> None:
+        """Update the reuse statistics. The store calls it about once a second."""
+        ...
+
+    def over_quota_bytes(self) -> int:
+        """Bytes that tenants hold above their quota, to be evicted even if the store has room."""
+        ...
+
+    def set_benefit(self, benefit: Benefit) -> None:
+        """Replace the costs from which benefits follow. A block has its new benefit from its next
+        access on."""
+        ...
+
+    def fits_to_save(self) -> ReuseFits:
+        """Reuse statistics that a restart should keep; empty while nothing was learned."""
+        ...
+
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        """Continue with the statistics that `fits_to_save` gave before a restart at `now_s`.
+
+        The caller adds blocks only afterwards.
+        """
+        ...
+
+
+class BasePolicy:
+    """Holds the usage of every block and no statistics. A subclass implements the order."""
+
+    def __init__(self) -> None:
+        self._usage: dict[int, Usage] = {}
+
+    def __len__(self) -> int:
+        return len(self._usage)
+
+    def add(self, block: int, usage: Usage) -> None:
+        """Implemented by the subclass."""
+        raise NotImplementedError
+
+    def touch(
+        self, block: int, at_s: float, uses: int = 1, context: AccessContext | None = None
+    ) -> None:
+        """Compute the new usage and call `on_touch` with it."""
+        usage = self._usage.get(block)
+        if usage is None:
+            return
+        touched = Usage(
+            usage.stored_bytes,
+            usage.created_s,
+            max(at_s, usage.used_s),
+            usage.uses + uses,
+            usage.ident,
+            usage.context if context is None else context,
+        )
+        self.on_touch(block, touched)
+
+    def on_touch(self, block: int, usage: Usage) -> None:
+        """Update a present block after an access.
+
+        Args:
+            usage: its usage, with the access.
+        """
+        self.add(block, usage)
+
+    def record_rejected(self, usage: Usage) -> None:
+        """Ignored."""
+
+    def reuse_probability(self, usage: Usage) -> float:
+        """Always 1."""
+        return 1.0
+
+    def refresh(self, now_s: float) -> None:
+        """Ignored."""
+
+    def over_quota_bytes(self) -> int:
+        """Always 0."""
+        return 0
+
+    def set_benefit(self, benefit: Benefit) -> None:
+        """Ignored."""
+
+    def fits_to_save(self) -> ReuseFits:
+        """Always empty."""
+        return {}
+
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        """Ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """Decides whether a block is written. Rejected blocks cause no disk writes.
+
+    A block is admitted if the seconds that it is expected to save are at least
+    `min_benefit_ratio` times the seconds that writing it takes. Writing is assumed to take as long
+    as loading. The expected saving is the share of its request class that is accessed again, times
+    the mean saving per block of its prompt. So the policy rejects prompts that are computed faster
+    than they are loaded, and classes that are hardly ever accessed again.
+    """
+
+    min_benefit_ratio: float = 0.0  # 0: every block is admitted
+
+    def admits(self, policy: EvictionPolicy, usage: Usage, benefit: Benefit) -> bool:
+        """Whether to write a block with this usage. A block without context is always admitted."""
+        if not self.min_benefit_ratio or usage.context is UNKNOWN_CONTEXT:
+            return True
+        mean_saved_s = benefit.mean_saved_s(usage.context.reach)
+        expected_s = policy.reuse_probability(usage) * mean_saved_s
+        return expected_s >= self.min_benefit_ratio * benefit.load_s
+
+
+ADMIT_ALL: Final = AdmissionPolicy()

@@ -1,0 +1,130 @@
+"""Limits on the share of a store that one tenant can take: a quota and fair sharing."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.heap import BlockHeap
+from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy, Usage
+from sglang_cake.stores.eviction.reuse import ReuseFits
+
+MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRules:
+    """Rules among the tenants of a store; false if there are none."""
+
+    quota_bytes: int | None = None  # limit for each tenant
+    fair: bool = False  # blocks of tenants above an equal share are evicted first
+
+    def __bool__(self) -> bool:
+        return self.fair or self.quota_bytes is not None
+
+
+NO_TENANT_RULES: Final = TenantRules()
+
+
+class TenantPolicy(BasePolicy):
+    """Implements `EvictionPolicy` with tenant rules in front of another policy.
+
+    The least recently used block of a tenant above its quota is evicted first. With `fair`, the
+    tenant with the most bytes comes next, if these exceed an equal share of all bytes. So a tenant
+    below an equal share loses nothing to a tenant that floods the store. While no rule is broken,
+    the inner policy decides.
+    """
+
+    def __init__(self, inner: EvictionPolicy, rules: TenantRules) -> None:
+        """Args:
+        inner: owned by this policy from here on, and empty.
+        """
+        super().__init__()
+        self._inner = inner
+        self._rules = rules
+        self._lru: dict[int, BlockHeap] = {}  # by tenant
+        self._bytes: dict[int, int] = {}  # by tenant
+
+    def add(self, block: int, usage: Usage) -> None:
+        self._uncount(block)
+        self._count(block, usage)
+        self._inner.add(block, usage)
+
+    def on_touch(self, block: int, usage: Usage) -> None:
+        uses = usage.uses - self._usage[block].uses
+        self._uncount(block)
+        self._count(block, usage)
+        self._inner.touch(block, usage.used_s, uses, usage.context)
+
+    def remove(self, block: int) -> None:
+        self._uncount(block)
+        self._inner.remove(block)
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        tenant = self._tenant_to_evict()
+        if tenant is None:
+            popped = self._inner.pop(now_s)
+            if popped is not None:
+                self._uncount(popped[0])
+            return popped
+        first = self._lru[tenant].first()
+        assert first is not None  # tenants without blocks are not in `_bytes`
+        usage = self._usage[first.block]
+        self.remove(first.block)
+        return first.block, usage
+
+    def over_quota_bytes(self) -> int:
+        quota_bytes = self._rules.quota_bytes
+        if quota_bytes is None:
+            return 0
+        return sum(max(0, used_bytes - quota_bytes) for used_bytes in self._bytes.values())
+
+    def record_rejected(self, usage: Usage) -> None:
+        self._inner.record_rejected(usage)
+
+    def reuse_probability(self, usage: Usage) -> float:
+        return self._inner.reuse_probability(usage)
+
+    def refresh(self, now_s: float) -> None:
+        self._inner.refresh(now_s)
+
+    def fits_to_save(self) -> ReuseFits:
+        return self._inner.fits_to_save()
+
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        self._inner.resume(fits, now_s)
+
+    def set_benefit(self, benefit: Benefit) -> None:
+        self._inner.set_benefit(benefit)
+
+    def _tenant_to_evict(self) -> int | None:
+        """Tenant that breaks a rule. None: no tenant does."""
+        if not self._bytes:
+            return None
+        largest = max(self._bytes, key=lambda tenant: (self._bytes[tenant], tenant))
+        used_bytes = self._bytes[largest]
+        quota_bytes = self._rules.quota_bytes
+        if quota_bytes is not None and used_bytes > quota_bytes:
+            return largest
+        equal_share_bytes = sum(self._bytes.values()) / len(self._bytes)
+        return largest if self._rules.fair and used_bytes > equal_share_bytes else None
+
+    def _count(self, block: int, usage: Usage) -> None:
+        tenant = usage.context.tenant
+        if tenant not in self._bytes and len(self._bytes) >= MAX_TENANTS:
+            tenant = 0
+        self._usage[block] = usage
+        self._lru.setdefault(tenant, BlockHeap()).put(block, (usage.used_s,))
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + usage.stored_bytes
+
+    def _uncount(self, block: int) -> None:
+        usage = self._usage.pop(block, None)
+        if usage is None:
+            return
+        tenant = usage.context.tenant
+        if tenant not in self._lru or block not in self._lru[tenant]:
+            tenant = 0
+        self._lru[tenant].remove(block)
+        self._bytes[tenant] -= usage.stored_bytes
+        if not len(self._lru[tenant]):
+            del self._lru[tenant]
+            del self._bytes[tenant]

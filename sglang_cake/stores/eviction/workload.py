@@ -1,0 +1,132 @@
+"""Eviction by the probability of reuse: the common base of `workload` and `cake`, and `workload`.
+
+Source: "KVCache Cache in the Wild" (arXiv 2506.02634), section 4.2.
+"""
+
+from collections.abc import Callable
+
+from sglang_cake.stores.eviction.class_heaps import ClassHeaps, HeapKey
+from sglang_cake.stores.eviction.policy import BasePolicy, Usage
+from sglang_cake.stores.eviction.reuse import MAX_TURN, RequestClass, ReuseFits, ReuseModel
+
+LIFE_S = 30.0  # only accesses within this time count; docs/eviction.md compares other values
+# Weight of the fit of a block's own class. The pooled fit has the rest: with few samples the own
+# fit is often wrong, and the blocks of a class that it underestimates are lost.
+CLASS_WEIGHT = 0.5
+
+
+def class_of(usage: Usage) -> RequestClass:
+    """The paper's class (workload, turn), and whether the block was read since it was written.
+
+    Blocks that were read, such as those of system prompts, are reused sooner than others of the
+    same request (docs/eviction.md).
+    """
+    return usage.context.workload, min(usage.context.turn, MAX_TURN), min(usage.uses, 1)
+
+
+class ReusePolicy(BasePolicy):
+    """Implements `EvictionPolicy` except for `value`.
+
+    Within a class the probability of an access falls with the time since the last one. So an
+    eviction compares one block of each heap.
+
+    Attributes:
+        model: statistics of reuse.
+    """
+
+    def __init__(
+        self,
+        model: ReuseModel | None = None,
+        life_s: float = LIFE_S,
+        class_of: Callable[[Usage], RequestClass] = class_of,
+        class_weight: float = CLASS_WEIGHT,
+    ) -> None:
+        """Args:
+        model: owned by this policy from here on; None: a new one.
+        life_s: an access counts if it is expected within this time.
+        class_of: gives the class of a block.
+        class_weight: weight of the fit of the own class, from 0 to 1; see CLASS_WEIGHT.
+        """
+        super().__init__()
+        self.model = model or ReuseModel()
+        self._life_s = life_s
+        self._class_of = class_of
+        self._class_weight = class_weight
+        self._class_heaps = ClassHeaps(self._block_value)
+
+    @property
+    def heap_count(self) -> int:
+        """Number of heaps: an eviction at a new instant compares one block of each."""
+        return len(self._class_heaps)
+
+    def benefit_step(self, usage: Usage) -> int:
+        """Logarithm of the benefit of a block, rounded to steps; 0 for policies without benefit."""
+        return 0
+
+    def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
+        """Value of a block, implemented by the subclass. The smallest value is evicted first.
+
+        Args:
+            benefit_step: result of the method of this name at the last access.
+            log_reuse: logarithm of the probability of an access within `life_s`.
+        """
+        raise NotImplementedError
+
+    def add(self, block: int, usage: Usage) -> None:
+        request_class = self._record_access(usage)
+        self._usage[block] = usage
+        key = HeapKey(request_class, self.benefit_step(usage))
+        self._class_heaps.put(block, key, usage.used_s)
+
+    def remove(self, block: int) -> None:
+        self._usage.pop(block, None)
+        self._class_heaps.remove(block)
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        block = self._class_heaps.pop(now_s)
+        return None if block is None else (block, self._usage.pop(block))
+
+    def record_rejected(self, usage: Usage) -> None:
+        self._record_access(usage)
+
+    def reuse_probability(self, usage: Usage) -> float:
+        request_class = self.model.class_for(self._class_of(usage), usage.context.tenant)
+        return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
+
+    def refresh(self, now_s: float) -> None:
+        if self.model.refit(now_s):
+            self._class_heaps.invalidate_values()
+
+    def fits_to_save(self) -> ReuseFits:
+        return self.model.fits_to_save()
+
+    def resume(self, fits: ReuseFits, now_s: float) -> None:
+        self.model.resume(fits, now_s)
+        self._class_heaps.invalidate_values()
+
+    def _record_access(self, usage: Usage) -> RequestClass:
+        """Record the last access to a block; returns its class."""
+        request_class = self.model.class_for(self._class_of(usage), usage.context.tenant)
+        self.model.record_access(usage.ident, request_class, usage.used_s)
+        return request_class
+
+    def _block_value(self, key: HeapKey, block: int, now_s: float) -> tuple[float, ...]:
+        usage = self._usage[block]
+        age_s = max(0.0, now_s - usage.used_s)
+        own = self.model.fit(key.request_class).log_reuse(age_s, self._life_s)
+        pooled = self.model.pooled.log_reuse(age_s, self._life_s)
+        return self.value(key.benefit_step, usage, self._weighted(own, pooled))
+
+    def _weighted(self, own: float, pooled: float) -> float:
+        return self._class_weight * own + (1 - self._class_weight) * pooled
+
+
+class WorkloadPolicy(ReusePolicy):
+    """Evicts the block that is least likely to be accessed within `life_s`.
+
+    The priority is the tuple (probability, -position in the prompt), as in the paper. With one
+    class this is LRU.
+    """
+
+    def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
+        return log_reuse, -float(usage.context.position)

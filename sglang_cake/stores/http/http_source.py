@@ -1,0 +1,104 @@
+"""`http://host:8700`, `https://host/prefix?token_file=/path&ca=/path`: a store behind HTTP."""
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.base import Store, StoredNamespace
+from sglang_cake.stores.http import protocol
+from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
+from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.http_transport import Endpoint, Wire, read_whole, refuse
+from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.stores.url import StoreUrl, absolute_path
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSource:
+    """Implements `StoreSource`."""
+
+    base: str  # without a slash at the end
+    token_file: Path | None = None  # None: the user's own, for a server on this machine
+    ca: Path | None = None  # certificates to trust instead of the system's
+    reads_count: bool = True  # as use, for the server's eviction
+
+    def check(self) -> None:
+        """The files can be read. Whether the server is up is not asked: it may come later."""
+        self.locate()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return HttpStore(self.locate, frame, depth=depth)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """Raises: StoreUnavailable; always, where the server is not ours."""
+        wire = Wire(self.locate, TimeoutLimits())
+
+        async def attempt() -> list[StoredNamespace]:
+            async with wire.request("GET", protocol.NAMESPACES) as response:
+                if response.status != 200:
+                    await refuse(response)
+                body = await read_whole(response, protocol.MAX_ANSWER_BYTES)
+                return protocol.read_namespaces(body)
+
+        try:
+            return await wire.call(wire.lookups, protocol.KEY_BYTES, attempt)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"cannot list namespaces: {error}") from error
+        finally:
+            await wire.close()
+
+    def locate(self) -> Endpoint:
+        """As the files say now. Raises: ConfigError."""
+        ca, tls = b"", None
+        if self.ca is not None:
+            try:
+                ca = self.ca.read_bytes()
+                tls = ssl.create_default_context(cafile=self.ca)
+            except OSError as error:  # what it cannot parse is an SSLError, which is one
+                words = error.strerror or "no certificates in it"
+                raise ConfigError(f"ca file {self.ca} cannot be read: {words}") from None
+        return Endpoint(self.base, self._token(), ca, tls, self.reads_count)
+
+    def _token(self) -> str | None:
+        """Raises: ConfigError."""
+        if self.token_file is not None:
+            return load_tokens(self.token_file)[0]
+        if not is_loopback(urlsplit(self.base).hostname or ""):  # a token goes to nobody else
+            return None
+        try:
+            path = own_token_path()
+        except ConfigError:  # no home folder, so nobody's
+            return None
+        return load_tokens(path)[0] if os.path.exists(path) else None
+
+
+def parse(url: StoreUrl) -> HttpSource:
+    """Raises: ConfigError."""
+    source = HttpSource(
+        base=_base(url),
+        token_file=url.option("token_file", absolute_path, None),
+        ca=url.option("ca", absolute_path, None),
+        reads_count=url.reads_count,
+    )
+    if source.ca is not None and url.scheme != "https":
+        raise url.error("'ca' needs https")
+    return source
+
+
+def _base(url: StoreUrl) -> str:
+    if "@" in url.place:
+        raise url.error("write no user or password in it, use ?token_file=/path")
+    if "#" in url.place or not url.place.isascii() or not url.place.isprintable():
+        raise url.error("not a URL of a server, write for example http://host:8700")
+    try:
+        parts = urlsplit(f"{url.scheme}://{url.place}")
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # whose message quotes what may be half of a password
+        raise url.error("host or port cannot be read, write for example http://host:8700") from None
+    if not host or " " in url.place:
+        raise url.error("names no host, write for example http://host:8700")
+    return f"{url.scheme}://{url.place}".rstrip("/")

@@ -1,0 +1,208 @@
+"""What client and server of the HTTP store say to each other (see docs/http-store.md).
+
+The part below a namespace is laid out as a file store's folder is, so that any HTTP server with PUT
+over such a folder serves the same blocks; `contains` and the list are ours alone.
+"""
+
+import enum
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import (
+    EVICTION_COUNTS,
+    BlockInfo,
+    EvictionCounts,
+    StoredNamespace,
+    StoreStats,
+)
+
+KEY_BYTES = 32
+MAX_CONTAINS_KEYS = 16384  # in one question
+MAX_DESCRIPTION_BYTES = 1 << 16  # of namespace.json
+MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
+MAX_LIST_LINE_BYTES = 1024
+LIST_TYPE = "application/x-ndjson"
+BLOCK_TYPE = "application/octet-stream"
+FACTS_HEADER = "Cake-Request"  # what a request tells of itself, JSON (stores/request_info.py)
+USE_HEADER, NO_USE = "Cake-Use", "no"  # a GET that says so is no use of the block, for eviction
+
+HEALTH, STATS, METRICS, NAMESPACES = "/health", "/stats", "/metrics", "/namespaces"
+
+
+def block_path(digest: Digest, key: BlockKey) -> str:
+    """Where a block is, relative to the store's URL."""
+    name = key.hex()
+    return f"/{digest.hex()}/{name[:2]}/{name[2:4]}/{name}"
+
+
+def description_path(digest: Digest) -> str:
+    return f"/{digest.hex()}/namespace.json"
+
+
+def contains_path(digest: Digest, framed_bytes: int | None) -> str:
+    """Where to ask which blocks of `framed_bytes` bytes are there; None: of any length."""
+    return f"/{digest.hex()}/contains?bytes={framed_bytes or 0}"
+
+
+def touched_path(digest: Digest) -> str:
+    """Where to say that a request has some blocks."""
+    return f"/{digest.hex()}/touched"
+
+
+def list_path(digest: Digest) -> str:
+    return f"/{digest.hex()}/"
+
+
+class Kind(enum.Enum):
+    """What a path names."""
+
+    HEALTH = enum.auto()
+    STATS = enum.auto()
+    METRICS = enum.auto()
+    NAMESPACES = enum.auto()
+    DESCRIPTION = enum.auto()
+    CONTAINS = enum.auto()
+    TOUCHED = enum.auto()
+    LIST = enum.auto()
+    BLOCK = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A path taken apart. Nothing of it but these bytes ever becomes part of a file's name."""
+
+    kind: Kind
+    digest: Digest = Digest(b"")  # noqa: RUF009 - immutable
+    key: BlockKey = BlockKey(b"")  # noqa: RUF009
+
+
+_FIXED = {
+    HEALTH: Target(Kind.HEALTH),
+    STATS: Target(Kind.STATS),
+    METRICS: Target(Kind.METRICS),
+    NAMESPACES: Target(Kind.NAMESPACES),
+}
+_IN_NAMESPACE = {
+    "": Kind.LIST,
+    "contains": Kind.CONTAINS,
+    "touched": Kind.TOUCHED,
+    "namespace.json": Kind.DESCRIPTION,
+}
+_NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)
+_BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})", re.ASCII)
+
+
+def parse_path(path: str) -> Target | None:
+    """What `path` (as it came, without the query) names; None if it names nothing."""
+    if match := _BLOCK.fullmatch(path):
+        digest, key = bytes.fromhex(match[1]), bytes.fromhex(match[4])
+        return Target(Kind.BLOCK, Digest(digest), BlockKey(key))
+    match = _NAMESPACE.fullmatch(path)
+    if match and match[2] in _IN_NAMESPACE:
+        return Target(_IN_NAMESPACE[match[2]], Digest(bytes.fromhex(match[1])))
+    return _FIXED.get(path)
+
+
+def split_keys(body: bytes) -> list[BlockKey] | None:
+    """The keys of a `contains`; None if these are not whole keys, or too many."""
+    if len(body) % KEY_BYTES or len(body) > MAX_CONTAINS_KEYS * KEY_BYTES:
+        return None
+    starts = range(0, len(body), KEY_BYTES)
+    return [BlockKey(body[start : start + KEY_BYTES]) for start in starts]
+
+
+def read_answers(body: bytes, count: int) -> list[bool]:
+    """What `contains` answered: a byte 0 or 1 a key. Raises: StoreUnavailable for anything else."""
+    if len(body) != count or body.strip(b"\0\1"):
+        raise StoreUnavailable("contains was answered with something else")
+    return [byte == 1 for byte in body]
+
+
+def read_fields(body: bytes) -> dict[str, str] | None:
+    """The fields in a namespace.json; None if it is none."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        return None
+    return found
+
+
+def describes(fields: dict[str, str], digest: Digest) -> bool:
+    """Whether a namespace of these fields has this digest."""
+    try:
+        return Namespace(tuple(fields.items())).digest() == digest
+    except UnicodeEncodeError:  # JSON can hold half a surrogate pair, UTF-8 cannot
+        return False
+
+
+def write_block_line(block: BlockInfo) -> bytes:
+    """One line of the list."""
+    line = {"key": block.key.hex(), "bytes": block.stored_bytes, "used_s": block.used_s}
+    return json.dumps(line).encode() + b"\n"
+
+
+def read_block_line(line: bytes) -> BlockInfo:
+    """Raises: StoreUnavailable."""
+    try:
+        found = json.loads(line)
+        key, used_s = bytes.fromhex(found["key"]), found["used_s"]
+        if len(key) != KEY_BYTES:
+            raise ValueError("not a key")
+        return BlockInfo(
+            BlockKey(key), int(found["bytes"]), None if used_s is None else float(used_s)
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StoreUnavailable(f"the list has a line that is none: {error}") from None
+
+
+def write_stats(stats: StoreStats) -> dict[str, object]:
+    return {
+        "blocks": stats.blocks,
+        "block_bytes": stats.block_bytes,
+        "used_bytes": stats.used_bytes,
+        "capacity_bytes": stats.capacity_bytes,
+        **asdict(stats.evictions),
+        "policy": stats.policy,
+    }
+
+
+def read_stats(body: bytes) -> StoreStats:
+    """Raises: StoreUnavailable."""
+
+    def number(name: str) -> int | None:
+        value = found.get(name)
+        return None if value is None else int(value)
+
+    try:
+        found = json.loads(body)
+        return StoreStats(
+            blocks=number("blocks"),
+            block_bytes=number("block_bytes"),
+            used_bytes=number("used_bytes"),
+            capacity_bytes=number("capacity_bytes"),
+            evictions=EvictionCounts(*(number(name) or 0 for name in EVICTION_COUNTS)),
+            policy=str(found.get("policy", "")),
+        )
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        raise StoreUnavailable(f"stats were answered with something else: {error}") from None
+
+
+def write_namespaces(namespaces: list[StoredNamespace]) -> list[dict[str, object]]:
+    return [{"digest": space.digest.hex(), "fields": space.fields} for space in namespaces]
+
+
+def read_namespaces(body: bytes) -> list[StoredNamespace]:
+    """Raises: StoreUnavailable."""
+    try:
+        return [
+            StoredNamespace(Digest(bytes.fromhex(one["digest"])), dict(one["fields"]))
+            for one in json.loads(body)
+        ]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StoreUnavailable(f"namespaces were answered with something else: {error}") from None

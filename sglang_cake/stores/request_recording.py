@@ -1,0 +1,85 @@
+"""Writes down which blocks requests have, for `sglang-cake trace replay`; no tokens, no keys."""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import Store
+from sglang_cake.stores.per_tier_encoding import put_first
+from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.wrapper_store import WrapperStore
+
+logger = logging.getLogger(__name__)
+MOST_REQUESTS = 4096  # whose further words are known to be of the same request
+MOST_BYTES = 1 << 30  # of the file; a block of a request takes about 20
+
+
+class TraceFile:
+    """One JSON line a request is appended: when, how long, how long a block is, what for, and its
+    blocks under names that are hashed with a salt. The salt is this process's own and is never
+    written: names mean nothing to who knows the prompts, and nothing across restarts. At
+    MOST_BYTES it ends.
+    """
+
+    def __init__(self, path: Path, block_tokens: int) -> None:
+        """Mode 0600. Raises: OSError."""
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(fd, "a", buffering=1, encoding="ascii")
+        self._left_bytes = MOST_BYTES - os.fstat(fd).st_size
+        self._salt, self._block_tokens = os.urandom(32), block_tokens
+        self._written: OrderedDict[str, None] = OrderedDict()
+
+    def write(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """A request's first word; what it says later is not news. Raises: OSError."""
+        if facts.id in self._written or not keys or self._left_bytes <= 0:
+            return
+        self._written[facts.id] = None
+        if len(self._written) > MOST_REQUESTS:
+            self._written.popitem(last=False)
+        line = {
+            "t_s": time.time(),
+            "block_tokens": self._block_tokens,
+            "input_length": facts.tokens,
+            "workload": facts.workload,
+            "hash_ids": [self._name(key) for key in keys],
+        }
+        text = json.dumps(line) + "\n"
+        self._left_bytes -= len(text)
+        if self._left_bytes > 0:
+            self._file.write(text)
+        else:
+            logger.warning("the recorded trace has %d bytes, and ends here", MOST_BYTES)
+
+    def _name(self, key: BlockKey) -> int:
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=self._salt).digest()) >> 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RecordingStore(WrapperStore):
+    """Another store, whose requests are written down."""
+
+    def __init__(self, inner: Store, trace: TraceFile) -> None:
+        """Args: trace: stays open when this store is closed."""
+        super().__init__(inner)
+        self._trace = trace
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `AccessListener`."""
+        try:
+            self._trace.write(keys, facts)
+        except OSError as error:
+            raise StoreUnavailable(f"the trace cannot be written: {error}") from error
+        await super().touched(keys, facts)
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `KnowsFirst`."""
+        return await put_first(self._inner, key, data)

@@ -1,0 +1,96 @@
+"""A store that could not be opened yet: a disk that is not mounted, at the start of a server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.event_counts import events_of
+from sglang_cake.stores.request_info import RequestFacts, tell
+
+
+class LazyStore:
+    """Implements `Store`. Every call tries to open it; until that works, all are StoreUnavailable.
+
+    Who uses it decides how often it is worth trying.
+    """
+
+    def __init__(self, source: StoreSource, frame: BlockFrame, *, depth: int) -> None:
+        self._source, self._frame, self._depth = source, frame, depth
+        self._opening = asyncio.Lock()
+        self._store: Store | None = None
+        self._closed = False
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await (await self._opened()).contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        await tell(await self._opened(), keys, facts)
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        return await (await self._opened()).get_into(key, out, progress)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await (await self._opened()).put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await (await self._opened()).delete(key)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        async for block in (await self._opened()).list_blocks():
+            yield block
+
+    def events(self) -> Mapping[str, int]:
+        return events_of(self._store)
+
+    async def stats(self) -> StoreStats:
+        return await (await self._opened()).stats()
+
+    async def close(self) -> None:
+        """An opening under way is waited for."""
+        self._closed = True
+        async with self._opening:
+            store, self._store = self._store, None
+        if store is not None:
+            await store.close()
+
+    async def _opened(self) -> Store:
+        # Shielded: a caller that is cancelled must not leave behind a store that nobody closes.
+        if self._store is not None:
+            return self._store
+        return await asyncio.shield(asyncio.ensure_future(self._open()))
+
+    async def _open(self) -> Store:
+        async with self._opening:
+            if self._closed:
+                raise StoreUnavailable("the store is closed")
+            if self._store is None:
+                try:
+                    self._store = await asyncio.to_thread(
+                        self._source.open, self._frame, depth=self._depth
+                    )
+                except ConfigError as error:  # too late to refuse: it stays left out
+                    raise StoreUnavailable(str(error)) from error
+            return self._store
+
+
+@dataclass(frozen=True, slots=True)
+class LazySource:
+    """A source whose stores are opened by their first call: opening one does no I/O."""
+
+    inner: StoreSource
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return LazyStore(self.inner, frame, depth=depth)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        return await self.inner.namespaces()

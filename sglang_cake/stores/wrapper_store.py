@@ -1,0 +1,90 @@
+"""A store in front of another one: what most wrappers pass on, and one that counts bytes."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import BlockInfo, Store, StoreStats, remove_description
+from sglang_cake.stores.event_counts import events_of
+from sglang_cake.stores.request_info import RequestFacts, tell
+from sglang_cake.stores.tier_hints import sources_of
+
+
+class WrapperStore:
+    """Implements `Store`: `inner`, which is closed with it. A subclass does one thing otherwise."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self._inner.contains(keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `AccessListener`."""
+        await tell(self._inner, keys, facts)
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        """As in `TierHints`."""
+        return sources_of(self._inner, keys)
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        return await self._inner.get_into(key, out, progress)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await self._inner.put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await self._inner.delete(key)
+
+    def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        return self._inner.list_blocks()
+
+    def events(self) -> Mapping[str, int]:
+        """As in `Counting`."""
+        return events_of(self._inner)
+
+    async def remove_description(self) -> None:
+        """As in `Describing`."""
+        await remove_description(self._inner)
+
+    async def stats(self) -> StoreStats:
+        return await self._inner.stats()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class CountedStore(WrapperStore):
+    """Counts the bytes of blocks as they cross the link, header and payload."""
+
+    def __init__(self, inner: Store, counters: Counters) -> None:
+        super().__init__(inner)
+        self._counters = counters
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        size_bytes = await self._inner.get_into(key, out, progress)
+        count_read(self._counters, size_bytes)
+        return size_bytes
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        fresh = await self._inner.put(key, data)
+        if fresh:
+            count_written(self._counters, data.nbytes)
+        return fresh
+
+
+def count_read(counters: Counters, payload_bytes: int) -> None:
+    """One block came over the link."""
+    counters.add("read_blocks")
+    counters.add("read_bytes", HEADER_BYTES + payload_bytes)
+
+
+def count_written(counters: Counters, payload_bytes: int) -> None:
+    """One form of a block went over the link."""
+    counters.add("stored_bytes", HEADER_BYTES + payload_bytes)

@@ -1,0 +1,141 @@
+"""Puts new blocks into the store, in the background and bounded.
+
+The scheduler thread copies a block off the device into a write buffer and offers it; the I/O
+thread hashes the key and stores it. When every buffer is in use, the block is not stored, and that
+is counted: serving never waits for the store.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_cake.core.buffers import Buffer, BufferPool
+from sglang_cake.core.counters import UNSTORED_REASONS, Counters
+from sglang_cake.core.errors import StoreError
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.keys import BlockKey, KeyChain
+from sglang_cake.stores.base import Store
+from sglang_cake.stores.per_tier_encoding import put_first
+from sglang_cake.stores.request_info import RequestFacts, tell
+
+logger = logging.getLogger(__name__)
+PUTS_IN_FLIGHT = 2
+COMPLAIN_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Some blocks of one request, in host buffers.
+
+    `ready` returns when the copies into the buffers are complete (on a GPU it waits for an event);
+    it is called outside the scheduler thread.
+    """
+
+    chain: KeyChain
+    tokens: "array[int]"  # 'q': everything up to the end of the last block
+    blocks: tuple[int, ...]
+    buffers: tuple[Buffer, ...]
+    ready: Callable[[], None]
+    facts: RequestFacts | None = None  # to tell the store, before it gets the blocks
+
+
+class Writer:
+    """The write pipeline. The pool's capacity bounds what waits in it."""
+
+    def __init__(
+        self, store: Store | None, pool: BufferPool, io: IoThread, counters: Counters
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._io = io
+        self._counters = counters
+        self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._quiet_until_s = 0.0
+        self.pending_blocks = 0  # I/O thread writes, anyone may read
+
+    def take(self) -> Buffer | None:
+        """A buffer for one block, or None when the queue is full (counted). Scheduler thread."""
+        buffer = self._pool.take()
+        if buffer is None:
+            self._counters.add("unstored_blocks", label="queue_full")
+        return buffer
+
+    def offer(self, job: WriteJob) -> None:
+        """Hand over `job` and its buffers; without a store they come back, and its blocks count as
+        unstored. Scheduler thread."""
+        self._io.post(self._accept, job, self._store)
+
+    def use(self, store: Store | None) -> None:
+        """Jobs that are offered from now on go to `store`; None: nowhere. Scheduler thread."""
+        self._store = store
+
+    async def drained(self) -> None:
+        """Return when everything that was offered is stored or given up. I/O thread."""
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+
+    def _accept(self, job: WriteJob, store: Store | None) -> None:
+        self.pending_blocks += len(job.blocks)
+        task = asyncio.ensure_future(self._run(job, store))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    async def _run(self, job: WriteJob, store: Store | None) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, job.ready)
+            keys = job.chain.of(job.tokens)
+        except Exception:
+            # E.g. the device is gone. Half-copied buffers must never be stored.
+            logger.exception("the KV of %d blocks could not be copied", len(job.blocks))
+            for buffer in job.buffers:
+                self._release(buffer)
+            return
+        if store is None:  # detached between a request's lookup and its last blocks
+            self._counters.add("unstored_blocks", len(job.blocks), label="unavailable")
+            for buffer in job.buffers:
+                self._release(buffer)
+            return
+        if job.facts is not None:
+            try:
+                with contextlib.suppress(StoreError):  # what to keep is decided without
+                    await tell(store, keys, job.facts)
+            except Exception:
+                logger.exception("a store broke its contract; it was not told of a request")
+        puts = [
+            self._put(store, keys[block], buffer, first=block == 0)
+            for block, buffer in zip(job.blocks, job.buffers, strict=True)
+        ]
+        await asyncio.gather(*puts)
+
+    async def _put(self, store: Store, key: BlockKey, buffer: Buffer, *, first: bool) -> None:
+        try:
+            async with self._slots:
+                put = put_first(store, key, buffer.view) if first else store.put(key, buffer.view)
+                fresh = await put
+            if fresh:
+                self._counters.add("stored_blocks")
+        except StoreError as error:
+            known = error.reason in UNSTORED_REASONS
+            self._counters.add("unstored_blocks", label=error.reason if known else "unavailable")
+            self._complain(error)
+        except Exception:
+            self._counters.add("unstored_blocks", label="unavailable")
+            logger.exception("a store broke its contract; a block was not stored")
+        finally:
+            self._release(buffer)
+
+    def _complain(self, error: StoreError) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:  # a full disk fails every block, and says so once
+            self._quiet_until_s = now_s + COMPLAIN_EVERY_S
+            logger.warning("blocks are not stored: %s", error)
+
+    def _release(self, buffer: Buffer) -> None:
+        self._pool.give(buffer)
+        self.pending_blocks -= 1

@@ -1,0 +1,249 @@
+"""Every codec keeps the contract of codecs."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.codecs.catalogue import chain_of, decode
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.pipeline import Chain
+from sglang_cake.codecs.relative_error import relative_error
+from sglang_cake.core.codec_names import CODECS
+from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
+from sglang_cake.testing.codec_contract import CodecContract, as_bytes
+
+
+class TestRaw(CodecContract):
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("raw", layout)
+
+
+class TestZstd(CodecContract):
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("zstd", layout)
+
+
+class TestInt8(CodecContract):
+    max_error, odd_error = 0.01, 0.02
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("int8", layout)
+
+
+class TestInt4(CodecContract):
+    max_error, odd_error = 0.12, 0.25
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("int4", layout)
+
+
+class TestKvquant3BeforeRope(CodecContract):
+    max_error, odd_error = 0.25, 0.5
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("kvquant3", layout, rope_theta=10000.0)
+
+
+class TestCachegen1(CodecContract):
+    max_error, odd_error = 0.05, 0.08
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("cachegen1", layout)
+
+
+class TestCachegen3(CodecContract):
+    max_error, odd_error = 0.25, 0.25
+
+    def chain(self, layout: BlockLayout) -> Chain:
+        return chain_of("cachegen3", layout)
+
+
+layouts = st.builds(
+    BlockLayout,
+    layers=st.integers(1, 3),
+    parts=st.sampled_from(
+        [
+            (("k", (1, 4)), ("v", (1, 4))),
+            (("k", (3, 5)), ("v", (2, 9))),
+            (("k", (2, 80)), ("v", (2, 80))),
+            (("kv", (37,)),),
+        ]
+    ),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    block_tokens=st.sampled_from([1, 2, 7, 8, 33, 129, 140]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layout=layouts, seed=st.integers(0, 2**32), codec=st.sampled_from(["raw", "zstd"]))
+def test_lossless_codecs_keep_every_bit_of_any_bytes(
+    layout: BlockLayout, seed: int, codec: str
+) -> None:
+    block = np.random.default_rng(seed).bytes(layout.block_bytes)
+    assert _round_trip(layout, block, codec) == block
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layout=layouts,
+    seed=st.integers(0, 2**32),
+    codec=st.sampled_from([("int8", 255), ("int4", 15)]),
+    exponent=st.integers(-30, 30),
+)
+def test_no_number_moves_by_more_than_a_step_of_its_group(
+    layout: BlockLayout, seed: int, codec: tuple[str, int], exponent: int
+) -> None:
+    """The bound of even grids, number by number, from the definition of a group."""
+    name, steps = codec
+    if layout.dtype == "float16":
+        exponent = max(-8, min(8, exponent))
+    draw = np.random.default_rng(seed)
+    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    numbers = draw.normal(size=count) * draw.choice([1, 1, 1, 30], size=count) * 2.0**exponent
+    block = as_bytes(numbers, layout.dtype)
+    restored = _round_trip(layout, block, name)
+    before, after = _numbers(layout, block), _numbers(layout, restored)
+    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}[layout.dtype]
+    for (part, exact), (_, found) in zip(before, after, strict=True):
+        axis = 0 if part == "k" else 1
+        for first in range(0, exact.shape[axis], 128):
+            piece = (slice(first, first + 128), slice(None))
+            piece = piece if axis == 0 else piece[::-1]
+            group, got = exact[piece], found[piece]
+            size = np.abs(exact).max()
+            step = (group.max(axis) - group.min(axis)) / steps
+            # float16 rounds the zero by 2^-10 of its size and the scale by 2^-24 of the plane.
+            zero = np.abs(group).max(axis) * 2**-10
+            bound = step * 0.51 + zero / steps + size * 2**-22
+            bound = np.expand_dims(bound, axis) + np.abs(got) * unit
+            assert (np.abs(got - group) <= bound).all()
+
+
+def _numbers(layout: BlockLayout, block: bytes) -> list[tuple[str, np.ndarray]]:
+    from sglang_cake.codecs.blocks import Block
+
+    found = Block.over(layout, memoryview(block))
+    return [
+        (part.name, plane)
+        for part in found.parts
+        for plane in found.floats(part).astype(np.float64)
+    ]
+
+
+def _round_trip(layout: BlockLayout, block: bytes, codec: str) -> bytes:
+    payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+    size = chain_of(codec, layout).encode(layout, memoryview(block), payload)
+    out = bytearray(layout.block_bytes)
+    decode(layout, payload[:size], memoryview(out))
+    return bytes(out)
+
+
+def test_the_measure_of_an_error_is_the_mean_of_the_planes_squares() -> None:
+    layout = BlockLayout(2, (("k", (1, 4)), ("v", (1, 4))), "float32", 2)
+    exact = np.ones(32, np.float32)
+    decoded = exact.copy()
+    decoded[8:16] *= 1.5  # V of the first layer
+    found = relative_error(layout, memoryview(exact.tobytes()), memoryview(decoded.tobytes()))
+    assert found == pytest.approx(0.25)  # the root of a quarter of 0.5 ** 2
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    layout=layouts,
+    seed=st.integers(0, 2**32),
+    codec=st.sampled_from(
+        # The smallest blocks are the worst.
+        [("kvquant3", 0.7), ("cachegen1", 0.1), ("cachegen2", 0.25)]
+    ),
+    exponent=st.integers(-30, 30),
+)
+def test_other_lossy_codecs_stay_near_whatever_the_shape(
+    layout: BlockLayout, seed: int, codec: tuple[str, float], exponent: int
+) -> None:
+    name, most = codec
+    if layout.dtype == "float16":
+        exponent = max(-6, min(8, exponent))
+    draw = np.random.default_rng(seed)
+    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    block = as_bytes(draw.normal(size=count) * 2.0**exponent, layout.dtype)
+    restored = _round_trip(layout, block, name)
+    assert relative_error(layout, memoryview(block), memoryview(restored)) <= most
+
+
+def test_what_is_set_apart_comes_back_exactly() -> None:
+    """KVQuant's dense-and-sparse: the few numbers farthest out keep every bit."""
+    layout = BlockLayout(1, (("k", (1, 4)), ("v", (1, 128))), "float32", 128)
+    draw = np.random.default_rng(5)
+    numbers = draw.normal(size=128 * 132).astype(np.float32)
+    keys, values = numbers[: 128 * 4].reshape(128, 4), numbers[128 * 4 :].reshape(128, 128)
+    keys[17, 2], values[90, 5] = 1234.5678, -777.7777
+    block = numbers.tobytes()
+    restored = np.frombuffer(_round_trip(layout, block, "kvquant3"), np.float32)
+    assert restored[: 128 * 4].reshape(128, 4)[17, 2] == np.float32(1234.5678)
+    assert restored[128 * 4 :].reshape(128, 128)[90, 5] == np.float32(-777.7777)
+    others = np.delete(restored, 17 * 4 + 2)
+    assert np.abs(others[others > -700]).max() < 6  # the range of the rest is its own
+
+
+def test_levels_lie_where_the_numbers_do() -> None:
+    """Against the definition: no level can move and come closer to what it stands for."""
+    from sglang_cake.codecs.nonuniform import fitted
+
+    draw = np.random.default_rng(6)
+    numbers = np.clip(draw.normal(0.5, 0.12, size=20000), 0, 0.999)
+    counts = np.bincount((numbers * 1024).astype(int), minlength=1024)
+    levels = fitted(counts, 8)
+    nearest = np.abs(numbers[:, None] - levels).argmin(axis=1)
+    for level in range(8):
+        assert abs(numbers[nearest == level].mean() - levels[level]) < 2e-3
+    even = np.linspace(0, 1, 8)
+    assert _spread(numbers, levels) < 0.5 * _spread(numbers, even)
+
+
+def _spread(numbers: np.ndarray, levels: np.ndarray) -> float:
+    return float(np.square(numbers[:, None] - levels).min(axis=1).mean())
+
+
+def test_keys_turned_back_within_a_block_are_even_again() -> None:
+    """What RoPE did to a constant channel pair is undone up to one turn for the whole block."""
+    from sglang_cake.codecs.blocks import Block
+    from sglang_cake.codecs.rope import InverseRope
+
+    layout = BlockLayout(1, (("k", (2, 8)), ("v", (2, 8))), "float32", 64)
+    position, half = 1000 + np.arange(64)[:, None, None], 4
+    angle = position * 500.0 ** (-np.arange(0, 8, 2) / 8)
+    before = np.random.default_rng(2).normal(size=(2, 8))
+    left, right = before[:, :half], before[:, half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    turned = np.concatenate((left * cos - right * sin, right * cos + left * sin), axis=2)
+    block = np.concatenate((turned.reshape(-1), np.arange(64 * 16))).astype(np.float32)
+    out = np.empty_like(block)
+    step = InverseRope(500.0, 8)
+    source = Block.over(layout, memoryview(block.tobytes()))
+    target = Block.over(layout, memoryview(out).cast("B"))
+    step.encode(source, target)
+    keys = out[: 64 * 16].reshape(64, 16)
+    assert np.abs(keys - keys[0]).max() < 1e-5
+    assert (out[64 * 16 :] == block[64 * 16 :]).all()
+    back = np.empty_like(block)
+    step.decode(target, Block.over(layout, memoryview(back).cast("B")))
+    assert np.abs(back - block).max() < 1e-5
+
+
+@pytest.mark.parametrize(("codec", "least"), [("int8", 1.9), ("int4", 3.7), ("kvquant3", 4.5)])
+@pytest.mark.parametrize(("layers", "heads"), [(32, 8), (40, 40), (80, 1)])
+def test_how_much_smaller_blocks_are_with_scales_and_headers(
+    codec: str, least: float, layers: int, heads: int
+) -> None:
+    """Llama-3.1-8B, LongAlpaca-13B, a rank of eight of Llama-3.1-70B; these sizes are fixed."""
+    layout = BlockLayout(layers, (("k", (heads, 128)), ("v", (heads, 128))), "bfloat16", 128)
+    chain = chain_of(codec, layout, rope_theta=500000.0)
+    stored_bytes = HEADER_BYTES + 192 + chain.max_bytes(layout)
+    assert layout.block_bytes / stored_bytes >= least
+
+
+def test_no_text_in_front_of_a_block_is_longer_than_that_of_the_longest_chain() -> None:
+    layout = BlockLayout(1, (("k", (1, 128)), ("v", (1, 128))), "bfloat16", 128)
+    assert all(len(chain_of(codec, layout, 500000.0).describe()) < 188 for codec in CODECS)

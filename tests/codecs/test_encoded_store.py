@@ -1,0 +1,415 @@
+"""A store whose blocks are encoded: the contract of stores, and every kind of inner store."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_cake.cli import main
+from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.catalogue import chain_of
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES, encoded_frame, frame_of
+from sglang_cake.codecs.encoders import OneCodec
+from sglang_cake.codecs.encodings import Forms
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
+from sglang_cake.codecs.pipeline import is_raw
+from sglang_cake.core.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import Store
+from sglang_cake.stores.encoded import EncodedStore, open_blocks
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.per_tier_encoding import LinkSpeed, put_first
+from sglang_cake.stores.request_info import RequestFacts, tell
+from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.tier_hints import sources_of
+from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
+from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
+
+LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+BLOCK = kv_like(LAYOUT)
+KEY = BlockKey(bytes(range(32)))
+
+
+class TestZstdFiles(StoreContract):
+    """The contract's blocks are any bytes, so that only what keeps every bit can keep it."""
+
+    codec, options, tells_progress = "zstd", "", False
+
+    def open(self, folder: Path) -> Store:
+        return open_blocks(
+            parse_sources(f"file://{folder}/kv?min_free=0{self.options}"),
+            *(self.frame.namespace, self.frame.layout),
+            codec=self.codec,
+            depth=2,
+        )
+
+    def test_payloads_have_any_length_where_the_frame_varies(self, tmp_path: Path) -> None:
+        """Blocks do not: they all have one length, whatever theirs below."""
+        zeros = memoryview(bytes(CONTRACT.block_bytes))
+        blocks = {"zeros": zeros, "noise": block_of("noise", CONTRACT)}
+
+        async def test(store: Store) -> None:
+            for name, block in blocks.items():
+                assert await store.put(key_of(name), block)
+                out = bytearray(CONTRACT.block_bytes + 64)
+                view = memoryview(out)[: CONTRACT.block_bytes]
+                assert await store.get_into(key_of(name), view) == CONTRACT.block_bytes
+                assert out == bytes(block) + bytes(64)
+
+        self.run(tmp_path, test)
+        zeros_bytes, noise_bytes = (
+            next(tmp_path.rglob(key_of(name).hex())).stat().st_size for name in blocks
+        )
+        assert zeros_bytes < noise_bytes - CONTRACT.block_bytes // 2
+
+
+class TestZstdOverALink(TestZstdFiles):
+    options = "&bandwidth=1GB/s"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_first_token_of_a_prompt_is_stored_exactly_where_codecs_lose(
+    tmp_path: Path, codec: str
+) -> None:
+    async def go(recorded: bool) -> None:
+        store = open_blocks(
+            parse_sources(f"file://{tmp_path}/kv-{recorded}?min_free=0&bandwidth=100MB/s"),
+            *(namespace(codec), LAYOUT),
+            codec=codec,
+            depth=1,
+        )
+        if recorded:
+            store = RecordingStore(store, TraceFile(tmp_path / "trace", 128))
+        rows = {}
+        for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
+            assert await put(key_of(name), memoryview(BLOCK))
+            out = memoryview(bytearray(LAYOUT.block_bytes))
+            await store.get_into(key_of(name), out)
+            found, exact = (Block.over(LAYOUT, view).planes() for view in (out, memoryview(BLOCK)))
+            pairs = zip(found, exact, strict=True)
+            rows[name] = [(restored[0] == kept[0]).all() for restored, kept in pairs]
+        await store.close()
+        assert all(rows["first"])
+        assert all(rows["other"]) == (codec in LOSSLESS)
+
+    asyncio.run(go(recorded=False))
+    asyncio.run(go(recorded=True))
+
+
+def namespace(codec: str) -> Namespace:
+    return Namespace(
+        (("model", "m"), ("layout", LAYOUT.describe()), ("codec", namespace_value(codec, 0.0)))
+    )
+
+
+def opened(url: str, codec: str) -> Store:
+    return open_blocks(parse_sources(url), namespace(codec), LAYOUT, codec=codec, depth=2)
+
+
+async def round_trip(store: Store) -> bytes:
+    assert await store.put(KEY, memoryview(BLOCK))
+    assert not await store.put(KEY, memoryview(BLOCK))
+    assert await store.contains([KEY]) == [True]
+    out = bytearray(LAYOUT.block_bytes)
+    assert await store.get_into(KEY, memoryview(out)) == LAYOUT.block_bytes
+    return bytes(out)
+
+
+def stored_file(root: Path) -> Path:
+    (file,) = (f for f in root.glob("*/*/*/*") if len(f.name) == 64)
+    return file
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("how", ["plain", "sealed", "tiers", "paced"])
+def test_blocks_go_through_every_kind_of_store(tmp_path: Path, codec: str, how: str) -> None:
+    (tmp_path / "key").write_text(bytes(range(32)).hex())
+    (tmp_path / "key").chmod(0o600)
+    url = (tmp_path / "store").as_uri()
+    if how == "sealed":
+        url += f"?key_file={tmp_path / 'key'}"
+    if how == "tiers":
+        url += f",{(tmp_path / 'second').as_uri()}"
+    if how == "paced":
+        url += "?bandwidth=100MB/s"
+
+    async def go() -> bytes:
+        store = opened(url, codec)
+        try:
+            return await round_trip(store)
+        finally:
+            await store.close()
+
+    found = asyncio.run(go())
+    assert (found == BLOCK) == (codec in LOSSLESS)
+    sizes = [stored_file(tmp_path / "store").stat().st_size]
+    if how == "tiers":  # the copy is as short as the original
+        sizes.append(stored_file(tmp_path / "second").stat().st_size)
+    assert len(set(sizes)) == 1
+    assert (sizes[0] < LAYOUT.block_bytes) == (codec != "raw")
+
+
+@pytest.mark.parametrize("codec", CHOICES)
+def test_every_codec_opens_as_a_server_opens_it(tmp_path: Path, codec: str) -> None:
+    """With what it knows of the model: heads, and how positions turn them."""
+
+    async def go() -> bytes:
+        store = open_blocks(
+            parse_sources((tmp_path / "store").as_uri()),
+            namespace(codec),
+            LAYOUT,
+            codec=codec,
+            depth=2,
+            max_error=0.5,
+            rope_theta=10000.0,
+        )
+        try:
+            return await round_trip(store)
+        finally:
+            await store.close()
+
+    found = asyncio.run(go())
+    assert len(found) == LAYOUT.block_bytes
+    assert codec not in LOSSLESS or found == BLOCK
+
+
+def test_raw_blocks_lie_on_the_disk_as_they_always_did(tmp_path: Path) -> None:
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "raw")
+        await round_trip(store)
+        await store.close()
+
+    asyncio.run(go())
+    raw = stored_file(tmp_path).read_bytes()
+    assert raw[HEADER_BYTES:] == BLOCK
+    assert raw[:HEADER_BYTES] == BlockFrame(namespace("raw"), LAYOUT).header(KEY, memoryview(BLOCK))
+
+
+def test_a_block_file_says_how_it_is_encoded(tmp_path: Path) -> None:
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "int8")
+        await round_trip(store)
+        await store.close()
+
+    asyncio.run(go())
+    raw = stored_file(tmp_path).read_bytes()
+    header = read_header(raw[:HEADER_BYTES])
+    assert header.codec == "int8"
+    assert header.payload_bytes == len(raw) - HEADER_BYTES
+    count = int.from_bytes(raw[HEADER_BYTES : HEADER_BYTES + 4], "little")
+    text = raw[HEADER_BYTES + 4 : HEADER_BYTES + 4 + count]
+    assert json.loads(text) == [["groups", {"bits": 8, "group": 128}]]
+
+
+def test_codecs_never_share_a_namespace() -> None:
+    values = [namespace_value(codec, 0.0) for codec in CHOICES]
+    values += [namespace_value("auto", 0.01), namespace_value("auto", 0.1)]
+    assert len({namespace(codec).digest() for codec in CODECS}) == len(CODECS)
+    assert len(set(values)) == len(values)
+
+
+def test_what_cannot_be_decoded_is_corrupt_and_forgotten(tmp_path: Path) -> None:
+    """The checksums are right: somebody else's program wrote it."""
+
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "int8")
+        frame = encoded_frame(namespace("int8"), LAYOUT, "int8")
+        inner = parse_sources(tmp_path.as_uri())[0].open(frame, depth=1)
+        text = b'[["groups",{"bits":8,"group":128}]]'
+        payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + b"too short"
+        await inner.put(KEY, memoryview(payload))
+        out = bytearray(LAYOUT.block_bytes)
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(KEY, memoryview(out))
+        with pytest.raises(BlockMissing):
+            await store.get_into(KEY, memoryview(out))
+        await inner.close()
+        await store.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "flipped"])
+def test_a_damaged_file_is_noticed(tmp_path: Path, change: str) -> None:
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "zstd")
+        await round_trip(store)
+        file = stored_file(tmp_path)
+        raw = bytearray(file.read_bytes())
+        if change == "cut":
+            raw = raw[:-1]
+        elif change == "longer":
+            raw += b"\0"
+        else:
+            raw[HEADER_BYTES + 300] ^= 1
+        file.write_bytes(raw)
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(KEY, memoryview(bytearray(LAYOUT.block_bytes)))
+        await store.close()
+
+    asyncio.run(go())
+
+
+def test_a_store_without_books_finds_blocks_of_any_length(tmp_path: Path) -> None:
+    from sglang_cake.stores.file.folder import BlockFolder
+
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "zstd")
+        await round_trip(store)
+        await store.close()
+
+    asyncio.run(go())
+    folder = BlockFolder(tmp_path)
+    digest = namespace("zstd").digest()
+    assert frame_of(namespace("zstd"), LAYOUT).known_bytes is None
+    import threading
+
+    from sglang_cake.stores.file import folder as module
+
+    def no_books(*args: object, **kwargs: object) -> object:
+        raise module.StoreUnavailable("no books")
+
+    folder._books.open = no_books  # type: ignore[method-assign, assignment]
+    assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
+    assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
+
+
+def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> None:
+    broken = np.frombuffer(BLOCK, np.uint16).copy()
+    broken[77] = 0x7FC0  # not a number
+    int8 = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
+
+    def payload_of(block: bytes) -> memoryview:
+        room = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
+        return int8.encode(Forms(memoryview(block), False, lambda: room), 0)
+
+    assert not is_raw(payload_of(BLOCK))
+    payload = payload_of(broken.tobytes())
+    assert is_raw(payload)
+    assert b'[["raw",{}]]' in bytes(payload[:64])
+    assert LAYOUT.block_bytes < len(payload) <= LAYOUT.block_bytes + 64
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_kv_cache_in_eight_bits_has_nothing_to_lose(codec: str) -> None:
+    fp8 = BlockLayout(1, (("k", (1, 8)), ("v", (1, 8))), "float8_e4m3fn", 16)
+    with pytest.raises(ConfigError, match="float8_e4m3fn"):
+        chain_of(codec, fp8)
+    chain_of("zstd", fp8)
+
+
+def test_a_codec_name_fits_the_header_with_a_seal_behind_it() -> None:
+    assert all(len(f"{codec}+aesgcm") <= 16 for codec in CHOICES)
+
+
+def test_checksums_are_over_what_is_stored(tmp_path: Path) -> None:
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "int4")
+        await round_trip(store)
+        await store.close()
+
+    asyncio.run(go())
+    raw = stored_file(tmp_path).read_bytes()
+    assert read_header(raw[:HEADER_BYTES]).payload_checksum == payload_checksum(raw[HEADER_BYTES:])
+
+
+def test_a_cancelled_read_lets_go_of_its_memory(tmp_path: Path) -> None:
+    """When the caller has its memory back, no thread writes to it any more."""
+
+    async def go() -> None:
+        store = opened(tmp_path.as_uri(), "zstd")
+        await round_trip(store)
+        for delay in range(8):
+            out = bytearray(LAYOUT.block_bytes)
+            read = asyncio.create_task(store.get_into(KEY, memoryview(out)))
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            read.cancel()
+            await asyncio.wait([read])
+            before = bytes(out)
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(lambda: None).result()
+            assert bytes(out) == before
+        assert await round_trip_again(store) == BLOCK
+        await store.close()
+
+    async def round_trip_again(store: Store) -> bytes:
+        out = bytearray(LAYOUT.block_bytes)
+        await store.get_into(KEY, memoryview(out))
+        return bytes(out)
+
+    asyncio.run(go())
+
+
+def test_what_requests_tell_and_ask_goes_on_to_the_store_below() -> None:
+    class Listening(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[tuple[list[BlockKey], RequestFacts]] = []
+
+        async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+            self.told.append((list(keys), facts))
+
+        def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+            return [3] * len(keys)
+
+    inner, facts = Listening(), RequestFacts("r1", 300)
+
+    async def go() -> None:
+        encode = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
+        size = LAYOUT.block_bytes + HEAD_BYTES
+        store = EncodedStore(
+            *(inner, LAYOUT, encode),
+            link=LinkSpeed(),
+            counters=Counters(),
+            payload_bytes=size,
+            depth=1,
+        )
+        await tell(store, [KEY], facts)
+        assert sources_of(store, [KEY]) == [3]
+        await store.close()
+
+    asyncio.run(go())
+    assert inner.told == [([KEY], facts)]
+
+
+@pytest.mark.parametrize(("codec", "options"), [("zstd", ""), ("int4", "&key_file={0}/key")])
+def test_encoded_blocks_are_copied_and_verified_as_they_are(
+    tmp_path: Path, codec: str, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text(bytes(range(32)).hex())
+    (tmp_path / "key").chmod(0o600)
+    here, there = (
+        f"{(tmp_path / name).as_uri()}?min_free=0{options.format(tmp_path)}" for name in ("a", "b")
+    )
+
+    async def filled() -> None:
+        store = opened(here, codec)
+        await round_trip(store)
+        await store.close()
+
+    async def read() -> bytes:
+        store = opened(there, codec)
+        out = bytearray(LAYOUT.block_bytes)
+        await store.get_into(KEY, memoryview(out))
+        await store.close()
+        return bytes(out)
+
+    asyncio.run(filled())
+    plain = [url.replace(options.format(tmp_path), "") for url in (here, there)]
+    assert main(["store", "cp", *plain]) == 0  # without the key: sealed blocks stay sealed
+    assert main(["store", "verify", plain[1]]) == 0
+    capsys.readouterr()
+    assert (asyncio.run(read()) == BLOCK) == (codec in LOSSLESS)
+    assert stored_file(tmp_path / "b").read_bytes() == stored_file(tmp_path / "a").read_bytes()

@@ -1,0 +1,126 @@
+"""SGLang's own KV pools and slot allocators on a CPU, small, and records to go with them."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.keys import Digest, KeyChain, KeySeed
+from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
+from sglang_cake.integration.request.restore import Restore
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.staging import StagedBlock
+from sglang_cake.stores.request_info import RequestFacts
+
+SEED = KeySeed(Digest(b"n" * 32))
+
+
+def mha(
+    slots: int,
+    *,
+    page: int = 1,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 2,
+    dim: int = 4,
+    v_dim: int | None = None,
+    layers: int = 2,
+) -> MHATokenToKVPool:
+    return MHATokenToKVPool(
+        size=slots,
+        page_size=page,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=dim,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+        v_head_dim=v_dim,
+    )
+
+
+def mla(
+    slots: int, *, page: int = 1, dtype: torch.dtype = torch.float32, layers: int = 2
+) -> MLATokenToKVPool:
+    return MLATokenToKVPool(
+        size=slots,
+        page_size=page,
+        dtype=dtype,
+        kv_lora_rank=6,
+        qk_rope_head_dim=3,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def buffers_of(pool: Any) -> list[torch.Tensor]:
+    if isinstance(pool, MLATokenToKVPool):
+        return list(pool.kv_buffer)
+    return [b for pair in zip(pool.k_buffer, pool.v_buffer, strict=True) for b in pair]
+
+
+def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.view(torch.uint8).view(buffer.shape[0], -1)
+
+
+def scramble(pool: Any, seed: int) -> None:
+    """Any bytes at all, NaNs among them: a copy must not care."""
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in buffers_of(pool):
+        raw = as_bytes(buffer)
+        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+
+
+def allocator_of(pool: Any, page: int) -> Any:
+    if page == 1:
+        return TokenToKVPoolAllocator(pool.size, pool.dtype, "cpu", pool, need_sort=False)
+    return PagedTokenToKVPoolAllocator(pool.size, page, pool.dtype, "cpu", pool, need_sort=False)
+
+
+def restore_of(
+    blocks: int, *, block: int, page: int = 1, rid: str = "r", limit: int | None = None
+) -> Restore:
+    """A record of a prompt of whole blocks."""
+    tokens = array("q", range(blocks * block))
+    return Restore(
+        rid=rid,
+        ticket=rid,
+        tokens=tokens,
+        chain=KeyChain(SEED, block),
+        facts=RequestFacts(rid, len(tokens)),
+        meet=Meet(
+            block_tokens=block,
+            page_tokens=page,
+            limit_tokens=len(tokens) if limit is None else limit,
+            prompt_tokens=len(tokens),
+        ),
+        load=LoadCost(0.0, 0.01, depth=4),
+    )
+
+
+@dataclass
+class Staging:
+    """Host staging that remembers how each block ended."""
+
+    kv: DeviceKV
+    pool: BufferPool = field(init=False)
+    freed: list[StagedBlock] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BufferPool(64, self.kv.new_buffer)
+
+    def land(self, restore: Restore, block: int) -> bytes:
+        """`block` is in host memory, wanted; returns its bytes."""
+        buffer = self.pool.take()
+        assert isinstance(buffer, HostBuffer)
+        generator = torch.Generator().manual_seed(block)
+        size = len(buffer.tensor)
+        buffer.tensor.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
+        assert restore.meet.landed(block)
+        restore.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
+        return bytes(buffer.view)

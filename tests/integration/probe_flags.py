@@ -1,0 +1,69 @@
+"""Run as a script by test_flags: many cases in one process, since importing SGLang takes seconds.
+
+Reads JSON lists of cases from stdin, a line each, and answers each with a line, `answer ` and a
+JSON list of what became of them. A case is
+{"argv": [...]} for the command line, {"engine": {...}} for the keywords of `sglang.Engine`, or
+{"raw": {...}} for a ServerArgs built by hand; "env" is set for it, "resolve" goes on to where the
+launcher resolves its settings.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from typing import Any
+
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sglang_cake.core.errors import ConfigError
+
+
+def main() -> None:
+    load_plugins()
+    for line in sys.stdin:
+        print("answer", json.dumps([run(case) for case in json.loads(line)]), flush=True)
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(case.get("env", {}))
+    stderr = io.StringIO()
+    result: dict[str, Any] = {}
+    try:
+        with contextlib.redirect_stderr(stderr):
+            args = build(case)
+            if case.get("resolve"):
+                args.resolve_once()
+        result |= {"backend": args.radix_cache_backend, "env": cake_environment()}
+        result["graphs"] = args.cuda_graph_backend_prefill
+    except SystemExit as error:
+        result["exit"] = error.code
+    except ConfigError as error:
+        result["error"] = str(error)
+    finally:
+        for name in case.get("env", {}):
+            os.environ.pop(name, None)
+    lines = stderr.getvalue().splitlines()
+    result["stderr"] = [line for line in lines if line.startswith("sglang-cake")]
+    result["usage"] = any(line.startswith("usage") for line in lines)
+    result["env_after"] = cake_environment()
+    return result
+
+
+def build(case: dict[str, Any]) -> Any:
+    if "argv" in case:
+        return prepare_server_args(case["argv"])
+    if "raw" in case:
+        return ServerArgs(**case["raw"])
+    # What Engine.__init__ does with its keywords; the rest of it would load a model.
+    return Engine.__new__(Engine).server_args_class(**case["engine"])
+
+
+def cake_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("SGLANG_CAKE_")}
+
+
+if __name__ == "__main__":
+    main()

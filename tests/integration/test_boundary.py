@@ -1,0 +1,433 @@
+"""No exception of ours reaches SGLang, and every exception of SGLang passes."""
+
+import ast
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from faults import Fault, replace
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from test_coordinator import BLOCK, Desk, FakeReq, req_of
+
+import sglang_cake
+from sglang_cake.core.errors import ConfigError, RunaheadError
+from sglang_cake.integration import admin_api, plugin, response_hooks
+from sglang_cake.integration.boundary import (
+    AMONG_REQUESTS,
+    BOUNDARY,
+    MOST_FAILURES,
+    Boundary,
+    Health,
+    register,
+)
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.overlap.layer_gate import LayerGate
+from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder
+
+PACKAGE = Path(sglang_cake.__file__).parent
+
+
+class Tree:
+    """What failures end in."""
+
+    def __init__(self) -> None:
+        self.calls: list[str | None] = []
+
+    def forget(self, rid: str) -> None:
+        self.calls.append(rid)
+
+    def forget_all(self) -> None:
+        self.calls.append("all")
+
+    def switch_off(self) -> None:
+        self.calls.append("off")
+
+
+@pytest.fixture
+def tree() -> Tree:
+    made = Tree()
+    BOUNDARY.watch(made, None)
+    return made
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> "dict[str, list[Any]]":
+    """SGLang's registry, with every hook of ours in it and none applied."""
+    hooks: dict[str, list[Any]] = defaultdict(list)
+    monkeypatch.setattr(HookRegistry, "_hooks", hooks)
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    parts = {name: list(places) for name, places in BOUNDARY.hooks.items()}
+    monkeypatch.setattr(BOUNDARY, "hooks", defaultdict(list, parts))
+    monkeypatch.setattr("sglang.srt.mem_cache.registry._RADIX_CACHE_REGISTRY", {})
+    monkeypatch.setattr(plugin, "is_handed_over", lambda: True)
+    plugin.register()
+    response_hooks.install()
+    admin_api.install(SimpleNamespace(store=None))  # type: ignore[arg-type]
+    return hooks
+
+
+def _raise(own: Callable[..., Any]) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise Fault(own.__name__)
+
+    return fail
+
+
+# ---- every hook ----
+
+
+def test_every_hook_of_ours_is_registered_behind_the_boundary(registry: Any) -> None:
+    behind = [each for places in BOUNDARY.hooks.values() for each in places]
+    assert len(registry) >= 15
+    for target, hooks in registry.items():
+        for _, hook, _ in hooks:
+            assert hook in behind, target
+
+
+def test_nobody_else_registers_hooks() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        if file.name == "boundary.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "register":
+                assert getattr(node.value, "id", None) != "HookRegistry", file
+
+
+def test_a_hook_that_raises_leaves_sglang_its_own_result(registry: Any, tree: Tree) -> None:
+    """All of them in turn, found in the registry itself."""
+    for target, hooks in registry.items():
+        for kind, hook, _ in hooks:
+            replace(hook, _raise)
+            BOUNDARY.watch(Tree(), None)
+            name, calls = ".".join(target.split(".")[-2:]), []
+            before = BOUNDARY.counts[name]
+            if kind is HookType.AROUND:
+
+                def original(*args: Any, calls: list[Any] = calls, **kwargs: Any) -> str:
+                    calls.append((args, kwargs))
+                    return "SGLang's"
+
+                assert hook(original, "self", "argument", key=1) == "SGLang's", target
+                assert calls == [(("self", "argument"), {"key": 1})], target
+            else:
+                assert hook("SGLang's", "self", "argument") is None, target  # result is kept
+            assert BOUNDARY.counts[name] == before + 1, target
+
+
+def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All guarded parts of classes of ours that SGLang calls."""
+    seen = 0
+    for name, places in list(BOUNDARY.hooks.items()):
+        for guarded in places:
+            if guarded.__code__.co_name != "call":  # a hook that another test registered
+                continue
+            own = guarded.__wrapped__  # type: ignore[attr-defined]
+            before = BOUNDARY.counts[name]
+            replace(guarded, _raise)
+            try:
+                BOUNDARY.watch(Tree(), None)
+                assert not guarded("self", SimpleNamespace(rid="r"))
+                assert BOUNDARY.counts[name] == before + 1
+                assert BOUNDARY._owner.calls == ["r"]  # type: ignore[union-attr]
+                seen += 1
+            finally:
+                for cell in guarded.__closure__:  # type: ignore[attr-defined]
+                    if getattr(cell.cell_contents, "__name__", "") == "fail":
+                        cell.cell_contents = own
+    assert seen >= 12
+
+
+@pytest.mark.parametrize("owned", [CakeRadixCache, CakePrefillAdder])
+def test_every_method_that_sglang_calls_has_its_part_behind_the_boundary(owned: type) -> None:
+    reads_only = {"prefix_device_indices", "evictable_size", "full_evictable_size"}
+    same = {"evict_for_alloc": "evict"}
+    (base,) = owned.__bases__
+    overridden = {
+        name for name in vars(owned) if hasattr(base, name) and callable(vars(owned)[name])
+    }
+    for name in overridden - reads_only:
+        if name.startswith("__") and name != "__init__":
+            continue
+        assert BOUNDARY.hooks[f"{owned.__name__}.{same.get(name, name)}"], name
+
+
+# ---- what an AROUND hook may do ----
+
+
+def _around(hook: Callable[..., Any], registry: Any, **settings: Any) -> Callable[..., Any]:
+    register("a.b.C.method", hook, HookType.AROUND, **settings)
+    return registry["a.b.C.method"][-1][1]
+
+
+def test_an_exception_of_sglang_passes_unchanged(registry: Any, tree: Tree) -> None:
+    error = KeyError("SGLang's")
+
+    def original() -> None:
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        _around(lambda plain: plain(), registry)(original)
+    assert caught.value is error
+    assert tree.calls == []
+
+
+def test_a_hook_that_raises_after_the_call_returns_its_result_and_calls_once(
+    registry: Any, tree: Tree
+) -> None:
+    calls = []
+
+    def hook(plain: Any) -> None:
+        plain()
+        raise Fault
+
+    assert _around(hook, registry)(lambda: calls.append(1) or "result") == "result"
+    assert calls == [1]
+
+
+def test_a_hook_that_raises_over_an_exception_of_sglang_does_not_hide_it(
+    registry: Any, tree: Tree
+) -> None:
+    def hook(plain: Any) -> None:
+        try:
+            plain()
+        except KeyError:
+            raise Fault from None
+
+    def original() -> None:
+        raise KeyError("SGLang's")
+
+    with pytest.raises(KeyError):
+        _around(hook, registry)(original)
+    assert tree.calls == ["all"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_end_of_the_process_passes(registry: Any, tree: Tree, error: type) -> None:
+    def hook(*args: Any) -> None:
+        raise error
+
+    register("a.b.C.other", hook, HookType.AFTER)
+    for behind in (_around(hook, registry), registry["a.b.C.other"][0][1]):
+        with pytest.raises(error):
+            behind(lambda: None)
+    assert tree.calls == []
+
+
+def test_a_mistake_of_the_user_passes_where_it_may(registry: Any, tree: Tree) -> None:
+    def hook(plain: Any) -> None:
+        raise ConfigError("one line")
+
+    with pytest.raises(ConfigError):
+        _around(hook, registry, passes=ConfigError)(lambda: None)
+
+
+# ---- when it is too much ----
+
+
+@given(st.lists(st.integers(0, 2 * AMONG_REQUESTS), max_size=12))
+def test_failures_are_too_many_when_the_last_ones_are_among_few_requests(gaps: list[int]) -> None:
+    health, seen, times = Health(), 0, []
+    for gap in gaps:
+        for _ in range(gap):
+            health.arrived()
+        seen += gap
+        times.append(seen)
+        last = times[-MOST_FAILURES:]
+        expected = len(last) == MOST_FAILURES and seen - last[0] < AMONG_REQUESTS
+        assert health.failed() is expected
+
+
+def test_the_third_failure_switches_off_and_says_so_once(
+    tree: Tree, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    for number in range(5):
+        BOUNDARY.failed("here", Fault(str(number)), rid=f"r{number}")
+    assert tree.calls == ["r0", "r1", "off"]
+    assert sum("switched off" in each.message for each in caplog.records) == 1
+    assert sum(each.exc_info is not None for each in caplog.records) == 1  # one traceback
+
+
+def test_a_state_that_nobody_can_trust_switches_off_at_once(tree: Tree) -> None:
+    BOUNDARY.failed("here", Fault(), unsafe=True)
+    assert tree.calls == ["off"]
+
+
+def test_a_request_that_cannot_be_given_up_switches_off(tree: Tree) -> None:
+    tree.forget = _raise(tree.forget)  # type: ignore[method-assign]
+    BOUNDARY.failed("here", Fault(), rid="r")
+    assert tree.calls == ["off"]
+
+
+def test_what_fails_while_it_is_switched_off_does_not_reach_sglang(tree: Tree) -> None:
+    tree.switch_off = _raise(tree.switch_off)  # type: ignore[method-assign]
+    BOUNDARY.failed("here", Fault(), unsafe=True)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_new_weights_that_cannot_be_named_switch_off(
+    registry: Any, tree: Tree, called: bool
+) -> None:
+    """SGLang updates them once, whether cake fails before or after."""
+    (target,) = (each for each in registry if each.endswith("update_weights_from_disk"))
+    ((_, hook, _),) = registry[target]
+    place = SimpleNamespace(look=lambda: None, is_local=True)
+    identity = SimpleNamespace(place_of=lambda path: place if called else _raise(_raise)())
+    holder: Any = CakeRadixCache.__new__(CakeRadixCache)
+    holder.engine = SimpleNamespace(
+        identity=identity, weights_changing=lambda: None, weights_changed=_raise(_raise)
+    )
+    updater = SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=holder), is_fully_idle=lambda ignore_waiting: True
+    )
+    request = SimpleNamespace(model_path="m", load_format=None, weight_version=None)
+    calls, result = [], SimpleNamespace(success=True)
+
+    def original(*args: Any) -> Any:
+        calls.append(args)
+        return result
+
+    assert hook(original, updater, request) is result
+    assert calls == [(updater, request)]
+    assert tree.calls == ["off"]
+
+
+def test_an_idle_rank_asks_the_others_once_after_an_unsafe_hook_before_it_reduces(
+    registry: Any, tree: Tree
+) -> None:
+    """The hook may have failed on one rank, which then looks for nothing and does not reduce."""
+    calls: list[str] = []
+    coordinator = SimpleNamespace(
+        left=False,
+        step_s=0.0,
+        adaptive=False,
+        together=lambda: calls.append("together") or True,
+        poll=lambda serving: calls.append("poll"),
+    )
+    identity = SimpleNamespace(poll=lambda: calls.append("identify"))
+    holder = SimpleNamespace(
+        coordinator=coordinator, engine=SimpleNamespace(identity=identity), runahead=None
+    )
+    scheduler = SimpleNamespace(
+        tree_cache=holder, chunked_req=None, waiting_queue=[], policy=None, running_batch=None
+    )
+    (poll,) = (each for each in registry if each.endswith("_process_hicache_events"))
+    (load,) = (each for each in registry if each.endswith("begin_weight_update"))
+    registry[poll][0][1](None, scheduler)
+    assert calls == ["identify", "poll"]
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=None))
+    registry[load][0][1](lambda *args: None, updater, None)
+    for _ in range(2):
+        registry[poll][0][1](None, scheduler)
+    assert calls[2:] == ["together", "identify", "poll", "identify", "poll"]
+
+
+def test_what_failed_before_there_is_a_tree_leaves_cake_off() -> None:
+    here, tree = Boundary(), Tree()
+    here.failed("ModelRunner.load_model", Fault(), unsafe=True)
+    here.watch(tree, None)
+    assert tree.calls == ["off"]
+
+
+def test_a_layer_that_fails_in_our_hands_is_known_for_ours(tree: Tree) -> None:
+    gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
+    passage: Any = SimpleNamespace(reach=_raise(_raise))
+    with pytest.raises(RunaheadError), gate(passage):
+        gate.wait_until(0)
+
+
+# ---- wherever it is raised, all slots and buffers come back ----
+
+
+class Bomb:
+    """Raises in the Nth call of a function of the scheduler thread's part of the package."""
+
+    PARTS = tuple(str(PACKAGE / part) for part in ("integration", "loading"))
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls, self.where = number, 0, ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(self.PARTS):
+            return
+        if code.co_name.startswith("<"):  # what ends a generator early cannot raise
+            return
+        self.calls += 1
+        if self.calls == self.number:
+            self.where = frame.f_code.co_qualname
+            raise Fault(self.where)
+
+
+def _steps(desk: Desk, req: FakeReq) -> Iterator[Callable[[], Any]]:
+    """A prompt of which the last blocks are loaded and the first computed."""
+    cake = desk.cake
+    yield lambda: cake.arrive(req, lambda tokens, limit: 0)
+    for _ in range(4):
+        desk.settle_io()
+        yield lambda: cake.poll([req.rid])
+    for _ in range(6):
+        yield lambda: cake.settle(req, desk.attach)
+        yield lambda: cake.plan(req, BLOCK)
+        stop = min(req.prefix_len + BLOCK, len(req.origin_input_ids))
+        slots = desk.allocator.alloc(-(-(stop - req.prefix_len) // 4) * 4)
+        assert slots is not None
+        req.owned.append(slots)
+        yield lambda stop=stop: cake.claimed(req, stop)
+        req.prefix_len = stop
+        desk.settle_io()
+        yield lambda: cake.poll([req.rid])
+    yield lambda: cake.reclaim(BLOCK)
+    yield lambda: cake.end(req.rid)
+
+
+def _run_with(bomb: Bomb) -> None:
+    desk, req = Desk(), req_of(6.5)
+    try:
+        keys = desk.fill(req.origin_input_ids, {3, 4, 5})
+        desk.open(*keys)
+        for step in _steps(desk, req):
+            sys.setprofile(bomb)
+            try:
+                step()
+            except Fault:
+                sys.setprofile(None)
+                desk.cake.end(req.rid)  # what the boundary does
+            finally:
+                sys.setprofile(None)
+            owned = sum(len(each) for each in req.owned)
+            free = desk.allocator.available_size()
+            assert owned + free + desk.cake.held_tokens == desk.size, bomb.where
+        for slots in req.owned:
+            desk.allocator.free(slots)
+        desk.settle_io()
+        desk.cake.poll([])
+        desk.settle_io()
+        if "discard" not in bomb.where:  # that is what gives them back
+            assert desk.cake.held_tokens == 0, bomb.where
+            assert desk.allocator.available_size() == desk.size, bomb.where
+    finally:
+        desk.io.close()
+
+
+def test_slots_are_never_lost_whatever_call_fails() -> None:
+    """SGLang's leak check would see it: free, owned and held slots are all slots, at any time."""
+    bomb = Bomb(0)
+    _run_with(bomb)
+    calls = bomb.calls
+    assert calls > 300
+    for number in range(1, calls + 1):
+        _run_with(Bomb(number))

@@ -1,0 +1,158 @@
+"""compat.toml has every name of SGLang that the integration uses; the check finds differences."""
+
+import ast
+import logging
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import sglang_cake.adapter
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import compat
+
+FILES = sorted(Path(sglang_cake.integration.__file__).parent.rglob("*.py"))
+TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+BASES = {"UnifiedRadixCache": TREE, "PrefillAdder": ADDER}
+# The type of a parameter, as this package writes it -> the class of SGLang whose attributes it has.
+TYPES = {
+    "Req": "sglang.srt.managers.schedule_batch.Req",
+    "ScheduleBatch": "sglang.srt.managers.schedule_batch.ScheduleBatch",
+    "Scheduler": "sglang.srt.managers.scheduler.Scheduler",
+    "SchedulePolicy": "sglang.srt.managers.schedule_policy.SchedulePolicy",
+    "PrefillAdder": ADDER,
+    "UnifiedRadixCache": TREE,
+    "ModelConfig": "sglang.srt.configs.model_config.ModelConfig",
+    "TreeCacheBuildContext": "sglang.srt.mem_cache.registry.TreeCacheBuildContext",
+}
+
+
+def used_names() -> dict[str, set[str]]:
+    """Class or module of SGLang -> the names of it that the integration uses."""
+    used: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+                used[node.module or ""] |= {alias.name for alias in node.names}
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                read_parameters(node, used)
+            if isinstance(node, ast.ClassDef):
+                for base in node.bases:
+                    if isinstance(base, ast.Name) and base.id in BASES:
+                        read_subclass(node, BASES[base.id], used)
+        read_hooks(path, tree, used)
+    return used
+
+
+def read_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, used) -> None:
+    kinds = {}
+    for arg in (*function.args.args, *function.args.kwonlyargs):
+        if arg.annotation is not None:
+            told = ast.unparse(arg.annotation).strip("'\"").removesuffix(" | None")
+            if told in TYPES:
+                kinds[arg.arg] = TYPES[told]
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and (owner := kinds.get(ast.unparse(node.value))):
+            used[owner].add(node.attr)
+
+
+def read_subclass(found: ast.ClassDef, base: str, used) -> None:
+    """What it overrides, and what it takes from `self` that is not its own."""
+    theirs = dict(compat.members(base))
+    for node in ast.walk(found):
+        name = None
+        if isinstance(node, ast.FunctionDef):
+            name = node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = node.attr if node.value.id == "self" else None
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()":
+            name = node.attr
+        if name in theirs:
+            used[base].add(name)
+
+
+def read_hooks(path: Path, tree: ast.Module, used) -> None:
+    """Every text that names a function of SGLang, whole or behind a constant of the module."""
+    known = {
+        ast.unparse(node.targets[0]): node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    texts = [text for text in known.values() if isinstance(text, str)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.FormattedValue):
+            start = str(known.get(ast.unparse(node.values[0].value), ""))
+            if start.startswith("sglang.") and all(
+                isinstance(part, ast.Constant) for part in node.values[1:]
+            ):
+                texts.append(start + "".join(part.value for part in node.values[1:]))
+    for text in texts:
+        if text.startswith("sglang.") and compat._module(text) is None and "/" not in text:
+            owner, _, name = text.rpartition(".")
+            used[owner].add(name)
+
+
+def test_names_that_are_used_are_in_the_table() -> None:
+    table = compat.read_names()
+    missing = {
+        owner: names - table.get(owner, {}).keys()
+        for owner, names in used_names().items()
+        if names - table.get(owner, {}).keys()
+    }
+    assert not missing
+
+
+def test_private_names_are_used_in_compat_alone() -> None:
+    private = {
+        name
+        for owner, names in compat.read_names().items()
+        for name in names
+        if name.startswith("_") and not name.startswith("__") and owner != ADDER
+    } | {"_lock_node"}
+    for path in FILES:
+        if path.name == "compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in private, f"{path.name}:{node.lineno} {node.attr}"
+
+
+def test_installed_version_has_every_name_as_it_was_checked() -> None:
+    assert compat.differences() == []
+
+
+def test_differences_are_all_told_at_once() -> None:
+    names = {
+        "sglang.srt.managers.scheduler.Scheduler": {
+            "waiting_queue": "",
+            "run_batch": "(self, surprise)",
+            "no_such_method": "(self)",
+        },
+        "sglang.srt.no_such_module": {"anything": ""},
+    }
+    told = compat.differences(names)
+    assert [line.split()[0].partition("(")[0] for line in told] == [
+        "managers.scheduler.Scheduler.run_batch",
+        "managers.scheduler.Scheduler.no_such_method",
+        "no_such_module.anything",
+    ]
+
+
+def test_unchecked_version_with_all_names_runs_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "sglang_cake"):
+        compat.require("0.6.0")
+        compat.require("0.5.23")
+    (record,) = caplog.records
+    assert "0.6.0" in record.getMessage()
+
+
+def test_version_with_differences_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "differences", lambda: ["a.b is missing", "c() instead of (self)"])
+    with pytest.raises(ConfigError) as error:
+        compat.require("0.6.0")
+    assert "a.b is missing; c() instead of (self)" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,263 @@
+"""The digest of a model's files: all bytes, once, and nothing but the bytes."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.identity import content
+from sglang_cake.integration.identity.content import (
+    ContentChanged,
+    content_digest,
+    look,
+    unhashed_bytes,
+)
+
+LARGE_BYTES = (1 << 30) + (8 << 20)  # what was hashed by samples once
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, where digests of files of any age are remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(content, "SETTLED_S", -1.0)
+    return tmp_path / "cache" / "sglang_cake" / "content"
+
+
+def _write(folder: Path, **files: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / f"{name}.safetensors").write_bytes(data)
+    return folder
+
+
+def _digest(folder: Path) -> str:
+    return content_digest(look(folder.glob("*")))
+
+
+def _flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@given(st.binary(max_size=200), st.data())
+@settings(max_examples=30, deadline=None)
+def test_one_bit_anywhere_is_another_digest(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes, data: st.DataObject
+) -> None:
+    folder = _write(tmp_path_factory.mktemp("m"), a=raw + b".", b=b"b")
+    before = _digest(folder)
+    _flip(folder / "a.safetensors", data.draw(st.integers(0, len(raw))))
+    assert _digest(folder) != before
+
+
+def test_one_byte_of_a_large_file_is_another_digest_though_its_time_is_the_same(
+    tmp_path: Path,
+) -> None:
+    file = _write(tmp_path / "m", a=b"") / "a.safetensors"
+    os.truncate(file, LARGE_BYTES)
+    os.utime(file, ns=(1, 1))
+    before = _digest(tmp_path / "m")
+    _flip(file, LARGE_BYTES // 2 + 12345)
+    os.utime(file, ns=(1, 1))
+    assert _digest(tmp_path / "m") != before
+
+
+def test_equal_files_elsewhere_have_an_equal_digest(tmp_path: Path) -> None:
+    one = _write(tmp_path / "a" / "model", x=b"1" * 5000, y=b"2")
+    other = tmp_path / "b" / "other-name"
+    shutil.copytree(one, other)
+    os.utime(other / "x.safetensors", ns=(1, 1))
+    assert _digest(one) == _digest(other)
+    link = tmp_path / "snapshot"  # as in Hugging Face's cache
+    link.mkdir()
+    for file in one.iterdir():
+        (link / file.name).symlink_to(file)
+    assert _digest(link) == _digest(one)
+
+
+def test_names_and_borders_of_files_count(tmp_path: Path) -> None:
+    folders = [
+        _write(tmp_path / "1", a=b"12", b=b"3"),
+        _write(tmp_path / "2", a=b"1", b=b"23"),
+        _write(tmp_path / "3", a=b"3", b=b"12"),
+        _write(tmp_path / "4", a=b"12", c=b"3"),
+        _write(tmp_path / "5", a=b"12"),
+    ]
+    assert len({_digest(folder) for folder in folders}) == len(folders)
+
+
+def test_a_file_that_was_hashed_is_not_read_again(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "m", a=b"1" * 5000, b=b"2" * 700)
+    files = look(folder.glob("*"))
+    assert unhashed_bytes(files) == 5700
+    first = content_digest(files)
+    assert unhashed_bytes(files) == 0
+    assert content_digest(files) == first
+    _flip(folder / "a.safetensors", 0)
+    assert unhashed_bytes(look(folder.glob("*"))) == 5000
+
+
+def test_a_file_that_changed_lately_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change once more with the same times: clocks of file systems are coarse."""
+    monkeypatch.setattr(content, "SETTLED_S", 3600.0)
+    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
+    content_digest(files)
+    assert unhashed_bytes(files) == 1
+
+
+@pytest.mark.parametrize("change", ["content", "longer", "shorter", "replaced", "gone"])
+def test_files_that_changed_since_they_were_looked_at_have_no_digest(
+    tmp_path: Path, change: str
+) -> None:
+    folder = _write(tmp_path / "m", a=b"1" * 1000, b=b"2")
+    file, files = folder / "a.safetensors", look(folder.glob("*"))
+    if change == "content":
+        _flip(file, 3)
+    elif change == "replaced":
+        (folder / "new").write_bytes(b"3" * 1000)
+        (folder / "new").rename(file)
+    elif change == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, 2000 if change == "longer" else 10)
+    with pytest.raises((ContentChanged, OSError)):
+        content_digest(files)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    os.mkfifo(folder / "a.safetensors")
+    with pytest.raises(ContentChanged):
+        _digest(folder)
+
+
+def test_a_search_that_is_over_ends(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(ContentChanged, match="ends"):
+        content_digest(look(_write(tmp_path / "m", a=b"1").glob("*")), stop)
+
+
+def _records(cache: Path) -> list[Path]:
+    return [file for file in cache.iterdir() if not file.name.startswith("lock-")]
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "text", "link", "folder"])
+def test_a_record_that_is_damaged_is_not_believed(tmp_path: Path, cache: Path, damage: str) -> None:
+    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
+    right = content_digest(files)
+    (record,) = _records(cache)
+    kept = record.read_text()
+    record.unlink()
+    if damage == "link":
+        (tmp_path / "forged").write_text(kept[:-1] + "0")
+        record.symlink_to(tmp_path / "forged")
+    elif damage == "folder":
+        record.mkdir()
+    else:
+        record.write_text({"empty": "", "short": kept[:40], "text": "z" * 64}[damage])
+    assert content_digest(files) == right
+
+
+def test_records_of_a_folder_that_others_may_write_are_not_believed(
+    tmp_path: Path, cache: Path
+) -> None:
+    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
+    right = content_digest(files)
+    (record,) = _records(cache)
+    record.write_text("0" * 64)
+    cache.chmod(0o777)
+    assert content_digest(files) == right
+
+
+def test_records_are_the_users_alone(tmp_path: Path, cache: Path) -> None:
+    _digest(_write(tmp_path / "m", a=b"1"))
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in cache.iterdir()} == {0o600}
+
+
+def test_without_a_home_all_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
+    right = content_digest(files)
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert content_digest(files) == right
+
+
+def test_the_number_of_records_is_bounded(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "MAX_RECORDS", 8)
+    for number in range(30):
+        _digest(_write(tmp_path / str(number), a=b"%d" % number))
+        assert len(_records(cache)) <= 8
+
+
+def test_processes_that_ask_at_once_agree(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "m", **{f"f{i}": bytes([i]) * (1 << 20) for i in range(8)})
+    program = (
+        "import sys, pathlib\n"
+        "from sglang_cake.integration.identity import content\n"
+        "content.SETTLED_S = -1.0\n"
+        "print(content.content_digest(content.look(pathlib.Path(sys.argv[1]).glob('*'))))\n"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    said = {process.communicate(timeout=120)[0] for process in running}
+    assert said == {_digest(folder) + "\n"}
+
+
+def test_what_counts_of_a_models_folder(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "m", model=b"1")
+    names = [
+        *("config.json", "quantize_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "generation_config.json", "modeling.py", "README.md"),
+    ]
+    for name in names:
+        (folder / name).write_text("{}")
+    weights = {file.name for file in content.weight_files(str(folder), folder)}
+    assert weights == {"model.safetensors", "model.safetensors.index.json"}
+    config = {file.name for file in content.config_files(folder, code=False)}
+    assert config == {"config.json", "quantize_config.json"}
+    with_code = {file.name for file in content.config_files(folder, code=True)}
+    assert with_code == config | {"modeling.py"}
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no weight files"):
+        content.weight_files(str(tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match="no local copy"):
+        content.model_folder("nobody/nothing", revision=None, download_dir=None)
+
+
+def test_tensor_names_of_safetensors_files(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "1.safetensors", metadata={"format": "pt"})
+    save_file({"b": torch.zeros(1)}, tmp_path / "2.safetensors")
+    assert content.tensor_names(tmp_path.glob("*.safetensors")) == {"a", "b"}
+    (tmp_path / "3.bin").write_bytes(b"")
+    assert content.tensor_names(tmp_path.iterdir()) is None
+    (tmp_path / "4.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ValueError, match="no safetensors"):
+        content.tensor_names([tmp_path / "4.safetensors"])

@@ -1,0 +1,206 @@
+"""Decoding with torch gives what the compiled loops give, bit for bit; here on the CPU."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_pools import as_bytes, buffers_of, mha, mla
+
+from sglang_cake.codecs.blocks import Block, parts_of
+from sglang_cake.codecs.catalogue import chain_of, decode, left_to_device, prepare
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.groups import Groups
+from sglang_cake.codecs.nonuniform import NonUniform
+from sglang_cake.codecs.pipeline import Chain, Raw, begin, split
+from sglang_cake.codecs.rope import InverseRope
+from sglang_cake.codecs.steps import Malformed, PackStep
+from sglang_cake.core.codec_names import CODECS, ON_DEVICE, RAW
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.integration.memory.device_decode import decode_payload
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.stores.encoded import open_blocks
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.codec_contract import LAYOUTS, SMOOTH, kv_like, odd_blocks
+
+CPU = torch.device("cpu")
+
+
+def encoded(chain: Chain, layout: BlockLayout, block: bytes) -> tuple[bytearray, int]:
+    """Memory as the loader has it, and how much of it is payload."""
+    memory = bytearray(b"\xa5" * (layout.block_bytes + HEAD_BYTES))
+    return memory, chain.encode(layout, memoryview(block), memoryview(memory))
+
+
+def by_loops(layout: BlockLayout, payload: memoryview) -> bytes:
+    out = bytearray(layout.block_bytes)
+    decode(layout, payload, memoryview(out))
+    return bytes(out)
+
+
+def by_torch(layout: BlockLayout, memory: bytearray) -> bytes:
+    block = decode_payload(layout, torch.frombuffer(memory, dtype=torch.uint8), CPU)
+    assert block.dtype == torch.uint8
+    assert block.shape == (layout.block_bytes,)
+    return block.numpy().tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+def test_every_block_comes_out_as_the_loops_decode_it(layout: BlockLayout, bits: int) -> None:
+    for name, block in [("smooth", kv_like(layout)), *odd_blocks(layout)]:
+        memory, size = encoded(Chain(Groups(bits)), layout, block)
+        wanted = by_loops(layout, memoryview(memory)[:size])
+        assert by_torch(layout, memory) == wanted, name
+
+
+@pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Groups(4)], ids=lambda a: f"{a}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+def test_first_tokens_come_out_as_the_loops_put_them_back(
+    layout: BlockLayout, pack: PackStep
+) -> None:
+    memory, size = encoded(Chain(pack).of_first(), layout, kv_like(layout))
+    assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
+
+
+WIDE = BlockLayout(2, (("k", (2, 64)), ("v", (3, 64))), "bfloat16", 128)  # numbers are kept
+LONG = BlockLayout(1, (("k", (1, 2)), ("v", (1, 2))), "float16", 70000)  # places of 32 bits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("layout", [*LAYOUTS, WIDE, LONG], ids=lambda a: a.describe()[-24:])
+def test_levels_come_out_as_the_loops_decode_them(layout: BlockLayout, bits: int) -> None:
+    blocks = [("smooth", kv_like(layout))]
+    blocks += odd_blocks(layout) if layout is not LONG else []
+    for name, block in blocks:
+        memory, size = encoded(Chain(NonUniform(bits)), layout, block)
+        wanted = by_loops(layout, memoryview(memory)[:size])
+        assert by_torch(layout, memory) == wanted, name
+
+
+@pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Raw()], ids=lambda a: a.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_keys_are_turned_as_the_loops_turn_them(pack: PackStep, dtype: str) -> None:
+    layout = replace(WIDE, dtype=dtype)
+    for arrays in ((InverseRope(500000.0, 64),), (InverseRope(10000.0, 64), InverseRope(3.0, 2))):
+        chain = Chain(pack, arrays)
+        assert left_to_device(chain)
+        memory = bytearray(layout.block_bytes + HEAD_BYTES)
+        size = begin(chain.describe(), np.frombuffer(memory, np.uint8))
+        body = np.frombuffer(memory, np.uint8)[size:]
+        block = Block.over(layout, memoryview(kv_like(layout)))
+        size += pack.encode(block, body)  # as if the turned keys were these
+        wanted = by_loops(layout, memoryview(memory)[:size])
+        prepare(layout, memoryview(memory)[:size], memoryview(memory))
+        assert by_torch(layout, memory) == wanted
+        assert wanted != by_loops_without_turns(layout, pack, memory)
+
+
+def by_loops_without_turns(layout: BlockLayout, pack: PackStep, memory: bytearray) -> bytes:
+    _, body = split(np.frombuffer(memory, np.uint8))
+    out = bytearray(layout.block_bytes)
+    pack.decode(body[: pack.max_bytes(layout)], Block.over(layout, memoryview(out)))
+    return bytes(out)
+
+
+def test_what_leads_out_of_a_vector_never_comes_to_the_device() -> None:
+    """There it would be an index out of bounds, which ends the process."""
+    memory, size = encoded(Chain(NonUniform(3)), WIDE, kv_like(WIDE))
+    body_at = size - NonUniform(3).max_bytes(WIDE)
+    fields = NonUniform(3).section(parts_of(WIDE)[0], WIDE).fields()
+    places_at = body_at + sum(np.dtype(kind).itemsize * int(np.prod(n)) for kind, n in fields[:5])
+    assert memory[places_at] < 128
+    memory[places_at] = 128  # of 128 tokens
+    for decoding in (decode, prepare):
+        out = bytearray(memory)
+        with pytest.raises(Malformed, match="place"):
+            decoding(WIDE, memoryview(out)[:size], memoryview(out)[: WIDE.block_bytes])
+
+
+@settings(deadline=None)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    bits=st.sampled_from([4, 8]),
+    group=st.one_of(st.integers(8, 300), st.just(65536)),
+    seed=st.integers(0, 1000),
+)
+def test_groups_of_any_size(layout: BlockLayout, bits: int, group: int, seed: int) -> None:
+    memory, size = encoded(Chain(Groups(bits, group)), layout, kv_like(layout, seed))
+    assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_the_device_cannot_decode_is_decoded_before(codec: str, first: bool) -> None:
+    chain = chain_of(codec, SMOOTH)
+    chain = chain.of_first() if first else chain
+    memory, size = encoded(chain, SMOOTH, kv_like(SMOOTH))
+    wanted, before = by_loops(SMOOTH, memoryview(memory)[:size]), bytes(memory[:size])
+    prepare(SMOOTH, memoryview(memory)[:size], memoryview(memory))
+    assert (bytes(memory[:size]) == before) == left_to_device(chain)
+    assert by_torch(SMOOTH, memory) == wanted
+
+
+@pytest.mark.parametrize("rope_theta", [None, 10000.0])
+def test_the_names_say_what_the_device_decodes(rope_theta: float | None) -> None:
+    found = [codec for codec in CODECS if left_to_device(chain_of(codec, SMOOTH, rope_theta))]
+    assert found == [RAW, *ON_DEVICE]
+
+
+def test_a_payload_of_the_wrong_length_never_comes_to_the_device() -> None:
+    memory, size = encoded(chain_of("int8", SMOOTH), SMOOTH, kv_like(SMOOTH))
+    for wrong in (0, 63, size - 1, size + 1):
+        with pytest.raises(Malformed):
+            prepare(SMOOTH, memoryview(memory)[:wrong], memoryview(memory))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", [mha, mla])
+def test_from_the_store_into_the_pool(tmp_path: Path, codec: str, kind: object) -> None:
+    pool, block_tokens = kind(96, dtype=torch.bfloat16), 16  # type: ignore[operator]
+    kv = DeviceKV(pool, block_tokens=block_tokens, encoded=codec != RAW)
+    for buffer in buffers_of(pool):
+        buffer.copy_(torch.randn(buffer.shape))
+    slots = torch.randperm(96)[: 2 * block_tokens] + 1
+    namespace = Namespace((("layout", kv.layout.describe()), ("codec", codec)))
+    keys = [BlockKey(bytes([n]) * 32) for n in range(2)]
+
+    async def go(on_device: bool) -> list[torch.Tensor]:
+        store = open_blocks(
+            parse_sources(tmp_path.as_uri()),
+            *(namespace, kv.layout),
+            codec=codec,
+            depth=2,
+            on_device=on_device,
+        )
+        saved = [kv.new_buffer(), kv.new_buffer()]
+        kv.save(slots, saved).wait()
+        loaded = [kv.new_load_buffer() if on_device else kv.new_buffer() for _ in keys]
+        for key, source, target in zip(keys, saved, loaded, strict=True):
+            await store.put(key, source.view)
+            assert await store.get_into(key, target.view) == len(target.view)
+        await store.close()
+        return [buffer.tensor for buffer in loaded]
+
+    blocks = asyncio.run(go(on_device=False))
+    wanted = torch.cat([torch.cat([*kv_rows(kv, block)], 1) for block in blocks])
+    for pool_buffer in buffers_of(pool):
+        pool_buffer.zero_()
+    buffers = [kv.new_load_buffer() for _ in keys]
+    for buffer, tensor in zip(buffers, asyncio.run(go(on_device=True)), strict=True):
+        buffer.tensor.copy_(tensor)
+    assert kv.load(buffers, slots).done()
+    found = torch.cat([as_bytes(b)[slots].view(len(slots), -1) for b in buffers_of(pool)], 1)
+    assert torch.equal(found, wanted)
+
+
+def kv_rows(kv: DeviceKV, block: torch.Tensor) -> list[torch.Tensor]:
+    """The planes of a block, `[block_tokens, bytes]` each."""
+    sizes = [n * kv.layout.block_tokens for n in kv.layout.plane_token_bytes]
+    return [p.view(kv.layout.block_tokens, -1) for p in block.split(sizes)]

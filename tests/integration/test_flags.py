@@ -1,0 +1,371 @@
+"""cake's flags in SGLang's real command line and in `sglang.Engine`'s keywords."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from warm import run_forked
+
+pytest.importorskip("sglang")
+
+PROBE = Path(__file__).with_name("probe_flags.py")
+ANSWER = "answer "
+LAUNCH = (sys.executable, "-m", "sglang.launch_server")
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+FORKED = "forked"  # in place of the interpreter: importing SGLang takes seconds
+FORKED_LAUNCH, FORKED_SERVE = (FORKED, *LAUNCH[1:]), (FORKED, *SERVE)
+CPU = ["--device", "cpu", "--attention-backend", "torch_native"]
+CPU += ["--cuda-graph-backend-decode", "disabled"]
+CPU_KEYWORDS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "cuda_graph_backend_decode": "disabled",
+}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+Probe = Callable[..., list[dict[str, Any]]]
+
+
+def _environment(home: Path) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_CAKE_")}
+    offline = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    return clean | offline | {"XDG_CACHE_HOME": str(home)}
+
+
+def _model(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A folder that is a model as far as its configuration goes; there are no weights."""
+    return _model(tmp_path / "llama", LLAMA)
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
+    """Runs cases in one process, since importing SGLang takes seconds."""
+    folder = tmp_path_factory.mktemp("probe")
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(PROBE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=_environment(folder / "home"),
+        )
+
+    def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(cases) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith(ANSWER):  # SGLang prints, too
+                results: list[dict[str, Any]] = json.loads(line.removeprefix(ANSWER))
+                return results
+        raise AssertionError((folder / "stderr").read_text()[-4000:])
+
+    with process:
+        yield run
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
+    (LAUNCH, ["--enable-cake", "--page-size", "48"], "no multiple of the page size 48"),
+    (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
+    (
+        FORKED_LAUNCH,
+        ["--enable-cake", "--cake-mode", "laod"],
+        "--cake-mode: 'laod' is not possible",
+    ),
+    (FORKED_SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
+]
+
+
+@pytest.mark.parametrize(("command", "flags", "line"), REFUSED)
+def test_launchers_exit_with_2_and_one_line(
+    tmp_path: Path, llama: str, command: tuple[str, ...], flags: list[str], line: str
+) -> None:
+    _check_refused(_launch(tmp_path, command, ["--model-path", llama, *CPU, *flags]), line)
+
+
+def test_a_model_that_is_not_supported_is_refused_before_it_loads(tmp_path: Path) -> None:
+    """There are no weights."""
+    window = {**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    flags = ["--model-path", _model(tmp_path / "window", window), "--enable-cake", *CPU]
+    done = _launch(tmp_path, FORKED_LAUNCH, flags)
+    _check_refused(done, "cake does not support models with a KV pool")
+
+
+def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
+    said = done.stdout
+    ours = [each for each in said.splitlines() if each.startswith("sglang-cake: error:")]
+    assert done.returncode == 2, said[-3000:]
+    assert len(ours) == 1
+    assert line in ours[0]
+    assert "usage:" not in said
+    assert "Traceback" not in said
+    assert "Load weight" not in said
+
+
+def test_help_shows_the_group(tmp_path: Path) -> None:
+    done = _launch(tmp_path, FORKED_LAUNCH, ["--help"])
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    assert "sglang_cake:" in text
+    for flag in ("--enable-cake", "--cake-store URL", "--cake-mode MODE", "--cake-config FILE"):
+        assert flag in text
+    assert "Default: 1024MiB" in text
+
+
+def _launch(
+    tmp_path: Path, command: tuple[str, ...], flags: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Both streams are in `stdout`."""
+    env = _environment(tmp_path / "home")
+    if command[0] == FORKED:
+        return run_forked([*command, *flags], env, tmp_path, timeout_s=180)
+    return subprocess.run(
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_bad_command_lines(probe: Probe, tmp_path: Path, llama: str) -> None:
+    blocked = tmp_path / "a_file"
+    blocked.write_text("")
+    bad = {
+        ("--cake-block-tokens", "0"): "--cake-block-tokens: '0' is not possible",
+        ("--cake-codec", "zip"): "--cake-codec: 'zip' is not possible, allowed: raw",
+        ("--cake-min-load-tokens", "-5"): "--cake-min-load-tokens: '-5' is not possible",
+        ("--cake-staging-bytes", "lots"): "--cake-staging-bytes: 'lots' is not a size",
+        ("--cake-write-queue-bytes", "0"): "--cake-write-queue-bytes: '0' is not possible",
+        ("--cake-queue-depth", "x"): "--cake-queue-depth: 'x' is not possible",
+        ("--cake-config", "/none.toml"): "'/none.toml' cannot be read: no such file",
+        ("--cake-trace-file", "/none/trace"): "trace file '/none/trace' cannot be written",
+        ("--cake-store", "gopher://bucket"): "unknown scheme 'gopher'",
+        ("--cake-store", f"file://{blocked}/kv"): "cannot be made or written",
+        ("--cake-store",): "argument --cake-store: expected one argument",
+        ("--cake-foo", "1"): "unrecognized arguments: --cake-foo 1",
+        ("--radix-cache-backend", "flexkv"): "another radix cache backend, 'flexkv'",
+        ("--disable-radix-cache",): "remove --disable-radix-cache",
+        ("--speculative-algorithm", "EAGLE"): "does not support speculative decoding",
+        ("--disaggregation-mode", "prefill"): "does not support prefill/decode disaggregation",
+        ("--pp-size", "2"): "set --pp-size 1",
+        ("--enable-hierarchical-cache",): "takes the place of HiCache",
+        ("--enable-lmcache",): "takes the place of LMCache",
+        ("--enable-streaming-session",): "does not support streaming sessions",
+        ("--chunked-prefill-size", "-1"): "needs chunked prefill",
+        ("--page-size", "96"): "set --cake-block-tokens 96",
+        ("--is-embedding",): "does not support embedding models",
+    }
+    base = ["--model-path", llama, "--enable-cake"]
+    results = probe(*({"argv": [*base, *flags]} for flags in bad))
+    for (flags, part), result in zip(bad.items(), results, strict=True):
+        assert result["exit"] == 2, flags
+        assert len(result["stderr"]) == 1, flags
+        assert part in result["stderr"][0]
+        assert not result["usage"]
+        assert result["env_after"] == {}
+
+
+def test_flags_without_the_switch(probe: Probe, llama: str) -> None:
+    base = ["--model-path", llama]
+    named, switch, plain = probe(
+        {"argv": [*base, "--cake-mode", "load"]},
+        {"argv": [*base, "--radix-cache-backend", "cake", "--cake-mode", "load"]},
+        {"argv": base, "env": {"SGLANG_CAKE_MODE": "nonsense"}},
+    )
+    assert named["exit"] == 2
+    assert "--cake-mode has no effect without --enable-cake: add it" in named["stderr"][0]
+    assert switch["backend"] == "cake"
+    assert switch["env"]["SGLANG_CAKE_MODE"] == "load"
+    assert plain["backend"] is None
+
+
+def test_what_children_inherit(probe: Probe, tmp_path: Path, llama: str) -> None:
+    file = tmp_path / "cake.toml"
+    file.write_text('mode = "both"\nblock_tokens = 64\nqueue_depth = 9\n')
+    user = {"SGLANG_CAKE_CONFIG": str(file), "SGLANG_CAKE_BLOCK_TOKENS": "32"}
+    argv = ["--model-path", llama, *CPU]
+    on, off, by_env, bad_env = probe(
+        {"argv": [*argv, "--enable-cake", "--cake-mode", "load"], "env": user, "resolve": True},
+        {"argv": argv, "resolve": True},
+        {"argv": [*argv, "--radix-cache-backend", "cake"], "env": user, "resolve": True},
+        {"argv": [*argv, "--enable-cake"], "env": {"SGLANG_CAKE_MOD": "load"}},
+    )
+    assert on["env"]["SGLANG_CAKE_ENABLED"] == "1"
+    assert on["env"]["SGLANG_CAKE_MODE"] == "load"  # flag before file
+    assert on["env"]["SGLANG_CAKE_BLOCK_TOKENS"] == "32"  # environment before file
+    assert on["env"]["SGLANG_CAKE_QUEUE_DEPTH"] == "9"  # file before default
+    assert off["env"] == {}, "a later server without cake inherits nothing"
+    assert off["backend"] is None
+    assert by_env["env"]["SGLANG_CAKE_MODE"] == "both"  # not the flag of the first server
+    assert "SGLANG_CAKE_MOD: unknown setting, did you mean" in bad_env["stderr"][0]
+
+
+def test_engine_keywords(probe: Probe, tmp_path: Path, llama: str) -> None:
+    store = f"file://{tmp_path}/kv"
+    base = {"model_path": llama, **CPU_KEYWORDS}
+    on, off, by_env, bad, unknown, lonely, paged, by_hand = probe(
+        {"engine": {**base, "enable_cake": True, "cake_store": store, "cake_queue_depth": 2}},
+        {"engine": base},
+        {
+            "engine": {**base, "radix_cache_backend": "cake"},
+            "env": {"SGLANG_CAKE_MODE": "load"},
+        },
+        {"engine": {**base, "enable_cake": True, "cake_mode": "fast"}},
+        {"engine": {**base, "enable_cake": True, "cake_stores": store}},
+        {"engine": {**base, "cake_store": store}},
+        {"engine": {**base, "enable_cake": True, "page_size": 48}, "resolve": True},
+        {"raw": {**base, "radix_cache_backend": "cake"}, "resolve": True},
+    )
+    assert on["backend"] == "cake"
+    assert on["env"]["SGLANG_CAKE_STORE"] == store
+    assert on["env"]["SGLANG_CAKE_QUEUE_DEPTH"] == "2"
+    assert off["backend"] is None
+    assert off["env"] == {}
+    assert by_env["env"]["SGLANG_CAKE_MODE"] == "load"
+    assert "cake_mode: 'fast' is not possible" in bad["error"]
+    assert "cake_stores: unknown setting, did you mean cake_store?" in unknown["error"]
+    assert "cake_store has no effect without enable_cake=True" in lonely["error"]
+    assert "no multiple of the page size 48" in paged["error"]
+    assert by_hand["env"]["SGLANG_CAKE_ENABLED"] == "1"
+    assert all(result["stderr"] == [] for result in (bad, unknown, lonely, paged))
+
+
+def test_model_kinds_are_refused_when_settings_are_resolved(
+    probe: Probe, tmp_path: Path, llama: str
+) -> None:
+    models = {
+        "KV pool for sliding windows": {"architectures": ["GptOssForCausalLM"]}
+        | {"model_type": "gpt_oss"},
+        "multimodal models": {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llama"},
+        "generate no text": {"architectures": ["LlamaForSequenceClassification"]},
+        "Mamba or linear attention": {"architectures": ["FalconH1ForCausalLM"]}
+        | {"model_type": "falcon_h1"},
+    }
+    folders = [_model(tmp_path / f"m{i}", {**LLAMA, **m}) for i, m in enumerate(models.values())]
+    results = probe(
+        *(
+            {"argv": ["--model-path", folder, *CPU, "--enable-cake"], "resolve": True}
+            for folder in (*folders, llama)
+        )
+    )
+    for part, result in zip(models, results, strict=False):
+        assert result.get("exit") == 2, (part, result)
+        assert len(result["stderr"]) == 1
+        assert part in result["stderr"][0]
+    assert results[-1]["backend"] == "cake"
+
+
+def test_a_lossy_codec_of_an_8_bit_cache_is_refused_when_settings_are_resolved(
+    probe: Probe, llama: str
+) -> None:
+    argv = ["--model-path", llama, *CPU, "--enable-cake", "--kv-cache-dtype", "fp8_e4m3"]
+    lossy, exact = probe(
+        {"argv": [*argv, "--cake-codec", "int4"], "resolve": True},
+        {"argv": [*argv, "--cake-codec", "zstd"], "resolve": True},
+    )
+    assert lossy["exit"] == 2
+    assert len(lossy["stderr"]) == 1
+    assert "set --cake-codec raw, zstd or auto" in lossy["stderr"][0]
+    assert "exit" not in exact
+
+
+def test_a_member_of_a_group_computes_without_graphs_of_prefill(
+    probe: Probe, tmp_path: Path, llama: str
+) -> None:
+    argv = ["--model-path", llama, *CPU, "--enable-cake"]
+    peers = {"SGLANG_CAKE_RUNAHEAD_PEERS": "127.0.0.1:7000,127.0.0.1:7001"}
+    peers |= {"SGLANG_CAKE_RUNAHEAD_RANK": "0", "XDG_CONFIG_HOME": str(tmp_path)}
+    by_hand = {"model_path": llama, **CPU_KEYWORDS, "radix_cache_backend": "cake"}
+    member, asked, no_member, raw = probe(
+        {"argv": argv, "env": peers, "resolve": True},
+        {"argv": [*argv, "--cuda-graph-backend-prefill", "full"], "env": peers},
+        {"argv": argv, "resolve": True},
+        {"raw": by_hand, "env": peers, "resolve": True},
+    )
+    assert [each["graphs"] for each in (member, raw)] == ["disabled"] * 2
+    assert asked["graphs"] == "full"  # which is refused where it matters
+    assert no_member["graphs"] is None
+
+
+def test_without_cake_nothing_changes(tmp_path: Path, llama: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(f"""
+import json, os
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import prepare_server_args
+load_plugins()
+args = prepare_server_args({["--model-path", llama, *CPU]!r})
+args.resolve_once()
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+print(json.dumps({{
+    "backend": args.radix_cache_backend,
+    "patched": sorted(HookRegistry._patched),
+    "wrapped": sorted(n for n, f in vars(Scheduler).items() if hasattr(f, "__wrapped__")
+                      and "sglang_cake" in str(f.__wrapped__)),
+    "adder": hasattr(Scheduler.get_prefill_adder_class, "__wrapped__"),
+    "registered": registered_radix_cache_backends(),
+    "env": [n for n in os.environ if n.startswith("SGLANG_CAKE_")],
+}}))
+""")
+    done = _launch(tmp_path, (FORKED, str(script)), [])
+    assert done.returncode == 0, done.stdout[-4000:]
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert got["backend"] is None
+    assert got["env"] == []
+    assert "cake" not in got["registered"]
+    assert not got["adder"]
+    assert [name.rpartition(".")[2] for name in got["patched"]] == [
+        "add_cli_args",
+        "from_cli_args",
+        "resolve_once",
+    ]
+    assert not (tmp_path / "home" / "sglang_cake").exists(), "no store folder is made"
+
+
+def test_sglang_that_differs_is_refused_where_cake_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_cake.integration import compat, flags
+
+    monkeypatch.setattr(compat, "differences", lambda: ["Scheduler.on_idle is missing"])
+    record = SimpleNamespace(radix_cache_backend=None)
+    with pytest.raises(SystemExit) as caught:
+        flags.from_cli_args(lambda cls, args: record, object, Namespace(enable_cake=True))
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sglang-cake: error: cake was checked with SGLang ==0.5.23; ")
+    assert "Scheduler.on_idle is missing" in line
+    assert flags.from_cli_args(lambda cls, args: record, object, Namespace()) is record

@@ -1,0 +1,297 @@
+"""Every fact that changes what KV bytes mean makes another namespace, and no other fact does."""
+
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("sglang")
+
+from sglang.srt import runtime_context
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.integration.identity import identity, searches
+from sglang_cake.integration.identity.content import look
+
+LAYOUT = BlockLayout(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
+
+
+def _model(folder: Path, name: str, text: str) -> type:
+    """A model class of a module of its own, as an external model package has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.py"
+    file.write_text(text)
+    module: Any = type(sys)(name)
+    module.__file__ = str(file)
+    exec(compile(text, str(file), "exec"), module.__dict__)
+    sys.modules[name] = module
+    served: type = module.Served
+    return served
+
+
+def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
+    facts: dict[str, Any] = {
+        "args": {},
+        "path": "/models/m",
+        "dtype": "torch.float32",
+        "context_len": 4096,
+        "page_size": 1,
+        "rank": 0,
+        "size": 1,
+        "served": SamplingParams,  # any class of SGLang that does not read the context length
+        "layout": LAYOUT,
+        "codec": "raw",
+        "content": {"weights": "w", "config": "c"},
+        **changed,
+    }
+    monkeypatch.setattr(
+        runtime_context,
+        "get_parallel",
+        lambda: SimpleNamespace(attn_tp_rank=facts["rank"], attn_tp_size=facts["size"]),
+    )
+    runner = SimpleNamespace(model=facts["served"](), device="cpu")
+    ctx: Any = SimpleNamespace(
+        server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
+        model_config=SimpleNamespace(
+            model_path=facts["path"], dtype=facts["dtype"], context_len=facts["context_len"]
+        ),
+        params=SimpleNamespace(page_size=facts["page_size"]),
+        tp_worker=SimpleNamespace(model_runner=runner),
+    )
+    found = identity.server_facts(ctx, facts["layout"], codec=facts["codec"])
+    return Namespace(tuple((found | facts["content"]).items())).digest()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": "torch.bfloat16"},
+        {"page_size": 16},
+        {"rank": 1},
+        {"size": 2},
+        {"codec": "int8"},
+        {"content": {"weights": "w2", "config": "c"}},
+        {"content": {"weights": "w", "config": "c2"}},
+        {"content": {"weights": "w", "config": "c", "beside": "scales"}},
+        {"args": {"quantization": "fp8"}},
+        {"args": {"weight_version": "step-2"}},
+        {"args": {"load_format": "mistral"}},
+        {"args": {"model_impl": "transformers"}},
+        {"args": {"json_model_override_args": '{"rope_theta": 1.0}'}},
+        {"args": {"enable_deterministic_inference": True}},
+        {"layout": replace(LAYOUT, dtype="bfloat16")},
+        {"layout": replace(LAYOUT, block_tokens=128)},
+        {"layout": replace(LAYOUT, layers=5)},
+        {"layout": replace(LAYOUT, parts=(("kv", (1, 96)),))},
+    ],
+    ids=str,
+)
+def test_a_changed_fact_is_another_namespace(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _digest(monkeypatch) == _digest(monkeypatch)
+    assert _digest(monkeypatch, **changed) != _digest(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"path": "/elsewhere/another-name"},
+        {"context_len": 8192},
+        {"args": {"context_length": 8192}},
+        {"args": {"tp_size": 8, "attn_dp_size": 8}},  # the attention ranks say it all
+        {"args": {"load_format": "layered"}},
+        {"args": {"port": 40000, "mem_fraction_static": 0.5, "chunked_prefill_size": 512}},
+        {"args": {"attention_backend": "torch_native"}},
+    ],
+    ids=str,
+)
+def test_a_fact_that_does_not_change_kv_is_not_in_the_namespace(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _digest(monkeypatch, **changed) == _digest(monkeypatch)
+
+
+def test_an_environment_variable_that_changes_kv_is_another_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = _digest(monkeypatch)
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0")
+    assert _digest(monkeypatch) != before
+
+
+def test_code_of_a_model_that_sglang_did_not_bring_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Served:\n    scale = {}\n"
+    digests = []
+    for folder, scale in (("1", 1), ("2", 1), ("3", 2)):
+        served = _model(tmp_path / folder, "cake_external_1", text.format(scale))
+        digests.append(_digest(monkeypatch, served=served))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_context_length_counts_for_a_model_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Served:\n    def __init__(self, config=None):\n        self.n = {}\n"
+    reads = _model(tmp_path / "1", "cake_external_2", text.format("config and config.context_len"))
+    digests = [_digest(monkeypatch, served=reads, context_len=n) for n in (4096, 8192)]
+    assert digests[0] != digests[1]
+
+
+# ---- what the namespace says while weights and adapters come and go ----
+
+
+class Named:
+    """An `Identity` beside a model in a folder; every namespace that it has named."""
+
+    def __init__(self, folder: Path, **args: Any) -> None:
+        self.folder, self.said = folder, list[Namespace]()
+        ctx: Any = SimpleNamespace(
+            server_args=ServerArgs(model_path=str(folder), **args),
+            model_config=SimpleNamespace(model_path=str(folder), revision=None),
+        )
+        searches.LOADED.looked = True
+        searches.LOADED.weights = searches.ModelPlace(str(folder)).look()
+        facts = {"format": "auto", "weight_version": "default", "layout": "l"}
+        self.identity = identity.Identity(ctx, facts, reduce_min=None, on_known=self.said.append)
+
+    @property
+    def weights(self) -> str:
+        return self.said[-1].describe()["weights"]
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(searches, "LOADED", searches._Loaded())
+    monkeypatch.setattr(identity, "LOADED", searches.LOADED)
+    return Named
+
+
+def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"w": torch.full((4,), value)}, folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_model_is_named_when_it_starts(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    same = named(_checkpoint(tmp_path / "b", 1.0))
+    same.identity.start()
+    other = named(_checkpoint(tmp_path / "c", 2.0))
+    other.identity.start()
+    assert one.said[-1].digest() == same.said[-1].digest() != other.said[-1].digest()
+    assert not one.identity.is_private
+
+
+def test_a_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    _checkpoint(tmp_path / "a", 2.0)
+    one.identity.start()
+    assert one.identity.is_private
+
+
+def test_a_load_that_nobody_saw_is_private(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    searches.LOADED.looked = False
+    one.identity.start()
+    assert one.identity.is_private
+
+
+def test_an_update_names_the_new_weights_and_keeps_the_configuration(
+    tmp_path: Path, named: Any
+) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    new = _checkpoint(tmp_path / "new", 2.0)
+    (new / "config.json").write_text('{"rope_theta": 7}')  # SGLang does not read it again
+    one.identity.weights_changed(look(new.glob("*.safetensors")), "auto", None)
+    started = named(_checkpoint(tmp_path / "b", 2.0))
+    started.identity.start()
+    assert one.said[-1].digest() == started.said[-1].digest()
+    with_new_config = named(new)
+    with_new_config.identity.start()
+    assert one.said[-1].digest() != with_new_config.said[-1].digest()
+
+
+def test_a_digest_of_the_start_that_is_ready_after_weights_began_to_change_names_nothing(
+    tmp_path: Path, named: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are pushed over many steps, in which the model is neither the old nor the new one."""
+    go = threading.Event()
+    monkeypatch.setattr(searches, "SHORT_BYTES", -1)
+    monkeypatch.setattr(searches, "content_digest", lambda *_: str(go.wait(60)))
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    pending = one.identity._searches._open["weights"]
+    one.identity.weights_changing()
+    go.set()
+    assert pending.done.wait(60)
+    one.identity.poll()
+    assert one.said == []
+
+
+@pytest.mark.parametrize("load_format", ["dummy", None])
+def test_an_update_in_an_unknown_format_is_private(
+    tmp_path: Path, named: Any, load_format: str | None
+) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    files = look((tmp_path / "a").glob("*.safetensors"))
+    one.identity.weights_changed(files, load_format, None)
+    first = one.weights
+    one.identity.weights_changed(files, load_format, None)
+    assert one.identity.is_private
+    assert one.weights != first
+
+
+def test_a_model_whose_configuration_is_unknown_stays_private(
+    tmp_path: Path, named: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0), quantization_param_path=str(tmp_path / "none"))
+    monkeypatch.setattr(searches.content, "config_files", _unreadable)
+    one.identity.start()
+    assert one.identity.is_private
+    one.identity.weights_changed(look((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
+
+
+def _unreadable(*args: Any, **kwargs: Any) -> Any:
+    raise PermissionError("config.json")
+
+
+def test_an_adapter_is_known_by_what_was_loaded(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    for name, value in (("x", 1.0), ("y", 2.0), ("z", 1.0)):
+        searches.LOADED.adapters[name] = look(_checkpoint(tmp_path / name, value).glob("*"))
+    one.identity.start()
+    found = {name: one.identity.adapter(name) for name in "xyz"}
+    assert found["x"] == found["z"] != found["y"]
+    assert one.identity.adapter("unknown") is None
+
+
+def test_an_adapter_that_was_pushed_is_like_no_other(tmp_path: Path, named: Any) -> None:
+    one = named(_checkpoint(tmp_path / "a", 1.0))
+    searches.LOADED.adapters.update(x=None, y=None)
+    one.identity.start()
+    assert None not in (one.identity.adapter("x"), one.identity.adapter("y"))
+    assert one.identity.adapter("x") != one.identity.adapter("y")

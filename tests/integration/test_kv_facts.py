@@ -1,0 +1,179 @@
+"""Every setting of SGLang that may change the bytes of KV is judged, and the namespace follows."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+
+from sglang_cake.integration.identity import kv_facts
+from sglang_cake.integration.support_matrix import _RULES
+
+DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
+CLASSES = {"counted", "content", "replaced", "private", "rounding", "refused", "unrelated"}
+REVIEWED = (Path(__file__).parent / "sglang_environment.txt").read_text().split()
+
+
+def _values(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**DEFAULTS, **changed})
+
+
+def test_every_server_argument_is_judged() -> None:
+    unknown = [name for name in DEFAULTS if kv_facts.class_of(name) not in CLASSES]
+    assert not unknown, f"judge these in kv_facts.toml, and in docs/security.md: {unknown}"
+
+
+def test_every_environment_variable_of_sglang_was_looked_at() -> None:
+    names = sorted(name for name in dir(type(envs)) if name.isupper())
+    assert names == REVIEWED, (
+        "look whether these change KV; kv_facts.py counts what it does not know"
+    )
+
+
+def test_an_argument_that_nobody_judged_counts_without_telling_its_value() -> None:
+    defaults = {**DEFAULTS, "brand_new_flag": None}
+    assert not kv_facts.counted_arguments(_values(brand_new_flag=None), defaults)
+    one, other = (
+        kv_facts.counted_arguments(_values(brand_new_flag=value), defaults) for value in ("a", "b")
+    )
+    assert one.keys() == other.keys() == {"brand_new_flag"}
+    assert one != other
+    assert one["brand_new_flag"] != "a"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("quantization", "fp8"),
+        ("json_model_override_args", {"rope_theta": 1.0}),
+        ("model_impl", "transformers"),
+        ("kt_method", "AMXINT8"),
+        ("modelopt_quant", "fp8"),
+        ("enable_w4a4_mxfp4_megamoe", True),
+    ],
+)
+def test_an_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
+    assert kv_facts.counted_arguments(_values(), DEFAULTS) == {}
+    assert kv_facts.counted_arguments(_values(**{argument: value}), DEFAULTS) == {
+        argument: str(value)
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("host", "0.0.0.0"),
+        ("port", 1),
+        ("context_length", 4096),
+        ("model_path", "/other"),
+        ("mem_fraction_static", 0.5),
+        ("chunked_prefill_size", 512),
+        ("tokenizer_path", "/t"),
+        ("api_key", "secret"),
+        ("attention_backend", "fa3"),
+    ],
+)
+def test_an_argument_that_does_not_change_kv_does_not_count(argument: str, value: Any) -> None:
+    assert kv_facts.counted_arguments(_values(**{argument: value}), DEFAULTS) == {}
+
+
+def test_kernels_count_where_bits_are_promised() -> None:
+    same = {"attention_backend": "fa3"}
+    promised = _values(enable_deterministic_inference=True, **same)
+    assert kv_facts.counted_arguments(promised, DEFAULTS).keys() >= {
+        "attention_backend",
+        "enable_deterministic_inference",
+    }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load_format": "dummy"},
+        {"load_format": "remote_instance"},
+        {"load_format": "flash_rl"},
+        {"load_format": "ipc_cache"},
+        {"load_format": "a.plugin.Loader"},
+        {"custom_weight_loader": ["mine.load"]},
+        {"weight_cache_mode": "client"},
+        {"checkpoint_engine_wait_weights_before_ready": True},
+        {"forward_hooks": [{"name": "h"}]},
+        {"model_loader_extra_config": '{"presharded_path": "/dump"}'},
+        {"model_loader_extra_config": {"qlora_adapter_name_or_path": "/a"}},
+        {"model_loader_extra_config": "no json"},
+    ],
+    ids=str,
+)
+def test_weights_that_files_do_not_say_are_private(changed: dict[str, Any]) -> None:
+    assert kv_facts.private_reason(_values(), DEFAULTS) is None
+    assert kv_facts.private_reason(_values(**changed), DEFAULTS) is not None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load_format": "safetensors"},
+        {"load_format": "fastsafetensors"},
+        {"custom_weight_loader": []},
+        {"model_loader_extra_config": '{"enable_multithread_load": true, "num_threads": 8}'},
+        {"model_loader_extra_config": "{}"},
+    ],
+    ids=str,
+)
+def test_faster_ways_to_read_the_same_files_are_not_private(changed: dict[str, Any]) -> None:
+    assert kv_facts.private_reason(_values(**changed), DEFAULTS) is None
+
+
+def test_every_way_to_load_files_is_known_to_sglang() -> None:
+    from sglang.srt.configs.load_config import LoadFormat
+
+    known = {each.value for each in LoadFormat}
+    assert kv_facts.FILE_FORMATS.keys() <= known
+
+
+def test_what_is_refused_is_judged_as_refused() -> None:
+    assert {kv_facts.class_of(field) for field, _, _ in _RULES} <= {"refused", "replaced"}
+
+
+def test_environment_variables_count_unless_they_are_known_to_be_unrelated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {
+        "SGLANG_FP8_IGNORED_LAYERS": "lm_head",
+        "SGLANG_LOG_MS": "1",
+        "SGLANG_CAKE_STORE": "file:///kv",
+        "SGLANG_OF_TOMORROW": "s3cret",
+        "HOME": "/root",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = kv_facts.counted_environment(given)
+    assert found.keys() == {"SGLANG_FP8_IGNORED_LAYERS", "SGLANG_OF_TOMORROW"}
+    assert "s3cret" not in str(found)
+
+
+def test_a_variable_that_is_set_to_its_default_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")
+    assert kv_facts.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "0"}) == {}
+    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "1")
+    assert kv_facts.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "1"})
+
+
+def test_content_beside_the_model_is_named_by_its_path_arguments() -> None:
+    values = _values(quantization_param_path="/scales.json", kt_weight_path="/experts")
+    assert set(kv_facts.content_paths(values)) == {Path("/scales.json"), Path("/experts")}
+
+
+def test_adapter_settings_are_empty_by_default() -> None:
+    assert kv_facts.adapter_settings(_values(), DEFAULTS) == ""
+    assert "lora_strict_loading=True" in kv_facts.adapter_settings(
+        _values(lora_strict_loading=True), DEFAULTS
+    )

@@ -1,0 +1,95 @@
+"""Blocks in and out of SGLang's own pools, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kv_pools import as_bytes, buffers_of, mha, mla, scramble
+
+from sglang_cake.core.buffers import is_on_page
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+POOLS: dict[str, Callable[..., Any]] = {
+    "mha": lambda **k: mha(96, heads=4, dim=8, **k),
+    "gqa": lambda **k: mha(96, heads=1, dim=8, **k),
+    "odd": lambda **k: mha(96, heads=1, dim=3, layers=3, **k),
+    "v_dim": lambda **k: mha(96, heads=2, dim=6, v_dim=4, **k),
+    "mla": lambda **k: mla(96, **k),
+}
+BLOCK = 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_block_comes_back_bit_for_bit_and_touches_nothing_else(
+    kind: str, dtype: torch.dtype
+) -> None:
+    source, target = POOLS[kind](dtype=dtype), POOLS[kind](dtype=dtype)
+    scramble(source, 1)
+    scramble(target, 2)
+    before = [as_bytes(b).clone() for b in buffers_of(target)]
+    kv_out, kv_in = DeviceKV(source, block_tokens=BLOCK), DeviceKV(target, block_tokens=BLOCK)
+    assert kv_out.layout == kv_in.layout
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1
+    taken, given = order[: 2 * BLOCK], order[2 * BLOCK : 4 * BLOCK]  # scattered, not the same
+    blocks = [kv_out.new_buffer(), kv_out.new_buffer()]
+    saved = kv_out.save(taken, blocks)
+    saved.wait()
+    assert saved.done()
+    assert kv_in.load(blocks, given).done()
+    others = torch.ones(97, dtype=torch.bool)
+    others[given] = False
+    for a, b, old in zip(buffers_of(source), buffers_of(target), before, strict=True):
+        assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
+        assert torch.equal(as_bytes(b)[others], old[others])
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_the_layout_says_what_the_bytes_are(kind: str) -> None:
+    pool = POOLS[kind](dtype=torch.bfloat16)
+    scramble(pool, 1)
+    kv = DeviceKV(pool, block_tokens=BLOCK)
+    block = kv.new_buffer()
+    assert kv.layout.dtype == "bfloat16"
+    assert len(block.view) == kv.layout.block_bytes
+    slots = torch.arange(5, 5 + BLOCK)
+    kv.save(slots, [block]).wait()
+    # Planes one after the other, each row by row: as `layout` promises to every reader.
+    planes = [bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(pool)]
+    assert bytes(block.view) == b"".join(planes)
+    assert [len(p) for p in planes] == [n * BLOCK for n in kv.layout.plane_token_bytes]
+
+
+def test_fp8_keeps_its_name_although_the_pool_holds_bytes() -> None:
+    pool = mha(32, dtype=torch.float8_e4m3fn)
+    assert pool.k_buffer[0].dtype is torch.uint8
+    assert DeviceKV(pool, block_tokens=BLOCK).layout.dtype == "float8_e4m3fn"
+
+
+def test_a_view_is_the_buffer_itself_and_on_a_page() -> None:
+    block = DeviceKV(mha(32), block_tokens=BLOCK).new_buffer()
+    assert is_on_page(block.view)  # or a disk could not write it itself
+    block.view[:] = b"\x07" * len(block.view)
+    assert bool((block.tensor == 7).all())
+
+
+def test_pools_that_keep_more_than_rows_are_refused() -> None:
+    class Scaled(type(mha(1))):  # type: ignore[misc]
+        pass
+
+    pool = mha(32)
+    pool.__class__ = Scaled
+    with pytest.raises(ConfigError, match="Scaled"):
+        DeviceKV(pool, block_tokens=BLOCK)
+    with pytest.raises(ConfigError, match="object"):
+        DeviceKV(object(), block_tokens=BLOCK)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    pool = mha(32)
+    pool.k_buffer[1] = torch.zeros(33, 2, 5)
+    with pytest.raises(ConfigError, match="equal layers"):
+        DeviceKV(pool, block_tokens=BLOCK)

@@ -1,0 +1,43 @@
+"""Nothing is lossy without being asked for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang_cake.core.codec_names import CHOICES, LOSSY
+from sglang_cake.core.config import CakeConfig, resolve
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.identity.identity import rope_theta
+
+
+def test_only_lossy_codecs_and_a_bound_above_zero_lose_anything() -> None:
+    assert not CakeConfig().lossy
+    for codec in CHOICES:
+        assert resolve({"codec": codec}, {}).lossy == (codec in LOSSY)
+    assert resolve({"codec": "auto", "max_error": "0.01"}, {}).lossy
+
+
+@pytest.mark.parametrize("value", ["-1", "1", "nan", "inf", "much", True, None])
+def test_a_bound_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"--cake-max-error: .* a number from 0"):
+        resolve({"codec": "auto", "max_error": value}, {})
+
+
+def test_a_bound_is_for_auto_alone() -> None:
+    with pytest.raises(ConfigError, match="--cake-max-error has no effect with --cake-codec int4"):
+        resolve({"codec": "int4", "max_error": "0.1"}, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "theta"),
+    [
+        ({"rope_parameters": {"rope_theta": 500000.0}}, 500000.0),
+        ({"rope_theta": 10000}, 10000.0),
+        ({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_the_base_of_a_models_rope(config: dict[str, object], theta: float | None) -> None:
+    assert rope_theta(SimpleNamespace(**config)) == theta

@@ -1,0 +1,205 @@
+"""Ranks that see different things and must decide alike."""
+
+import copy
+import random
+from array import array
+from types import SimpleNamespace
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_pools import restore_of
+
+from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.scheduler.rank_consensus import Facts, RankConsensus
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+
+BLOCK = 4
+
+
+ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
+
+
+def reach(
+    ranks: list[list[Restore]], own: list[PrefillCost]
+) -> list[tuple[list[Facts], PrefillCost]]:
+    """What each rank learns: once to hear what all of them say, once to tell them the minimum."""
+    said: list[torch.Tensor] = []
+    for restores, mine in zip(ranks, own, strict=True):
+        RankConsensus(lambda tensor: said.append(tensor.clone())).reach(restores, mine)
+    assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
+    least = torch.stack(said).min(dim=0).values
+    return [
+        RankConsensus(lambda tensor: tensor.copy_(least)).reach(restores, mine)
+        for restores, mine in zip(ranks, own, strict=True)
+    ]
+
+
+def restore(
+    blocks: int,
+    *,
+    arrived: tuple[int, ...] = (),
+    failed: tuple[int, ...] = (),
+    answer: tuple[bool, ...] | None = None,
+    known: bool = False,
+    extra: int = 0,
+) -> Restore:
+    made = restore_of(blocks, block=BLOCK)
+    made.tokens = array("q", range(blocks * BLOCK + extra))
+    made.arrived = dict.fromkeys(arrived)  # type: ignore[assignment]
+    made.failed = set(failed)
+    made.answer, made.known = answer, known
+    return made
+
+
+def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> None:
+    yes = (True,) * 4
+    ranks = [
+        [restore(4, arrived=(0, 2, 3), answer=yes)],
+        [restore(4, arrived=(2, 3), failed=(1,), answer=yes)],
+        [restore(4, arrived=(3, 0), answer=yes)],
+    ]
+    results = reach(ranks, [ANY] * 3)
+    for facts, _ in results:
+        assert facts[0].landed == (3,)
+        assert facts[0].lost == (1,)
+        assert facts[0].stored == (True,) * 4
+
+
+def test_a_lookup_counts_when_every_rank_has_answered() -> None:
+    quick, slow = restore(2, answer=(True, True)), restore(2)
+    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
+        assert facts[0].stored is None
+    slow.answer = (True, False)
+    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
+        assert facts[0].stored == (True, False)
+
+
+def test_an_answer_is_given_once() -> None:
+    told = restore(2, answer=(True, True), known=True)
+    for facts, _ in reach([[told]], [ANY]):
+        assert facts[0].stored is None
+
+
+def test_costs_are_the_smallest_of_all() -> None:
+    one = PrefillCost(0.3, 2e-5, 5e-9, 0.0, 1e-300)
+    two = PrefillCost(0.1, 3e-5, 4e-9, 1.0, 1e300)
+    least = PrefillCost(0.1, 2e-5, 4e-9, 0.0, 1e-300)
+    assert [agreed for _, agreed in reach([[], []], [one, two])] == [least, least]
+
+
+def test_a_single_rank_agrees_with_itself() -> None:
+    one = restore(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
+    facts, agreed = RankConsensus(None).reach([one], ANY)
+    assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
+    assert agreed == ANY
+
+
+def test_clocks_agree_on_the_least(monkeypatch) -> None:
+    waits, clocks = {"a": 5.0, "b": 2.0}, iter([20.0, 10.0, 21.0, 11.0])
+    monkeypatch.setattr(Restore, "local_elapsed_s", lambda self: waits[self.rid])
+    monkeypatch.setattr(
+        "sglang_cake.integration.scheduler.rank_consensus.time",
+        SimpleNamespace(monotonic=lambda: next(clocks)),
+    )
+    ranks = [[restore(1)], [restore(1)]]
+    ranks[0][0].rid, ranks[1][0].rid = "a", "b"
+    learned = [facts[0] for facts, _ in reach(ranks, [ANY] * 2)]
+    assert [(facts.elapsed_s, facts.now_s) for facts in learned] == [(2.0, 10.0)] * 2
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[list[Restore]]:
+    """The same requests as several ranks see them."""
+    shapes = draw(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=4)
+    )
+    ranks = []
+    for _ in range(draw(st.integers(1, 4))):
+        rank = []
+        for blocks, extra, known in shapes:
+            state = draw(st.lists(st.sampled_from("wlf"), min_size=blocks, max_size=blocks))
+            stored = tuple(draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks)))
+            answer = stored if known or draw(st.booleans()) else None
+            rank.append(
+                restore(
+                    blocks,
+                    arrived=tuple(b for b, s in enumerate(state) if s == "l"),
+                    failed=tuple(b for b, s in enumerate(state) if s == "f"),
+                    answer=answer,
+                    known=known,
+                    extra=extra,
+                )
+            )
+        ranks.append(rank)
+    return ranks
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
+def test_every_rank_learns_the_same_and_it_is_true(
+    ranks: list[list[Restore]], numbers: list[float]
+) -> None:
+    own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
+    results = reach(copy.copy(ranks), own)
+    plain = [[(f.stored, f.landed, f.lost) for f in facts] for facts, _ in results]
+    assert all(p == plain[0] for p in plain)
+    assert len({agreed for _, agreed in results}) == 1
+    for n, (stored, landed, lost) in enumerate(plain[0]):
+        views_of_it = [rank[n] for rank in ranks]
+        assert set(landed) == set.intersection(*(set(r.arrived) for r in views_of_it))
+        assert set(lost) == set.union(*(r.failed for r in views_of_it))
+        answers = [r.answer for r in views_of_it]
+        if views_of_it[0].known or None in answers:
+            assert stored is None
+        else:
+            assert stored == tuple(
+                all(column) for column in zip(*(a for a in answers if a), strict=True)
+            )
+
+
+def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_take() -> None:
+    ranks = [[restore(2), restore(3, extra=1)] for _ in range(2)]
+    for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
+        for made, slower in zip(rank, (1, 100), strict=True):
+            made.load = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
+    for facts, _ in reach(ranks, [ANY] * 2):
+        assert [fact.cost for fact in facts] == [
+            LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
+            LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
+        ]
+    alone, _ = RankConsensus(None).reach(ranks[0], ANY)
+    assert [fact.cost for fact in alone] == [made.load for made in ranks[0]]
+
+
+@given(
+    blocks=st.integers(1, 12),
+    arrived=st.sets(st.integers(0, 11)),
+    failed=st.sets(st.integers(0, 11)),
+    answered=st.booleans(),
+    known=st.booleans(),
+    seed=st.randoms(),
+)
+def test_a_rank_alone_learns_what_it_would_learn_among_equals(
+    blocks: int,
+    arrived: set[int],
+    failed: set[int],
+    answered: bool,
+    known: bool,
+    seed: random.Random,
+) -> None:
+    order = [b for b in arrived if b < blocks]
+    seed.shuffle(order)
+    stored = tuple(b % 3 != 0 for b in range(blocks))
+    alone = restore(
+        blocks,
+        arrived=tuple(order),
+        failed=tuple(b for b in failed if b < blocks),
+        answer=stored if answered else None,
+        known=known,
+    )
+    own, agreed = RankConsensus(None).reach([alone], ANY)
+    among, agreed_among = RankConsensus(lambda tensor: None).reach([alone], ANY)
+    assert agreed == agreed_among == ANY
+    for field in ("stored", "landed", "lost"):
+        assert getattr(own[0], field) == getattr(among[0], field), field

@@ -1,0 +1,269 @@
+"""The owner's forward, with a helper that says what the test wants and no model."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import Digest
+from sglang_cake.integration.boundary import Plain
+from sglang_cake.integration.memory.kv_pool import Copy
+from sglang_cake.integration.overlap.layer_gate import LayerGate
+from sglang_cake.integration.runahead import runahead_owner as module
+from sglang_cake.integration.runahead.runahead_owner import Runahead
+from sglang_cake.loading.cost_model import PrefillCost
+from sglang_cake.runahead import hop, member
+from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
+from sglang_cake.runahead.table import WatchedTable
+from sglang_cake.runahead.transport import PeerGone
+from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.testing.server import free_port
+
+HELPER, OWNER = 0, 1
+LAYERS, SPLIT, STOP = 3, 64, 128
+
+
+class Rows:
+    layers, token_bytes = LAYERS, 8
+
+    def read(self, *args: object) -> None:
+        raise AssertionError("the owner sends nothing")
+
+    def begin(self) -> None:
+        pass
+
+    def write(self, *args: object) -> Copy:
+        return Copy()
+
+
+class Helper:
+    """Accepts; then does `then(transport, job)`."""
+
+    def __init__(self, transport: ZmqTransport, then: Callable[[ZmqTransport, str], None]) -> None:
+        self.cancelled = threading.Event()
+        self._transport, self._then = transport, then
+        transport.start(self)
+
+    def on_message(self, rank: int, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self.cancelled.set()
+        elif isinstance(message, Offer):
+            self._transport.send(OWNER, Accept(message.job, 0))
+            self._then(self._transport, message.job)
+
+    def on_part(self, *args: object) -> None:
+        pass
+
+    def on_gone(self, *args: object) -> None:
+        pass
+
+
+def send_nothing(transport: ZmqTransport, job: str) -> None:
+    pass
+
+
+def send_all(transport: ZmqTransport, job: str) -> None:
+    payload = memoryview(bytearray(SPLIT * Rows.token_bytes))
+    with contextlib.suppress(PeerGone):  # the test is over
+        for layer in range(LAYERS):
+            transport.send_part(OWNER, LayerPart(job, layer, 0, SPLIT), payload)
+
+
+def fail_after_one_layer(transport: ZmqTransport, job: str) -> None:
+    payload = memoryview(bytearray(SPLIT * Rows.token_bytes))
+    transport.send_part(OWNER, LayerPart(job, 0, 0, SPLIT), payload)
+    transport.send(OWNER, Failed(job, HELPER, "no memory"))
+
+
+class Setup:
+    """An owner whose one request is about to be shared."""
+
+    def __init__(self, then: Callable[[ZmqTransport, str], None]) -> None:
+        peers = [("127.0.0.1", free_port()) for _ in range(2)]
+        namespace = Digest(bytes(32))
+        self.transports = [
+            ZmqTransport(rank, peers, secret=bytes(32), namespace=namespace) for rank in range(2)
+        ]
+        self.helper = Helper(self.transports[HELPER], then)
+        self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
+        self.counters = Counters()
+        pace: Any = SimpleNamespace(
+            agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
+            measured=False,
+            helped=lambda: None,
+        )
+        self.owner = Runahead(
+            OWNER,
+            self.transports[OWNER],
+            Rows(),  # type: ignore[arg-type]
+            self.gate,
+            pace=pace,
+            counters=self.counters,
+            namespace=lambda: "00",
+            restore=lambda rid: None,
+            loads_only=False,
+            least_tokens=0,
+            page_tokens=16,
+            limit_tokens=SPLIT,
+            table=WatchedTable(None),
+        )
+        params = SimpleNamespace(custom_params={"cake_runahead": [SPLIT, STOP]})
+        nothing = dict.fromkeys(
+            ("lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs")
+        )
+        never = dict.fromkeys(
+            ("return_logprob", "return_hidden_states", "return_routed_experts"), False
+        )
+        self.req: Any = SimpleNamespace(
+            rid="mine",
+            prefix_len=0,
+            full_untruncated_fill_ids=list(range(STOP)),
+            origin_input_ids=list(range(STOP)),
+            sampling_params=params,
+            extra_key=None,
+            cache_salt=None,
+            session=None,
+            output_ids=[],
+            return_indexer_topk=False,
+            customized_info=None,
+            skip_radix_cache_insert=False,
+            discard_output_reason=None,
+            **nothing,
+            **never,
+        )
+        self.inbox: list[list[object]] = []  # what each look into the socket finds
+        self.scheduler: Any = SimpleNamespace(
+            chunked_req=None,
+            _pending_chunked_abort_req=None,
+            _deferred_input_requests=[],
+            request_receiver=SimpleNamespace(
+                recv_requests=lambda: self.inbox.pop(0) if self.inbox else []
+            ),
+        )
+        self.computed: list[tuple[int, int]] = []
+
+    def agree(self) -> None:
+        end_s = time.monotonic() + 60
+        while not all(each.reachable() for each in self.transports):
+            assert time.monotonic() < end_s, "the members do not meet"
+            time.sleep(0.01)
+        self.owner.poll(self.scheduler)
+        verdict = "wait"
+        while verdict == "wait":
+            verdict = self.owner.consider(self.req, alone=True)
+        assert verdict == "share"
+
+    def run(self) -> tuple[int, int]:
+        """The step; what its last forward computed."""
+        batch = SimpleNamespace(
+            reqs=[self.req],
+            forward_mode=SimpleNamespace(is_extend=lambda: True, is_mixed=lambda: False),
+            prefix_lens=[0],
+            extend_lens=[STOP],
+            extend_num_tokens=STOP,
+            extend_logprob_start_lens=None,
+            input_ids=torch.arange(STOP),
+            out_cache_loc=torch.arange(STOP),
+            seq_lens=torch.tensor([STOP]),
+            seq_lens_cpu=torch.tensor([STOP]),
+        )
+        found: tuple[int, int] = self.owner.forward(Plain(self.compute), None, batch)
+        return found
+
+    def compute(self, worker: object, part: Any) -> tuple[int, int]:
+        span = (part.prefix_lens[0], part.prefix_lens[0] + part.extend_lens[0])
+        for layer in range(LAYERS):
+            self.gate.wait_until(layer)
+        self.computed.append(span)
+        return span
+
+    def failures(self) -> dict[str, int]:
+        counted = self.counters.snapshot()
+        return {
+            label: count
+            for (name, label), count in counted.items()
+            if name == "runahead_failures" and count
+        }
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
+    monkeypatch.setattr(module, "ANSWER_S", 20.0)  # two slow cores
+    monkeypatch.setattr(hop, "BIND_TIMEOUT_S", 60.0)
+    made: list[Setup] = []
+
+    def make(then: Callable[[ZmqTransport, str], None]) -> Setup:
+        made.append(Setup(then))
+        made[-1].agree()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.owner.close()
+        each.transports[HELPER].close()
+
+
+def test_a_shared_step_computes_the_last_span_alone(setup: Callable[..., Setup]) -> None:
+    one = setup(send_all)
+    assert one.run() == (SPLIT, STOP)
+    assert one.computed == [(SPLIT, STOP)]
+    assert one.counters.snapshot()["helped_tokens", ""] == SPLIT
+    assert one.failures() == {}
+
+
+def test_what_a_helper_failed_at_is_computed_in_the_same_step(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "LEFT_OUT_S", (60.0, 120.0))
+    one = setup(fail_after_one_layer)
+    monkeypatch.setattr(module, "run_part", lambda worker, part: one.compute(worker, part))
+    assert one.run() == (SPLIT, STOP)
+    assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
+    assert one.failures() == {"broken": 1}
+    assert one.owner.member.helpers() == ()  # left out
+    assert one.req.discard_output_reason is None
+
+
+@pytest.mark.parametrize("abort", [AbortReq(rid="mine"), AbortReq(abort_all=True)])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_abort_ends_the_step_while_it_waits_for_a_helper(
+    setup: Callable[..., Setup], abort: AbortReq, chunked: bool
+) -> None:
+    one = setup(send_nothing)
+    if chunked:  # the prompt goes on after this step
+        one.scheduler.chunked_req = one.req
+    one.inbox = [[], ["a request"], [AbortReq(rid="another"), abort, "a request behind it"]]
+    assert one.run() == (STOP - 1, STOP)
+    assert one.computed == [(STOP - 1, STOP)]  # the least: its output is dropped
+    assert one.req.skip_radix_cache_insert
+    assert one.req.discard_output_reason is not None
+    assert one.scheduler._pending_chunked_abort_req is (one.req if chunked else None)
+    kept = one.scheduler._deferred_input_requests  # for the scheduler, all of it, in order
+    assert [kept[0], kept[2], kept[3]] == ["a request", abort, "a request behind it"]
+    assert one.helper.cancelled.wait(60)
+    assert one.failures() == {"aborted": 1}
+    assert one.owner.member.helpers() == (HELPER,)  # nobody is to blame
+
+
+def test_an_abort_ends_the_step_though_all_kv_is_there(setup: Callable[..., Setup]) -> None:
+    one = setup(send_all)
+    one.scheduler._deferred_input_requests.append(AbortReq(rid="mine"))  # heard before the step
+    assert one.run() == (STOP - 1, STOP)
+    assert one.failures() == {"aborted": 1}
+
+
+def test_an_abort_of_another_request_waits_for_the_end_of_the_step(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_all)
+    one.inbox = [[AbortReq(rid="another")]]
+    assert one.run() == (SPLIT, STOP)
+    assert [each.rid for each in one.scheduler._deferred_input_requests] == ["another"]
+    assert one.req.discard_output_reason is None

@@ -1,0 +1,164 @@
+"""What SGLang's `/metrics` says of the store, its tiers and its codecs."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from sglang_cake.core.codec_names import CODECS, REFUSALS
+from sglang_cake.core.counters import COUNTERS, Counters
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.integration.metrics import Metrics, StoreMetrics
+from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.stores import circuit
+from sglang_cake.stores.base import EvictionCounts, StoreStats
+from sglang_cake.stores.breaker import Breaker
+from sglang_cake.stores.encoded import open_blocks
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.request_recording import RecordingStore
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.tiers.tiered_store import TieredStore
+from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.server import free_port
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+
+LABELS = {"model": "m"}
+COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
+
+
+class Unwritable(PassingStore):
+    async def put(self, key, data):
+        raise StoreUnavailable("down")
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    prometheus = pytest.importorskip("prometheus_client")
+    return StoreMetrics(LABELS, 2), prometheus.REGISTRY
+
+
+def sample(registry, name, **labels):
+    return registry.get_sample_value(f"sglang:cake_{name}", LABELS | labels)
+
+
+def test_each_tier_is_told_of_from_the_start_and_over_a_swap(metrics):
+    store_metrics, registry = metrics
+
+    def of(name, tier, **labels):
+        return sample(registry, f"tier_{name}", tier=str(tier), **labels)
+
+    for tier in (1, 2):
+        for event in ("read", "missing", "corrupt", "put", "moved_up", "full"):
+            assert of("blocks_total", tier, event=event) == 0
+        for way in ("read", "put"):
+            assert of("bytes_total", tier, way=way) == 0
+            assert of("up", tier, use=way) == 1
+        for reason in ("failed_calls", "late_answers", "left_out"):
+            assert of("failures_total", tier, reason=reason) == 0
+    assert of("up", 3, use="read") is None
+
+    async def use(store):
+        await store.put(key_of("a"), block_of("a"))
+        assert await read(store, key_of("a")) == block_of("a")
+        store_metrics.publish(store, await store.stats())
+        store_metrics.publish(store, await store.stats())  # nothing is counted twice
+        await store.close()
+
+    def tiered(*stores):
+        return TieredStore(stores, block_bytes=LAYOUT.block_bytes)
+
+    asyncio.run(use(tiered(MemoryStore(), MemoryStore())))
+    assert of("blocks_total", 1, event="put") == of("blocks_total", 1, event="read") == 1
+    assert of("bytes_total", 1, way="read") == LAYOUT.block_bytes
+    assert of("bytes_total", 1, way="put") == LAYOUT.block_bytes
+    broken = Unwritable(MemoryStore())
+    asyncio.run(use(tiered(broken, MemoryStore(), MemoryStore())))
+    assert of("failures_total", 1, reason="failed_calls") >= 1
+    assert of("blocks_total", 2, event="read") == 1
+    assert of("up", 3, use="read") == 1
+    plain = MemoryStore()
+    asyncio.run(use(plain))
+    assert of("up", 3, use="read") == of("up", 1, use="put") == 0
+    assert of("blocks_total", 1, event="read") == 1  # a counter never goes back
+
+
+def test_evictions_are_counted_and_timed_by_policy(metrics):
+    store_metrics, registry = metrics
+    stats = StoreStats(policy="workload", evictions=EvictionCounts(4096, 2, 17, 3))
+
+    def of(name, policy):
+        return sample(registry, f"store_{name}_total", policy=policy)
+
+    names = ("evicted_bytes", "evicted_blocks", "evicting_us", "skipped_blocks")
+    store = MemoryStore()
+    for _ in range(2):  # nothing is counted twice
+        store_metrics.publish(store, stats)
+    assert [of(name, "workload") for name in names] == [4096, 2, 17, 3]
+    assert [of(name, "lru") for name in names] == [0, 0, 0, 0]
+
+
+def test_every_counter_is_there_from_the_start_and_follows_what_happens():
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    counters = Counters()
+    metrics = Metrics(counters, LABELS)
+    assert {name for name, values in COUNTERS.items() if " " in values[0]} == {
+        "auto_refused_blocks"
+    }
+    for codec in CODECS:
+        assert sample(registry, "encoded_blocks_total", codec=codec) == 0
+        for reason in REFUSALS:
+            found = sample(registry, "auto_refused_blocks_total", codec=codec, reason=reason)
+            assert found == 0
+    assert sample(registry, "stored_bytes_total") == 0
+    counters.add("auto_refused_blocks", 3, label="int8 block_error")
+    counters.add("fallback", label="load")
+    counters.add("unstored_blocks", label="full")
+    counters.add("read_blocks", 2)
+    counters.add("read_bytes", 600)
+    metrics.publish(costs=COSTS, step_overhead_s=None)
+    assert sample(registry, "read_bandwidth_bytes_per_s") == 300 / COSTS.load.block_s
+    refused = {"codec": "int8", "reason": "block_error"}
+    assert sample(registry, "auto_refused_blocks_total", **refused) == 3
+    assert sample(registry, "fallback_total", side="load") == 1
+    assert sample(registry, "unstored_blocks_total", reason="full") == 1
+    assert sample(registry, "unstored_blocks_total", reason="queue_full") == 0
+
+
+def test_what_an_http_store_goes_through_is_counted_also_while_it_is_down(
+    metrics, tmp_path, monkeypatch
+):
+    """Behind everything that may stand before it: tiers, a link of limited bandwidth, encryption,
+    a codec."""
+    store_metrics, registry = metrics
+
+    def of(event):
+        return sample(registry, "store_events_total", event=event)
+
+    key = tmp_path / "key"
+    key.write_text("ab" * 32 + "\n")
+    key.chmod(0o600)
+    # It stays open: a probe that fails opens it once more.
+    monkeypatch.setattr(circuit, "Breaker", lambda **given: Breaker(**given | {"first_s": 60.0}))
+    down = f"http://127.0.0.1:{free_port()}?bandwidth=1GB/s&key_file={key}"
+    near = f"file://{tmp_path}/near?min_free=0"
+
+    async def use(url):
+        sources = parse_sources(url)
+        store = open_blocks(sources, FRAME.namespace, LAYOUT, codec="zstd", depth=2)
+        store = RecordingStore(store, None)  # it writes nothing here
+        store_metrics.publish_events(store)
+        assert of("hedges") == of("timeouts") == 0  # from the start
+        before = of("retries"), of("breaker_openings")
+        for _ in range(4):
+            with contextlib.suppress(StoreUnavailable):
+                await store.contains([key_of("a")])
+        for _ in range(2):  # nothing is counted twice
+            store_metrics.publish_events(store)
+        assert of("retries") > before[0]
+        assert of("breaker_openings") == before[1] + 1
+        await store.close()
+
+    asyncio.run(use(down))
+    asyncio.run(use(f"{near},{down}"))
+    store_metrics.publish_events(MemoryStore())  # counts nothing
+    assert of("breaker_openings") == 2  # a counter never goes back

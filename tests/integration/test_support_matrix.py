@@ -1,0 +1,258 @@
+"""What is refused, before a model is loaded and again in the scheduler."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_cake.core.codec_names import CHOICES, LOSSY
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.support_matrix import (
+    ModelTraits,
+    check_context,
+    unsupported,
+    unsupported_codec,
+    unsupported_group,
+)
+
+PLAIN = ModelTraits()
+
+
+def _args(**changes: Any) -> SimpleNamespace:
+    """The fields of SGLang's ServerArgs that matter, as they are by default."""
+    fields: dict[str, Any] = {
+        "disable_radix_cache": False,
+        "chunked_prefill_size": None,
+        "disaggregation_mode": "null",
+        "encoder_only": False,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "attn_dp_size": 1,
+        "dcp_size": 1,
+        "use_ray": False,
+        "speculative_algorithm": None,
+        "dllm_algorithm": None,
+        "enable_hierarchical_cache": False,
+        "enable_lmcache": False,
+        "enable_flexkv": False,
+        "enable_unified_cache_external_linker": False,
+        "enable_kv_cache_sharding": False,
+        "prefill_only_disable_kv_cache": False,
+        "enable_streaming_session": False,
+        "is_embedding": False,
+        "page_size": None,
+    }
+    assert set(changes) <= set(fields)
+    return SimpleNamespace(**fields | changes)
+
+
+def test_defaults_are_supported() -> None:
+    assert unsupported(_args(), None, 128) is None
+    assert unsupported(_args(page_size=1, chunked_prefill_size=512), PLAIN, 128) is None
+
+
+def _rope(context_tokens: int, **config: Any) -> int | None:
+    from sglang_cake.integration.support_matrix import _longrope_tokens
+
+    text = SimpleNamespace(max_position_embeddings=131072, **config)
+    return _longrope_tokens(SimpleNamespace(hf_text_config=text, context_len=context_tokens))
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("context_tokens", "config", "refused_above"),
+    [
+        (131072, {"rope_parameters": LONGROPE}, 4096),
+        (4097, {"rope_parameters": LONGROPE}, 4096),
+        (4096, {"rope_parameters": LONGROPE}, None),  # no forward is ever longer than the original
+        (131072, {"rope_parameters": {"full_attention": LONGROPE}}, 4096),
+        (131072, {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1}, 1),
+        (131072, {"rope_scaling": {"type": "longrope"}}, None),
+        (131072, {"rope_parameters": {"rope_type": "yarn"}}, None),
+        (131072, {"rope_scaling": None}, None),
+    ],
+)
+def test_longrope_is_refused_where_a_prompt_may_exceed_the_original_context(
+    context_tokens: int, config: dict[str, Any], refused_above: int | None
+) -> None:
+    tokens = _rope(context_tokens, **config)
+    assert tokens == refused_above
+    reason = unsupported(_args(), replace(PLAIN, longrope_tokens=tokens), 128)
+    assert (reason is None) == (refused_above is None)
+    assert reason is None or f"--context-length {refused_above}" in reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("disable_radix_cache", True),
+        ("chunked_prefill_size", -1),
+        ("disaggregation_mode", "decode"),
+        ("encoder_only", True),
+        ("pp_size", 2),
+        ("attn_cp_size", 2),
+        ("attn_dp_size", 2),
+        ("dcp_size", 2),
+        ("use_ray", True),
+        ("speculative_algorithm", "EAGLE3"),
+        ("dllm_algorithm", "LowConfidence"),
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+        ("enable_flexkv", True),
+        ("enable_unified_cache_external_linker", True),
+        ("enable_kv_cache_sharding", True),
+        ("prefill_only_disable_kv_cache", True),
+        ("enable_streaming_session", True),
+        ("is_embedding", True),
+    ],
+)
+def test_settings_are_refused_by_the_name_of_their_flag(field: str, value: object) -> None:
+    reason = unsupported(_args(**{field: value}), PLAIN, 128)
+    assert reason is not None
+    assert reason.startswith("cake ")
+    assert f"--{field.replace('_', '-')}" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("page_size", "block_tokens", "advice"),
+    [(96, 128, 96), (48, 128, 144), (256, 128, 256), (64, 100, 128)],
+)
+def test_blocks_are_whole_pages(page_size: int, block_tokens: int, advice: int) -> None:
+    reason = unsupported(_args(page_size=page_size), PLAIN, block_tokens)
+    assert reason is not None
+    assert reason.endswith(f"--cake-block-tokens {advice}")
+    assert unsupported(_args(page_size=page_size), PLAIN, advice) is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(PLAIN, is_hybrid_swa=True),
+        replace(PLAIN, is_hybrid_ssm=True),
+        replace(PLAIN, is_encoder_decoder=True),
+        replace(PLAIN, is_generation=False),
+        replace(PLAIN, is_multimodal=True),
+        replace(PLAIN, is_sparse=True),
+        replace(PLAIN, is_ngram=True),
+    ],
+)
+def test_model_kinds_are_named_before_what_sglang_turned_off_for_them(facts: ModelTraits) -> None:
+    reason = unsupported(_args(disable_radix_cache=True), facts, 128)
+    assert reason is not None
+    assert reason.startswith("cake does not support ")
+    assert "--disable-radix-cache" not in reason
+
+
+def _context(**changes: Any) -> Any:
+    params = {"disable": False, "is_eagle": False, "pp_size": 1, "attn_cp_size": 1, "page_size": 1}
+    fields: dict[str, Any] = {
+        "disable_radix_cache": False,
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "is_dsa": False,
+    }
+    params |= {name: changes.pop(name) for name in list(changes) if name in params}
+    assert set(changes) <= set(fields)
+    return SimpleNamespace(**fields | changes, params=SimpleNamespace(**params))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"disable_radix_cache": True},
+        {"disable": True},
+        {"is_eagle": True},
+        {"pp_size": 2},
+        {"attn_cp_size": 2},
+        {"is_hybrid_swa": True},
+        {"is_hybrid_ssm": True},
+        {"is_dsa": True},
+    ],
+)
+def test_scheduler_refuses_in_one_line(changes: dict[str, Any]) -> None:
+    pytest.importorskip("sglang")
+    with pytest.raises(ConfigError, match=r"^cake [^\n]+$"):
+        check_context(_context(**changes), CakeConfig())
+
+
+def _graphs(backend: str) -> dict[str, Any]:
+    prefill = SimpleNamespace(backend=backend)
+    return {"cuda_graph_config": SimpleNamespace(prefill=prefill)}
+
+
+# A server on a CPU that can be a member, and what is different on a GPU.
+MEMBER = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "tp_size": 1,
+    "dp_size": 1,
+} | _graphs("disabled")
+GPU = {"device": "cuda", "attention_backend": "flashinfer"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"device": "xpu"}, "--device cpu or cuda"),
+        ({"attention_backend": "intel_amx"}, "--attention-backend torch_native"),
+        ({"prefill_attention_backend": "intel_amx"}, "--attention-backend torch_native"),
+        ({"tp_size": 2}, "set --tp-size 1"),
+        ({"dp_size": 2}, "set --dp-size 1"),
+        (GPU | {"attention_backend": "fa3"}, "--attention-backend flashinfer"),
+        (GPU | {"attention_backend": "torch_native"}, "--attention-backend flashinfer"),
+        (GPU | _graphs("breakable"), "prefill CUDA graphs"),
+        (GPU | _graphs("full"), "prefill CUDA graphs"),
+        (GPU | {"tp_size": 2}, "set --tp-size 1"),
+    ],
+)
+def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], advice: str) -> None:
+    member = CakeConfig(runahead_peers="a:1,b:1")
+    args = SimpleNamespace(**MEMBER | changes)
+    reason = unsupported_group(args, PLAIN, member)
+    assert reason is not None
+    assert advice in reason
+    assert "\n" not in reason
+    assert unsupported_group(args, PLAIN, CakeConfig()) is None
+
+
+@pytest.mark.parametrize("device", [{}, GPU])
+def test_a_member_computes_on_a_cpu_or_a_gpu(device: dict[str, Any]) -> None:
+    member = CakeConfig(runahead_peers="a:1,b:1")
+    args = SimpleNamespace(**MEMBER | device)
+    assert unsupported_group(args, None, member) is None
+    assert unsupported_group(args, PLAIN, member) is None
+    reason = unsupported_group(args, replace(PLAIN, is_mla=True), member)
+    assert (reason is not None) == bool(device)
+    between = replace(member, runahead_transport="cuda-ipc")
+    reason = unsupported_group(args, PLAIN, between)
+    assert (reason is not None) == (not device)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_lossy_codec_is_refused_where_kv_has_8_bits_already(dtype: str) -> None:
+    for codec in CHOICES:
+        config = CakeConfig(codec=codec)
+        reason = unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), config)
+        assert (reason is not None) == (codec in LOSSY)
+        assert reason is None or (f"--kv-cache-dtype {dtype}" in reason and "\n" not in reason)
+        for wider in ("auto", "bfloat16"):
+            assert unsupported_codec(SimpleNamespace(kv_cache_dtype=wider), config) is None
+    bounded = CakeConfig(codec="auto", max_error=0.01)  # it takes zstd then
+    assert unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), bounded) is None
+
+
+def test_the_rules_name_fields_that_sglang_has() -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="none")
+    assert unsupported(args, None, 128) is None
+    assert unsupported_codec(args, CakeConfig(codec="int4")) is None
+    for field in MEMBER:
+        getattr(args, field)

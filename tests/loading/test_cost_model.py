@@ -1,0 +1,229 @@
+"""What steps and loads cost: fits that find the truth, and a file that remembers it."""
+
+import json
+import math
+import random
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.core.keys import Digest
+from sglang_cake.loading.cost_file import MAX_FILES, CostFile
+from sglang_cake.loading.cost_model import (
+    LoadCost,
+    LoadFit,
+    PrefillCost,
+    PrefillFit,
+    StepWork,
+    pairs,
+    work_of,
+)
+
+TRUTHS = [
+    (PrefillCost(0.02, 7e-4, 1.2e-7), 768),
+    (PrefillCost(0.005, 1.5e-4, 6e-9), 5120),
+    (PrefillCost(0.3, 1e-5, 1e-9), 4096),
+]
+
+
+def test_pairs_are_counted_one_by_one() -> None:
+    assert pairs(3, 7) == 4 + 5 + 6 + 7
+    assert pairs(5, 5) == 0
+
+
+@given(st.integers(0, 4000), st.integers(0, 4000), st.integers(1, 700))
+def test_a_span_is_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
+    cost, stop = PrefillCost(0.5, 0.01, 1e-5), start + tokens
+    steps = [(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
+    assert cost.span_s(start, stop, chunk) == pytest.approx(sum(cost.step_s(*s) for s in steps))
+
+
+@pytest.mark.parametrize(("truth", "hidden"), TRUTHS)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_noisy_steps_with_outliers_tell_the_truth(
+    truth: PrefillCost, hidden: int, on_gpu: bool
+) -> None:
+    random_of = random.Random(1)
+    fit, position = PrefillFit(PrefillCost.prior(hidden=hidden, on_gpu=on_gpu)), 0
+    for _ in range(200):
+        chunk = random_of.choice([512, 512, 128, 256])
+        took_s = truth.step_s(position, position + chunk) * random_of.lognormvariate(0, 0.05)
+        took_s *= 6 if random_of.random() < 0.04 else 1
+        fit.observe(work_of(position, position + chunk), took_s)
+        position = (position + chunk) % 8192
+    for start, stop in ((0, 512), (0, 128), (4096, 4608), (8000, 8128)):
+        assert fit.cost.step_s(start, stop) == pytest.approx(truth.step_s(start, stop), rel=0.15)
+    assert fit.cost.error < 0.2
+
+
+def test_one_step_sets_the_scale_and_the_model_gives_the_shape() -> None:
+    # Theory B: 13B on an A100, chunks of 512 cost 80.3 ms, and 1.56 ms more each.
+    fit = PrefillFit(PrefillCost.prior(hidden=5120, on_gpu=True))
+    fit.observe(work_of(0, 512), 0.0803)
+    assert fit.cost.step_s(31 * 512, 32 * 512) == pytest.approx(0.0803 + 31 * 0.00156, rel=0.15)
+
+
+def test_steps_of_a_token_or_two_say_nothing_of_tokens() -> None:
+    """A server that loads all of every prompt computes only the last token of each."""
+    prior = PrefillCost.prior(hidden=768, on_gpu=False)
+    fit = PrefillFit(prior)
+    for _ in range(50):
+        fit.observe(work_of(4096, 4097), 0.02)
+    assert fit.cost == prior
+    assert fit.cost.guessed
+    fit.observe(work_of(0, 128), 0.04)
+    assert not fit.cost.guessed
+    assert fit.cost.step_s(0, 128) == pytest.approx(0.04, rel=0.1)
+    error = fit.cost.error
+    for _ in range(200):
+        fit.observe(work_of(4096, 4097), 0.02)
+    assert fit.cost.error == error
+    assert fit.cost.step_s(4096, 4097) == pytest.approx(0.02, rel=0.2)
+    assert fit.cost.step_s(0, 128) == pytest.approx(0.04, rel=0.5)
+
+
+def test_a_machine_that_changes_is_followed() -> None:
+    fit = PrefillFit(PrefillCost.prior(hidden=768, on_gpu=False))
+    for slower in [1.0] * 100 + [2.0] * 150:
+        fit.observe(work_of(0, 512), 0.4 * slower)
+    assert fit.cost.step_s(0, 512) == pytest.approx(0.8, rel=0.15)
+
+
+def test_requests_that_decode_in_the_same_step_are_told_apart() -> None:
+    truth = PrefillCost(0.01, 1e-4, 1e-9, decode_s=2e-3)
+    fit = PrefillFit(PrefillCost.prior(hidden=4096, on_gpu=True))
+    random_of = random.Random(2)
+    for _ in range(150):
+        start, decodes = 512 * random_of.randrange(16), random_of.randrange(32)
+        work = StepWork(512, pairs(start, start + 512), decodes)
+        fit.observe(work, truth.step_s(start, start + 512) + decodes * truth.decode_s)
+    assert fit.cost.decode_s == pytest.approx(truth.decode_s, rel=0.1)
+    assert fit.cost.step_s(0, 512) == pytest.approx(truth.step_s(0, 512), rel=0.1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 999), st.floats()), max_size=30))
+def test_whatever_is_measured_costs_stay_sane(steps: list[tuple[int, int, float]]) -> None:
+    fit = PrefillFit(PrefillCost.prior(hidden=64, on_gpu=True))
+    for start, tokens, took_s in steps:
+        fit.observe(work_of(start, start + tokens), took_s)
+        cost = fit.cost
+        numbers = (cost.fixed_s, cost.token_s, cost.pair_s, cost.decode_s)
+        assert all(math.isfinite(n) and n >= 0 for n in numbers)
+        assert 0 <= cost.error <= 1
+
+
+def test_a_link_is_measured_apart_from_its_latency() -> None:
+    fit = LoadFit(LoadCost(0.0, 1.0))
+    for _ in range(20):
+        fit.landed(0.5 + 0.02, first=True)
+        for _ in range(12):
+            fit.landed(0.02, first=False)
+    assert fit.cost.block_s == pytest.approx(0.02, rel=0.05)
+    assert fit.cost.latency_s == pytest.approx(0.5, rel=0.1)
+    assert fit.cost.error < 0.05
+
+
+def test_reads_in_flight_together_that_land_together_are_one_rate() -> None:
+    fit = LoadFit(LoadCost(0.0, 1.0))
+    for i in range(64):
+        fit.landed(0.04 if i % 4 == 0 else 0.0, first=False)
+    assert fit.cost.block_s == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_load_is_its_latency_and_its_blocks() -> None:
+    cost = LoadCost(0.5, 0.1, copy_s=0.01)
+    assert cost.load_s(0) == 0
+    assert cost.load_s(3) == pytest.approx(0.5 + 0.3 + 0.01)
+    assert cost.load_s(3, begun=True) == pytest.approx(0.3 + 0.01)
+    assert cost.load_s(3, begun=True, since_s=0.05) == pytest.approx(0.26)
+    # A second late, it is taken to be a second more, and so is every block after it.
+    assert cost.load_s(3, begun=True, since_s=1.1) == pytest.approx(3.0 + 0.01)
+
+
+@given(st.integers(1, 50), st.floats(0, 10), st.booleans(), st.integers(1, 8))
+def test_a_silent_link_looks_ever_slower(
+    blocks: int, since_s: float, begun: bool, depth: int
+) -> None:
+    cost = LoadCost(0.5, 0.1, depth=depth)
+    due_s = 0.1 if begun else 0.6
+    late = cost.load_s(blocks, since_s=due_s + since_s, begun=begun)
+    assert late <= cost.load_s(blocks, since_s=due_s + since_s + 1, begun=begun)
+    assert cost.load_s(blocks + 1, since_s=since_s, begun=begun) > cost.load_s(
+        blocks, since_s=since_s, begun=begun
+    )
+
+
+# ---- the file ----
+
+PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 2e-3, 0.1)
+LOADS = [LoadCost(0.02, 0.003, 1e-5, 0.2, depth=4), LoadCost(0.2, 0.03, 1e-5, 0.1, depth=4), None]
+
+
+def file_in(folder: Path, store: str = "file:///x", byte: int = 1) -> CostFile:
+    return CostFile(folder, namespace=Digest(bytes([byte]) * 32), store=store, device="cpu")
+
+
+def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "costs"
+    assert file_in(folder).read() is None
+    assert file_in(folder).write(PREFILL, LOADS)
+    found = file_in(folder).read()
+    assert found is not None
+    assert found == (PREFILL, [load and replace(load, depth=1) for load in LOADS])
+    assert file_in(folder, store="file:///y").read() is None
+    assert file_in(folder, byte=2).read() is None
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"version": 2}',
+        b'{"version": 1}',
+        b'{"version": 3}',
+        b'{"loads": [{}]}',
+        b"\xff\xfe",
+        b"0" * 9999,
+    ],
+)
+def test_a_damaged_file_is_no_file(tmp_path: Path, content: bytes) -> None:
+    assert file_in(tmp_path).write(PREFILL, LOADS)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(content)
+    assert file_in(tmp_path).read() is None
+
+
+@pytest.mark.parametrize("number", [-1.0, "1", True, None, 1e9, math.nan, math.inf])
+@pytest.mark.parametrize("part", ["prefill", "loads"])
+def test_numbers_that_make_no_sense_are_not_believed(
+    tmp_path: Path, part: str, number: object
+) -> None:
+    assert file_in(tmp_path).write(PREFILL, LOADS)
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    name = "token_s" if part == "prefill" else "block_s"
+    (content[part] if part == "prefill" else content[part][1])[name] = number
+    path.write_text(json.dumps(content))
+    assert file_in(tmp_path).read() is None
+
+
+def test_there_are_never_more_than_so_many_files(tmp_path: Path) -> None:
+    for byte in range(MAX_FILES + 8):
+        assert file_in(tmp_path, byte=byte).write(PREFILL, LOADS)
+    assert len(list(tmp_path.iterdir())) == MAX_FILES
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "costs").write_text("a file")
+    assert not file_in(tmp_path / "costs").write(PREFILL, LOADS)

@@ -1,0 +1,116 @@
+"""When the last step may begin although not all is there."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.core.spans import Span
+from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.loading.early_last_step import early_last_step
+from sglang_cake.loading.meet import BlockState, View
+
+WANTED, LANDED, GONE, ABSENT, CLAIMED = (
+    BlockState.WANTED,
+    BlockState.LANDED,
+    BlockState.GONE,
+    BlockState.ABSENT,
+    BlockState.CLAIMED,
+)
+BLOCK = 10
+
+
+def early(
+    states: list[BlockState],
+    coming: set[int],
+    *,
+    rest: int = 5,
+    front: int = 0,
+    chunk: int = 100,
+    block_s: float = 1.0,
+    step_s: float = 100.0,
+    to_come: float = 1.0,
+) -> Span | None:
+    """`states` are those of all blocks, from the first one of the prompt."""
+    first, total = front // BLOCK, len(states) * BLOCK + rest
+    return early_last_step(
+        View(front, first, bytes(states[first:]), BLOCK, total, limit=total - 1),
+        coming=dict.fromkeys(coming, to_come),
+        chunk_tokens=chunk,
+        costs=Costs(PrefillCost(step_s, 0.0, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)),
+    )
+
+
+def test_all_that_is_stored_counts_as_there() -> None:
+    assert early([WANTED, WANTED, LANDED], {0, 1}) == (0, 30)
+    assert early([LANDED, WANTED, LANDED], {1}) == (0, 30)
+    assert early([CLAIMED, WANTED, LANDED], {1}, front=10) == (10, 30)
+    assert early([WANTED, LANDED], {0}, front=4) == (4, 20)
+    assert early([WANTED, LANDED, GONE], {0}) == (0, 20)  # the end is nobody's
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        [LANDED, LANDED],  # nothing is on its way: it is attached as ever
+        [CLAIMED, WANTED],  # compute is in the middle of the first block
+        [GONE, WANTED],  # what is missing at the front is computed first
+        [WANTED, GONE, LANDED],  # and so is a hole
+        [WANTED, ABSENT, WANTED],
+        [GONE, ABSENT],
+        [],
+    ],
+)
+def test_else_it_waits_or_computes(states: list[BlockState]) -> None:
+    assert early(states, {0, 1, 2}) is None
+
+
+def test_every_block_must_have_begun_to_come() -> None:
+    assert early([WANTED, WANTED, LANDED], {1}) is None
+    assert early([WANTED, WANTED, LANDED], set()) is None
+
+
+def test_one_step_must_do() -> None:
+    assert early([WANTED], {0}, rest=100) == (0, 10)
+    assert early([WANTED], {0}, rest=101) is None
+
+
+def test_it_holds_the_device_for_twice_its_time_at_most() -> None:
+    two = [WANTED, WANTED]
+    assert early(two, {0, 1}, block_s=1.0, step_s=2.0) == (0, 20)
+    assert early(two, {0, 1}, block_s=1.0, step_s=1.9) is None
+    # As much as is still to come of each, one after the other or side by side.
+    assert early(two, {0, 1}, block_s=1.0, step_s=1.0, to_come=0.5) == (0, 20)
+    assert early(two, {0, 1}, block_s=1.0, step_s=0.9, to_come=0.5) is None
+
+
+def test_the_last_block_is_used_up_to_the_last_token_but_one() -> None:
+    """Of a prompt of whole blocks: the last token is computed in any case."""
+    view = View(0, 0, bytes([WANTED, LANDED]), BLOCK, 2 * BLOCK, limit=2 * BLOCK - 1)
+    span = early_last_step(
+        view,
+        coming={0: 1.0},
+        chunk_tokens=1,
+        costs=Costs(PrefillCost(1.0, 0.0, 0.0), LoadCost(0.0, 0.1)),
+    )
+    assert span == (0, 19)
+
+
+@given(
+    states=st.lists(st.sampled_from(list(BlockState)), max_size=6),
+    coming=st.sets(st.integers(0, 6)),
+    rest=st.integers(1, 120),
+    step_s=st.floats(0, 4),
+)
+def test_what_counts_as_there_is_there_or_comes(
+    states: list[BlockState], coming: set[int], rest: int, step_s: float
+) -> None:
+    span = early(states, coming, rest=rest, step_s=step_s)
+    if span is None:
+        return
+    inside, behind = states[: span.stop // BLOCK], states[span.stop // BLOCK :]
+    assert span.start == 0
+    assert set(inside) <= {WANTED, LANDED}
+    assert {i for i, state in enumerate(inside) if state == WANTED} <= coming
+    assert not {WANTED, LANDED} & set(behind)
+    assert len(states) * BLOCK + rest - span.stop <= 100
+    assert inside.count(WANTED) * 1.0 <= step_s

@@ -1,0 +1,76 @@
+"""Tenants take turns by what they had, and nobody saves turns up."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.loading.fair_queueing import MOST_TENANTS, TURN_TOKENS, TenantTokens
+from sglang_cake.loading.priority import QueueEntry, order
+
+
+def test_who_had_less_goes_first_and_equals_go_by_length() -> None:
+    tenants = TenantTokens()
+    for tenant in (1, 2):
+        tenants.arrives(tenant)
+    tenants.charge(1, 3 * TURN_TOKENS)
+    big, other = (QueueEntry(str(t), 1.0, turn=tenants.turn(t)) for t in (1, 2))
+    assert order([big, other]) == [1, 0]
+    tenants.charge(2, 3 * TURN_TOKENS + 1)
+    long, short = (
+        QueueEntry("1", 9.0, turn=tenants.turn(1)),
+        QueueEntry("2", 1.0, turn=tenants.turn(2)),
+    )
+    assert order([long, short]) == [1, 0]
+
+
+def test_a_tenant_that_paused_starts_level_with_the_others() -> None:
+    tenants = TenantTokens()
+    tenants.arrives(1)
+    tenants.charge(1, 50 * TURN_TOKENS)
+    tenants.arrives(2)
+    assert tenants.turn(2) == tenants.turn(1) == 50
+    tenants.leaves(2)
+    tenants.charge(1, 10 * TURN_TOKENS)
+    assert tenants.turn(2) == tenants.turn(3) == 60  # as if they came now
+    tenants.arrives(2)
+    assert tenants.turn(2) == 60
+
+
+def test_debts_are_not_forgotten_by_leaving() -> None:
+    tenants = TenantTokens()
+    for tenant in (1, 2):
+        tenants.arrives(tenant)
+    tenants.charge(1, 50 * TURN_TOKENS)
+    tenants.leaves(1)
+    tenants.arrives(1)
+    assert (tenants.turn(1), tenants.turn(2)) == (50, 0)
+
+
+def test_only_so_many_tenants_are_remembered() -> None:
+    tenants = TenantTokens()
+    tenants.arrives(0)
+    for tenant in range(1, 2 * MOST_TENANTS):
+        tenants.arrives(tenant)
+        tenants.leaves(tenant)
+    assert len(tenants._had) <= MOST_TENANTS + 1
+    assert tenants.turn(0) == 0
+
+
+@given(st.integers(2, 5), st.integers(0, 2**32))
+def test_tenants_that_always_wait_are_given_the_same(count: int, seed: int) -> None:
+    """Each round serves the first in order: no two tenants are further apart than a turn allows."""
+    draw, tenants, had = random.Random(seed), TenantTokens(), [0] * count
+    for tenant in range(count):
+        tenants.arrives(tenant)
+    largest = 1
+    for _ in range(200):
+        waiting = [
+            QueueEntry(str(t), draw.uniform(0, 9), turn=tenants.turn(t)) for t in range(count)
+        ]
+        first = order(waiting)[0]
+        tokens = draw.randint(1, 4000)
+        largest = max(largest, tokens)
+        tenants.charge(first, tokens)
+        had[first] += tokens
+    assert max(had) - min(had) <= 2 * TURN_TOKENS + largest

@@ -1,0 +1,514 @@
+"""The meet: a race of compute against a loader, played at random, and the cases worth naming."""
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from sglang_cake.core.spans import Span
+from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
+from sglang_cake.loading.planner import Progress, Step, next_step
+
+S, E = BlockState, Event
+
+
+def costs(fixed_s: float, token_s: float, block_s: float) -> Costs:
+    return Costs(PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0))
+
+
+COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]
+
+
+def plan(meet: Meet, chunk: int, known: Costs = COSTS[0], since_s: float = 0.0) -> Step:
+    """`next_step` of a settled meet."""
+    return next_step(
+        meet.view(),
+        mode="both",
+        chunk_tokens=chunk,
+        costs=known,
+        progress=Progress(since_s, since_s > 0, keep=0),
+    )
+
+
+def ahead(meet: Meet) -> list[tuple[int, BlockState]]:
+    view = meet.view()
+    return [(view.first + i, BlockState(state)) for i, state in enumerate(view.states)]
+
+
+def states(meet: Meet) -> list[BlockState]:
+    return [meet.state(b) for b in range(meet.blocks)]
+
+
+class Race(RuleBasedStateMachine):
+    """A prompt with every token's history kept beside the meet, by whoever drives it."""
+
+    @initialize(
+        page=st.sampled_from([1, 2, 4]),
+        pages=st.integers(1, 4),
+        prompt=st.integers(1, 70),
+        chunk=st.integers(1, 30),
+        short=st.integers(1, 9),
+        device=st.floats(0, 1),
+    )
+    def begin(
+        self, page: int, pages: int, prompt: int, chunk: int, short: int, device: float
+    ) -> None:
+        self.page, self.block, self.prompt = page, page * pages, prompt
+        self.chunk = -(-chunk // page) * page
+        front = self.page_floor(int(device * (prompt - 1)))
+        self.meet = Meet(
+            block_tokens=self.block,
+            page_tokens=page,
+            limit_tokens=max(0, prompt - short),
+            prompt_tokens=prompt,
+            front=front,
+        )
+        self.found = False
+        self.bytes_here: set[int] = set()  # landed blocks whose bytes somebody holds
+        self.loading: set[int] = set()  # what the loader may still bring
+        # What each token got since it was last taken away: "tree", "computed" or "attached".
+        self.got = ["tree"] * front + [""] * (prompt - front)
+
+    # ---- helpers ----
+
+    def page_floor(self, token: int) -> int:
+        return token // self.page * self.page
+
+    def cover(self, start: int, stop: int, how: str) -> None:
+        assert not any(self.got[start:stop]), "a token was got twice"
+        self.got[start:stop] = [how] * (stop - start)
+
+    def fence(self) -> None:
+        """What the loader does when it hears of the fence."""
+        self.loading = {b for b in self.loading if b >= self.meet.fence}
+
+    def attach(self) -> None:
+        while (span := self.meet.island()) is not None:
+            assert span.start == self.meet.front == self.front_of_tokens()
+            assert span.stop % self.page == 0
+            assert span.stop <= self.meet.limit < self.prompt
+            for b in self.meet.blocks_of(span):
+                self.bytes_here.remove(b)
+            self.cover(*span, "attached")
+            self.meet.attach(span)
+        self.fence()
+
+    def front_of_tokens(self) -> int:
+        return self.got.index("") if "" in self.got else self.prompt
+
+    def claim(self, stop: int) -> None:
+        assert self.meet.front < stop <= self.prompt
+        before = states(self.meet)
+        self.cover(self.meet.front, stop, "computed")
+        claimed = range(self.meet.front // self.block, -(-stop // self.block))
+        assert not any(before[b] is S.LANDED for b in claimed if b < len(before))
+        assert self.meet.claim(stop) == self.meet.fence
+        self.fence()
+
+    # ---- what may happen, in any order ----
+
+    @precondition(lambda self: not self.found)
+    @rule(data=st.data())
+    def find(self, data: st.DataObject) -> None:
+        full = self.prompt // self.block
+        some = st.lists(st.booleans(), min_size=full, max_size=full)
+        stored = data.draw(st.one_of(st.just([True] * full), some))
+        fence = self.meet.fence
+        self.found = True
+        self.meet.found(stored)
+        self.loading = {b for b in range(fence, self.meet.blocks) if stored[b]}
+        self.forget_not_wanted()
+
+    def forget_not_wanted(self) -> None:
+        for b in range(self.meet.blocks):
+            if self.meet.state(b) is S.WANTED:
+                assert b in self.loading, "waits for a block that nobody brings"
+
+    @precondition(lambda self: self.loading)
+    @rule()
+    def land_the_last(self) -> None:
+        self.land_block(max(self.loading))
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        self.land_block(data.draw(st.sampled_from(sorted(self.loading))))
+
+    def land_block(self, b: int) -> None:
+        self.loading.remove(b)
+        wanted = self.meet.state(b) is S.WANTED
+        assert self.meet.landed(b) is wanted
+        if wanted:
+            self.bytes_here.add(b)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        b = data.draw(st.sampled_from(sorted(self.loading)))
+        self.loading.remove(b)
+        self.meet.lost(b)
+        assert self.meet.state(b) in (S.GONE, S.CLAIMED)
+
+    @precondition(lambda self: self.bytes_here)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        b = data.draw(st.sampled_from(sorted(self.bytes_here)))
+        self.bytes_here.remove(b)
+        self.meet.dropped(b)
+
+    @precondition(lambda self: self.meet.front < self.prompt)
+    @rule(known=st.sampled_from(COSTS), since_s=st.sampled_from([0.0, 1.0, 100.0]))
+    def step(self, known: Costs, since_s: float) -> None:
+        self.attach()
+        if self.meet.front == self.prompt:
+            return
+        step = plan(self.meet, self.chunk, known, since_s)
+        if not step.wait:
+            self.claim(step.stop)
+
+    @precondition(lambda self: self.meet.front < self.prompt)
+    @rule(data=st.data())
+    def claim_anything_legal(self, data: st.DataObject) -> None:
+        """As SGLang may: any step that ends before the next landed block."""
+        self.attach()
+        landed = [b * self.block for b, state in ahead(self.meet) if state is S.LANDED]
+        edge = min([*landed, self.prompt])
+        if edge == self.meet.front:
+            return
+        # A step ends on a page or with the prompt.
+        stop = data.draw(st.integers(self.meet.front + 1, edge))
+        stop = max(self.page_floor(stop), min(edge, self.page_floor(self.meet.front) + self.page))
+        self.claim(stop)
+
+    @rule(share=st.floats(0, 1))
+    def tree_grows(self, share: float) -> None:
+        front = self.page_floor(self.meet.front + int(share * (self.prompt - self.meet.front)))
+        if front <= self.meet.front:
+            return
+        here = {b for b in self.bytes_here if b * self.block < front}
+        surplus = self.meet.advance(front)
+        assert set(surplus) <= self.bytes_here
+        # The block that the front stands in is kept: its rest may still be attached.
+        assert here - set(surplus) <= {front // self.block}
+        self.bytes_here -= set(surplus)
+        self.got[:front] = ["tree"] * front
+        self.fence()
+
+    @rule(share=st.floats(0, 1))
+    def tree_shrinks(self, share: float) -> None:
+        front = self.page_floor(int(share * self.meet.front))
+        if front == self.meet.front:
+            return
+        assert self.meet.advance(front) == []
+        self.got[front:] = [""] * (self.prompt - front)
+
+    # ---- what must hold at every moment ----
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "meet"):
+            return
+        meet = self.meet
+        assert meet.front == self.front_of_tokens()
+        landed = {b for b in range(meet.blocks) if meet.state(b) is S.LANDED}
+        assert landed == self.bytes_here
+        for b in range(meet.blocks):
+            tokens = self.got[b * self.block : min((b + 1) * self.block, meet.limit)]
+            if meet.state(b) is S.LANDED:
+                assert "computed" not in tokens
+            if meet.state(b) is S.ATTACHED:
+                assert "" not in tokens
+
+    @invariant()
+    def nothing_awaited_in_vain(self) -> None:
+        if hasattr(self, "meet"):
+            self.forget_not_wanted()
+
+    @invariant()
+    def fence_hides_what_compute_owns(self) -> None:
+        if hasattr(self, "meet"):
+            meet = self.meet
+            assert not any(meet.state(b) is S.CLAIMED for b in range(meet.fence, meet.blocks))
+            assert not any(b < meet.fence for b in self.loading)
+
+    @invariant()
+    def racing_means_something_is_to_come(self) -> None:
+        if hasattr(self, "meet"):
+            states_ahead = {state for _, state in ahead(self.meet)}
+            if self.meet.front < self.meet.limit:
+                assert self.meet.racing == bool(states_ahead & {S.WANTED, S.LANDED})
+            else:
+                assert not self.meet.racing
+
+    def teardown(self) -> None:
+        """Drive to the end: the loader falls silent, compute goes on."""
+        if not hasattr(self, "meet"):
+            return
+        bound = 2 * self.prompt + 2
+        while self.meet.front < self.prompt:
+            bound -= 1
+            assert bound > 0, "no progress"
+            self.attach()
+            if self.meet.front < self.prompt:
+                step = plan(self.meet, self.chunk, since_s=1e9)
+                assert not step.wait
+                self.claim(step.stop)
+        assert "" not in self.got
+        assert not self.meet.racing
+        assert self.meet.island() is None
+        assert self.bytes_here == set() or all(
+            b * self.block >= self.meet.limit for b in self.bytes_here
+        )
+
+
+TestRace = Race.TestCase
+TestRace.settings = settings(
+    max_examples=250,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+# ---- the table ----
+
+
+def reachable(start: BlockState, without: set[Event]) -> set[BlockState]:
+    """States that `start` can come to when some events never happen."""
+    seen, todo = {start}, deque([start])
+    while todo:
+        state = todo.popleft()
+        for (source, event), target in TRANSITIONS.items():
+            if source is state and event not in without and target not in seen:
+                seen.add(target)
+                todo.append(target)
+    return seen
+
+
+def test_compute_never_enters_a_landed_block() -> None:
+    assert (S.LANDED, E.CLAIM) not in TRANSITIONS
+    assert (S.ATTACHED, E.CLAIM) not in TRANSITIONS
+
+
+def test_a_claimed_block_is_never_attached_unless_it_was_evicted_first() -> None:
+    assert reachable(S.CLAIMED, without={E.EVICT}) == {S.CLAIMED}
+
+
+def test_even_an_evicted_block_is_only_ever_claimed_again() -> None:
+    assert S.ATTACHED not in reachable(S.GONE, without=set())
+    assert S.ATTACHED not in reachable(S.CLAIMED, without=set())
+
+
+def test_nothing_is_attached_twice() -> None:
+    assert (S.ATTACHED, E.ATTACH) not in TRANSITIONS
+    assert reachable(S.ATTACHED, without={E.EVICT}) == {S.ATTACHED}
+    after = {t for (s, _), t in TRANSITIONS.items() if s is S.ATTACHED} - {S.ATTACHED}
+    assert all(S.ATTACHED not in reachable(state, without=set()) for state in after)
+
+
+def test_only_checked_bytes_are_attached() -> None:
+    assert {s for (s, e), t in TRANSITIONS.items() if t is S.ATTACHED and s is not t} == {S.LANDED}
+    assert {(s, e) for (s, e), t in TRANSITIONS.items() if t is S.LANDED and s is not t} == {
+        (S.WANTED, E.LAND)
+    }
+
+
+def test_progress_is_certain() -> None:
+    for state in S:
+        exits = {e for (s, e), t in TRANSITIONS.items() if s is state}
+        assert E.PASS in exits
+        if state is S.LANDED:
+            assert {E.ATTACH, E.DROP} <= exits
+        elif state is not S.ATTACHED:
+            assert TRANSITIONS[state, E.CLAIM] is S.CLAIMED
+
+
+def test_the_front_may_move_back_over_any_block_and_frees_what_it_held() -> None:
+    for state in S:
+        target = TRANSITIONS[state, E.EVICT]
+        assert target is (S.GONE if state in (S.CLAIMED, S.ATTACHED) else state)
+
+
+@pytest.mark.parametrize("state", [S.WANTED, S.CLAIMED, S.GONE])
+def test_late_news_never_brings_a_block_back(state: BlockState) -> None:
+    if state is not S.WANTED:
+        assert TRANSITIONS[state, E.LAND] is TRANSITIONS[state, E.LOSE] is state
+        assert TRANSITIONS[state, E.FIND] is state
+
+
+# ---- cases worth naming ----
+
+
+def meet_of(
+    blocks: float, *, block: int = 64, page: int = 1, limit: int | None = None, front: int = 0
+) -> Meet:
+    tokens = int(blocks * block)
+    return Meet(
+        block_tokens=block,
+        page_tokens=page,
+        limit_tokens=tokens - 1 if limit is None else limit,
+        prompt_tokens=tokens,
+        front=front,
+    )
+
+
+def test_a_prompt_shorter_than_a_block_has_nothing_to_load() -> None:
+    meet = meet_of(0.9)
+    meet.found([])
+    assert meet.blocks == 0
+    assert meet.island() is None
+    assert not meet.racing
+    assert plan(meet, 32) == Step(32)
+    assert meet.claim(57) == 0
+    assert meet.front == 57
+
+
+@pytest.mark.parametrize(("page", "attached"), [(1, 4 * 64 - 1), (16, 4 * 64 - 16), (64, 3 * 64)])
+def test_a_wholly_stored_prompt_leaves_its_last_page_to_compute(page: int, attached: int) -> None:
+    meet = meet_of(4, page=page)
+    meet.found([True] * 4)
+    assert meet.blocks == -(-attached // 64)  # with pages of a block the last one is of no use
+    for b in reversed(range(meet.blocks)):
+        assert meet.landed(b)
+    assert meet.island() == Span(0, attached)
+    meet.attach(Span(0, attached))
+    assert meet.front == attached
+    assert not meet.racing
+    assert meet.island() is None
+    assert plan(meet, 512) == Step(256)
+    meet.claim(256)
+    assert meet.front == 256
+
+
+def test_a_hole_makes_two_islands_and_costs_one_block() -> None:
+    meet = meet_of(6.5)
+    meet.found([True] * 6)
+    for b in (5, 4, 2):
+        assert meet.landed(b)
+    meet.lost(3)
+    assert meet.island() is None
+    meet.claim(128)
+    assert meet.island() == Span(128, 192)
+    meet.attach(Span(128, 192))
+    assert meet.racing
+    assert meet.island() is None
+    assert plan(meet, 512) == Step(256)  # up to the second island, however large the chunk
+    assert meet.claim(256) == 4
+    assert meet.island() == Span(256, 384)
+    meet.attach(Span(256, 384))
+    assert not meet.racing
+    assert states(meet) == [S.CLAIMED, S.CLAIMED, S.ATTACHED, S.CLAIMED, S.ATTACHED, S.ATTACHED]
+
+
+def test_an_island_right_of_a_hole_waits_for_compute() -> None:
+    meet = meet_of(4.5)
+    meet.found([False, True, False, True])
+    assert meet.landed(3)
+    assert meet.landed(1)
+    assert meet.island() is None
+    meet.claim(64)
+    meet.attach(Span(64, 128))
+    assert meet.island() is None
+    assert [b for b, _ in ahead(meet)] == [2, 3]
+    meet.claim(192)
+    assert meet.island() == Span(192, 256)
+
+
+def test_a_device_prefix_in_the_middle_of_a_block_attaches_the_rest_of_it() -> None:
+    meet = meet_of(3.5, page=16, front=80)
+    assert meet.fence == 1
+    meet.found([True] * 3)
+    assert states(meet) == [S.CLAIMED, S.WANTED, S.WANTED]
+    assert meet.landed(1)
+    assert meet.island() == Span(80, 128)
+    meet.attach(Span(80, 128))
+    assert meet.landed(2)
+    assert meet.island() == Span(128, 192)
+
+
+def test_computing_the_rest_of_such_a_block_takes_it_from_the_loader() -> None:
+    meet = meet_of(3.5, page=16, front=80)
+    meet.found([True] * 3)
+    assert meet.claim(96) == 2
+    assert not meet.landed(1)
+    assert meet.island() is None
+
+
+def test_the_last_block_is_cut_by_the_limit() -> None:
+    meet = meet_of(3, page=16, limit=170)
+    meet.found([True] * 3)
+    assert meet.limit == 160
+    assert meet.blocks == 3
+    meet.claim(128)
+    assert meet.landed(2)
+    assert meet.island() == Span(128, 160)
+    meet.attach(Span(128, 160))
+    assert not meet.racing
+
+
+def test_a_limit_before_a_block_leaves_the_block_out() -> None:
+    meet = meet_of(3, limit=128)
+    meet.found([True] * 3)
+    assert meet.blocks == 2
+
+
+def test_a_front_past_the_limit_owns_every_block() -> None:
+    meet = meet_of(3, limit=170)
+    meet.found([True] * 3)
+    assert meet.landed(2)
+    assert meet.advance(170) == [2]
+    assert states(meet) == [S.CLAIMED] * 3
+    assert meet.fence == 3
+    assert not meet.racing
+
+
+def test_a_tree_that_forgets_before_the_lookup_answers() -> None:
+    """A slow lookup: the device prefix is evicted, and only then the store says what it has."""
+    meet = meet_of(4.5, front=128)
+    meet.advance(0)
+    meet.found([True] * 4)
+    # The loader was told to leave the first two alone.
+    assert states(meet) == [S.GONE, S.GONE, S.WANTED, S.WANTED]
+
+
+def test_a_block_that_lands_after_its_prefix_was_evicted() -> None:
+    meet = meet_of(4.5)
+    meet.found([True] * 4)
+    meet.advance(128)
+    meet.advance(0)
+    assert not meet.landed(1)
+    meet.lost(0)
+    assert states(meet)[:2] == [S.GONE, S.GONE]
+    meet.claim(128)
+
+
+def test_an_attached_island_that_is_evicted_is_computed() -> None:
+    meet = meet_of(2.5)
+    meet.found([True] * 2)
+    meet.landed(1)
+    meet.landed(0)
+    meet.attach(Span(0, 128))
+    meet.advance(64)
+    assert states(meet) == [S.ATTACHED, S.GONE]
+    assert plan(meet, 160, 512) == Step(160)
+
+
+def test_a_bug_of_ours_is_not_silent() -> None:
+    meet = meet_of(3.5)
+    meet.found([True] * 3)
+    meet.landed(1)
+    with pytest.raises(KeyError):
+        meet.claim(128)
+    with pytest.raises(KeyError):
+        meet.landed(1)
+    with pytest.raises(AssertionError):
+        meet.attach(Span(0, 64))

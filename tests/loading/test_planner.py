@@ -1,0 +1,501 @@
+"""How far a step goes: properties of the decision, and races on a virtual clock that it decides."""
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.loading.cost_model import (
+    Costs,
+    LoadCost,
+    LoadFit,
+    PrefillCost,
+    PrefillFit,
+    StepWork,
+)
+from sglang_cake.loading.meet import BlockState, View
+from sglang_cake.loading.planner import (
+    COMPUTE_SLACK,
+    Mode,
+    Outlook,
+    Progress,
+    Step,
+    device_work,
+    look_ahead,
+    next_step,
+    worth_loading,
+)
+from sglang_cake.simulator.race import Knowledge, Machine, run_race
+
+WANTED, LANDED, GONE, ABSENT = (
+    BlockState.WANTED,
+    BlockState.LANDED,
+    BlockState.GONE,
+    BlockState.ABSENT,
+)
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def costs(
+    block_s: float,
+    *,
+    token_s: float = 1.0,
+    fixed_s: float = 0.0,
+    error: float = 0.0,
+    coming_s: float = 0.0,
+) -> Costs:
+    return Costs(
+        PrefillCost(fixed_s, token_s, 0.0, error=error),
+        LoadCost(0.0, block_s, error=error, coming_s=coming_s),
+    )
+
+
+def view_of(states: list[BlockState], *, front: int = 0, block: int = 100, rest: int = 50) -> View:
+    """A prompt of blocks of 100 tokens and 50 tokens more."""
+    first = min(front // block, len(states))
+    prompt = len(states) * block + rest
+    return View(front, first, bytes(states[first:]), block, prompt, limit=prompt - 1)
+
+
+def decide(
+    states: list[BlockState],
+    known: Costs,
+    *,
+    mode: Mode = "auto",
+    chunk: int = 10_000,
+    front: int = 0,
+    progress: Progress | None = None,
+) -> Step:
+    return next_step(
+        view_of(states, front=front),
+        mode=mode,
+        chunk_tokens=chunk,
+        costs=known,
+        progress=progress or Progress(),
+    )
+
+
+# ---- what is predicted ----
+
+
+def test_the_three_ways() -> None:
+    outlook = look_ahead(
+        view_of([WANTED] * 10), chunk_tokens=500, costs=costs(100, fixed_s=10), progress=Progress()
+    )
+    assert outlook.compute_s == 1050 + 3 * 10
+    assert outlook.load_s == 10 * 100 + 60
+    assert outlook.meet_token == 500
+    assert outlook.both_s == 510 + 60
+    assert outlook.best_s == outlook.both_s
+
+
+def test_what_is_there_costs_nothing_and_what_nobody_has_must_be_computed() -> None:
+    states = [WANTED, WANTED, LANDED, GONE, LANDED, WANTED]
+    outlook = look_ahead(
+        view_of(states), chunk_tokens=500, costs=costs(100), progress=Progress(begun=True)
+    )
+    assert outlook.compute_s == 200 + 100 + 150
+    assert outlook.load_s == 300 + 100 + 50
+
+
+def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
+    def outlook(last: int, **settings: float) -> Outlook:
+        load = replace(costs(100).load, coming_s=settings.pop("coming_s", 100))
+        known = replace(costs(100), load=load, **settings)
+        view = view_of([WANTED] * 10, rest=last)
+        return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+
+    # Compute and load meet in the middle as before, the last step being a border's time at most.
+    assert outlook(40).load_s == 1000 + 40
+    assert outlook(40, overlap=0.75).load_s == 1000 - 30 + 40
+    assert outlook(300, overlap=0.75).load_s == 1000 - 75 + 300  # while one block comes
+    assert outlook(300, overlap=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
+    assert outlook(40, overlap=0.75, coming_s=0).load_s == 1000 + 40  # nobody knows how far it is
+    assert outlook(40, overlap=0.75, coming_s=4).load_s == 1000 - 3 + 40  # it comes all at once
+    assert outlook(600, overlap=0.75).load_s == 1000 + 600  # two steps
+    assert outlook(40, overlap=0.75, others_s=1.0).load_s == 1040  # others want the device
+    assert outlook(40, overlap=0.75).compute_s == outlook(40).compute_s
+    # 500 tokens computed, 500 loaded. Nothing would be won by beginning early: compute ends then.
+    assert outlook(40, overlap=0.75).both_s == 500 + 40
+    odd = view_of([WANTED] * 11, rest=40)
+    plain, early = (
+        look_ahead(odd, chunk_tokens=500, costs=known, progress=Progress())
+        for known in (costs(100), replace(costs(100, coming_s=100), overlap=0.75))
+    )
+    assert (plain.meet_token, plain.both_s) in [(500, 640), (600, 640)]
+    assert (early.meet_token, early.both_s) == (500, 570 + 40)
+
+
+def test_loads_that_end_within_a_step_of_others_wait_for_its_end() -> None:
+    def loading_s(known: Costs) -> float:
+        view = view_of([WANTED] * 10)
+        return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress()).load_s
+
+    others = StepWork(tokens=30)  # of every step; ours ends with 50 tokens
+    assert loading_s(costs(100)) == 1000 + 50
+    assert loading_s(costs(100).beside(StepWork())) == 1000 + 50
+    assert loading_s(costs(100).beside(others)) == 34 * 30 + 30 + 50
+    assert loading_s(costs(100, error=0.1).beside(others)) == 1000 + 30 / 2 + 30 + 50
+
+
+@SLOW
+@given(st.data())
+def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
+    states = data.draw(st.lists(st.sampled_from([WANTED, LANDED, GONE]), max_size=12))
+    if WANTED not in states:
+        states.append(WANTED)
+    chunk = data.draw(st.integers(50, 800))
+    alone = PrefillCost(data.draw(st.floats(0, 50)), 1.0, data.draw(st.floats(0, 0.01)), error=0.0)
+    block_s, pipelined = data.draw(st.floats(1, 1000)), data.draw(st.booleans())
+    overlap = data.draw(st.sampled_from([0.0, 0.75]))
+    coming_s = data.draw(st.sampled_from([0.0, 0.1, 1.0, 4.0])) * block_s
+    load = LoadCost(0.0, block_s, error=0.0, coming_s=coming_s)
+    known = Costs(alone, load, pipelined=pipelined, overlap=overlap)
+    known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
+    prefill = known.prefill
+
+    def compute_s(start: int, stop: int, *, held: set[BlockState]) -> float:
+        total, run = 0.0, start
+        for block in range(start // 100, 13):
+            at = min(stop, max(start, block * 100))
+            if at >= stop:
+                break
+            if block < len(states) and states[block] in held:
+                total += prefill.span_s(run, at, chunk)
+                run = (block + 1) * 100
+        return total + prefill.span_s(run, stop, chunk)
+
+    def both_s(border: int) -> float:
+        x, end = border * 100, len(states) * 100 + 50
+        device_s = compute_s(0, x, held={LANDED})
+        link_s = known.load.load_s(states[border:].count(WANTED))
+        held = [state in (WANTED, LANDED) for state in states[border:]]
+        stop = len(states) - next((i for i, it in enumerate(reversed(states)) if it != GONE), 0)
+        if WANTED in states[border:] and all(held[: max(0, stop - border)]):
+            last_s = prefill.step_s(stop * 100, end)
+            if end - stop * 100 <= chunk and not known.others_s:
+                window_s = min(coming_s, (coming_s + block_s) / 2)
+                link_s = max(0.0, link_s - overlap * min(window_s, last_s))
+        if known.others_s and link_s > device_s:
+            turn_s = known.others_s
+            steps = ceil((link_s - device_s) / turn_s)
+            link_s = link_s + turn_s / 2 if pipelined else device_s + steps * turn_s
+        return max(device_s, link_s) + compute_s(x, end, held={LANDED, WANTED})
+
+    last = max(b for b, state in enumerate(states) if state is WANTED)
+    best_s = min(both_s(border) for border in range(last + 2))
+    outlook = look_ahead(view_of(states), chunk_tokens=chunk, costs=known, progress=Progress())
+    # A hole right of the meeting point may be better computed earlier than bisection sees.
+    slack_s = prefill.step_s(0, 1250) if GONE in states or LANDED in states else 1e-6
+    assert best_s - 1e-6 <= outlook.both_s <= best_s + slack_s
+    assert outlook.compute_s == pytest.approx(compute_s(0, len(states) * 100 + 50, held={LANDED}))
+
+
+# ---- the decision ----
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> dict[str, object]:
+    block = draw(st.sampled_from([1, 16, 64]))
+    count = draw(st.integers(0, 20))
+    states = draw(
+        st.lists(st.sampled_from([WANTED, LANDED, GONE, ABSENT]), min_size=count, max_size=count)
+    )
+    rest = draw(st.integers(1, 2 * block))
+    front = draw(st.integers(0, count * block + rest - 1))
+    view = view_of(states, front=front, block=block, rest=rest)
+    if view.states and view.states[0] == LANDED:  # settled: the front touches no island
+        view = replace(view, states=bytes([GONE]) + view.states[1:])
+    cost = st.one_of(st.just(0.0), st.floats(1e-6, 10))
+    error = draw(st.floats(0, 1))
+    return {
+        "view": view,
+        "chunk_tokens": draw(st.integers(1, 8 * block)),
+        "costs": Costs(
+            PrefillCost(draw(cost), draw(cost), draw(cost), error=error),
+            LoadCost(draw(cost), draw(cost), draw(cost), error),
+            overlap=draw(st.sampled_from([0.0, 0.9])),
+        ),
+        "progress": Progress(draw(st.floats(0, 5)), draw(st.booleans())),
+    }
+
+
+def edge_of(now: dict) -> int:
+    view: View = now["view"]
+    islands = [
+        (view.first + i) * view.block_tokens for i, s in enumerate(view.states) if s == LANDED
+    ]
+    return min([view.front + now["chunk_tokens"], view.prompt_tokens, *islands])
+
+
+@SLOW
+@given(now=situations(), mode=st.sampled_from(["auto", "both"]))
+def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
+    step, view = next_step(mode=mode, **now), now["view"]
+    if step.wait:
+        assert step.stop == view.front
+        assert WANTED in view.states
+    else:
+        assert view.front < step.stop <= edge_of(now)
+    if mode == "both":
+        assert step.keep is not None
+
+
+@SLOW
+@given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
+def test_nobody_waits_for_good(now: dict, mode: Mode, begun: bool) -> None:
+    least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
+    now["progress"] = Progress(1e6 * (1 + least_s), begun, keep=0)
+    assert not next_step(mode=mode, **now).wait
+
+
+@SLOW
+@given(now=situations())
+def test_load_alone_waits_as_long_as_something_is_to_come(now: dict) -> None:
+    assert next_step(mode="load", **now).wait is (WANTED in now["view"].states)
+
+
+@SLOW
+@given(now=situations(), mode=st.sampled_from(["auto", "both", "load"]))
+def test_with_nothing_to_come_a_step_is_full(now: dict, mode: Mode) -> None:
+    view = now["view"]
+    now["view"] = replace(view, states=view.states.replace(bytes([WANTED]), bytes([GONE])))
+    assert next_step(mode=mode, **now) == Step(edge_of(now))
+
+
+def test_the_split_follows_the_costs() -> None:
+    assert decide([WANTED] * 10, costs(400)) == Step(800, keep=8)
+    assert decide([WANTED] * 10, costs(100, token_s=4)) == Step(200, keep=2)
+    assert decide([WANTED] * 10, costs(400), chunk=250) == Step(250, keep=8)
+    assert decide([WANTED] * 10, costs(400), chunk=50) == Step(50, keep=8)
+
+
+def test_who_is_not_sure_goes_part_of_the_way() -> None:
+    assert decide([WANTED] * 10, costs(400, error=0.25)) == Step(600, keep=8)
+    # Unless another step costs more than being wrong.
+    assert decide([WANTED] * 10, costs(400, error=0.25, fixed_s=150), mode="both").stop == 800
+    # Loads below the meeting point may be worth it after all.
+    far = decide([WANTED] * 10, costs(400, error=0.25), chunk=200)
+    assert far == Step(200, keep=7)
+
+
+def test_what_has_landed_is_no_work_for_either() -> None:
+    assert decide([WANTED] * 4 + [LANDED] * 6, costs(100)).stop == 200
+    assert decide([GONE] * 4 + [LANDED] * 6, costs(100)).stop == 400
+    # The loader has its two blocks before the four that compute must do anyway are done.
+    assert decide([GONE] * 4 + [WANTED] * 2 + [LANDED] * 4, costs(100)).stop == 400
+
+
+def test_a_quick_link_is_waited_for_until_it_breaks_its_promise() -> None:
+    quick = costs(1)
+    wait = Step(0, wait=True)
+    assert decide([WANTED] * 10, quick) == wait
+    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True, keep=0)) == wait
+    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, keep=0)).wait
+
+
+def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
+    blocks, hopeless = [WANTED] * 10, costs(990)  # one block is saved, at the very end
+    assert decide(blocks, hopeless) == Step(1050, keep=None)
+    assert decide(blocks, hopeless, progress=Progress(keep=0)).keep == 9
+    short = [ABSENT] * 99 + [WANTED]
+    gain = 100 / (99 * 100 + 150)
+    assert gain < COMPUTE_SLACK
+    assert decide(short, costs(1)) == Step(10_000, keep=None)
+    assert decide(short, costs(1), progress=Progress(keep=0)).keep is not None
+    assert decide(short, costs(1), mode="both").keep is not None
+
+
+def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() -> None:
+    """A guess that is too high would never be put right: nothing would be computed."""
+    blocks = [WANTED] * 10
+    guess, quick = PrefillCost(0.0, 1.0, 0.0), LoadCost(0.0, 0.1, error=0.0)
+    assert guess.guessed
+    assert decide(blocks, Costs(guess, quick)) == Step(100, keep=0)
+    assert decide(blocks, Costs(guess, quick), front=100) == Step(200, keep=1)
+    assert decide(blocks, Costs(guess, quick), chunk=30) == Step(30, keep=0)
+    known = replace(guess, error=0.25)
+    assert decide(blocks, Costs(known, quick)).wait
+    assert decide(blocks, Costs(guess, quick), mode="load").wait
+    assert decide(blocks, Costs(guess, quick), mode="both").wait
+
+
+def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
+    def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
+        view = view_of([ABSENT] * len(states), front=front).found(states)
+        return worth_loading(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
+
+    assert worth([True] * 10, costs(100))
+    assert not worth([True] * 10, costs(1100))
+    assert not worth([False] * 99 + [True], costs(1))
+    assert not worth([True] * 10, costs(100), front=1000)
+    assert worth([False] * 9 + [True], costs(1), front=700)
+
+
+@pytest.mark.parametrize("busy", [StepWork(tokens=400), StepWork(decodes=40)])
+def test_a_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
+    view = view_of([WANTED] * 10)
+    known = costs(1100)
+    known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
+
+    def worth(known: Costs) -> bool:
+        return worth_loading(view, mode="auto", chunk_tokens=100, costs=known, progress=Progress())
+
+    assert not worth(known)
+    assert worth(known.beside(busy))
+    assert worth(replace(known, backlog_s=known.prefill.queue_s(StepWork(tokens=5000), 100)))
+
+
+def test_what_goes_before_a_prompt_is_time_for_its_loads() -> None:
+    view, known = view_of([WANTED] * 10), replace(costs(100, fixed_s=10), backlog_s=700.0)
+    outlook = look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+    assert outlook.compute_s == 700 + 1050 + 3 * 10
+    assert outlook.load_s == 1000 + 60
+    # A hundred tokens computed after 700 s, while nine blocks come.
+    assert (outlook.meet_token, outlook.both_s) == (100, 900 + 60)
+    late = replace(known, backlog_s=5000.0)
+    assert look_ahead(view, chunk_tokens=500, costs=late, progress=Progress()).best_s == 5060
+
+
+@SLOW
+@given(now=situations(), backlog_s=st.floats(0, 1e4), keep=st.sampled_from([None, 0]))
+def test_a_verdict_that_was_just_revised_stands(
+    now: dict, backlog_s: float, keep: int | None
+) -> None:
+    """Whichever it was before: with the same costs the next poll says the same again."""
+    now["costs"] = replace(now["costs"], backlog_s=backlog_s)
+    now["progress"] = Progress(keep=keep)
+    loads = worth_loading(mode="auto", **now)
+    now["progress"] = Progress(keep=0 if loads else None)
+    assert worth_loading(mode="auto", **now) == loads
+
+
+def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
+    blocks, quick = [WANTED] * 10, costs(1)
+    silent = decide(blocks, quick, progress=Progress(5000, begun=True, keep=0))
+    assert (silent.keep, silent.late) == (None, True)
+    slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, keep=0))
+    assert (slow.keep, slow.late) == (None, False)
+
+
+@pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])
+def test_a_prompt_computes_what_is_not_loaded(keep: int | None, tokens: int) -> None:
+    assert device_work(view_of([WANTED] * 10, front=50), keep).tokens == tokens
+    assert device_work(view_of([ABSENT] * 10, front=50), keep).tokens == 1000
+
+
+def test_only_the_last_steps_end_with_a_block() -> None:
+    slow = costs(900)
+    assert decide([WANTED] * 10, slow, mode="both", chunk=350).stop == 350
+    assert decide([WANTED] * 10, slow, mode="both", front=330, chunk=350).stop == 680
+    unsure = costs(900, error=0.3)
+    assert decide([WANTED] * 10, unsure, mode="both").stop == 600
+    assert decide([WANTED] * 10, unsure, mode="both", front=330).stop == 700
+
+
+# ---- races ----
+
+RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20)  # load alone / compute alone
+
+
+def machine_of(ratio: float, prompt: int, chunk: int, growth: float) -> Machine:
+    """`growth`: how much dearer the token at 16k is than the first."""
+    prefill = PrefillCost(20.0, 1.0, growth / 16384)
+    block_s = prefill.span_s(0, prompt, chunk) * ratio / (prompt // 128)
+    return Machine(prefill, LoadCost(0.0, block_s))
+
+
+def ideal_s(machine: Machine, prompt: int) -> float:
+    """The best split in whole tokens, with the step that yields the first token."""
+    stored = min(prompt // 128 * 128, prompt - 1)
+    per_token_s = machine.load.block_s / 128
+    low, high = 0, stored
+    while low < high:  # C grows and the load shrinks with x: the best is where they cross
+        x = (low + high) // 2
+        if machine.prefill.span_s(0, x, 2**31) < per_token_s * (stored - x):
+            low = x + 1
+        else:
+            high = x
+    return per_token_s * (stored - low) + machine.prefill.step_s(stored, prompt)
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.6])
+@pytest.mark.parametrize("chunk", [512, 2048])
+@pytest.mark.parametrize(
+    ("prompt", "bound"),
+    # Blocks are whole: the fewer there are, the more a half of one is.
+    [(2048 + 57, 1.14), (4096 + 57, 1.08), (8192 + 57, 1.055), (16384 + 57, 1.045)],
+)
+def test_close_to_the_best_split(prompt: int, bound: float, chunk: int, growth: float) -> None:
+    for ratio in RATIOS:
+        machine = machine_of(ratio, prompt, chunk, growth)
+        race = run_race(machine, prompt, chunk_tokens=chunk)
+        assert race.computed_tokens + race.loaded_tokens == prompt
+        best_s = min(ideal_s(machine, prompt), machine.prefill.span_s(0, prompt, chunk))
+        assert race.ttft_s <= bound * best_s, ratio
+
+
+@pytest.mark.parametrize("chunk", [512, 2048])
+@pytest.mark.parametrize("prompt", [2048 + 57, 16384 + 57])
+def test_never_slower_than_either_alone(prompt: int, chunk: int) -> None:
+    for ratio in RATIOS:
+        machine = machine_of(ratio, prompt, chunk, 0.6)
+        alone_s = [
+            run_race(machine, prompt, chunk_tokens=chunk, mode=mode).ttft_s
+            for mode in ("compute", "load")
+        ]
+        assert run_race(machine, prompt, chunk_tokens=chunk).ttft_s <= 1.02 * min(alone_s), ratio
+
+
+@pytest.mark.parametrize("chunk", [512, 2048])
+def test_not_knowing_the_machine_costs_a_step_at_most(chunk: int) -> None:
+    prompt = 8192 + 57
+    for ratio in RATIOS:
+        machine = machine_of(ratio, prompt, chunk, 0.6)
+        strangers = Knowledge(
+            PrefillFit(PrefillCost(1.0, 0.2, 0.2 / 6000)),
+            LoadFit(LoadCost(0.0, machine.load.block_s / 50)),
+        )
+        race = run_race(machine, prompt, chunk_tokens=chunk, knowledge=strangers)
+        best_s = min(ideal_s(machine, prompt), machine.prefill.span_s(0, prompt, chunk))
+        assert race.ttft_s <= 1.055 * best_s + machine.prefill.step_s(0, chunk), ratio
+
+
+def test_the_arms_do_what_their_names_say() -> None:
+    machine = machine_of(1.0, 4153, 512, 0.6)
+    compute = run_race(machine, 4153, chunk_tokens=512, mode="compute")
+    assert (compute.computed_tokens, len(compute.laps), compute.waited_s) == (4153, 9, 0.0)
+    assert compute.ttft_s == pytest.approx(machine.prefill.span_s(0, 4153, 512))
+    load = run_race(machine, 4153, chunk_tokens=512, mode="load")
+    assert (load.computed_tokens, load.loaded_tokens, len(load.laps)) == (57, 4096, 1)
+    assert load.waited_s == pytest.approx(32 * machine.load.block_s, rel=0.01)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+@given(
+    prompt=st.integers(1, 3000),
+    chunk=st.integers(1, 700),
+    block=st.sampled_from([16, 64, 128]),
+    block_s=st.floats(1, 1e5),
+    fixed_s=st.floats(0, 1000),
+    mode=st.sampled_from(["auto", "both", "compute"]),
+    stored=st.integers(0, 200),
+)
+def test_every_race_ends_with_every_token(
+    prompt: int, chunk: int, block: int, block_s: float, fixed_s: float, mode: Mode, stored: int
+) -> None:
+    machine = Machine(PrefillCost(fixed_s, 1.0, 1e-4), LoadCost(0.0, block_s))
+    race = run_race(
+        machine, prompt, chunk_tokens=chunk, block_tokens=block, mode=mode, stored_blocks=stored
+    )
+    assert race.computed_tokens + race.loaded_tokens == prompt
+    assert race.loaded_tokens <= stored * block
+
+
+def test_the_last_token_is_computed_in_any_case() -> None:
+    # Eight blocks are stored, but the logits of the last token are wanted: another step.
+    machine = Machine(PrefillCost(0.03, 6e-5, 0.0), LoadCost(0.0, 0.06))
+    compute_s = run_race(machine, 1024, chunk_tokens=512, mode="compute").ttft_s
+    assert run_race(machine, 1024, chunk_tokens=512).ttft_s == compute_s

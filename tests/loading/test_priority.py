@@ -1,0 +1,144 @@
+"""Who goes first."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.loading.meet import BlockState, View
+from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts
+
+
+def names(*claimants: QueueEntry) -> str:
+    return "".join(claimants[i].rid for i in order(claimants))
+
+
+def test_others_go_before_what_is_being_loaded_and_short_loads_before_long_ones() -> None:
+    long, short = QueueEntry("l", 9.0), QueueEntry("s", 1.0)
+    new, newer = QueueEntry("a", None), QueueEntry("b", None)
+    assert names(long, new, short, newer) == "absl"
+
+
+def test_who_is_nearly_done_is_not_held_up() -> None:
+    done = QueueEntry("d", None, nearly_done=True)
+    assert names(QueueEntry("a", None), done, QueueEntry("s", 0.1)) == "das"
+
+
+def test_who_has_waited_long_goes_before_who_came_late() -> None:
+    lead_s = 3.0 / AGEING  # of one that came first, and has three seconds to go
+    stored = QueueEntry("s", 3.0, waited_s=100.0)
+    before, after = QueueEntry("b", None, 101.0 - lead_s), QueueEntry("a", None, 99.0 - lead_s)
+    short = QueueEntry("t", 1.0, waited_s=102.0 - lead_s + 1.0 / AGEING)
+    done = QueueEntry("d", None, before.waited_s, nearly_done=True)
+    assert names(stored, before, after, short, done) == "tdbsa"
+
+
+def test_what_is_only_computed_stays_in_the_order_it_is_given_in() -> None:
+    """Whatever that is; and a stored prompt gives way to nobody who came late, for an old one that
+    this order puts last."""
+    late, early = QueueEntry("l", None, waited_s=1.0), QueueEntry("e", None, waited_s=9.0)
+    stored = QueueEntry("s", 5.0 * AGEING, waited_s=10.0)  # goes with who has waited for 5 s
+    assert names(early, stored, late) == names(stored, early, late) == "esl"
+    assert names(late, early, stored) == names(stored, late, early) == "sle"
+
+
+claimants = st.builds(
+    QueueEntry,
+    rid=st.just("x"),
+    remaining_s=st.none() | st.floats(0, 100),
+    waited_s=st.floats(0, 1000),
+    nearly_done=st.booleans(),
+).filter(lambda c: c.remaining_s is None or not c.nearly_done)
+
+
+@given(st.lists(claimants, max_size=20))
+def test_everybody_has_one_turn(all_of_them: list[QueueEntry]) -> None:
+    assert sorted(order(all_of_them)) == list(range(len(all_of_them)))
+
+
+@given(st.lists(claimants, max_size=20), st.floats(0, 100), st.floats(0, 1000))
+def test_nobody_starves(others: list[QueueEntry], remaining_s: float, waited_s: float) -> None:
+    """Who came T* / AGEING later, or more, does not go first, whatever SGLang's order is."""
+    everybody = [*others, QueueEntry("me", remaining_s, waited_s)]
+    turns = [everybody[i] for i in order(everybody)]
+    me = next(i for i, each in enumerate(turns) if each.rid == "me")
+    for other in turns[:me]:
+        assert other.waited_s >= waited_s - remaining_s / AGEING - 1e-6
+
+
+def seen(*states: BlockState, front: int = 0, prompt_tokens: int = 70) -> View:
+    return View(front, 0, bytes(states), 16, prompt_tokens, prompt_tokens - 1)
+
+
+def claimant(view: View, *, begun: bool = True, loads: bool = True) -> QueueEntry:
+    return QueueEntry.of(
+        "x",
+        view,
+        loads=loads,
+        remaining_s=lambda: 3.0,
+        waited_s=1.0,
+        begun=begun,
+        chunk_tokens=32,
+    )
+
+
+W, L, G, A = BlockState.WANTED, BlockState.LANDED, BlockState.GONE, BlockState.ABSENT
+
+
+def test_what_a_stored_prompt_is() -> None:
+    assert claimant(seen(A, L, W, L)).remaining_s == 3.0
+    assert claimant(seen(A, A, W, A), loads=False) == QueueEntry("x", None, 1.0)
+    # What has landed is not computed, whether or not it has joined the tree.
+    assert claimant(seen(G, L, L, L)) == QueueEntry("x", None, 1.0, nearly_done=True)
+    assert claimant(seen(A, A, A, L, front=30)) == QueueEntry("x", None, 1.0, nearly_done=True)
+    assert not claimant(seen(A, A, A, L)).nearly_done
+    assert not claimant(seen(A, front=60), begun=False).nearly_done  # it never had anything
+
+
+def test_who_is_interrupted_by_whom() -> None:
+    long, short = QueueEntry("l", 9.0), QueueEntry("s", 1.0)
+    plain, other = QueueEntry("a", None), QueueEntry("b", None)
+    done, old = QueueEntry("d", None, nearly_done=True), QueueEntry("o", 1.0, waited_s=1000.0)
+    assert preempts(plain, long)
+    assert preempts(short, long)
+    assert not preempts(long, short)
+    # One that is only computed:
+    assert not preempts(other, plain)
+    assert not preempts(short, plain)
+    assert preempts(done, plain)
+    assert preempts(old, plain)
+    assert not preempts(done, done)
+    # Tenants: no interrupted prompt is interrupted back.
+    assert not preempts(replace(other, turn=0), replace(plain, turn=1))
+    assert not preempts(replace(done, turn=1), plain)
+
+
+def test_a_higher_priority_interrupts() -> None:
+    long, plain = QueueEntry("l", 9.0, level=1), QueueEntry("a", None, level=1)
+    above, below = QueueEntry("b", None, level=0), QueueEntry("c", None, level=2)
+    assert preempts(above, long)
+    assert preempts(QueueEntry("s", 90.0, level=0), long)
+    assert not preempts(below, long)
+    assert not preempts(QueueEntry("o", 1.0, waited_s=1000.0, level=2), long)
+    # SGLang interrupts no computed prompt for a priority; but one that lent its place gets it back.
+    assert not preempts(above, plain)
+    assert preempts(QueueEntry("s", 90.0, level=0, yielded=True), plain)
+    assert not preempts(QueueEntry("s", 0.0, 1000.0, level=2, yielded=True), plain)
+    assert names(below, plain, above) == "bac"
+
+
+possible = st.builds(
+    QueueEntry,
+    rid=st.just("x"),
+    remaining_s=st.none() | st.floats(0, 100),
+    waited_s=st.floats(0, 1000),
+    nearly_done=st.booleans(),
+    turn=st.integers(0, 2),
+    level=st.integers(0, 2),
+    yielded=st.booleans(),
+).filter(lambda c: c.remaining_s is None or not c.nearly_done)
+
+
+@given(possible, possible)
+def test_no_two_interrupt_each_other(one: QueueEntry, other: QueueEntry) -> None:
+    assert not (preempts(one, other) and preempts(other, one))

@@ -1,0 +1,270 @@
+"""A read as the thread sees it that uses its first bytes before the rest has come."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_cake.loading.reading import Reading
+from sglang_cake.stores.tiers.tier_copies import PlainBuffer
+
+BYTES, PATIENCE_S = 64, 60.0
+NOW_S = 0.0  # long ago: who waits until then does not wait
+
+
+def new_reading() -> Reading:
+    return Reading(PlainBuffer(BYTES))
+
+
+class Waiter:
+    """A thread that waits, and what it was answered."""
+
+    def __init__(self, reading: Reading, wait: Callable[[float], bool]) -> None:
+        """It holds the reading's lock from when it is seen to wait until it really does: whatever
+        the test says next comes when it waits."""
+        self.answer: bool | None = None
+        self._tick, self._waits = reading._tick, threading.Event()
+        reading._tick = self._ticked  # type: ignore[method-assign]
+        self._thread = threading.Thread(target=self._run, args=(wait,), daemon=True)
+        self._thread.start()
+        assert self._waits.wait(PATIENCE_S)
+
+    def _ticked(self, until_s: float) -> bool:
+        self._waits.set()
+        return self._tick(until_s)
+
+    def _run(self, wait: Callable[[float], bool]) -> None:
+        # As good as never: a wake-up that is lost must not look like one that came.
+        self.answer = wait(time.monotonic() + 1000 * PATIENCE_S)
+
+    def ended(self) -> bool:
+        """What it was answered, once it was."""
+        self._thread.join(PATIENCE_S)
+        assert self.answer is not None, "nobody woke it"
+        return self.answer
+
+    @property
+    def still_waits(self) -> bool:
+        return self._thread.is_alive()
+
+
+def waiter(reading: Reading, count: int) -> Waiter:
+    return Waiter(reading, lambda until_s: reading.wait(count, until_s))
+
+
+def whole_waiter(reading: Reading) -> Waiter:
+    return Waiter(reading, reading.wait_whole)
+
+
+# ---- bytes as they come ----
+
+
+def test_who_waits_gets_the_bytes_as_they_come() -> None:
+    reading = new_reading()
+    first = waiter(reading, 16)
+    reading.came(0)
+    reading.came(15)
+    assert first.still_waits
+    reading.came(16)
+    assert first.ended()
+    second = waiter(reading, 17)
+    reading.came(64)
+    assert second.ended()
+    assert reading.wait(64, NOW_S), "it is there already"
+    whole = whole_waiter(reading)
+    reading.end(whole=True)
+    assert whole.ended()
+
+
+def test_who_waits_for_the_first_bytes_of_a_store_that_tells_nothing_waits_for_the_end() -> None:
+    reading = new_reading()
+    assert not reading.begun
+    one = waiter(reading, 1)
+    reading.end(whole=True)
+    assert one.ended()
+    assert reading.has(BYTES)
+    assert reading.wait_whole(NOW_S)
+
+
+def test_what_has_come_so_far() -> None:
+    reading = new_reading()
+    assert (reading.begun, reading.has(1)) == (False, False)
+    reading.came(0)
+    assert (reading.begun, reading.has(1)) == (True, False)
+    reading.came(10)
+    assert (reading.begun, reading.has(10), reading.has(11)) == (True, True, False)
+    reading.came(0)
+    assert (reading.begun, reading.has(1)) == (True, False)
+    reading.end(whole=True)
+    assert (reading.begun, reading.has(BYTES)) == (False, True)
+
+
+def test_of_a_read_that_failed_nothing_is_there() -> None:
+    reading = new_reading()
+    reading.came(0)
+    reading.came(BYTES)
+    reading.end(whole=False)
+    assert (reading.begun, reading.has(1)) == (False, False)
+    assert not reading.wait(1, NOW_S)
+    assert not reading.wait_whole(NOW_S)
+
+
+@pytest.mark.parametrize("count", [None, 1, BYTES])
+def test_a_read_that_fails_wakes_who_waits(count: int | None) -> None:
+    reading = new_reading()
+    one = whole_waiter(reading) if count is None else waiter(reading, count)
+    reading.end(whole=False)
+    assert not one.ended()
+
+
+@pytest.mark.parametrize("come", [0, 15])
+def test_nobody_waits_longer_than_he_wants_to(come: int) -> None:
+    reading = new_reading()
+    reading.came(0)
+    reading.came(come)
+    for until_s in (NOW_S, time.monotonic() + 0.01):
+        assert not reading.wait(16, until_s)
+        assert not reading.wait_whole(until_s)
+    reading.came(16)
+    assert reading.wait(16, NOW_S), "to have waited in vain is no harm"
+    reading.end(whole=True)
+    assert reading.wait_whole(NOW_S)
+
+
+# ---- bytes that come anew ----
+
+
+def test_what_comes_anew_after_some_of_it_was_used_is_of_no_use() -> None:
+    reading = new_reading()
+    reading.came(0)
+    reading.came(32)
+    assert reading.wait(16, NOW_S)
+    reading.came(0)
+    reading.came(BYTES)
+    for count in (1, 16, BYTES):
+        assert not reading.wait(count, NOW_S)
+    reading.end(whole=True)
+    assert not reading.wait(BYTES, NOW_S)
+    assert not reading.wait_whole(NOW_S)
+
+
+def test_what_comes_anew_while_somebody_waits_who_has_used_some_of_it_is_of_no_use() -> None:
+    reading = new_reading()
+    reading.came(0)
+    reading.came(16)
+    assert reading.wait(16, NOW_S)
+    more = waiter(reading, 32)
+    reading.came(0)
+    reading.came(32)
+    assert not more.ended()
+    whole = whole_waiter(reading)
+    reading.end(whole=True)
+    assert not whole.ended()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_comes_anew_before_any_of_it_was_used_is_as_good(waits: bool) -> None:
+    reading = new_reading()
+    reading.came(0)
+    reading.came(32)
+    assert reading.has(16), "to look at it is not to use it"
+    assert not reading.wait(33, NOW_S)
+    one = waiter(reading, BYTES) if waits else None
+    reading.came(0)
+    reading.came(BYTES)
+    assert one is None or one.ended()
+    assert reading.wait(BYTES, NOW_S)
+    reading.end(whole=True)
+    assert reading.wait_whole(NOW_S)
+
+
+# ---- whatever happens ----
+
+
+class Uses(RuleBasedStateMachine):
+    """A read into real memory, each turn of bytes its own, and somebody who copies what he is told
+    is there, at once or a while later: if `wait_whole` says yes, he has what passed the check."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.buffer = PlainBuffer(BYTES)
+        self.reading = Reading(self.buffer)
+        self.turn = self.come = 0
+        self.whole: bool | None = None
+        self.used: set[int] = set()  # the turns of which bytes were to be used
+        self.pending: list[int] = []  # counts, to be copied
+        self.copied: list[bytes] = []
+
+    def _fill(self, start: int, stop: int) -> None:
+        self.buffer.view[start:stop] = bytes([self.turn % 256]) * (stop - start)
+
+    def _is_under_way(self) -> bool:
+        return self.whole is None
+
+    @precondition(_is_under_way)
+    @rule()
+    def comes_anew(self) -> None:
+        self.turn, self.come = self.turn + 1, 0
+        self.reading.came(0)
+
+    @precondition(lambda self: self._is_under_way() and self.turn and self.come < BYTES)
+    @rule(data=st.data())
+    def comes(self, data: st.DataObject) -> None:
+        before, self.come = self.come, data.draw(st.integers(self.come + 1, BYTES))
+        self._fill(before, self.come)
+        self.reading.came(self.come)
+
+    @precondition(_is_under_way)
+    @rule()
+    def ends_well(self) -> None:
+        self._fill(self.come, BYTES)  # the last bytes are not told of, nor any if none were
+        self.whole = True
+        self.reading.end(whole=True)
+
+    @precondition(_is_under_way)
+    @rule()
+    def fails(self) -> None:
+        self.whole = False
+        self.reading.end(whole=False)
+        self.turn = -1
+        self._fill(0, BYTES)  # it is somebody else's now
+
+    @rule(count=st.integers(1, BYTES))
+    def waits(self, count: int) -> None:
+        there = self.whole is True or (self.whole is None and self.come >= count)
+        expected = there and self.used <= {self.turn}
+        assert self.reading.wait(count, NOW_S) is expected
+        if expected:
+            self.used.add(self.turn)
+            self.pending.append(count)
+
+    @rule()
+    def copies(self) -> None:
+        self.copied += [bytes(self.buffer.view[:count]) for count in self.pending]
+        self.pending = []
+
+    @rule()
+    def waits_for_all(self) -> None:
+        self.copies()
+        expected = self.whole is True and self.used <= {self.turn}
+        assert self.reading.wait_whole(NOW_S) is expected
+        if expected:
+            self.used.add(self.turn)
+            whole = bytes(self.buffer.view)
+            assert all(whole.startswith(copy) for copy in self.copied)
+
+    @invariant()
+    def says_what_is_there(self) -> None:
+        if not hasattr(self, "reading"):
+            return
+        under_way = self._is_under_way()
+        assert self.reading.begun is (under_way and self.turn > 0)
+        for count in (1, self.come, self.come + 1):
+            there = self.whole is True or (under_way and self.come >= count > 0)
+            assert self.reading.has(count) is there
+
+
+TestUses = Uses.TestCase

@@ -1,0 +1,170 @@
+"""Compute or load, always with others on the device: never worse than the better single way by more
+than a step, and near the optimum. `tests/integration/test_shared_device.py` asks the same of the
+real coordinator."""
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_clairvoyant import costs, loads
+
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
+from sglang_cake.loading.planner import Mode
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.hardware import GPUS, find_medium, load_cost, prefill_cost
+from sglang_cake.simulator.machine import Knowledge, Machine
+from sglang_cake.simulator.race import run_race
+from sglang_cake.simulator.race_records import Prompt
+from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.simulator.simulated_server import Policy, Server, serve
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds to the first token of one prompt."""
+
+    auto_s: float
+    compute_s: float
+    load_s: float
+    ideal_s: float
+    step_s: float  # the longest that there can be
+
+    @property
+    def too_late(self) -> bool:
+        return self.auto_s > 1.02 * min(self.compute_s, self.load_s) + self.step_s
+
+
+def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
+    auto_s, compute_s, load_s = (
+        run_race(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
+        for mode in ("auto", "compute", "load")
+    )
+    ideal = clairvoyant(machine, tokens, chunk_tokens=chunk)
+    last = work_of(max(0, tokens - chunk), tokens)
+    step_s = machine.prefill.work_s(StepWork(chunk, last.pairs))
+    return Outcome(auto_s, compute_s, load_s, ideal.ttft_s, step_s)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    cost=costs,
+    load=loads,
+    tokens=st.integers(129, 20000),
+    chunk=st.sampled_from([256, 512, 2048]),
+    share=st.floats(0.02, 0.98),
+)
+def test_beside_others_auto_is_never_later_than_the_better_single_way_by_more_than_a_step(
+    cost: PrefillCost, load: LoadCost, tokens: int, chunk: int, share: float
+) -> None:
+    taken = int(share * chunk)
+    found = outcome(Machine(cost, load, others=lambda step: taken), tokens, chunk)
+    assert not found.too_late
+
+
+def _others(draw: random.Random, chunk: int, steps: int) -> Callable[[int], int]:
+    taken = [draw.randint(0, chunk - 1) for _ in range(200)]
+    return lambda step: taken[step // steps % 200]
+
+
+@pytest.mark.parametrize(("steps", "most_late"), [(200, 0.0), (10, 0.02), (1, 0.02)])
+def test_beside_others_that_come_and_go_the_median_is_near_the_optimum(
+    steps: int, most_late: float
+) -> None:
+    """Others take a share that changes every so many steps; nobody can know the next one, so a few
+    prompts lose by it."""
+    found = []
+    for seed in range(150):
+        draw = random.Random(seed)
+        chunk, token_s = draw.choice([256, 512, 2048]), 10 ** draw.uniform(-5, -3.3)
+        tokens = int(10 ** draw.uniform(2.71, 4.5))
+        machine = Machine(
+            PrefillCost(10 ** draw.uniform(-3.3, -1.5), token_s, token_s / 20_000),
+            LoadCost(10 ** draw.uniform(-3, -0.7), token_s * BLOCK * 10 ** draw.uniform(-1, 1)),
+            others=_others(draw, chunk, steps),
+        )
+        found.append(outcome(machine, tokens, chunk))
+    over = [each.auto_s / each.ideal_s for each in found]
+    late = sum(each.too_late for each in found) / len(found)
+    print(f"every {steps} steps: T/T* {statistics.median(over):.3f}, {late:.1%} later by a step")
+    assert statistics.median(over) <= 1.10
+    assert min(over) >= 1 - 1e-9
+    assert late <= most_late
+
+
+# ---- where it was found: `sglang-cake simulate --model llama-3.1-8b --gpu h100 --store s3` ----
+
+SHAPE = find_shape("llama-3.1-8b")
+CHUNK = 2048
+H100 = Machine(
+    prefill_cost(SHAPE, GPUS["h100"]),
+    load_cost(SHAPE.kv_bytes(1), find_medium("s3"), BLOCK),
+)
+
+
+@pytest.mark.parametrize("ktokens", [1, 2, 3, 4])
+def test_an_eighth_of_a_device_is_known_at_arrival(ktokens: int) -> None:
+    cost = prefill_cost(SHAPE, GPUS["h100"], chunk_tokens=CHUNK, utilisation=1 / 8)
+    machine = replace(H100, prefill=cost, others=lambda step: CHUNK - CHUNK // 8)
+    found = outcome(machine, 1024 * ktokens, CHUNK)
+    assert found.auto_s <= 1.001 * min(found.compute_s, found.load_s)
+    assert found.auto_s <= found.ideal_s + found.step_s
+
+
+def queue(
+    rate: float, *, noise: float = 0.0, policy: Policy = "adaptive", mode: Mode = "auto"
+) -> Server:
+    """Prompts of 2k tokens at random moments, all of them stored."""
+    draw, at_s, prompts = random.Random(1), 0.0, []
+    for _ in range(200):
+        at_s += draw.expovariate(rate)
+        prompts.append(Prompt(2048, at_s))
+    noises = [1 + noise * draw.random() for _ in range(1000)]
+    machine = replace(H100, noise=lambda step: noises[step % 1000])
+    return serve(machine, prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fcfs"])
+@pytest.mark.parametrize(("rate", "at_most"), [(14, 0.92), (18, 0.75), (24, 0.65)])
+def test_what_waits_behind_others_is_loaded_meanwhile(
+    rate: float, at_most: float, policy: Policy
+) -> None:
+    """Alone such a prompt is computed before the store has sent a block of it."""
+    alone = run_race(H100, 2048, chunk_tokens=CHUNK)
+    assert not alone.loaded_tokens
+    assert not alone.landings
+    means_s = [
+        statistics.mean(race.ttft_s for race in queue(rate, policy=policy, mode=mode).races)
+        for mode in ("auto", "compute")
+    ]
+    print(f"{rate}/s, {policy}: {means_s[0] / means_s[1]:.2f}")
+    assert means_s[0] <= at_most * means_s[1]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_verdicts_that_are_revised_cost_the_link_little(noise: float) -> None:
+    """A verdict that swings to and fro would read blocks in vain, again and again."""
+    races = queue(18, noise=noise).races
+    loaded = sum(race.loaded_tokens for race in races) / BLOCK
+    wasted = [race.wasted_blocks for race in races]
+    assert loaded > 100
+    assert sum(wasted) <= 0.1 * loaded
+    assert max(wasted) <= 3
+
+
+def test_a_link_that_stays_silent_is_given_up_once() -> None:
+    """What is predicted of it stays good, since nothing comes: who asked it again would wait for it
+    again."""
+    promised = replace(H100, load=LoadCost(0.01, 1e-4))
+    silent = replace(H100, load=LoadCost(0.01, 1e6))
+    known = Knowledge.of(promised)
+    race = run_race(silent, 16384, chunk_tokens=CHUNK, knowledge=known)
+    compute_s = run_race(silent, 16384, chunk_tokens=CHUNK, mode="compute").ttft_s
+    assert race.computed_tokens == 16384
+    assert race.wasted_blocks == 1
+    assert race.ttft_s <= 2 * compute_s

@@ -1,0 +1,186 @@
+"""`sglang-cake plan`: yes, no and why."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_cake.cli import PIPE_STATUS, main
+from sglang_cake.simulator.shapes import MODELS
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert main(["plan", *args, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (
+            [
+                "--model",
+                "llama-3.1-8b",
+                "--gpu",
+                "h100",
+                "--store",
+                "nvme",
+                "--prompt-tokens",
+                "8k",
+            ],
+            "yes",
+        ),
+        (["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"], "partly"),
+        (
+            ["--model", "llama-3.1-70b", "--gpu", "a100", "--gpus", "2", "--store", "100gbe"],
+            "store",
+        ),
+        (["--model", "mistral-7b", "--gpu", "b200", "--gpus", "4", "--store", "hdd"], "no"),
+    ],
+)
+def test_plan_answers(args: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *args)
+    assert found["answer"] == answer
+    if answer == "no":
+        assert "would need about" in found["because"]
+        assert all(row["over_compute"] < 1.05 for row in found["prompts"])
+    else:
+        assert "yes" in found["because"]
+    assert main(["plan", *args]) == 0
+    assert capsys.readouterr().out.startswith(found["because"])
+
+
+@pytest.mark.parametrize(
+    ("args", "because"),
+    [
+        (["--model", "llama-3.1-70b", "--gpu", "l4"], "set --gpus 8"),
+        (["--model", "deepseek-v3", "--gpu", "a10"], "671 GB of weights do not fit"),
+        (["--model", "llama-3.1-8b", "--gpu", "h100", "--gpus", "3"], "cannot share"),
+        (["--model", "llama-2-7b", "--gpu", "h100", "--prompt-tokens", "4k"], "context ends"),
+        (["--model", "llama-3.1-8b", "--gpu", "312:2:18", "--prompt-tokens", "16k"], "KV of 7,"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plan_says_no_to_what_cannot_be_served(
+    args: list[str], because: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, *args, "--store", "nvme")
+    assert found["answer"] == "no"
+    assert found["prompts"] == []
+    assert because in found["because"]
+
+
+def test_plan_says_no_to_a_model_that_the_server_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**MODELS["llama-3.1-8b"], "architectures": ["GptOssForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = planned(capsys, "--model", str(tmp_path), "--gpu", "h100", "--store", "nvme")
+    assert (found["answer"], found["prompts"]) == ("no", [])
+    assert "cake does not support models with a KV pool for sliding windows" in found["because"]
+
+
+def test_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "qwen3-8b", "--gpu", "h100", "--store", "nvme"]
+    found = planned(capsys, *args)
+    assert [row["tokens"] for row in found["prompts"]] == [1024, 4096, 16384]
+    assert [row["tokens"] for row in found["left_out"]] == [65536]
+    assert main(["plan", *args]) == 0
+    assert "65,536 tokens are left out: the model's context ends" in capsys.readouterr().out
+
+
+def test_a_model_by_name_and_by_its_file_gets_one_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["deepseek-v3"]))
+    machine = ["--gpu", "h200", "--gpus", "8", "--store", "25gbe"]
+    by_name, by_file = (
+        planned(capsys, "--model", name, *machine) for name in ("deepseek-v3", str(tmp_path))
+    )
+    assert by_name == by_file
+
+
+def test_mla_is_read_once_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(
+        *(capsys, "--model", "deepseek-v3", "--gpu", "h200", "--gpus", "8", "--store", "25gbe"),
+        *("--prompt-tokens", "16k"),
+    )
+    row_bytes = 61 * (512 + 64) * 2
+    assert found["kv_bytes_per_token"] == 8 * row_bytes
+    assert found["prompts"][0]["stored_bytes"] == 16384 * 8 * row_bytes
+    assert found["prompts"][0]["load"] > 16384 * 8 * row_bytes / 2.9e9
+
+
+def test_a_codec_makes_what_is_stored_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme", "--prompt-tokens", "4k"]
+    whole, half = (planned(capsys, *args, *more) for more in ([], ["--smaller", "2"]))
+    assert half["prompts"][0]["stored_bytes"] == whole["prompts"][0]["stored_bytes"] / 2
+
+
+def test_times_to_compute_are_a_range_unless_they_were_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme", "--prompt-tokens", "16k"]
+    (row,) = planned(capsys, *args)["prompts"]
+    fast_s, slow_s = row["range"]["compute"]
+    assert fast_s < row["compute"] < slow_s
+    assert 1.5 < slow_s / fast_s < 1.3**2
+    (row,) = planned(capsys, *args, "--efficiency", "0.6")["prompts"]
+    assert row["range"]["compute"] == [row["compute"]] * 2
+
+
+def test_a_gain_at_one_length_alone_is_no_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(
+        *(capsys, "--model", "qwen3-8b", "--gpu", "h100", "--store", "s3"),
+        *("--prompt-tokens", "1k,16k"),
+    )
+    answers = {row["tokens"]: row["answer"] for row in found["prompts"]}
+    assert found["answer"] == "partly"
+    assert answers[1024] == "no"
+    assert "yes at 16,384 tokens; no at 1,024 tokens" in found["because"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"],
+        ["simulate", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"],
+        ["store", "ls", "--json", "{folder}"],
+    ],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_of_stdout_that_has_left_ends_a_command_quietly(
+    command: list[str], unbuffered: str, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sglang_cake",
+            *(a.format(folder=f"file://{tmp_path}") for a in command),
+        ],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    os.close(writer)
+    assert ended.stderr == b""
+    assert ended.returncode == PIPE_STATUS
+
+
+def test_a_pipe_that_is_not_stdout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_args: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sglang_cake.cli.plan.run", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"])

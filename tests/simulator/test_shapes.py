@@ -1,0 +1,228 @@
+"""What `plan` reads from a config.json is what SGLang makes of it."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.simulator.shapes import MODELS, WINDOW_POOLS, Shape, find_shape, shape_of
+from sglang_cake.testing.models import kv_token_bytes
+
+LLAMA = MODELS["llama-3.1-8b"]
+LONGROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
+
+
+def _written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **config}))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_by_name_and_by_its_config_file_are_one_shape(name: str, tmp_path: Path) -> None:
+    by_file = find_shape(str(_written(tmp_path, MODELS[name])))
+    assert by_file == find_shape(name)
+    assert by_file.kv_bytes(1) == kv_token_bytes(tmp_path, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        # The makers' own numbers, embeddings in both.
+        ("llama-2-7b", 6.74e9, 6.74e9),
+        ("llama-2-13b", 13.0e9, 13.0e9),
+        ("llama-3.2-3b", 3.21e9, 3.21e9),
+        ("llama-3.1-8b", 8.03e9, 8.03e9),
+        ("llama-3.1-70b", 70.6e9, 70.6e9),
+        ("llama-3.1-405b", 405.9e9, 405.9e9),
+        ("qwen3-8b", 8.19e9, 8.19e9),
+        ("qwen3-32b", 32.8e9, 32.8e9),
+        ("qwen3-30b-a3b", 30.5e9, 3.35e9),
+        ("mistral-7b", 7.25e9, 7.25e9),
+        ("deepseek-v3", 671e9, 37.5e9),
+    ],
+)
+def test_the_parameters_of_a_known_model_are_those_that_its_maker_names(
+    name: str, parameters: float, active: float
+) -> None:
+    found, config = find_shape(name), MODELS[name]
+    vocabulary = config["vocab_size"] * config["hidden_size"]
+    embeddings = vocabulary * (1 if config.get("tie_word_embeddings") else 2)
+    assert found.parameters == pytest.approx(parameters, rel=0.01)
+    assert found.active + embeddings == pytest.approx(active, rel=0.02)
+
+
+def test_a_mixture_passes_few_experts_and_holds_all() -> None:
+    mixed = shape_of({**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert mixed.has_experts
+    assert not find_shape("llama-3.1-8b").has_experts
+    assert mixed.parameters > 2 * mixed.active > 2 * find_shape("llama-3.1-8b").active
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "copies"),
+    [
+        ("llama-3.1-8b", 1, 1),
+        ("llama-3.1-8b", 8, 1),
+        ("llama-3.1-8b", 16, 2),  # more ranks than KV heads: a head is on two ranks
+        ("qwen3-30b-a3b", 8, 2),
+        ("deepseek-v3", 8, 8),  # MLA: the latent row is on every rank
+    ],
+)
+def test_every_rank_stores_what_it_holds(name: str, gpus: int, copies: int) -> None:
+    shape = find_shape(name)
+    assert shape.kv_bytes(gpus) == copies * shape.kv_bytes(1)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weight_bytes"),
+    [
+        ({}, 2),
+        ({"quant_method": "fp8"}, 1),
+        ({"quant_method": "awq", "bits": 4}, 0.5),
+        ({"quant_method": "gptq", "bits": 8}, 1),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+            },
+            0.5,
+        ),
+    ],
+)
+def test_a_quantized_checkpoint_has_smaller_weights(
+    quantization: dict[str, Any], weight_bytes: float
+) -> None:
+    config = {**LLAMA, "quantization_config": quantization}
+    assert shape_of(config).weight_bytes == weight_bytes
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": "x"}', "\x00", '{"a": 1'])
+def test_a_bad_config_is_a_mistake(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config"):
+        find_shape(str(tmp_path))
+
+
+def test_window_pools_are_those_of_sglang() -> None:
+    from sglang.srt.configs import model_config
+
+    names = set(re.findall(r'"([A-Z]\w+)"', inspect.getsource(model_config))) | WINDOW_POOLS
+    theirs = {
+        name
+        for name in names
+        if name not in {"BeamForCausalLM", "LagunaForCausalLM"}  # by their config, not their name
+        and model_config.is_hybrid_swa_model([name])
+    }
+    assert theirs == WINDOW_POOLS
+
+
+def _served(config: dict[str, Any], folder: Path) -> tuple[str | None, int]:
+    """What the server says of it: refused or not, and the context."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_cake.integration.support_matrix import ModelTraits, _unsupported_model
+
+    model = ModelConfig(str(_written(folder, config)), trust_remote_code=False)
+    return _unsupported_model(ModelTraits.of(model)), model.context_len
+
+
+QWEN = {**MODELS["qwen3-8b"], "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+LLAMAS = {**LLAMA, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMAS,
+    "llama3 rope": {
+        **LLAMAS,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "linear rope": {**LLAMAS, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "yarn": {
+        **QWEN,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    },
+    "experts": {
+        **MODELS["qwen3-30b-a3b"],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+    },
+    "mla": {
+        **MODELS["deepseek-v3"],
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+    },
+    "dsa": {
+        **MODELS["deepseek-v3"],
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "index_topk": 2048,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+    },
+    "gpt-oss": {
+        **LLAMA,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 16,
+    },
+    "mistral 3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {**LLAMA, "model_type": "mistral"},
+        "vision_config": {"model_type": "pixtral"},
+    },
+    "gemma 3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {**LLAMA, "model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "gemma 3, text": {
+        **LLAMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "sliding_window": 512,
+    },
+    "qwen3-next": {
+        **LLAMA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+    },
+    "embedding": {**QWEN, "architectures": ["Qwen3Model"]},
+    "reward": {**QWEN, "architectures": ["Qwen3ForRewardModel"]},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_plan_refuses_what_the_server_refuses(kind: str, tmp_path: Path) -> None:
+    config = CONFIGS[kind]
+    reason, context_tokens = _served(config, tmp_path)
+    found: Shape = find_shape(str(tmp_path))
+    assert (found.refused and f"cake does not support {found.refused}") == reason
+    if reason is None:
+        assert found.context_tokens == context_tokens
+
+
+def test_longrope_is_planned_up_to_the_length_that_cake_takes() -> None:
+    config = {**LLAMA, "original_max_position_embeddings": 4096, "rope_scaling": LONGROPE}
+    assert shape_of(config).context_tokens == 4096

@@ -1,0 +1,189 @@
+"""Many prompts on a virtual clock: conservation, order, sharing, decoding."""
+
+import itertools
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.planner import Mode
+from sglang_cake.loading.priority import AGEING
+from sglang_cake.simulator.machine import Clock, Hub, Machine, Source
+from sglang_cake.simulator.race import run_race
+from sglang_cake.simulator.race_records import Prompt
+from sglang_cake.simulator.simulated_server import Policy, Server, serve
+from sglang_cake.simulator.speed_trace import Speed
+
+PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 1e-4)
+MACHINE = Machine(PREFILL, LoadCost(0.02, 0.015))
+CHUNK = 512
+
+prompts = st.lists(
+    st.builds(
+        Prompt,
+        prompt_tokens=st.integers(1, 6000),
+        arrive_s=st.floats(0, 2),
+        stored_blocks=st.one_of(st.none(), st.integers(0, 40)),
+        new_tokens=st.integers(1, 5),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    given_prompts=prompts,
+    policy=st.sampled_from(["adaptive", "fcfs"]),
+    mode=st.sampled_from(["auto", "both", "compute", "load"]),
+    others=st.sampled_from([None, 0, 200, 448]),
+    layers=st.sampled_from([1, 32]),
+)
+def test_every_token_comes_once_and_every_prompt_ends(
+    given_prompts: list[Prompt], policy: Policy, mode: Mode, others: int | None, layers: int
+) -> None:
+    taken = None if others is None else lambda step: others
+    machine = Machine(PREFILL, MACHINE.load, others=taken, layers=layers)
+    server = serve(machine, given_prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
+    for race in server.races:
+        assert race.computed_tokens + race.loaded_tokens == race.prompt.prompt_tokens
+        assert race.prompt.arrive_s < race.first_token_s <= race.finish_s
+        assert race.ttft_s >= race.kv_s > 0
+        assert race.overlapped_tokens <= race.loaded_tokens
+        assert len({block for _, block in race.landings}) == len(race.landings)
+        spans = [(lap.start, lap.stop) for lap in race.laps]
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    for step in server.steps:
+        held = step.decodes + step.plain_tokens + step.stored_tokens + step.other_tokens
+        assert held <= CHUNK + step.decodes
+    ends = [(step.begin_s, step.end_s) for step in server.steps]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
+def test_a_link_carries_one_block_at_a_time() -> None:
+    server = serve(MACHINE, [Prompt(4096), Prompt(4096, 0.1)], chunk_tokens=CHUNK, mode="load")
+    landed = sorted(when_s for race in server.races for when_s, _ in race.landings)
+    gaps = [b - a for a, b in itertools.pairwise(landed)]
+    assert min(gaps) >= MACHINE.load.block_s - 1e-9
+
+
+def test_two_sources_are_read_at_once() -> None:
+    both = Machine(PREFILL, MACHINE.load, further=(Source(MACHINE.load),))
+    one_s = run_race(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
+    two_s = run_race(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
+    assert two_s < 0.55 * one_s
+
+
+def test_a_source_gives_only_what_it_holds() -> None:
+    near = Source(LoadCost(0.02, 0.001), holds=10)
+    machine = Machine(PREFILL, MACHINE.load, further=(near,))
+    race = run_race(machine, 8192, chunk_tokens=CHUNK, mode="load")
+    # The near one brings its 10 at once, the far one the other 54.
+    assert race.ttft_s == pytest.approx(0.02 + 54 * 0.015, abs=0.1)
+
+
+def test_adaptive_lets_new_prompts_pass() -> None:
+    stored = Prompt(16384, rid="stored")
+    short = [Prompt(300, 0.1 + 0.01 * i, 0, rid=str(i)) for i in range(8)]
+    times: dict[Policy, list[float]] = {}
+    for policy in ("fcfs", "adaptive"):
+        found = serve(MACHINE, [stored, *short], chunk_tokens=CHUNK, policy=policy).races
+        times[policy] = [race.ttft_s for race in found]
+    fcfs, adaptive = times["fcfs"], times["adaptive"]
+    assert max(adaptive[1:]) < min(fcfs[1:])
+    assert adaptive[0] < 1.5 * fcfs[0]
+
+
+def test_who_waits_for_the_link_does_not_take_it_for_silent() -> None:
+    """A prompt behind others on the link has loads to come, as they had."""
+    sizes = (16384, 16384, 4096, 32768)
+    for policy in ("fcfs", "adaptive"):
+        prompts = [Prompt(tokens) for tokens in sizes]
+        races = serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).races
+        assert all(race.loaded_tokens >= race.prompt.prompt_tokens / 3 for race in races)
+
+
+SIZES = (4096, 8192, 16384, 32768)
+
+
+def ttfts(prompts: list[Prompt], policy: Policy) -> list[float]:
+    return [r.ttft_s for r in serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).races]
+
+
+ALONE_S = {tokens: ttfts([Prompt(tokens)], "adaptive")[0] for tokens in SIZES}
+
+
+def stored_prompts(seed: int, count: int, busy: float) -> list[Prompt]:
+    """Stored prompts of 4k to 32k tokens that share one device and one link.
+
+    Args:
+        busy: their T* over the time between two of them, at random moments; 0: all at once.
+    """
+    draw, at_s, found = random.Random(seed), 0.0, []
+    for i in range(count):
+        found.append(Prompt(draw.choice(SIZES), at_s, rid=str(i)))
+        if busy:
+            at_s += draw.expovariate(busy / statistics.mean(ALONE_S.values()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "busy", "at_most"),
+    [(4, 0, 0.8), (8, 0, 0.74), (50, 0.8, 0.86), (50, 0.95, 0.81), (60, 1.2, 0.84)],
+)
+def test_smallest_rest_first_lowers_the_mean(count: int, busy: float, at_most: float) -> None:
+    """docs/scheduling.md has the numbers; theory C.5, without ageing, has 0.68 to 0.78."""
+    ratios, longest = [], []
+    for seed in range(3 if busy else 12):
+        prompts = stored_prompts(seed, count, busy)
+        fcfs, adaptive = ttfts(prompts, "fcfs"), ttfts(prompts, "adaptive")
+        ratios.append(sum(adaptive) / sum(fcfs))
+        longest.append(max(adaptive) / max(fcfs))
+        for prompt, first_s, found_s in zip(prompts, fcfs, adaptive, strict=True):
+            # What ageing promises, and once its own T*, which two resources may overlap worse.
+            alone_s = ALONE_S[prompt.prompt_tokens]
+            assert busy > 1 or found_s <= first_s + (1 / AGEING + 1) * alone_s
+    assert statistics.mean(ratios) <= at_most
+    assert max(ratios) <= 1.02
+    assert statistics.mean(longest) <= 1.6
+
+
+def test_nobody_starves() -> None:
+    # A stored prompt in a stream of new ones that alone would keep the device busy for long.
+    stream = [Prompt(512, 0.05 * i, 0, rid=str(i)) for i in range(400)]
+    slow = Machine(PREFILL, LoadCost(0.02, 0.1))
+    races = serve(slow, [Prompt(8192, rid="stored"), *stream], chunk_tokens=CHUNK).races
+    assert races[0].first_token_s < max(race.finish_s for race in races) / 2
+
+
+def test_requests_that_decode_share_the_steps_of_others() -> None:
+    prompts = [Prompt(256, 0, 0, new_tokens=50), Prompt(4096, 0.01, 0)]
+    server = serve(MACHINE, prompts, chunk_tokens=CHUNK)
+    mixed = [step for step in server.steps if step.decodes and step.plain_tokens]
+    assert len(mixed) >= 8
+    assert server.races[0].finish_s > server.races[1].finish_s
+    assert sum(step.decodes for step in server.steps) == 49
+
+
+def test_a_hub_slows_those_who_share_it() -> None:
+    def load_s(servers: int) -> float:
+        clock, hub = Clock(), Hub(links=2.0)
+        machine = Machine(PREFILL, MACHINE.load, hub=hub)
+        fleet = [Server(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)]
+        races = [server.submit(Prompt(4096)) for server in fleet]
+        clock.run()
+        assert hub.active == 0
+        return max(race.ttft_s for race in races)
+
+    assert load_s(2) == pytest.approx(load_s(1))
+    assert load_s(8) == pytest.approx(4 * load_s(1), rel=0.15)
+
+
+def test_work_and_done_are_inverse() -> None:
+    speed = Speed((0.0, 1.0, 2.0), (0.5, 0.0, 2.0))
+    for begin_s in (0.0, 0.3, 1.5, 4.0):
+        for work in (0.1, 0.4, 3.0):
+            assert speed.work_s(begin_s, speed.done_s(begin_s, work)) == pytest.approx(work)

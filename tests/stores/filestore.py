@@ -1,0 +1,65 @@
+"""What the tests of the file store share."""
+
+import asyncio
+import contextlib
+import time
+
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+
+A, B = key_of("a"), key_of("b")
+
+
+def opened(root, *, namespace=NAMESPACE, fsync="off", min_free_bytes=0, threads=1):
+    folder = BlockFolder(root, sync=fsync == "data", min_free_bytes=min_free_bytes)
+    return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
+
+
+def with_store(root, test, **kwargs):
+    async def main():
+        store = opened(root, **kwargs)
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def path_of(root, key):
+    name = key.hex()
+    return root / NAMESPACE.digest().hex() / name[:2] / name[2:4] / name
+
+
+def files_below(folder):
+    """All files but the index, which comes and goes in several."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in files if not path.name.startswith("index."))
+
+
+def until_room_is_made(folder):
+    """The background has evicted what it should. Who did it here as well would evict it twice."""
+    deadline_s = time.monotonic() + 60
+    with folder._books.open() as index:
+        while folder._room.ahead(index):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def nobody_evicts(*folders):
+    """What several questions find out fits together: the background makes no room meanwhile."""
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            held.enter_context(folder._room._lock)
+        yield
+
+
+async def put_a(store):
+    assert await store.put(A, block_of("a"))
+
+
+async def read_a(store):
+    return await read(store, A)

@@ -1,0 +1,311 @@
+"""Tokens and certificates: made by itself, asked for, and replaced while they are in use."""
+
+import asyncio
+import json
+import os
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+from http_servers import (
+    TOKEN,
+    A,
+    B,
+    OurServer,
+    ask,
+    claim,
+    framed,
+    make_certificate,
+    own_token,
+    poll,
+    put_block,
+    write_token,
+)
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.http.auth import own_token_path
+from sglang_cake.stores.http.protocol import (
+    FACTS_HEADER,
+    block_path,
+    description_path,
+    list_path,
+    touched_path,
+)
+from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import FRAME, block_of, read
+
+PATH = block_path(FRAME.digest, A)
+OTHER = "another-token-of-enough-characters"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Of a user who has never used the package."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+def test_a_server_without_options_lets_in_only_who_can_read_the_token_it_made(tmp_path, home):
+    server = OurServer(tmp_path / "root")
+    try:
+        (path,) = home.rglob("store-token*")
+        assert path == own_token_path()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
+        assert str(path) in server.process.stdout.readline()
+        claim(server)
+        put_block(server, "a")
+        for host in ("127.0.0.1", "evil.example"):
+            headers = {"Host": host}
+            for where in ("/namespaces", "/stats", "/metrics", list_path(FRAME.digest), PATH):
+                assert ask(server, "GET", where, headers=headers, token=None)[0] == 401
+            assert ask(server, "PUT", PATH, framed("b"), headers, None)[0] == 401
+            assert ask(server, "DELETE", PATH, headers=headers, token=None)[0] == 401
+        assert ask(server, "GET", "/health", token=None)[0] == 200
+        assert ask(server, "GET", PATH)[2] == framed("a")
+    finally:
+        assert server.stop() == 0
+
+
+def with_url(url, test):
+    async def main():
+        store = open_store(parse_sources(url), FRAME, depth=2)
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def test_a_client_of_the_same_user_finds_the_token_also_if_it_was_there_first(tmp_path, home):
+    async def test(store):
+        server = await asyncio.to_thread(OurServer, tmp_path / "root", port=port)
+        try:
+            assert await store.put(A, block_of("a"))
+            assert await read(store, A) == block_of("a")
+            assert store.counters.failures == 0
+        finally:
+            assert await asyncio.to_thread(server.stop) == 0
+
+    other = OurServer(tmp_path / "other", "--token-file", write_token(tmp_path))
+    port = other.port
+    assert other.stop() == 0
+    assert not list(home.rglob("*"))
+    with_url(f"http://127.0.0.1:{port}", test)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_sent"),
+    [
+        ("http://127.0.0.1:8700", True),
+        ("https://127.9.9.9", True),
+        ("http://[::1]:8700", True),
+        ("http://localhost:8700/kv", True),
+        ("http://kv-host:8700", False),
+        ("http://10.0.0.1:8700", False),
+        ("http://127.0.0.1.example", False),
+    ],
+)
+def test_the_users_own_token_goes_to_this_machine_only(url, is_sent):
+    token = own_token()
+    (source,) = parse_sources(url)
+    assert source.locate().token == (token if is_sent else None)
+    assert token not in repr(source.locate())
+
+
+def test_without_a_home_folder_no_token_is_sent_and_a_server_says_what_to_do(
+    tmp_path, monkeypatch, capsys
+):
+    from sglang_cake.cli import main
+
+    def no_home():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    (source,) = parse_sources("http://127.0.0.1:8700")
+    assert source.locate().token is None
+    assert main(["store", "serve", "--root", str(tmp_path)]) == 2
+    assert "set --token-file FILE" in capsys.readouterr().err
+
+
+def test_a_token_for_reading_reads_tells_and_changes_nothing(tmp_path):
+    """A client that has no other goes on reading, however many writes are refused."""
+    (tmp_path / "readers").mkdir()
+    readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
+    server = OurServer(*(tmp_path / "root", "--token-file", writers, "--read-token-file", readers))
+
+    async def write(store):
+        assert await store.put(A, block_of("a"))
+
+    async def look(store):
+        assert await store.contains([A, B]) == [True, False]
+        for _ in range(10):
+            with pytest.raises(StoreUnavailable, match="only read"):
+                await store.put(B, block_of("b"))
+            with pytest.raises(StoreUnavailable, match="only read"):
+                await store.delete(A)
+        await store.touched([A], RequestFacts("id", 1))
+        assert [block.key async for block in store.list_blocks()] == [A]
+        assert await read(store, A) == block_of("a")
+        assert store.counters.failures == store.counters.sent_bytes == 0
+
+    try:
+        with_url(f"{server.base}?token_file={writers}", write)
+        with_url(f"{server.base}?token_file={readers}", look)
+        path = description_path(FRAME.digest)
+        assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
+    finally:
+        assert server.stop() == 0
+
+
+def replace_token(path, text):
+    """As an operator should: whole, or not at all."""
+    new = path.with_name("new")
+    new.write_text(text)
+    new.chmod(0o600)
+    new.rename(path)
+
+
+def test_tokens_are_replaced_while_the_server_runs_and_a_bad_file_changes_nothing(tmp_path, capfd):
+    path = write_token(tmp_path)
+    server = OurServer(tmp_path / "root", "--token-file", path, "--workers", 2)
+
+    def are_let_in(*tokens):
+        """Several connections: both workers."""
+        return all(ask(server, "GET", "/stats", token=t)[0] == 200 for t in tokens * 4)
+
+    def are_kept_out(*tokens):
+        return all(ask(server, "GET", "/stats", token=t)[0] == 401 for t in tokens * 4)
+
+    try:
+        assert are_let_in(TOKEN)
+        assert are_kept_out(OTHER)
+        replace_token(path, f"{OTHER}\n{TOKEN}\n")
+        poll(lambda: are_let_in(TOKEN, OTHER), "both are valid")
+        replace_token(path, f"{OTHER}\n")
+        poll(lambda: are_kept_out(TOKEN), "the old one is not valid any more")
+        assert are_let_in(OTHER)
+        path.chmod(0o644)
+        said = []
+
+        def warnings():
+            said.append(capfd.readouterr().err)
+            return "".join(said).count("stays in force") >= 2
+
+        poll(warnings, "both workers have seen it")
+        assert f"token file {path} is open to others" in "".join(said)
+        assert OTHER not in "".join(said)
+        assert are_let_in(OTHER)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_client_reads_a_replaced_token_when_the_old_one_is_refused(tmp_path):
+    served, known = tmp_path / "served", tmp_path / "known"
+    for folder in (served, known):
+        folder.mkdir()
+    server_file, client_file = write_token(served), write_token(known)
+    server = OurServer(tmp_path / "root", "--token-file", server_file)
+
+    async def test(store):
+        assert await store.put(A, block_of("a"))
+        replace_token(server_file, f"{OTHER}\n")
+        await asyncio.to_thread(
+            lambda: poll(
+                lambda: ask(server, "GET", "/stats", token=TOKEN)[0] == 401, "it is replaced"
+            )
+        )
+        with pytest.raises(StoreUnavailable, match="401"):
+            await read(store, A)
+        replace_token(client_file, f"{OTHER}\n")
+        failures = store.counters.failures
+        one, two = bytearray(FRAME.payload_bytes), bytearray(FRAME.payload_bytes)
+        await asyncio.gather(  # both are refused at once
+            store.get_into(A, memoryview(one)),
+            store.get_into(A, memoryview(two)),
+            store.put(B, block_of("b")),
+        )
+        assert one == two == block_of("a")
+        assert await read(store, B) == block_of("b")
+        assert store.counters.failures == failures
+
+    try:
+        with_url(f"{server.base}?token_file={client_file}", test)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_certificate_is_replaced_while_server_and_client_run(tmp_path):
+    (tmp_path / "next").mkdir()
+    cert, key = make_certificate(tmp_path)
+    next_cert, next_key = make_certificate(tmp_path / "next")
+    server = OurServer(
+        *(tmp_path / "root", "--tls-cert", cert, "--tls-key", key, "--workers", 1),
+    )
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(cert.read_bytes())
+
+    def shown():
+        return ssl.get_server_certificate(("127.0.0.1", server.port)).strip()
+
+    async def test(store):
+        assert await store.put(A, block_of("a"))
+        assert shown() == cert.read_text().strip()
+        key.write_bytes(next_key.read_bytes())  # for a moment they do not fit together
+        cert.write_bytes(next_cert.read_bytes())
+        new = next_cert.read_text().strip()
+        await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
+        # Connections that are open go on; reads have others than the put had.
+        with pytest.raises(StoreUnavailable):
+            await read(store, A)
+        failures = store.counters.failures
+        ca.write_bytes(cert.read_bytes())
+        assert await read(store, A) == block_of("a")
+        assert store.counters.failures == failures
+
+    try:
+        with_url(f"{server.base}?ca={ca}", test)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_replaced_worker_does_not_go_back_to_tokens_of_before(tmp_path):
+    path = write_token(tmp_path)
+    server = OurServer(tmp_path / "root", "--token-file", path, "--workers", 1)
+    try:
+        replace_token(path, f"{OTHER}\n")
+        (worker,) = server.workers()
+        os.kill(worker, 9)
+        poll(lambda: server.workers() and worker not in server.workers(), "it is replaced")
+        assert ask(server, "GET", "/stats", token=TOKEN)[0] == 401
+        assert ask(server, "GET", "/stats", token=OTHER)[0] == 200
+    finally:
+        assert server.stop() == 0
+
+
+HALF = "\ud800"
+
+
+def test_text_that_cannot_be_kept_is_refused_and_others_news_are_kept(tmp_path):
+    """Half a surrogate pair, which JSON can hold."""
+    server = OurServer(tmp_path / "root", "--workers", 1)
+    try:
+        claim(server)
+        put_block(server, "a")
+        good = RequestFacts("id", 1, "good", 7).to_json()
+        for workload, status in (("good", 204), (HALF, 400), ("good", 204)):
+            facts = json.dumps(json.loads(good) | {"workload": workload, "id": f"id{status}"})
+            told = ask(server, "POST", touched_path(FRAME.digest), A, {FACTS_HEADER: facts})
+            assert told[0] == status, told
+        bad_id = json.dumps(json.loads(good) | {"id": HALF})
+        headers = {FACTS_HEADER: bad_id}
+        assert ask(server, "POST", touched_path(FRAME.digest), A + B, headers)[0] == 400
+        assert put_block(server, "b") == 201
+    finally:
+        assert server.stop() == 0

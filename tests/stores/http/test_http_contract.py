@@ -1,0 +1,160 @@
+"""The client passes the shipped contract against real servers: ours in all its forms, and nginx."""
+
+import asyncio
+import secrets
+from dataclasses import replace
+
+import pytest
+from http_servers import A, B, Nginx, OurServer, make_certificate, with_client, write_token
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import StoredNamespace
+from sglang_cake.stores.encrypted import EncryptedStore
+from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, read
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    return tmp_path_factory.mktemp("http")
+
+
+@pytest.fixture(scope="module")
+def open_server(places):
+    server = OurServer(places / "open")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def guarded_server(places):
+    """With TLS, a token and a capacity."""
+    cert, key = make_certificate(places)
+    server = OurServer(
+        places / "guarded",
+        *("--tls-cert", cert, "--tls-key", key),
+        *("--token-file", write_token(places), "--capacity", "64MB"),
+    )
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def nginx(places):
+    folder = places / "nginx"
+    folder.mkdir()
+    server = Nginx(folder, folder / "root")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def proxy(open_server, places):
+    folder = places / "proxy"
+    folder.mkdir()
+    server = Nginx(folder, folder, before=open_server.base)
+    yield server
+    server.stop()
+
+
+def fresh_frame(frame=FRAME):
+    """A namespace that no test has written in yet."""
+    fields = (*frame.namespace.fields, ("test", secrets.token_hex(8)))
+    return replace(frame, namespace=Namespace(fields))
+
+
+class TestHttpStore(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _serve(self, open_server):
+        self.base = open_server.base
+
+    def open(self, folder):
+        store = open_store(parse_sources(self.base), fresh_frame(self.frame), depth=4)
+        assert isinstance(store, HttpStore)
+        return store
+
+
+class TestHttpStoreOneAtATime(TestHttpStore):
+    def open(self, folder):
+        return open_store(parse_sources(self.base), fresh_frame(self.frame), depth=1)
+
+
+class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
+    @pytest.fixture(autouse=True)
+    def _serve(self, guarded_server, places):
+        self.base = f"{guarded_server.base}?token_file={places}/token&ca={places}/cert.pem"
+
+
+class TestSealedHttpStore(TestHttpStore):
+    tells_progress = False
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, open_server, places):
+        path = places / "key"
+        path.write_text("0" * 64)
+        path.chmod(0o600)
+        self.base = f"{open_server.base}?key_file={path}"
+
+    def open(self, folder):
+        store = open_store(parse_sources(self.base), fresh_frame(self.frame), depth=4)
+        assert isinstance(store, EncryptedStore)
+        return store
+
+
+class TestHttpStoreOnNginx(TestHttpStore):
+    can_list = False
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, nginx):
+        self.base = nginx.base
+
+
+class TestHttpStoreBelowAPath(TestHttpStore):
+    """Another server in front that knows nothing of blocks."""
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, proxy):
+        self.base = f"{proxy.base}/kv/"
+
+
+def test_what_is_put_through_our_server_is_read_through_nginx(open_server, places):
+    """The same folder, two servers: the paths are those of a file store."""
+    folder = places / "beside"
+    folder.mkdir()
+    nginx, frame = Nginx(folder, places / "open"), fresh_frame()
+    try:
+
+        async def write(store):
+            assert await store.put(A, block_of("a"))
+
+        async def look(store):
+            assert await store.contains([A, B]) == [True, False]
+            assert await read(store, A) == block_of("a")
+            assert await store.put(A, block_of("a")) is False
+            with pytest.raises(StoreUnavailable, match="cannot list"):
+                await anext(aiter(store.list_blocks()))
+
+        with_client(open_server.base, write, frame=frame)
+        with_client(nginx.base, look, frame=frame)
+    finally:
+        nginx.stop()
+
+
+def test_namespaces_are_told(open_server, nginx):
+    frame = fresh_frame()
+
+    async def write(store):
+        assert await store.put(A, block_of("a"))
+
+    async def look(base):
+        (source,) = parse_sources(base)
+        return await source.namespaces()
+
+    with_client(open_server.base, write, frame=frame)
+    told = StoredNamespace(frame.digest, frame.namespace.describe())
+    assert told in asyncio.run(look(open_server.base))
+    with pytest.raises(StoreUnavailable, match="cannot list"):
+        asyncio.run(look(nginx.base))

@@ -1,0 +1,547 @@
+"""Servers that are down, slow or lying: an error of the store's, soon, and never a wrong block."""
+
+import asyncio
+import gzip
+import time
+
+import pytest
+from bad_server import bad_server
+from http_servers import FRAMED_BYTES, TOKEN, WAIT_S, A, B, framed, opened
+
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.http.http_client import HEAD_ROUNDS, HEADS_AT_ONCE
+from sglang_cake.stores.http.http_transport import MAX_RETRY_AFTER_S, TRIES
+from sglang_cake.stores.http.protocol import MAX_ANSWER_BYTES, block_path
+from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.testing.server import free_port
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+
+GOOD = framed("a")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+clock = Clock()
+
+
+def against(answer, test, **kwargs):
+    """Run `test(store, server)` with a client of a server that does `answer(asked)`. Its breaker's
+    clock stands still until the test moves it on, so that no probe comes unexpected."""
+    clock.now_s = 0.0
+
+    async def main():
+        async with bad_server(answer) as server:
+            store = opened(server.base, clock=clock, **kwargs)
+            try:
+                return await test(store, server)
+            finally:
+                await store.close()
+
+    return asyncio.run(main())
+
+
+async def get_a(store):
+    return await read(store, A)
+
+
+def flipped(at):
+    wrong = bytearray(GOOD)
+    wrong[at] ^= 1
+    return bytes(wrong)
+
+
+CHUNKED = "HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n"
+UNTIL_CLOSED = "HTTP/1.1 200 x\r\nConnection: close\r\n\r\n"
+
+
+async def endless(asked):
+    piece = GOOD[HEADER_BYTES:]
+    asked.send(CHUNKED.encode())
+    asked.send(b"%x\r\n%s\r\n" % (len(GOOD), GOOD))
+    while not asked.writer.transport.is_closing():
+        asked.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+        await asked.writer.drain()
+
+
+async def ends_early(asked):
+    asked.send(UNTIL_CLOSED.encode() + GOOD[:-1])
+    asked.end()
+
+
+def answers(status, body=b"", **kwargs):
+    async def answer(asked):
+        asked.answer(status, body, **kwargs)
+
+    return answer
+
+
+OTHER_FRAME = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
+LIES = {
+    "a bit of the header is wrong": answers(200, flipped(100)),
+    "a bit of the first payload byte is wrong": answers(200, flipped(HEADER_BYTES)),
+    "the last bit is wrong": answers(200, flipped(-1)),
+    "another block": answers(200, framed("b")),
+    "the block of another namespace": answers(200, framed("a", frame=OTHER_FRAME)),
+    "shorter than a block": answers(200, GOOD[:-1]),
+    "longer than a block": answers(200, GOOD + b"x"),
+    "nothing": answers(200),
+    "a page for people": answers(200, b"<html>Welcome</html>"),
+    "it says it is longer": answers(200, GOOD, length=FRAMED_BYTES + 1),
+    "it ends early without having named a length": ends_early,
+    "endless": endless,
+    "compressed": answers(200, gzip.compress(GOOD), headers="Content-Encoding: gzip\r\n"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_lie_is_a_corrupt_block(lie):
+    async def test(store, server):
+        with pytest.raises(BlockCorrupt):
+            await get_a(store)
+        # A lie is not asked for again, and the server is told of it.
+        assert [asked.method for asked in server.asked] == ["GET", "POST"]
+        assert store.counters.corrupt == 1
+
+    against(lie, test)
+
+
+def test_more_bytes_than_the_server_says_are_no_block():
+    async def test(store, server):
+        with pytest.raises((BlockCorrupt, StoreUnavailable)) as error:  # whatever comes first
+            await get_a(store)
+        assert len(str(error.value)) < 500
+
+    against(answers(200, GOOD, length=FRAMED_BYTES - 1), test)
+
+
+def test_a_lying_server_is_left_alone_after_a_while():
+    async def test(store, server):
+        for _ in range(20):
+            with pytest.raises((BlockCorrupt, StoreUnavailable)):
+                await get_a(store)
+        reads = sum(asked.method == "GET" for asked in server.asked)
+        assert 0 < reads < 20
+        assert store.counters.breaker_openings == 1
+        assert store.counters.corrupt == reads
+        assert store.counters.refused == 20 - reads
+
+    against(answers(200, flipped(-1)), test)
+
+
+async def resets_at_once(asked):
+    asked.reset()
+
+
+async def resets_in_the_middle(asked):
+    asked.answer(200, GOOD[: FRAMED_BYTES // 2], length=FRAMED_BYTES)
+    await asked.writer.drain()
+    asked.reset()
+
+
+async def ends_in_the_middle(asked):
+    asked.answer(200, GOOD[: FRAMED_BYTES // 2], length=FRAMED_BYTES)
+    asked.end()
+
+
+async def talks_nonsense(asked):
+    asked.send(b"\x16\x03\x01 this is not HTTP\r\n\r\n" * 10)
+    asked.end()
+
+
+async def endless_headers(asked):
+    asked.send(b"HTTP/1.1 200 x\r\n")
+    while not asked.writer.transport.is_closing():
+        asked.send(b"X-More: " + b"x" * 1000 + b"\r\n")
+        await asked.writer.drain()
+
+
+TROUBLE = {
+    "500": answers(500),
+    "503": answers(503),
+    "reset": resets_at_once,
+    "reset in the middle": resets_in_the_middle,
+    "end in the middle": ends_in_the_middle,
+    "nonsense": talks_nonsense,
+    "endless headers": endless_headers,
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
+def test_trouble_is_tried_again_some_times_and_then_unavailable(trouble):
+    async def test(store, server):
+        for call in (get_a(store), get_a(store), store.contains([A]), store.stats()):
+            before = store.counters.requests
+            with pytest.raises(StoreUnavailable):
+                await call
+            assert store.counters.requests - before <= TRIES
+        assert store.counters.retries > 0
+        assert store.counters.failures >= 5
+        assert store.counters.breaker_openings >= 1  # of reads
+
+    against(trouble, test)
+
+
+@pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
+def test_trouble_that_passes_is_not_noticed(trouble):
+    async def answer(asked):
+        if len(gone) < 2:
+            gone.append(1)
+            await trouble(asked)
+        else:
+            asked.answer(200, GOOD)
+
+    async def test(store, server):
+        assert await get_a(store) == block_of("a")
+        assert store.counters.failures >= 1
+        assert store.counters.breaker_openings == 0
+
+    gone = []
+    against(answer, test)
+
+
+def test_a_server_that_is_down_costs_a_few_connections_and_then_none():
+    async def main():
+        store = opened(f"http://127.0.0.1:{free_port()}", clock=Clock())
+        for _ in range(30):
+            for call in (get_a(store), store.contains([A]), store.put(A, block_of("a"))):
+                with pytest.raises(StoreUnavailable):
+                    await call
+        counters = store.counters
+        assert counters.breaker_openings == 2  # of lookups and reads: before a put it is asked
+        assert counters.requests < 15
+        assert counters.refused >= 80
+        assert counters.disconnects == counters.failures
+        await store.close()
+
+    asyncio.run(main())
+
+
+async def silent(asked):
+    pass
+
+
+async def stops_in_the_middle(asked):
+    asked.answer(200, GOOD[: FRAMED_BYTES // 2], length=FRAMED_BYTES)
+
+
+@pytest.mark.parametrize("slow", [silent, stops_in_the_middle])
+def test_a_server_that_never_answers_is_given_up_and_not_asked_twice(slow):
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable):
+            await get_a(store)
+        assert store.counters.timeouts == 1
+        assert store.counters.requests == 1
+        assert len(server.asked) <= 1  # none: given up before the server had read it
+
+    against(slow, test, first_s=0.2, floor_s=0.1)
+
+
+def test_a_slow_server_is_given_more_time_until_it_can_answer():
+    """No limit loses data for ever: each one that was too short makes the next one longer."""
+
+    async def answer(asked):
+        await asyncio.sleep(0.5)
+        asked.answer(200, GOOD)
+
+    async def test(store, server):
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                assert await get_a(store) == block_of("a")
+                return
+            except StoreUnavailable:
+                assert tries < 5  # the breaker would open
+                assert store.counters.timeouts == tries
+
+    against(answer, test, first_s=0.1, floor_s=0.05)
+
+
+def test_a_busy_server_says_when_to_come_back():
+    async def answer(asked):
+        times.append(time.monotonic())
+        if len(times) == 1:
+            asked.answer(503, headers="Retry-After: 1\r\n")
+        elif len(times) == 2:
+            asked.answer(503, headers="Retry-After: 99999\r\n")  # nobody waits that long
+        else:
+            asked.answer(200, GOOD)
+
+    async def test(store, server):
+        assert await get_a(store) == block_of("a")
+        assert store.counters.retries == 2
+        assert times[1] - times[0] >= 0.99
+        assert times[2] - times[1] >= MAX_RETRY_AFTER_S - 0.01
+
+    times = []
+    against(answer, test)
+
+
+@pytest.mark.parametrize("status", [204, 206, 301, 302, 304, 307, 400, 401, 403, 429])
+def test_other_answers_are_unavailable_and_not_followed(status):
+    async def answer(asked):
+        asked.answer(status, headers=f"Location: {asked.path}x\r\n")
+
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable, match=str(status)):
+            await get_a(store)
+        assert [asked.path for asked in server.asked] == [block_path(FRAME.digest, A)]
+        assert server.asked[0].headers["authorization"] == f"Bearer {TOKEN}"
+
+    against(answer, test, token=TOKEN)
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_block_that_is_not_there_is_missing_and_no_failure(status):
+    async def test(store, server):
+        for _ in range(10):
+            with pytest.raises(BlockMissing):
+                await get_a(store)
+        assert store.counters.failures == 0
+        assert server.connections == 1
+
+    against(answers(status, b"no such block\n"), test)
+
+
+def test_an_error_text_is_shortened_and_made_harmless():
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable) as error:
+            await get_a(store)
+        assert "denied" in str(error.value)
+        assert len(str(error.value)) < 500
+        assert str(error.value).isprintable()
+
+    against(answers(403, b"denied\r\n\x1b[2J\0" + b"x" * 10_000), test)
+
+
+NO_ANSWERS = {
+    "one too few": b"\1",
+    "one too many": b"\1\0\1",
+    "another byte": b"\1\2",
+    "text": b"10",
+    "megabytes": b"\1" * (1 << 20),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("body", NO_ANSWERS.values(), ids=NO_ANSWERS.keys())
+def test_a_lookup_answered_with_something_else_is_unavailable(body):
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable):
+            await store.contains([A, B])
+        assert len(server.asked) == 1
+
+    against(answers(200, body), test)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"1", b'{"blocks": "many"}', b"[" * 100_000, b"\xff"], ids=repr
+)
+def test_stats_answered_with_something_else_are_unavailable(body):
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable):
+            await store.stats()
+
+    against(answers(200, body), test)
+
+
+def test_endless_stats_are_unavailable():
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable, match="more than"):
+            await store.stats()
+
+    against(answers(200, b" " * (MAX_ANSWER_BYTES + 1)), test)
+
+
+async def listed(store, keys):
+    async for block in store.list_blocks():
+        keys.append(block.key)
+
+
+LINE = b'{"key": "%s", "bytes": 9, "used_s": null}\n' % A.hex().encode()
+BAD_LISTS = {
+    "no key": b'{"bytes": 9, "used_s": null}\n',
+    "a short key": LINE.replace(A.hex().encode(), b"ab"),
+    "no object": b"7\n",
+    "broken off within a line": LINE + LINE[:-1],
+    "an endless line": b"x" * 100_000,
+    "infinite": LINE.replace(b"9", b"1e999"),
+}
+
+
+@pytest.mark.parametrize("body", BAD_LISTS.values(), ids=BAD_LISTS.keys())
+def test_a_list_that_is_none_is_unavailable(body):
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable):
+            await listed(store, [])
+
+    against(answers(200, body, headers="Content-Type: application/x-ndjson\r\n"), test)
+
+
+def test_a_list_that_stops_is_given_up():
+    async def answer(asked):
+        headers = "Content-Type: application/x-ndjson\r\n"
+        asked.answer(200, LINE, length=2 * len(LINE), headers=headers)
+
+    async def test(store, server):
+        got = []
+        store._patience = TimeoutLimits(first_s=0.2)  # for what comes after the head
+        with pytest.raises(StoreUnavailable, match="broke off"):
+            await listed(store, got)
+        assert got == [A]
+
+    against(answer, test)
+
+
+def ours(put):
+    """A server that knows all but how to `put`."""
+
+    async def answer(asked):
+        if asked.method == "POST":
+            asked.answer(200, b"\0" * (len(asked.body) // 32))
+        elif asked.method == "GET":
+            asked.answer(404)
+        elif asked.path.endswith(".json"):
+            asked.answer(204)
+        else:
+            await put(asked)
+
+    return answer
+
+
+def test_a_full_server_is_full_before_the_block_is_on_its_way():
+    async def test(store, server):
+        with pytest.raises(StoreFull):
+            await store.put(A, block_of("a"))
+        assert server.asked[-1].headers["expect"] == "100-continue"
+        assert store.counters.sent_bytes == 0
+        assert store.counters.failures == 0
+
+    against(ours(answers(507, b"full")), test)
+
+
+def test_a_namespace_that_the_server_forgot_is_told_once_more_and_not_for_ever():
+    async def forgets_once(asked):
+        asked.answer(409 if len(puts) == 0 else 204)
+        puts.append(asked.path)
+
+    async def test(store, server):
+        assert await store.put(A, block_of("a")) is False
+        told = [asked.path for asked in server.asked if asked.path.endswith(".json")]
+        assert len(told) == 4  # looked, told; looked, told
+
+    async def always(store, server):
+        with pytest.raises(StoreUnavailable, match="forgets"):
+            await store.put(A, block_of("a"))
+
+    puts = []
+    against(ours(forgets_once), test)
+    against(ours(answers(409)), always)
+
+
+def test_telling_the_namespace_may_take_the_server_longer_than_a_lookup():
+    """It brings it to its disk; also where that was quick the last time."""
+    stores, usual = [], ours(answers(204))
+
+    async def answer(asked):
+        if asked.method == "GET":  # the last lookup before it is told
+            stores[0]._wire.lookups._pace.timeout_s = lambda size_bytes: 0.0
+        await usual(asked)
+
+    async def test(store, server):
+        stores.append(store)
+        assert await store.put(A, block_of("a")) is False
+        pace = opened(server.base, floor_s=2.0)._wire.descriptions._pace
+        pace.answered(1, 0.001)
+        assert pace.timeout_s(1) == WAIT_S
+
+    against(answer, test)
+
+
+def test_a_namespace_that_means_something_else_there_is_unavailable():
+    async def test(store, server):
+        with pytest.raises(StoreUnavailable, match="another namespace"):
+            await store.put(A, block_of("a"))
+        assert not [asked for asked in server.asked if asked.method == "PUT"]
+
+    async def answer(asked):
+        asked.answer(200, b"" if asked.method == "POST" else b'{"model": "other"}')
+
+    against(answer, test)
+
+
+@pytest.mark.parametrize("there", [0, 1, 16, 613, 999, 1000])
+def test_of_a_plain_server_few_of_many_blocks_are_asked_for(there):
+    keys = [key_of(number) for number in range(1000)]
+    paths = {block_path(FRAME.digest, key) for key in keys[:there]}
+
+    async def answer(asked):
+        if asked.method == "POST":
+            asked.answer(405)
+        elif asked.path in paths:
+            asked.answer(200, length=FRAMED_BYTES)
+        else:
+            asked.answer(404)
+
+    async def test(store, server):
+        assert await store.contains(keys) == [True] * there + [False] * (1000 - there)
+        heads = [asked for asked in server.asked if asked.method == "HEAD"]
+        assert len(heads) <= HEADS_AT_ONCE * HEAD_ROUNDS
+
+    against(answer, test)
+
+
+def test_after_an_outage_the_server_is_asked_anew_what_it_is():
+    async def answer(asked):
+        if broken:
+            asked.answer(500)
+        elif asked.method == "HEAD":
+            asked.answer(404)
+        else:
+            asked.answer(405)
+
+    async def test(store, server):
+        assert await store.contains([A]) == [False]
+        assert [asked.method for asked in server.asked] == ["POST", "HEAD"]
+        assert await store.contains([A]) == [False]
+        assert [asked.method for asked in server.asked[2:]] == ["HEAD"]
+        broken.append(1)
+        while not store.counters.breaker_openings:
+            with pytest.raises(StoreUnavailable):
+                await store.contains([A])
+        broken.clear()
+        server.asked.clear()
+        clock.now_s += 60.0
+        assert await store.contains([A]) == [False]
+        assert [asked.method for asked in server.asked] == ["POST", "HEAD"]
+
+    broken = []
+    against(answer, test)
+
+
+def test_lookups_without_contains_are_bounded_and_one_failure_ends_them_all():
+    async def answer(asked):
+        if asked.method == "POST":
+            asked.answer(501)
+            return
+        if asked.path.endswith(key_of(40).hex()):
+            asked.answer(403)
+            return
+        there = any(asked.path.endswith(key_of(n).hex()) for n in range(2))
+        asked.answer(200 if there else 404, length=FRAMED_BYTES)
+
+    async def test(store, server):
+        keys = [key_of(n) for n in range(40)]
+        assert await store.contains(keys) == [n < 2 for n in range(40)]
+        assert server.connections <= 17
+        with pytest.raises(StoreUnavailable, match="403"):
+            await store.contains([key_of(n) for n in range(40, 100)])
+
+    against(answer, test)

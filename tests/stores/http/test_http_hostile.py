@@ -1,0 +1,277 @@
+"""Whatever comes over the wire: the server goes on, and nothing wrong becomes visible."""
+
+import json
+import os
+import socket
+
+import pytest
+from http_servers import (
+    WAIT_S,
+    A,
+    B,
+    OurServer,
+    ask,
+    claim,
+    framed,
+    put_block,
+)
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.errors import BlockCorrupt
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.http import protocol
+from sglang_cake.stores.http.protocol import Kind, block_path, parse_path
+from sglang_cake.stores.http.server_blocks import PassingBlock
+from sglang_cake.testing.store_contract import FRAME
+
+GOOD = framed("a")
+PATH = block_path(FRAME.digest, A)
+SECRET = b"not below the root"
+FUZZ = settings(
+    deadline=None,
+    max_examples=settings.default.max_examples * 3 // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server whose root has something beside it that nobody may see."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "secret").write_bytes(SECRET)
+    server = OurServer(folder / "root")
+    claim(server)
+    put_block(server, "a")
+    server.folder = folder
+    yield server
+    assert server.stop() == 0
+
+
+def visible(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+SEGMENTS = st.one_of(
+    st.sampled_from(
+        [
+            *("..", ".", "", "%2e%2e", "%2e", "..%2f..", "%00", "\\..", "~", "secret", "root"),
+            *("index.db", "namespace.json", "contains", "corrupt", "ab", "AB", "..;"),
+            *(FRAME.digest.hex(), A.hex(), A.hex()[:2], A.hex()[2:4], B.hex(), "0" * 64),
+        ]
+    ),
+    st.text("".join(map(chr, range(33, 127))).replace("#", "").replace("?", ""), max_size=8),
+)
+
+
+@FUZZ
+@given(st.sampled_from(["GET", "HEAD", "PUT", "DELETE", "POST"]), st.lists(SEGMENTS, max_size=6))
+@example("GET", ["..", "secret"])
+@example("GET", ["%2e%2e", "secret"])
+@example("PUT", ["..", "secret"])
+@example("DELETE", [FRAME.digest.hex(), "..", "..", "secret"])
+@example("GET", [FRAME.digest.hex(), A.hex()[:2], A.hex()[2:4], "..", "..", "..", "..", "secret"])
+def test_no_path_leads_out_of_the_root(guarded, method, segments):
+    before = visible(guarded.folder)
+    path = "/" + "/".join(segments)
+    status, _, body = ask(guarded, method, path, b"x" if method in ("PUT", "POST") else None)
+    assert status < 500
+    assert SECRET not in body
+    assert (guarded.folder / "secret").read_bytes() == SECRET
+    if method == "DELETE" and path == PATH:
+        put_block(guarded, "a")
+    assert visible(guarded.folder) == before
+
+
+@given(st.one_of(st.text(), st.lists(SEGMENTS).map(lambda parts: "/" + "/".join(parts))))
+def test_a_path_names_a_block_only_if_the_block_names_it(path):
+    target = parse_path(path)
+    if target is not None and target.kind is Kind.BLOCK:
+        assert block_path(target.digest, target.key) == path
+        assert (len(target.digest), len(target.key)) == (32, 32)
+    elif target is not None and target.digest:
+        assert path.startswith(f"/{target.digest.hex()}/")
+
+
+@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+def test_every_block_has_a_path(digest, key):
+    target = parse_path(block_path(Digest(digest), BlockKey(key)))
+    assert (target.kind, target.digest, target.key) == (Kind.BLOCK, digest, key)
+
+
+def broken(draw):
+    """A good block with something done to it; sometimes nothing."""
+    body = bytearray(GOOD)
+    for _ in range(draw(st.integers(0, 3))):
+        what = draw(st.sampled_from(["flip", "cut", "add", "swap", "overwrite"]))
+        at = draw(st.integers(0, max(0, len(body) - 1)))
+        if what == "flip" and body:
+            body[at] ^= 1 << draw(st.integers(0, 7))
+        elif what == "cut":
+            del body[at:]
+        elif what == "add":
+            body += draw(st.binary(max_size=100))
+        elif what == "swap":
+            body = body[at:] + body[:at]
+        else:
+            piece = draw(st.binary(max_size=64))
+            body[at : at + len(piece)] = piece
+    return bytes(body)
+
+
+BODIES = st.one_of(st.composite(broken)(), st.binary(max_size=200))
+
+
+@FUZZ
+@given(BODIES)
+@example(GOOD)
+@example(framed("b"))
+def test_a_put_makes_a_whole_block_visible_or_none(server, body):
+    assert ask(server, "DELETE", PATH)[0] == 204
+    status, _, _ = ask(server, "PUT", PATH, body)
+    assert (status == 201) == (body == GOOD)
+    assert status in (201, 400, 413)
+    assert ask(server, "GET", PATH)[::2] == (
+        (200, GOOD) if body == GOOD else (404, b"no such block\n")
+    )
+
+
+@given(BODIES, st.lists(st.integers(1, 2000), max_size=8))
+def test_a_passing_block_is_judged_alike_however_it_is_cut(body, cuts):
+    def verdict(pieces):
+        block = PassingBlock(FRAME.digest, A, len(body))
+        try:
+            for piece in pieces:
+                block.feed(memoryview(piece))
+            block.finish()
+        except BlockCorrupt:
+            return False
+        return True
+
+    pieces, start = [body[:HEADER_BYTES]], HEADER_BYTES
+    for cut in cuts:
+        pieces.append(body[start : start + cut])
+        start += cut
+    pieces.append(body[start:])
+    assert verdict([body]) == verdict(pieces) == (body == GOOD)
+
+
+@FUZZ
+@given(
+    st.one_of(
+        st.binary(min_size=1, max_size=300),
+        st.lists(
+            st.sampled_from(
+                [
+                    *(b"GET ", b"PUT ", b"POST ", PATH.encode(), b" HTTP/1.1\r\n", b"\r\n"),
+                    *(b"Content-Length: 5\r\n", b"Content-Length: -1\r\n", b"Host: x\r\n"),
+                    *(b"Transfer-Encoding: chunked\r\n", b"ffffffffffffffff\r\n", b"0\r\n\r\n"),
+                    *(b"Range: bytes=0-\r\n", b"Expect: 100-continue\r\n", b"hello", b"\0"),
+                    *(b"Connection: Upgrade\r\nUpgrade: h2c\r\n", b"Authorization: \xff\r\n"),
+                ]
+            ),
+            min_size=1,
+            max_size=12,
+        ).map(b"".join),
+    )
+)
+def test_nonsense_on_a_connection_ends_that_connection_at_most(server, data):
+    with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        said = b""
+        try:
+            while piece := connection.recv(65536):
+                said += piece
+        except ConnectionResetError:
+            pass
+    assert not said or said.startswith(b"HTTP/1.")
+    assert b" 500 " not in said
+    assert ask(server, "GET", "/health")[0] == 200
+
+
+@given(st.binary(max_size=200), st.integers(0, 40))
+def test_answers_to_a_lookup_are_bits_or_an_error(body, count):
+    try:
+        answers = protocol.read_answers(body, count)
+    except protocol.StoreUnavailable:
+        return
+    assert bytes(answers) == body
+    assert len(body) == count
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.dictionaries(
+            st.sampled_from(["key", "bytes", "used_s", "blocks", "policy", "digest", "fields"]),
+            inner,
+        ),
+    ),
+)
+
+
+@given(st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())))
+def test_no_text_from_a_server_is_more_than_unavailable(body):
+    for read in (protocol.read_stats, protocol.read_block_line, protocol.read_namespaces):
+        try:
+            read(body)
+        except protocol.StoreUnavailable:
+            continue
+    protocol.read_fields(body)
+
+
+LINKS = {
+    "a link to a secret": lambda path, outside: path.symlink_to(outside),
+    "a secret": lambda path, outside: os.link(outside, path),
+    "a link to a block": lambda path, outside: path.symlink_to(path.with_name(B.hex())),
+    "another block": lambda path, outside: path.write_bytes(framed("b")),
+    "a block of another length": lambda path, outside: path.write_bytes(GOOD + b"x"),
+    "a huge file": lambda path, outside: (path.write_bytes(GOOD), os.truncate(path, 1 << 42)),
+    "the beginning of a header": lambda path, outside: path.write_bytes(GOOD[:100]),
+}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("what", LINKS)
+def test_what_is_not_the_block_is_not_sent(tmp_path, what, plain):
+    outside = tmp_path / "secret"
+    outside.write_bytes(SECRET * 1000)
+    server = OurServer(tmp_path / "root")
+    try:
+        claim(server)
+        put_block(server, "a")
+        name = A.hex()
+        path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name
+        path.unlink()
+        LINKS[what](path, outside)
+        headers = {} if plain else {"Range": "bytes=0-9"}
+        for _ in range(2):
+            assert ask(server, "GET", PATH, headers=headers)[::2] == (404, b"no such block\n")
+        assert outside.read_bytes() == SECRET * 1000
+        assert put_block(server, "a") == 201  # it has made way
+        assert ask(server, "GET", PATH)[2] == GOOD
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("above", [1, 2, 3])
+def test_no_folder_that_is_a_link_is_entered(tmp_path, above):
+    server = OurServer(tmp_path / "root")
+    try:
+        claim(server)
+        put_block(server, "a")
+        name = A.hex()
+        path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name
+        folder = path.parents[above - 1]
+        folder.rename(tmp_path / "outside")
+        folder.symlink_to(tmp_path / "outside")
+        before = visible(tmp_path / "outside")
+        assert ask(server, "GET", PATH)[0] in (404, 503)
+        ask(server, "DELETE", PATH)
+        ask(server, "PUT", PATH, GOOD)
+        assert visible(tmp_path / "outside") == before
+    finally:
+        assert server.stop() == 0

@@ -1,0 +1,233 @@
+"""Servers that stop, are killed and come back."""
+
+import asyncio
+import json
+import random
+import time
+
+import pytest
+from bad_server import until
+from http_servers import (
+    BIG_FRAME,
+    FRAMED_BYTES,
+    WAIT_S,
+    A,
+    OurServer,
+    ask,
+    claim,
+    connects,
+    framed,
+    opened,
+    poll,
+    put_block,
+    read_status,
+    start_put,
+    start_request,
+    with_client,
+)
+
+from sglang_cake.cli import main
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
+from sglang_cake.stores.http.protocol import block_path, contains_path
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
+
+BIG_PATH = block_path(BIG_FRAME.digest, A)
+
+
+def test_what_is_under_way_ends_well_when_the_server_is_told_to_stop(tmp_path):
+    server = OurServer(tmp_path / "root")
+    claim(server, BIG_FRAME)
+    put_block(server, "a", BIG_FRAME)
+    expected = framed("a", frame=BIG_FRAME)
+    idle = start_request(server, "GET /health HTTP/1.1\nHost: x\n")
+    assert read_status(idle) == 200
+    reading = start_request(server, f"GET {BIG_PATH} HTTP/1.1\nHost: x\n")
+    got = reading.recv(100_000)
+    writing, rest = start_put(server, "b", BIG_FRAME, BIG_FRAME.framed_bytes // 2)
+    server.process.terminate()
+    poll(lambda: not connects(server.port), "no more connections are taken")
+    writing.sendall(rest)
+    assert read_status(writing) == 201
+    while piece := reading.recv(1 << 20):
+        got += piece
+    assert got.partition(b"\r\n\r\n")[2] == expected
+    assert server.ended() == 0
+    again = OurServer(tmp_path / "root")
+    path = block_path(BIG_FRAME.digest, key_of("b"))
+    assert ask(again, "GET", path)[2] == framed("b", frame=BIG_FRAME)
+    assert again.stop() == 0
+
+
+def test_a_put_whose_server_was_killed_never_happened(tmp_path):
+    server = OurServer(tmp_path / "root")
+    claim(server, BIG_FRAME)
+    connection, _ = start_put(server, "a", BIG_FRAME, BIG_FRAME.framed_bytes - 1)
+
+    def is_being_written():
+        return any(path.stat().st_size > 1 << 20 for path in tmp_path.rglob(".tmp-*"))
+
+    poll(is_being_written, "the block is being written")
+    server.kill()
+    connection.close()
+    server = OurServer(tmp_path / "root")
+    try:
+        contains = contains_path(BIG_FRAME.digest, BIG_FRAME.framed_bytes)
+        assert ask(server, "GET", BIG_PATH)[0] == 404
+        assert ask(server, "POST", contains, A)[2] == b"\0"
+        poll(lambda: not list(tmp_path.rglob(".tmp-*")), "what was begun is swept away")
+        assert put_block(server, "a", BIG_FRAME) == 201
+        assert ask(server, "GET", BIG_PATH)[2] == framed("a", frame=BIG_FRAME)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_server_killed_at_random_moments_never_lies(tmp_path):
+    moments, stored = random.Random(11), set()
+
+    async def write(store, turn):
+        for n in range(10_000):
+            name = (turn, n)
+            try:
+                await store.put(key_of(name), block_of(name))
+            except StoreError:
+                return
+            stored.add(name)
+
+    async def one_turn(turn):
+        server = OurServer(tmp_path / "root")
+        store = opened(server.base)
+        writing = asyncio.create_task(write(store, turn))
+        await until(lambda: (turn, 0) in stored)
+        await asyncio.sleep(moments.uniform(0, 0.1))  # random moments are the point of this test
+        await asyncio.to_thread(server.kill)
+        await writing
+        await store.close()
+
+    async def check(store):
+        names = sorted(stored)
+        assert all(await store.contains([key_of(name) for name in names]))
+        for name in names:
+            assert await read(store, key_of(name)) == block_of(name)
+        async for block in store.list_blocks():  # also those whose answer was lost
+            path = block_path(FRAME.digest, block.key)
+            body = await asyncio.to_thread(lambda path=path: ask(server, "GET", path)[2])
+            assert len(body) == FRAMED_BYTES
+
+    for turn in range(4):
+        asyncio.run(one_turn(turn))
+    server = OurServer(tmp_path / "root")
+    with_client(server.base, check)
+    assert server.stop() == 0
+
+
+def test_a_client_lives_through_restarts(tmp_path):
+    server = OurServer(tmp_path / "root")
+    port = server.port
+
+    async def main():
+        nonlocal server
+        store = opened(server.base)
+        assert await store.put(A, block_of("a"))
+        for stop in (OurServer.stop, OurServer.kill):
+            await asyncio.to_thread(stop, server)
+            while not store.counters.refused:  # until the breaker is open
+                with pytest.raises(StoreUnavailable):
+                    await read(store, A)
+            with pytest.raises(StoreUnavailable):
+                await store.put(key_of("b"), block_of("b"))
+            server = await asyncio.to_thread(lambda: OurServer(tmp_path / "root", port=port))
+            until_s = time.monotonic() + WAIT_S
+            while time.monotonic() < until_s:
+                try:
+                    assert await read(store, A) == block_of("a")
+                    break
+                except StoreUnavailable:
+                    await asyncio.sleep(0.01)
+            assert await read(store, A) == block_of("a")
+            store.counters.refused = 0
+        assert store.counters.breaker_openings >= 2
+        assert store.counters.corrupt == 0
+        assert await store.put(key_of("b"), block_of("b"))
+        await store.close()
+
+    asyncio.run(main())
+    assert server.stop() == 0
+
+
+def test_a_folder_that_was_emptied_is_filled_again(tmp_path):
+    server = OurServer(tmp_path / "root")
+
+    async def main():
+        nonlocal server
+        store = opened(server.base)
+        assert await store.put(A, block_of("a"))
+        await asyncio.to_thread(server.stop)
+        server = OurServer(tmp_path / "other root", port=server.port)
+        with pytest.raises(BlockMissing):
+            await read(store, A)
+        assert await store.put(A, block_of("a"))  # the namespace is told once more
+        assert await read(store, A) == block_of("a")
+        await store.close()
+
+    asyncio.run(main())
+    assert server.stop() == 0
+
+
+def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_said_counted_and_healed(
+    tmp_path, capfd
+):
+    server = OurServer(tmp_path)
+    name = A.hex()
+    path = tmp_path / FRAME.digest.hex() / name[:2] / name[2:4] / name
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        with pytest.raises(BlockCorrupt):
+            await read(store, A)
+        assert not path.exists()
+        assert (tmp_path / FRAME.digest.hex() / "corrupt" / name).exists()
+        assert await store.contains([A]) == [False]
+        assert await store.put(A, block_of("a")) is True
+        assert await read(store, A) == block_of("a")
+
+    with_client(server.base, test)
+    assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
+    assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
+    assert path.exists()
+    counted = b"sglang_cake_store_corrupt_blocks_total 1\n"
+    poll(lambda: counted in ask(server, "GET", "/metrics")[2], "it is counted")
+    assert server.stop() == 0
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "WARNING" in line)
+    assert "a corrupt block was set aside, 1 so far: " in line
+    assert f"{path}: the payload's checksum does not match" in line
+
+
+def test_what_tools_read_over_http_is_no_use(tmp_path):
+    server = OurServer(tmp_path / "root")
+    claim(server)
+    for name in ("looked at", "used", "asked for"):
+        put_block(server, name)
+    listing = f"/{FRAME.digest.hex()}/"
+
+    def times():
+        lines = ask(server, "GET", listing)[2].splitlines()
+        return {block["key"]: block["used_s"] for block in map(json.loads, lines)}
+
+    before = times()
+
+    def path(name):
+        return block_path(FRAME.digest, key_of(name))
+
+    assert ask(server, "GET", path("looked at"), headers={"Cake-Use": "no"})[0] == 200
+    assert ask(server, "POST", path("looked at"))[0] == 204
+    assert ask(server, "HEAD", path("asked for"))[0] == 200
+    assert main(["store", "verify", server.base]) == 0
+    assert ask(server, "GET", path("used"))[0] == 200
+    assert server.stop() == 0  # by now it is written down
+    server = OurServer(tmp_path / "root")
+    changed = {key for key, used_s in times().items() if used_s != before[key]}
+    assert changed == {key_of("used").hex()}
+    assert server.stop() == 0

@@ -1,0 +1,272 @@
+"""Whose bytes end up in the caller's memory, when reads are hedged, cancelled or many."""
+
+import asyncio
+import itertools
+
+import pytest
+from bad_server import bad_server, until
+from http_servers import FRAMED_BYTES, A, framed, opened
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
+from sglang_cake.loading.reading import Reading
+from sglang_cake.stores.tiers.tier_copies import PlainBuffer
+from sglang_cake.stores.timing import Hedging
+from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
+
+GOOD = framed("a")
+BAD = GOOD[:-100] + bytes(100)
+
+
+def against(answer, test, **kwargs):
+    async def main():
+        async with bad_server(answer) as server:
+            store = opened(server.base, **kwargs)
+            try:
+                return await test(store, server)
+            finally:
+                await store.close()
+
+    return asyncio.run(main())
+
+
+def ready_to_hedge(store):
+    """As after many reads that were answered at once."""
+    for _ in range(2 * Hedging.ENOUGH):
+        store._wire._hedging.answered(0.0)
+    return store
+
+
+def test_a_hedge_wins_and_the_late_answer_writes_nothing():
+    async def answer(asked):
+        first.append(asked)
+        if len(first) > 1:
+            asked.answer(200, GOOD)
+
+    async def test(store, server):
+        out = bytearray(LAYOUT.block_bytes)
+        await ready_to_hedge(store).get_into(A, memoryview(out))
+        assert out == block_of("a")
+        assert (store.counters.hedges, store.counters.hedges_won) == (1, 1)
+        assert len(server.asked) == 2
+        out[:] = bytes(len(out))
+        first[0].answer(200, BAD)  # late, and wrong
+        await first[0].client_gone.wait()
+        assert await read(store, A) == block_of("a")
+        assert out == bytes(len(out))
+
+    first = []
+    against(answer, test)
+
+
+def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
+    async def answer(asked):
+        first.append(asked)
+        if len(first) == 2:  # the hedge is never answered
+            first[0].answer(200, GOOD)
+
+    async def test(store, server):
+        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert (store.counters.hedges, store.counters.hedges_won) == (1, 0)
+
+    first = []
+    against(answer, test)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_of_two_may_fail(bad):
+    async def answer(asked):
+        both.append(asked)
+        if len(both) == 2:
+            both[bad].reset()
+            await asyncio.sleep(0)
+            both[1 - bad].answer(200, GOOD)
+
+    async def test(store, server):
+        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert store.counters.retries == 0
+
+    both = []
+    against(answer, test)
+
+
+def test_if_both_fail_it_is_one_failure():
+    async def answer(asked):
+        both.append(asked)
+        if len(both) == 2:
+            for one in both:
+                one.send(b"no HTTP\r\n\r\n")
+        elif len(both) > 2:
+            asked.answer(200, GOOD)
+
+    async def test(store, server):
+        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert store.counters.failures == 1
+        assert store.counters.retries == 1
+
+    both = []
+    against(answer, test)
+
+
+def test_a_cancelled_hedged_read_leaves_nothing_behind():
+    async def answer(asked):
+        both.append(asked)
+        if len(both) == 2:
+            asked_twice.set()
+
+    async def test(store, server):
+        out = bytearray(LAYOUT.block_bytes)
+        task = asyncio.create_task(ready_to_hedge(store).get_into(A, memoryview(out)))
+        await asked_twice.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for one in both:
+            await one.client_gone.wait()
+        assert out == bytes(len(out))
+        assert store.counters.failures == 0
+
+    both, asked_twice = [], asyncio.Event()
+    against(answer, test)
+
+
+def test_a_cancelled_read_returns_at_once_and_leaves_out_alone():
+    async def answer(asked):
+        asked.answer(200, GOOD[:-100], length=FRAMED_BYTES)
+        half_sent.append(asked)
+
+    async def test(store, server):
+        out = bytearray(LAYOUT.block_bytes)
+        task = asyncio.create_task(store.get_into(A, memoryview(out)))
+        await until(lambda: any(out))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        out[:] = bytes(len(out))
+        (asked,) = half_sent
+        asked.send(GOOD[-100:])
+        await asked.client_gone.wait()
+        assert out == bytes(len(out))
+        assert store.counters.failures == 0
+
+    half_sent = []
+    against(answer, test)
+
+
+def test_reads_in_flight_are_bounded_and_lookups_do_not_wait_behind_them():
+    async def answer(asked):
+        if asked.method == "POST":
+            asked.answer(200, b"\1")
+        else:
+            waiting.append(asked)
+
+    async def test(store, server):
+        tasks = [asyncio.create_task(read(store, A)) for _ in range(10)]
+        await until(lambda: len(waiting) == 3)
+        assert await store.contains([A]) == [True]
+        for turn in range(10):
+            await until(lambda turn=turn: len(waiting) > turn)
+            assert len(waiting) <= turn + 3
+            waiting[turn].answer(200, GOOD)
+        assert await asyncio.gather(*tasks) == [block_of("a")] * 10
+        assert server.connections <= 4
+
+    waiting = []
+    against(answer, test, depth=3)
+
+
+def test_closing_ends_what_is_under_way():
+    async def answer(asked):
+        seen.set()
+
+    async def test(store, server):
+        task = asyncio.create_task(read(store, A))
+        await seen.wait()
+        await store.close()
+        with pytest.raises(StoreUnavailable):
+            await task
+
+    seen = asyncio.Event()
+    against(answer, test)
+
+
+def test_what_has_come_is_told_while_the_rest_is_on_its_way():
+    async def answer(asked):
+        asked.answer(200, GOOD[:100], length=FRAMED_BYTES)
+        for begin, end in itertools.pairwise((100, *parts)):
+            await until(lambda begin=begin: told.counts[-1:] == [max(0, begin - HEADER_BYTES)])
+            asked.send(GOOD[begin:end])
+
+    async def test(store, server):
+        await store.get_into(A, memoryview(out), told)
+        assert told.wrong == []
+        assert told.grew
+        assert {part - HEADER_BYTES for part in parts} <= set(told.counts)
+
+    parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
+    out = bytearray(LAYOUT.block_bytes)
+    told = Told(out, block_of("a"))
+    against(answer, test)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_read_that_is_tried_again_begins_with_nothing(used):
+    async def answer(asked):
+        tries.append(asked)
+        if len(tries) > 1:
+            asked.answer(200, GOOD)
+            return
+        asked.answer(200, BAD[:-50], length=FRAMED_BYTES)
+        await until(lambda: reading.has(LAYOUT.block_bytes - 50))
+        assert not used or reading.wait(LAYOUT.block_bytes - 50, 0.0)
+        asked.reset()
+
+    async def test(store, server):
+        def came(count):
+            counts.append(count)
+            reading.came(count)
+
+        await store.get_into(A, buffer.view, came)
+        reading.end(whole=True)
+        assert store.counters.retries == 1
+        assert buffer.view == block_of("a")
+        second = counts.index(0, 1)
+        for tried in (counts[:second], counts[second:]):
+            assert tried == sorted(set(tried))
+        assert counts[second - 1] == LAYOUT.block_bytes - 50
+        assert counts[-1] == LAYOUT.block_bytes
+        assert reading.wait_whole(0.0) is not used
+
+    tries, counts, buffer = [], [], PlainBuffer(LAYOUT.block_bytes)
+    reading = Reading(buffer)
+    against(answer, test)
+
+
+def test_behind_a_wrong_header_nothing_is_told_of():
+    async def answer(asked):
+        asked.answer(200, framed("b"))
+
+    async def test(store, server):
+        counts = []
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(A, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
+        assert counts == [0]
+
+    against(answer, test)
+
+
+def test_out_is_undefined_but_never_taken_for_good():
+    """The last byte decides: all that came before it was in `out` already."""
+
+    async def answer(asked):
+        asked.answer(200, BAD)
+
+    async def test(store, server):
+        out = bytearray(LAYOUT.block_bytes)
+        counts = []
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(A, memoryview(out), counts.append)
+        assert any(out)
+        assert counts[-1] == LAYOUT.block_bytes
+
+    against(answer, test)

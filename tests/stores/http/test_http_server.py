@@ -1,0 +1,399 @@
+"""What the server answers, request by request."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+from http_servers import (
+    BIG_FRAME,
+    FRAMED_BYTES,
+    TOKEN,
+    A,
+    B,
+    OurServer,
+    ask,
+    claim,
+    framed,
+    opened,
+    poll,
+    put_block,
+    read_status,
+    serve_command,
+    start_put,
+    start_request,
+    with_client,
+    write_token,
+)
+
+from sglang_cake.cli import main
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.core.errors import StoreFull, StoreUnavailable
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.http.protocol import (
+    MAX_CONTAINS_KEYS,
+    MAX_DESCRIPTION_BYTES,
+    block_path,
+    contains_path,
+    description_path,
+    list_path,
+)
+from sglang_cake.stores.http.server_blocks import MAX_BLOCK_BYTES, MAX_PUTS
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+
+PATH = block_path(FRAME.digest, A)
+GOOD = framed("a")
+
+
+def test_a_block_is_sent_whole_or_in_part(server):
+    put_block(server, "a")
+    status, headers, body = ask(server, "GET", PATH)
+    assert (status, body) == (200, GOOD)
+    assert headers["accept-ranges"] == "bytes"
+    assert headers["content-type"] == "application/octet-stream"
+    status, headers, body = ask(server, "HEAD", PATH)
+    assert (status, body, headers["content-length"]) == (200, b"", str(FRAMED_BYTES))
+
+
+RANGES = {
+    "bytes=0-0": (0, 1),
+    "bytes=4096-": (HEADER_BYTES, FRAMED_BYTES),
+    "bytes=10-99": (10, 100),
+    "bytes=-16": (FRAMED_BYTES - 16, FRAMED_BYTES),
+    "bytes=-999999": (0, FRAMED_BYTES),
+    "bytes=5-999999": (5, FRAMED_BYTES),
+    f"bytes={FRAMED_BYTES}-": None,
+    "bytes=9-5": None,
+    "bytes=-0": None,
+    "bytes=-00": None,
+    "bytes=-": None,
+    "bytes=0-1,3-4": None,
+    "blocks=0-1": None,
+    "bytes=a-b": None,
+}
+
+
+@pytest.mark.parametrize(("asked", "expected"), RANGES.items())
+def test_ranges(server, asked, expected):
+    put_block(server, "a")
+    for method in ("GET", "HEAD"):
+        status, headers, body = ask(server, method, PATH, headers={"Range": asked})
+        if expected is None:
+            assert status == 416
+            continue
+        start, stop = expected
+        assert status == 206
+        assert headers["content-range"] == f"bytes {start}-{stop - 1}/{FRAMED_BYTES}"
+        assert headers["content-length"] == str(stop - start)
+        assert body == (GOOD[start:stop] if method == "GET" else b"")
+
+
+WRONG = {
+    "a bit of the header": (GOOD[:100] + bytes([GOOD[100] ^ 1]) + GOOD[101:], 400),
+    "the last bit": (GOOD[:-1] + bytes([GOOD[-1] ^ 1]), 400),
+    "another block": (framed("b"), 400),
+    "another namespace": (framed("a", frame=BlockFrame(Namespace((("a", "b"),)), LAYOUT)), 400),
+    "one byte less": (GOOD[:-1], 400),
+    "one byte more": (GOOD + b"x", 400),
+    "the header alone": (GOOD[:HEADER_BYTES], 413),
+    "nothing": (b"", 413),
+    "no block": (b"x" * 10_000, 400),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_no_whole_block_is_never_visible(server, body, expected):
+    ask(server, "DELETE", PATH)
+    assert ask(server, "PUT", PATH, body)[0] == expected
+    assert ask(server, "GET", PATH)[0] == 404
+    assert ask(server, "POST", contains_path(FRAME.digest, FRAMED_BYTES), A)[2] == b"\0"
+    assert put_block(server, "a") == 201
+    assert put_block(server, "a") == 204
+
+
+def test_a_body_that_breaks_off_is_never_visible(server):
+    ask(server, "DELETE", PATH)
+    connection, _ = start_put(server, "a", FRAME, FRAMED_BYTES - 1)
+    connection.close()
+    assert put_block(server, "a") in (201, 204)  # 204: it is still being written by the other
+    poll(lambda: put_block(server, "a") == 204 and ask(server, "GET", PATH)[2] == GOOD, "is there")
+
+
+def head(method, path, *fields):
+    return "\n".join([f"{method} {path} HTTP/1.1", "Host: x", *fields, ""])
+
+
+def test_limits_of_requests(server):
+    no_length = head("PUT", PATH, "Transfer-Encoding: chunked")
+    assert read_status(start_request(server, no_length)) == 411
+    too_long = head("PUT", PATH, f"Content-Length: {MAX_BLOCK_BYTES + 1}")
+    assert read_status(start_request(server, too_long)) == 413
+    expecting = head("PUT", PATH, "Content-Length: 9999", "Expect: a-miracle")
+    ask(server, "DELETE", PATH)
+    assert read_status(start_request(server, expecting)) == 417
+    assert read_status(start_request(server, head("GET", "/" + "x" * 10_000))) == 400
+    assert read_status(start_request(server, head("GET", PATH, "X-Long: " + "x" * 10_000))) == 400
+    many = (f"X-{n}: y" for n in range(1000))
+    assert read_status(start_request(server, head("GET", PATH, *many))) == 400
+
+
+def test_lookups_have_a_form_and_a_bound(server):
+    put_block(server, "a")
+    path = contains_path(FRAME.digest, FRAMED_BYTES)
+    assert ask(server, "POST", path, A + B + A)[2] in (b"\1\0\1", b"\1\1\1")
+    assert ask(server, "POST", path, b"")[2] == b""
+    keys = b"".join(key_of(n) for n in range(MAX_CONTAINS_KEYS))
+    assert ask(server, "POST", path, keys)[2].count(b"\0") > MAX_CONTAINS_KEYS - 10
+    assert ask(server, "POST", path, keys + A)[0] == 413
+    assert ask(server, "POST", path, A[:-1])[0] == 400
+    for query in ("", "?bytes=", "?bytes=x", "?bytes=-1", "?bytes=1&bytes=2", "?size=1"):
+        assert ask(server, "POST", path.partition("?")[0] + query, A)[0] == 400
+    unknown = path.replace(FRAME.digest.hex(), "0" * 64)
+    assert ask(server, "POST", unknown, A)[2] == b"\0"
+
+
+def test_a_namespace_must_be_told_truly_before_blocks_come(server):
+    frame = BlockFrame(Namespace((("dtype", "told"), ("x", "y"))), LAYOUT)
+    path, block = description_path(frame.digest), block_path(frame.digest, A)
+    body = framed("a", frame=frame)
+    assert ask(server, "PUT", block, body)[0] == 409
+    assert ask(server, "GET", path)[0] == 404
+    lies = [
+        b"",
+        b"[]",
+        b'{"dtype": 1}',
+        b'{"dtype": "lie"}',
+        b'{"x": "y", "dtype": "told"}',
+        b"[" * 10_000,
+        b'{"dtype": "\\ud800"}',
+    ]
+    for lie in lies:
+        assert ask(server, "PUT", path, lie)[0] == 400
+    assert ask(server, "PUT", path, b" " * (MAX_DESCRIPTION_BYTES + 1))[0] == 413
+    assert ask(server, "GET", path)[0] == 404
+    claim(server, frame)
+    claim(server, frame)
+    assert json.loads(ask(server, "GET", path)[2]) == frame.namespace.describe()
+    assert ask(server, "PUT", block, body)[0] == 201
+
+
+def test_servers_that_call_equal_weights_by_two_names_share_blocks(server):
+    names = (Namespace((("name", name), ("dtype", "shared"))) for name in ("M", "org/M"))
+    one, two = (BlockFrame(namespace, LAYOUT) for namespace in names)
+
+    async def write(store):
+        return await store.put(A, block_of("a"))
+
+    assert with_client(server.base, write, frame=one)
+    assert with_client(server.base, write, frame=two) is False  # it is there
+    assert ask(server, "GET", block_path(two.digest, A))[0] == 200
+
+
+def test_methods_and_paths_that_are_none(server):
+    for method in ("PATCH", "OPTIONS", "PROPFIND"):
+        status, headers, _ = ask(server, method, PATH)
+        assert (status, headers["allow"]) == (405, "GET, HEAD, PUT, POST, DELETE")
+    assert ask(server, "DELETE", list_path(FRAME.digest))[0] == 405
+    for path in ("/", "/stats/", "/index.db", PATH + "/", PATH.upper(), PATH[:-1], "/" + PATH):
+        assert ask(server, "GET", path)[0] == 404
+
+
+def test_an_unknown_namespace_is_empty(server):
+    assert ask(server, "GET", "/" + "0" * 64 + "/")[::2] == (200, b"")
+
+
+def test_health_stats_and_metrics(server):
+    put_block(server, "a")
+    ask(server, "GET", PATH)
+    assert ask(server, "GET", "/health")[::2] == (200, b"ok\n")
+    stats = json.loads(ask(server, "GET", "/stats")[2])
+    assert stats["blocks"] >= 1
+    assert stats["used_bytes"] >= FRAMED_BYTES
+    assert stats["capacity_bytes"] is None
+
+    def told():
+        text = ask(server, "GET", "/metrics")[2].decode()
+        return text, dict(re.findall(r"^sglang_cake_store_(\S+) (\d+)$", text, re.MULTILINE))
+
+    poll(lambda: int(told()[1]["sent_bytes_total"]) >= FRAMED_BYTES, "what was sent is counted")
+    text, numbers = told()
+    assert int(numbers["connections"]) >= 1
+    assert int(numbers["received_bytes_total"]) >= FRAMED_BYTES
+    assert int(numbers['requests_total{method="GET",status="200"}']) >= 2
+    assert int(numbers["blocks"]) == stats["blocks"]
+    lines = text.splitlines()
+    assert all(line.startswith("# TYPE ") or len(line.split()) == 2 for line in lines)
+
+
+def test_puts_at_once_are_bounded_and_so_is_their_memory(server):
+    def peak_bytes():
+        states = [Path(f"/proc/{pid}/status").read_text() for pid in server.workers()]
+        return sum(int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024 for text in states)
+
+    claim(server, BIG_FRAME)
+    before, almost = peak_bytes(), BIG_FRAME.framed_bytes - 1
+    puts = [start_put(server, f"big{n}", BIG_FRAME, almost) for n in range(MAX_PUTS)]
+    poll(lambda: b"puts_in_progress 8" in ask(server, "GET", "/metrics")[2], "all have begun")
+    busy = ask(server, "PUT", PATH, GOOD)
+    assert busy[0] == 503
+    assert busy[1]["retry-after"] == "1"
+    for connection, rest in puts:
+        connection.sendall(rest)
+        assert read_status(connection) == 201
+        connection.close()
+    assert peak_bytes() - before < 50e6 < MAX_PUTS * BIG_FRAME.framed_bytes
+    for n in range(MAX_PUTS):
+        ask(server, "DELETE", block_path(BIG_FRAME.digest, key_of(f"big{n}")))
+
+
+def test_a_token_opens_all_but_health(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n\nan-older-token-still-good\n")
+    tokens.chmod(0o600)
+    server = OurServer(tmp_path / "root", "--token-file", tokens, "--host", "127.0.0.1")
+    try:
+        assert ask(server, "GET", "/health", token=None)[0] == 200
+        wrong = [
+            None,
+            {"Authorization": TOKEN},
+            {"Authorization": "Bearer "},
+            {"Authorization": f"Basic {TOKEN}"},
+            {"Authorization": f"Bearer {TOKEN}x"},
+            {"Authorization": f"Bearer {TOKEN[:-1]}"},
+            {"Authorization": "Bearer \xff\xfe"},
+        ]
+        paths = ["/stats", "/metrics", "/namespaces", PATH, "/nothing", list_path(FRAME.digest)]
+        for headers in wrong:
+            for path in paths:
+                status, said, _ = ask(server, "GET", path, headers=headers, token=None)
+                assert (status, said["www-authenticate"]) == (401, "Bearer")
+            assert ask(server, "PUT", PATH, GOOD, headers, None)[0] == 401
+            assert ask(server, "DELETE", PATH, headers=headers, token=None)[0] == 401
+        for token in (TOKEN, "an-older-token-still-good"):
+            assert ask(server, "GET", "/stats", token=token)[0] == 200
+
+        async def refused(store):
+            for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
+                with pytest.raises(StoreUnavailable, match="401"):
+                    await call
+
+        async def accepted(store):
+            assert await store.put(A, block_of("a"))
+            assert await read(store, A) == block_of("a")
+
+        with_client(server.base, refused, token=None)
+        with_client(server.base, refused, token="not-the-right-token")
+        with_client(server.base, accepted, token=TOKEN)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_namespace_has_its_quota_and_others_theirs(tmp_path):
+    server = OurServer(tmp_path / "root", "--namespace-quota", "60kB")
+    try:
+
+        async def fill(store):
+            stored = []
+
+            async def put_many():
+                for n in range(100):
+                    await store.put(key_of(n), block_of(n))
+                    stored.append(n)
+
+            with pytest.raises(StoreFull, match="quota of 60000 bytes"):
+                await put_many()
+            assert stored
+            with pytest.raises(StoreFull):
+                await store.put(key_of("more"), block_of("more"))
+            assert store.counters.failures == 0
+            for n in stored:
+                assert await read(store, key_of(n)) == block_of(n)
+                await store.delete(key_of(n))
+            assert await store.put(key_of(stored[0]), block_of(stored[0]))
+
+        with_client(server.base, fill)
+        other = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
+        with_client(server.base, fill, frame=other)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_disk_without_room_is_full_and_answers(tmp_path):
+    server = OurServer(tmp_path / "root", "--min-free", "900PB")
+    try:
+
+        async def test(store):
+            with pytest.raises(StoreFull):
+                await store.put(B, block_of("b"))
+            assert store.counters.sent_bytes == 0
+            assert await store.contains([B]) == [False]
+
+        with_client(server.base, test)
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_server_gives_room_back_to_its_disk_though_nothing_is_put(tmp_path):
+    first = OurServer(tmp_path / "root")
+    claim(first)
+    put_block(first, "a")
+    assert first.stop() == 0
+    server = OurServer(tmp_path / "root", "--min-free", "900PB")
+    try:
+        poll(lambda: ask(server, "GET", PATH)[0] == 404, "it has made way")
+    finally:
+        assert server.stop() == 0
+
+
+def test_many_clients_at_once(server):
+    async def main():
+        stores = [opened(server.base, depth=4) for _ in range(6)]
+
+        async def work(store):
+            for n in range(10):
+                await store.put(key_of(("many", n)), block_of(("many", n)))
+            return [await read(store, key_of(("many", n))) for n in range(10)]
+
+        got = await asyncio.gather(*(work(store) for store in stores))
+        assert got == [[block_of(("many", n)) for n in range(10)]] * 6
+        for store in stores:
+            assert store.counters.failures == 0
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_mistakes_are_one_line_and_status_2(tmp_path, server, capsys):
+    def refusal(root, *options):
+        assert main(serve_command(root, *options)[3:]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        return said.err
+
+    root, token = tmp_path / "root", write_token(tmp_path)
+    (tmp_path / "file").write_text("")
+    short = tmp_path / "short"
+    short.write_text("secret\n")
+    short.chmod(0o600)
+    open_to_all = tmp_path / "open"
+    open_to_all.write_text(TOKEN)
+    open_to_all.chmod(0o640)
+    mistakes = {
+        ("--port", server.port): "cannot listen",
+        ("--port", 99999): "65535",
+        ("--host", "192.0.2.1", "--token-file", token): "cannot listen",
+        ("--token-file", open_to_all): "chmod 600",
+        ("--token-file", short): "at least 16",
+        ("--token-file", tmp_path / "none"): "cannot be read",
+        ("--tls-cert", token): "go together",
+        ("--tls-cert", token, "--tls-key", token): "cannot be used",
+        ("--capacity", "1kB"): "capacity",
+        ("--policy", "random"): "lfu",
+    }
+    for options, word in mistakes.items():
+        said = refusal(root, *options)
+        assert said.startswith("sglang-cake: "), said
+        assert said.count("\n") == 1
+        assert word in said
+    assert "cannot be made" in refusal(tmp_path / "file")

@@ -1,0 +1,93 @@
+"""`sglang-cake store` over HTTP and S3: what it leaves behind, and to which size it shrinks."""
+
+import asyncio
+
+import pytest
+from http_servers import OurServer
+from moto_process import moto
+from storetools import ALICE, BOB, told
+from test_s3 import credentials  # noqa: F401 - a fixture
+
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import block_of, key_of, read
+
+BENCH = ("--sizes", "8KiB", "--depths", "1,3", "--bytes", "64KiB")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with moto() as server:
+        yield server
+
+
+@pytest.fixture(params=["http", "s3"])
+def url(request, tmp_path):
+    """Of an empty store."""
+    if request.param == "s3":
+        server = request.getfixturevalue("s3")
+        yield server.url(server.make_bucket())
+    else:
+        server = OurServer(tmp_path / "root")
+        yield server.base
+        assert server.stop() == 0
+
+
+def in_store(url, frame, work):
+    async def run():
+        (source,) = parse_sources(url)
+        store = source.open(frame, depth=4)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def fill(url, frame, names):
+    async def put(store):
+        for name in names:
+            await store.put(key_of(name), block_of(name))
+
+    in_store(url, frame, put)
+
+
+def listed(capsys, url):
+    (answer,) = told(capsys, "ls", url)["stores"]
+    return {each["namespace"]: each["blocks"] for each in answer["namespaces"]}
+
+
+def test_bench_and_clear_leave_no_namespace_behind(url, capsys):
+    fill(url, ALICE, "ab")
+    fill(url, BOB, "c")
+    told(capsys, "bench", url, *BENCH)
+    assert listed(capsys, url) == {ALICE.digest.hex(): 2, BOB.digest.hex(): 1}
+    told(capsys, "clear", url, "--yes", "--namespace", ALICE.digest.hex())
+    assert listed(capsys, url) == {BOB.digest.hex(): 1}
+    told(capsys, "clear", url, "--yes")
+    assert listed(capsys, url) == {}
+
+
+def test_who_has_a_namespace_open_that_is_cleared_goes_on_with_it(url, capsys, monkeypatch):
+    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.DESCRIBE_EVERY_S", 0.0)
+
+    async def work(store):
+        await store.put(key_of("a"), block_of("a"))
+        await asyncio.to_thread(told, capsys, "clear", url, "--yes")
+        assert await store.contains([key_of("a")]) == [False]
+        assert await store.put(key_of("b"), block_of("b")) is True
+        assert await read(store, key_of("b")) == block_of("b")
+
+    in_store(url, ALICE, work)
+    assert listed(capsys, url) == {ALICE.digest.hex(): 1}
+
+
+def test_gc_shrinks_a_store_to_the_size_that_stat_shows(url, capsys):
+    fill(url, ALICE, range(12))
+    fill(url, BOB, range(12))
+    (before,) = told(capsys, "stat", url)["stores"]
+    to_bytes = before["used_bytes"] - before["block_bytes"] // 3
+    (answer,) = told(capsys, "gc", url, "--to", to_bytes)["stores"]
+    (after,) = told(capsys, "stat", url)["stores"]
+    assert after["used_bytes"] <= to_bytes
+    assert 0 < after["blocks"] == before["blocks"] - answer["evicted_blocks"]

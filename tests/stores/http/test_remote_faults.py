@@ -1,0 +1,292 @@
+"""What may be wrong between a server and a remote store: for each fault what calls end with, what
+comes of a load, what is counted, and what the operator reads. HTTP and S3, real servers."""
+
+import asyncio
+from array import array
+from dataclasses import dataclass
+
+import pytest
+from http_servers import OurServer, own_token
+from moto_process import moto
+from test_s3 import credentials  # noqa: F401 - a fixture
+
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.keys import KeyChain, KeySeed
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.load_events import Found, Landed, Lost
+from sglang_cake.loading.loader import Loader, Prompt
+from sglang_cake.stores.circuit import FAILURES, FIRST_S, LAST_S, Fault
+from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.http_transport import Endpoint
+from sglang_cake.stores.s3.bucket import S3Place
+from sglang_cake.stores.s3.s3_store import S3Store
+from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy, body_of
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+
+BLOCKS = 12
+TOKENS = array("q", range(BLOCKS * LAYOUT.block_tokens))
+KEYS = KeyChain(KeySeed(FRAME.digest), LAYOUT.block_tokens).of(TOKENS)
+WAIT_S = 60.0
+PATIENT = TimeoutLimits(WAIT_S, WAIT_S)
+IMPATIENT = TimeoutLimits(0.2, 0.2, 0.4)  # where the fault is that a call takes too long
+
+# What a fault of every read is counted as, and called in the log.
+READS = {
+    "refused": Fault.DISCONNECTS,
+    "reset": Fault.DISCONNECTS,
+    "reset halfway": Fault.DISCONNECTS,
+    "truncated": Fault.DISCONNECTS,
+    "silent": Fault.TIMEOUTS,
+    "stalled": Fault.TIMEOUTS,
+    "trickling": Fault.TIMEOUTS,
+    "slow headers": Fault.TIMEOUTS,
+    "endless headers": Fault.DISCONNECTS,
+    "endless body": Fault.CORRUPT,
+    "length of 100 GiB": Fault.CORRUPT,
+    "a byte too long": Fault.CORRUPT,
+    "a byte too short": Fault.CORRUPT,
+    "a flipped bit": Fault.CORRUPT,
+    "another block": Fault.CORRUPT,
+    "500": Fault.STATUSES,
+    "503": Fault.STATUSES,
+    "503, Retry-After 3600": Fault.STATUSES,
+    "403": Fault.FORBIDDEN,
+    "no such bucket": Fault.STATUSES,
+    "redirect": Fault.REDIRECTS,
+}
+# HTTP has a 404 for a block that is not there; S3 reads nothing without a length.
+OF_KIND = {
+    ("http", "no such bucket"): None,
+    ("s3", "endless body"): Fault.ERRORS,
+}
+
+
+def test_the_table_has_every_fault():
+    assert {*READS} == {*FAULTS, "another block"}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class HostBytes:
+    def __init__(self):
+        self.view = memoryview(bytearray(LAYOUT.block_bytes))
+
+
+@dataclass
+class Remote:
+    """A store with BLOCKS blocks, behind a proxy."""
+
+    kind: str
+    proxy: FaultProxy
+    bucket: str
+
+    def opened(self, clock, patience=PATIENT):
+        """A client."""
+        base = f"http://127.0.0.1:{self.proxy.port}"
+        if self.kind == "http":
+            endpoint = Endpoint(base, own_token())
+            return HttpStore(lambda: endpoint, FRAME, depth=2, patience=patience, clock=clock)
+        place = S3Place(self.bucket, endpoint=base, region="us-east-1")
+        return S3Store(place, FRAME, depth=2, patience=patience, clock=clock)
+
+    def patience(self, fault):
+        return IMPATIENT if READS[fault] is Fault.TIMEOUTS else PATIENT
+
+    def expected(self, fault):
+        return OF_KIND.get((self.kind, fault), READS[fault])
+
+    def begin(self, fault, methods=READ_METHODS, spare=0):
+        other = FRAME.header(KEYS[0], block_of(0)) + bytes(block_of(0))
+        spoil = body_of(other) if fault == "another block" else FAULTS[fault]
+        self.proxy.spoil(spoil, methods=methods, spare=spare)
+
+    def end(self):
+        self.proxy.spoil(None)
+
+
+@pytest.fixture(scope="module", params=["http", "s3"])
+def served(request, tmp_path_factory):
+    """The kind of a server, its port, and what makes a bucket."""
+    if request.param == "http":
+        server = OurServer(tmp_path_factory.mktemp("faults") / "root")
+        try:
+            yield "http", server.port, lambda: ""
+        finally:
+            assert server.stop() == 0
+    else:
+        with moto() as server:
+            yield "s3", server.port, server.make_bucket
+
+
+@pytest.fixture
+def remote(served, monkeypatch):
+    kind, port, make_bucket = served
+    # Waits before a request is tried again are nobody's outcome.
+    monkeypatch.setattr("sglang_cake.stores.http.http_transport.MAX_RETRY_AFTER_S", 0.0)
+    backoff = "botocore.retries.standard.ExponentialBackoff.delay_amount"
+    monkeypatch.setattr(backoff, lambda self, context: 0.0)
+    proxy = FaultProxy(port, trickle_s=0.01)
+    remote = Remote(kind, proxy, make_bucket())
+
+    async def fill(store):
+        for number, key in enumerate(KEYS):
+            await store.put(key, block_of(number))
+
+    with_store(remote.opened(Clock()), fill)
+    try:
+        yield remote
+    finally:
+        proxy.close()
+
+
+def with_store(store, test):
+    async def main():
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+async def outcome(call):
+    try:
+        return await call
+    except StoreError as error:
+        return error
+
+
+def lines_in(caplog):
+    return [record.message for record in caplog.records if record.name.endswith("circuit")]
+
+
+@pytest.mark.parametrize("fault", READS)
+def test_reads_under_a_fault_are_never_wrong_and_the_log_says_which_it_is(remote, fault, caplog):
+    expected, clock = remote.expected(fault), Clock()
+
+    async def test(store):
+        remote.begin(fault)
+        for number in range(1, FAILURES + 3):  # 0 is the one that comes in another's place
+            assert isinstance(await outcome(read(store, KEYS[number])), StoreError)
+        events = store.events()
+        remote.end()
+        # S3 deletes what came corrupt. A busy machine may be too slow for IMPATIENT at first.
+        until_right = await outcome(store.put(KEYS[2], block_of(2)))
+        while until_right != block_of(2):
+            clock.now_s += LAST_S
+            await outcome(store.put(KEYS[2], block_of(2)))
+            until_right = await outcome(read(store, KEYS[2]))
+        return events
+
+    events = with_store(remote.opened(clock, remote.patience(fault)), test)
+    lines = lines_in(caplog)
+    assert "secret" not in caplog.text
+    assert "signature" not in caplog.text
+    assert {kind for kind in Fault if events[kind.name.lower()]} == {expected} - {None}
+    if expected in (None, Fault.FORBIDDEN):
+        assert events["breaker_openings"] == events["failures"] == events["refused"] == 0
+        assert ["reads are forbidden" in line for line in lines] == [True] * (expected is not None)
+        return
+    assert events["breaker_openings"] == 1
+    assert events["failures"] == FAILURES
+    assert events["refused"] >= 2
+    began, ended = lines
+    assert f"reads fail ({expected}: " in began
+    assert f"one is tried every {FIRST_S:.0f} to {LAST_S:.0f} s" in began
+    assert "reads work again after" in ended
+    for line in lines:
+        assert f"127.0.0.1:{remote.proxy.port}" in line
+
+
+@pytest.mark.parametrize("fault", READS)
+def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_others(remote, fault):
+    clock = Clock()
+    store = remote.opened(clock, remote.patience(fault))
+    io, counters = IoThread("test-faults"), Counters()
+    pool, prior = BufferPool(BLOCKS, HostBytes), LoadCost(0.0, 1.0, depth=2)
+    loader = Loader(store, pool, io, counters, queue_depth=2, prior=prior)
+
+    def worth(stored, cost):
+        assert all(stored)
+        remote.begin(fault, spare=BLOCKS // 2)
+        return True
+
+    def news():
+        events = []
+        while sum(isinstance(event, Landed | Lost) for event in events) < BLOCKS:
+            events += loader.drain()
+            assert all(event.load for event in events if isinstance(event, Found))
+            io.run(asyncio.sleep(0.001), WAIT_S)
+        return events
+
+    chain = KeyChain(KeySeed(FRAME.digest), LAYOUT.block_tokens)
+    try:
+        # A busy machine may be too slow for IMPATIENT at first.
+        while not isinstance(io.run(outcome(store.contains(KEYS)), WAIT_S), list):
+            clock.now_s += LAST_S
+        loader.begin(Prompt("rid", chain, TOKENS, BLOCKS, 0, worth))
+        events = news()
+        landed = [event for event in events if isinstance(event, Landed)]
+        lost = [event for event in events if isinstance(event, Lost)]
+        for event in landed:
+            assert event.staged.buffer.view == block_of(event.block)
+        assert {event.block for event in (*landed, *lost)} == set(range(BLOCKS))
+        # What comes in place of all others is block 0 itself.
+        assert len(landed) <= BLOCKS // 2 + (fault == "another block")
+        if remote.patience(fault) is PATIENT:
+            # A fault of the connection may hit the block before, too.
+            assert len(landed) >= BLOCKS // 2 - 1
+        expected = remote.expected(fault)
+        # Once the breaker is open, nothing is asked any more.
+        reasons = {Fault.CORRUPT: {"corrupt", "unavailable"}, None: {"missing"}}
+        # One read that is late gives up all that the prompt had still to load.
+        reasons[Fault.TIMEOUTS] = {"late"}
+        assert {event.reason for event in lost} <= reasons.get(expected, {"unavailable"})
+        failures = {
+            label: n for (name, label), n in counters.snapshot().items() if name == "load_failures"
+        }
+        assert 0 < sum(failures.values()) <= len(lost)
+        for event in landed:
+            event.staged.release(used=True)
+    finally:
+        loader.close()
+        io.run(store.close(), WAIT_S)
+        io.close()
+    assert pool.free == BLOCKS
+
+
+@pytest.mark.parametrize("fault", READS)
+def test_puts_and_lookups_under_a_fault_leave_whole_blocks_or_none(remote, fault, caplog):
+    more = {key_of(f"more {n}"): block_of(f"more {n}") for n in range(2 * FAILURES)}
+
+    async def test(store):
+        remote.begin(fault, methods=None)
+        asked = await outcome(store.contains([*KEYS[:2], *more]))
+        puts = [await outcome(store.put(key, block)) for key, block in more.items()]
+        remote.end()
+        assert isinstance(asked, list | StoreUnavailable)
+        assert all(isinstance(put, bool | StoreUnavailable) for put in puts)
+        return puts
+
+    async def look(store):
+        for (key, block), put in zip(more.items(), puts, strict=True):
+            got = await outcome(read(store, key))
+            assert got == block or isinstance(got, BlockMissing)
+            assert put is not True or got == block
+
+    puts = with_store(remote.opened(Clock(), IMPATIENT), test)
+    with_store(remote.opened(Clock()), look)
+    # An answer to a put has nothing in it that could be corrupt.
+    if remote.expected(fault) not in (None, Fault.CORRUPT):
+        assert all(isinstance(put, StoreUnavailable) for put in puts)
+        words = ("lookups fail", "writes fail", "descriptions fail", "forbidden")
+        assert any(word in line for line in lines_in(caplog) for word in words)

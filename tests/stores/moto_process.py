@@ -1,0 +1,102 @@
+"""An S3 server in a process of its own, for the tests of the S3 store."""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from functools import cached_property
+from http.client import HTTPConnection
+
+import boto3
+
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.server import free_port
+from sglang_cake.testing.store_contract import FRAME
+
+# Of another S3 service of this machine, to run the tests against it (docs/object-stores.md).
+OTHER_PORT = int(os.environ.get("CAKE_TEST_S3_PORT", "0"))
+START_S = 120  # two slow cores that have other work
+
+
+class Moto:
+    """A server on loopback. Forgets everything when it is started again."""
+
+    def __init__(self, port, **environment):
+        self.port = port
+        self.process = None
+        self.endpoint = f"http://127.0.0.1:{port}"
+        if OTHER_PORT:
+            return
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until_s = time.monotonic() + START_S
+        while not self._answers():
+            assert self.process.poll() is None, "the server ended"
+            assert time.monotonic() < until_s, "the server does not answer"
+            time.sleep(0.05)
+
+    def _answers(self):
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/moto-api/")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    @cached_property
+    def client(self):
+        """Another implementation than the one under test, to look behind its back."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="anyone",
+            aws_secret_access_key="anything",
+        )
+
+    def make_bucket(self, name=None):
+        name = name or f"bucket-{secrets.token_hex(8)}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def write(self, path, body):
+        """Put an object; `path` starts with the bucket."""
+        bucket, _, name = path.partition("/")
+        self.client.put_object(Bucket=bucket, Key=name, Body=body)
+
+    def read(self, path):
+        bucket, _, name = path.partition("/")
+        return self.client.get_object(Bucket=bucket, Key=name)["Body"].read()
+
+    def url(self, place):
+        return f"s3://{place}?endpoint={self.endpoint}&region=us-east-1"
+
+    def source(self, place, options=""):
+        (source,) = parse_sources(self.url(place) + options)
+        return source
+
+    def open(self, place, frame=FRAME, depth=4, options=""):
+        return self.source(place, options).open(frame, depth=depth)
+
+    def kill(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def moto(**environment):
+    server = Moto(OTHER_PORT or free_port(), **environment)
+    try:
+        yield server
+    finally:
+        server.kill()

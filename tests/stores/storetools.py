@@ -1,0 +1,89 @@
+"""What the tests of the store's tools share: real file stores, and the command line."""
+
+import asyncio
+import json
+
+from sglang_cake.cli import main
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of
+
+
+def frame_named(model, *, tp_rank=0, tp_size=1):
+    """A namespace with the fields that a server gives it."""
+    facts = {
+        "name": model,
+        "weights": model,
+        "layout": LAYOUT.describe(),
+        "tp_rank": tp_rank,
+        "tp_size": tp_size,
+    }
+    return BlockFrame(Namespace(tuple((name, str(value)) for name, value in facts.items())), LAYOUT)
+
+
+ALICE, BOB = frame_named("alice-7b", tp_rank=1, tp_size=2), frame_named("bob-13b")
+
+
+def write_key_file(folder, secret=bytes(range(32))):
+    """For `?key_file=`."""
+    path = folder / "sealing-key"
+    path.write_text(secret.hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def url_of(root):
+    return f"file://{root}?min_free=0"
+
+
+def in_store(root, frame, work):
+    """Run `work(store)` on one namespace of a file store."""
+
+    async def run():
+        (source,) = parse_sources(url_of(root))
+        store = source.open(frame, depth=2)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def fill(root, frame, *names):
+    async def work(store):
+        for name in names:
+            assert await store.put(key_of(name), block_of(name))
+
+    root.mkdir(exist_ok=True)
+    in_store(root, frame, work)
+
+
+def held(root, frame):
+    async def work(store):
+        return {block.key async for block in store.list_blocks()}
+
+    return in_store(root, frame, work)
+
+
+def file_of(root, frame, name):
+    key = key_of(name).hex()
+    return root / frame.digest.hex() / key[:2] / key[2:4] / key
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def store(*args):
+    """The exit status of `sglang-cake store ARGS`."""
+    return main(["store", *map(str, args)])
+
+
+def told(capsys, *args, status=0):
+    """What the tool answers with `--json`."""
+    assert store(*args, "--json") == status
+    return json.loads(capsys.readouterr().out)

@@ -1,0 +1,145 @@
+"""Calls that nobody waits for any more: when they may go, and what happens to their memory."""
+
+import asyncio
+import threading
+
+import pytest
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.mooncake.mooncake_calls import Crew, Hold
+from sglang_cake.stores.threads import Stopped
+
+
+class Stuck:
+    """Work that waits until the test lets it go, outside of its hold or inside."""
+
+    def __init__(self, *, holding):
+        self.holding = holding
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.ended = None
+
+    def __call__(self, hold):
+        try:
+            if self.holding:
+                with hold:
+                    self.wait()
+            else:
+                self.wait()
+                with hold:
+                    self.ended = "touched"
+        except Stopped:
+            self.ended = "stopped"
+            raise
+
+    def wait(self):
+        self.entered.set()
+        assert self.go.wait(60)
+
+
+def with_crew(test, *, patience_s, threads=1):
+    async def main():
+        crew = Crew("test", threads, patience_s=patience_s)
+        try:
+            await test(crew)
+        finally:
+            crew.shut()
+            await asyncio.to_thread(crew.wait)
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+async def ticks(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_outside_of_its_hold_a_call_is_left_at_once_and_never_gets_in():
+    async def test(crew):
+        stuck = Stuck(holding=False)
+        call = asyncio.create_task(crew.call(stuck))
+        await asyncio.to_thread(stuck.entered.wait)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert stuck.ended is None
+        stuck.go.set()
+        assert await crew.call(lambda hold: stuck.ended) == "stopped"
+
+    with_crew(test, patience_s=60)
+
+
+def test_inside_of_its_hold_a_call_is_waited_for():
+    async def test(crew):
+        stuck = Stuck(holding=True)
+        call = asyncio.create_task(crew.call(stuck))
+        await asyncio.to_thread(stuck.entered.wait)
+        for _ in range(3):  # impatient callers change nothing
+            call.cancel()
+            await ticks()
+            assert not call.done()
+        stuck.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert stuck.ended == "stopped"
+
+    with_crew(test, patience_s=60)
+
+
+def test_when_all_threads_are_late_calls_fail_at_once_until_one_is_back():
+    async def test(crew):
+        stuck = Stuck(holding=False)
+        with pytest.raises(StoreUnavailable, match="no answer within"):
+            await crew.call(stuck)
+        with pytest.raises(StoreUnavailable, match="1 calls wait"):
+            await crew.call(lambda hold: "never")
+        stuck.go.set()
+        while crew._abandoned:  # noqa: ASYNC110 - a thread ends
+            await asyncio.sleep(0.001)
+        crew._patience_s = 60.0  # this one is not to be late
+        assert await crew.call(lambda hold: "again") == "again"
+
+    with_crew(test, patience_s=0.5)
+
+
+def test_a_call_that_was_cancelled_a_moment_ago_is_not_late():
+    async def test(crew):
+        stuck = Stuck(holding=False)
+        call = asyncio.create_task(crew.call(stuck))
+        await asyncio.to_thread(stuck.entered.wait)
+        call.cancel()
+        await asyncio.wait([call])
+        following = asyncio.create_task(crew.call(lambda hold: "served"))
+        await ticks()
+        assert not following.done()
+        stuck.go.set()
+        assert await following == "served"
+
+    with_crew(test, patience_s=60)
+
+
+def test_queued_calls_fail_when_the_crew_is_shut():
+    async def test(crew):
+        stuck = Stuck(holding=False)
+        first = asyncio.create_task(crew.call(stuck))
+        await asyncio.to_thread(stuck.entered.wait)
+        second = asyncio.create_task(crew.call(lambda hold: "never"))
+        await ticks()
+        crew.shut()
+        with pytest.raises(StoreUnavailable):
+            await second
+        with pytest.raises(StoreUnavailable):
+            await crew.call(lambda hold: "never")
+        stuck.go.set()
+        await first
+
+    with_crew(test, patience_s=60)
+
+
+def test_a_hold_keeps_out_who_comes_after_the_leaving():
+    hold = Hold()
+    with hold:
+        pass
+    assert hold.leave()
+    with pytest.raises(Stopped):
+        hold.__enter__()

@@ -1,0 +1,189 @@
+"""A cancelled call never leaves a thread behind that touches the caller's memory."""
+
+import asyncio
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.file import blockfile
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.threads import run_stoppable
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+
+A, B = key_of("a"), key_of("b")
+
+
+class Held:
+    """Wraps a system call so that its first use waits until the test lets it go."""
+
+    def __init__(self, real):
+        self.real, self.calls = real, 0
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        self.entered.set()
+        self.go.wait(60)  # bounded, so that a test that fails does not hang
+        return self.real(*args, **kwargs)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(blockfile, "PIECE_BYTES", LAYOUT.block_bytes // 8)
+
+
+def with_store(root, test):
+    async def main():
+        store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
+        await store.put(A, block_of("a"))
+        try:
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+async def ticks(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_cancelled_read_waits_for_its_thread_and_stops_it_early(
+    tmp_path, monkeypatch, small_pieces
+):
+    async def test(store):
+        held = Held(os.preadv)
+        monkeypatch.setattr(os, "preadv", held)
+        out = bytearray(LAYOUT.block_bytes)
+        task = asyncio.create_task(store.get_into(A, memoryview(out)))
+        await asyncio.to_thread(held.entered.wait)
+        for _ in range(3):  # impatient callers change nothing
+            task.cancel()
+            await ticks()
+            assert not task.done(), "returned while its thread could still write"
+        held.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert held.calls == 1, "the thread went on reading"
+        out[:] = bytes(len(out))
+        assert await read(store, A) == block_of("a")
+        assert out == bytes(len(out))
+
+    with_store(tmp_path, test)
+
+
+def test_a_cancelled_put_stops_early_and_shows_nothing(tmp_path, monkeypatch, small_pieces):
+    async def test(store):
+        held = Held(os.writev)
+        monkeypatch.setattr(os, "writev", held)
+        data = bytearray(block_of("b"))
+        task = asyncio.create_task(store.put(B, memoryview(data)))
+        await asyncio.to_thread(held.entered.wait)
+        task.cancel()
+        await ticks()
+        assert not task.done()
+        held.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert held.calls == 1
+        data[:] = bytes(len(data))
+        assert await store.contains([B]) == [False]
+        assert not list(tmp_path.rglob(".tmp-*"))
+
+    with_store(tmp_path, test)
+
+
+def test_a_put_cancelled_after_its_rename_shows_the_whole_block(tmp_path, monkeypatch):
+    async def test(store):
+        held = Held(os.replace)
+        monkeypatch.setattr(os, "replace", held)
+        task = asyncio.create_task(store.put(B, block_of("b")))
+        await asyncio.to_thread(held.entered.wait)
+        task.cancel()
+        held.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await read(store, B) == block_of("b")
+
+    with_store(tmp_path, test)
+
+
+def test_a_read_cancelled_in_the_queue_returns_at_once_and_never_starts(tmp_path, monkeypatch):
+    async def test(store):
+        held = Held(os.preadv)
+        monkeypatch.setattr(os, "preadv", held)
+        first = asyncio.create_task(read(store, A))
+        await asyncio.to_thread(held.entered.wait)
+        out = bytearray(LAYOUT.block_bytes)
+        second = asyncio.create_task(store.get_into(A, memoryview(out)))
+        await ticks()
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert not first.done()
+        held.go.set()
+        assert await first == block_of("a")
+        await read(store, A)
+        assert out == bytes(len(out))
+
+    with_store(tmp_path, test)
+
+
+def test_reads_and_writes_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    async def test(store):
+        held = Held(os.writev)
+        monkeypatch.setattr(os, "writev", held)
+        put = asyncio.create_task(store.put(B, block_of("b")))
+        await asyncio.to_thread(held.entered.wait)
+        assert await read(store, A) == block_of("a")
+        held.go.set()
+        assert await put is True
+
+    with_store(tmp_path, test)
+
+
+def test_close_fails_what_is_queued_and_lets_end_what_runs(tmp_path, monkeypatch):
+    async def test(store):
+        held = Held(os.preadv)
+        monkeypatch.setattr(os, "preadv", held)
+        first = asyncio.create_task(read(store, A))
+        await asyncio.to_thread(held.entered.wait)
+        second = asyncio.create_task(read(store, A))
+        await ticks()
+        closing = asyncio.create_task(store.close())
+        with pytest.raises(StoreUnavailable):
+            await second
+        assert not closing.done()
+        held.go.set()
+        assert await first == block_of("a")
+        await closing
+
+    with_store(tmp_path, test)
+
+
+def test_an_error_of_a_cancelled_call_is_not_logged(caplog):
+    started, go = threading.Event(), threading.Event()
+
+    def work(stop):
+        started.set()
+        go.wait(60)
+        assert stop.is_set()
+        raise RuntimeError("too late for anybody")
+
+    async def main():
+        with ThreadPoolExecutor(1) as pool:
+            task = asyncio.create_task(run_stoppable(pool, work))
+            await asyncio.to_thread(started.wait)
+            task.cancel()
+            await ticks(2)
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert caplog.records == []

@@ -1,0 +1,372 @@
+"""A folder of blocks never takes more than its capacity, whoever writes, and whenever one dies."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sqlite3
+import threading
+import time
+
+import nursery
+import pytest
+from filestore import files_below, nobody_evicts
+from nursery import FRAME
+from test_crash import SINCE, Nursery
+
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.file.files import MAX_SET_ASIDE
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.index_supervisor import RECLAIM_EVERY_S, IndexSupervisor
+from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.testing.store_contract import block_of, key_of, read
+
+CAPACITY_BYTES = 16 << 20
+STORED_BYTES = FRAME.framed_bytes  # 260 KiB, a multiple of 4 KiB
+DIGEST = FRAME.digest
+NOW = threading.Event()  # never set: nothing is given up
+FILLED = {name: block_of(name, nursery.LAYOUT) for name in nursery.FILL}
+
+
+def du_bytes(root):
+    """What is really taken on the disk."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for path in (folder, *(os.path.join(folder, name) for name in files)):
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile, in the background
+                total += os.stat(path).st_blocks * 512
+    return total
+
+
+def opened(root, **options):
+    folder = BlockFolder(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
+    folder.claim(DIGEST, FRAME.namespace.describe())
+    folder.stats()  # waits for the books
+    return folder
+
+
+def put(folder, name):
+    key, data = key_of(name), block_of(name, nursery.LAYOUT)
+    with folder.writing(DIGEST, key, STORED_BYTES) as file:
+        if file is None:
+            return False
+        file.append([memoryview(FRAME.header(key, data)), data], NOW)
+        file.commit(NOW)
+    return True
+
+
+def get(folder, name):
+    with folder.reading(DIGEST, key_of(name)) as fd:
+        assert os.pread(fd, STORED_BYTES, 4096) == block_of(name, nursery.LAYOUT)
+
+
+def there(folder, names):
+    found = folder.contains(DIGEST, [key_of(name) for name in names], STORED_BYTES, NOW)
+    return [name for name, is_there in zip(names, found, strict=True) if is_there]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    it = opened(tmp_path)
+    yield it
+    it.close()
+
+
+def test_old_blocks_make_way(folder, tmp_path):
+    for name in range(150):
+        assert put(folder, name)
+        assert du_bytes(tmp_path) <= CAPACITY_BYTES
+    with nobody_evicts(folder):
+        stats = folder.stats()
+        left = there(folder, range(150))
+        assert stats.blocks == len(left) == len(list(files_below(tmp_path))) - 1
+    assert left == list(range(150 - len(left), 150))
+    assert stats.evictions.evicted_bytes == (150 - len(left)) * STORED_BYTES
+    assert du_bytes(tmp_path) <= stats.used_bytes <= stats.capacity_bytes == CAPACITY_BYTES
+    assert len(left) * STORED_BYTES > CAPACITY_BYTES // 2  # and the room is used
+
+
+def test_what_is_read_stays_also_after_a_restart(folder, tmp_path):
+    for name in range(10):
+        put(folder, name)
+    for name in (0, 1):
+        get(folder, name)
+    folder.close()
+    again = opened(tmp_path)
+    for name in range(100, 200):
+        put(again, name)
+        for kept in (0, 1):
+            get(again, kept)
+    assert there(again, range(10)) == [0, 1]
+    again.close()
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru", 2), ("fifo", None), ("lfu", 1)])
+def test_policies(tmp_path, policy, kept):
+    folder = opened(tmp_path, policy=policy)
+    for name in range(3):
+        put(folder, name)
+    for name in (1, 1, 0, 2):
+        get(folder, name)
+    put(folder, 3)
+    assert folder.evict(3 * STORED_BYTES) == 3 * STORED_BYTES
+    # fifo keeps the youngest; lru what was used last, which is the one just put; lfu the oftest.
+    assert there(folder, range(4)) == [3 if policy in ("fifo", "lru") else kept]
+    folder.close()
+
+
+def test_two_processes_share_the_capacity(tmp_path):
+    one, two = opened(tmp_path), opened(tmp_path)
+    for name in range(60):
+        assert put(one, ("one", name))
+        assert put(two, ("two", name))
+        assert du_bytes(tmp_path) <= CAPACITY_BYTES
+    with nobody_evicts(one, two):
+        assert one.stats().blocks == two.stats().blocks
+    assert one.stats().evictions.evicted_bytes + two.stats().evictions.evicted_bytes > 0
+    youngest = [("one", 59), ("two", 59)]
+    assert there(one, youngest) == there(two, youngest) == youngest
+    # One evicts what the other wrote, in the order of both.
+    assert there(one, [("one", 0), ("two", 0)]) == []
+    one.close()
+    two.close()
+
+
+def test_a_block_that_another_process_has_read_is_not_the_oldest(tmp_path):
+    one, two = opened(tmp_path), opened(tmp_path)
+    for name in range(3):
+        put(one, name)
+    one.evict(0)  # has learned the order of all three
+    get(two, 0)
+    two.close()  # writes down what was read
+    one.evict(STORED_BYTES)
+    assert there(one, range(3)) == [0, 2]
+    one.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_that_is_being_read_is_not_evicted(tmp_path, policy):
+    folder = opened(tmp_path, policy=policy)
+    for name in range(3):
+        put(folder, name)
+    other = opened(tmp_path)
+    with folder.reading(DIGEST, key_of(0)), other.reading(DIGEST, key_of(1)):
+        assert folder.evict(10 * STORED_BYTES) == STORED_BYTES
+        assert there(folder, range(3)) == [0, 1]
+    assert folder.evict(10 * STORED_BYTES) == 2 * STORED_BYTES
+    evictions = folder.stats().evictions
+    assert (evictions.evicted_blocks, evictions.evicted_bytes) == (3, 3 * STORED_BYTES)
+    assert evictions.evicting_us > 0
+    other.close()
+    folder.close()
+
+
+def test_when_nothing_can_make_way_the_store_is_full(tmp_path):
+    folder = opened(tmp_path)
+    with contextlib.ExitStack() as held:
+
+        def put_and_hold():
+            for name in itertools.count():
+                put(folder, name)
+                with contextlib.suppress(BlockMissing):  # made way, ahead, for the next one
+                    held.enter_context(folder.reading(DIGEST, key_of(name)))
+
+        with pytest.raises(StoreFull, match="is taken"):
+            put_and_hold()
+        assert du_bytes(tmp_path) <= CAPACITY_BYTES
+    assert put(folder, "room again")
+    folder.close()
+
+
+def test_a_block_that_somebody_is_writing_is_there_already(folder):
+    with folder.writing(DIGEST, key_of(0), STORED_BYTES) as file:
+        assert file is not None
+        assert put(folder, 0) is False
+        assert there(folder, [0]) == []
+    assert put(folder, 0) is True  # the other one gave up
+
+
+def test_corrupt_files_are_counted_until_they_are_removed(folder, tmp_path):
+    for name in range(MAX_SET_ASIDE + 3):
+        put(folder, name)
+        with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(name)):
+            raise BlockCorrupt("as if")
+    assert there(folder, range(MAX_SET_ASIDE + 3)) == []
+    assert len(list(NamespaceFolder(tmp_path, DIGEST).corrupt.iterdir())) == MAX_SET_ASIDE
+    assert folder.stats().blocks == MAX_SET_ASIDE
+    assert du_bytes(tmp_path) <= folder.stats().used_bytes
+    assert folder.remove_set_aside() == MAX_SET_ASIDE
+    assert folder.stats().blocks == 0
+
+
+def test_a_reader_of_the_old_file_does_not_set_the_new_one_aside(folder):
+    put(folder, 0)
+
+    def read_slowly():
+        with folder.reading(DIGEST, key_of(0)):
+            folder.delete(DIGEST, key_of(0))
+            put(folder, 0)
+            raise BlockCorrupt("what the first file held")
+
+    with pytest.raises(BlockCorrupt):
+        read_slowly()
+    get(folder, 0)
+
+
+# ---- the books are lost, damaged, or somebody else's ----
+
+
+def wreck(tmp_path, how):
+    books = tmp_path / "index.db"
+    if how == "absent":
+        for path in tmp_path.glob("index.db*"):
+            path.unlink()
+    elif how == "garbage":
+        books.write_bytes(b"no database at all, but longer than a header of one" * 100)
+    elif how == "page":
+        raw = bytearray(books.read_bytes())
+        for start in range(4096, len(raw), 4096):
+            raw[start : start + 100] = b"\xff" * 100
+        books.write_bytes(raw)
+    else:
+        books.write_bytes(b"")
+
+
+@pytest.mark.parametrize("how", ["absent", "garbage", "page", "empty"])
+def test_books_are_made_anew_from_the_files(tmp_path, how):
+    folder = opened(tmp_path)
+    for name in range(20):
+        put(folder, name)
+    with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(19)):
+        raise BlockCorrupt("as if")
+    before = folder.stats()
+    folder.close()
+    for suffix in ("-wal", "-shm"):
+        (tmp_path / f"index.db{suffix}").unlink(missing_ok=True)
+    wreck(tmp_path, how)
+    again = opened(tmp_path)
+    assert there(again, range(20)) == list(range(19))
+    after = again.stats()
+    assert (after.blocks, after.capacity_bytes) == (before.blocks, before.capacity_bytes)
+    assert du_bytes(tmp_path) <= after.used_bytes
+    for name in range(100, 160):
+        put(again, name)
+    assert du_bytes(tmp_path) <= CAPACITY_BYTES
+    again.close()
+
+
+def test_books_that_vanish_while_open_are_made_anew(folder, tmp_path):
+    put(folder, 0)
+    wreck(tmp_path, "absent")
+    deadline_s = time.monotonic() + 60
+    while True:
+        assert there(folder, [0]) == [0]  # with books or without
+        try:
+            assert put(folder, time.monotonic())
+            break
+        except Exception:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    assert folder.stats().blocks == 2
+
+
+def test_after_a_reboot_the_disk_is_believed(tmp_path):
+    folder = opened(tmp_path)
+    put(folder, 0)
+    folder.close()
+    books = sqlite3.connect(tmp_path / "index.db")
+    books.execute("DELETE FROM blocks")  # as if the last seconds had not reached the disk
+    books.execute("UPDATE agreed SET boot = 'an earlier one'")
+    books.commit()
+    books.close()
+    again = opened(tmp_path)
+    assert there(again, [0]) == [0]
+    again.close()
+    third = opened(tmp_path)
+    assert third._books.rebuilt == 0
+    third.close()
+
+
+def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_path, monkeypatch):
+    folder = opened(tmp_path)
+    put(folder, 0)
+    folder.close()
+    wreck(tmp_path, "absent")
+    go = threading.Event()
+    rebuild = IndexSupervisor._rebuild
+
+    def slow(books, index):
+        go.wait(60)
+        rebuild(books, index)
+
+    monkeypatch.setattr(IndexSupervisor, "_rebuild", slow)
+    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.0)
+    again = BlockFolder(tmp_path)
+    assert there(again, [0, 1]) == [0]
+    get(again, 0)
+    with pytest.raises(Exception, match="is being opened or rebuilt"):
+        put(again, 1)
+    go.set()
+    assert again._books._opened.wait(60)
+    assert put(again, 1)
+    again.close()
+
+
+def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
+    folder = opened(tmp_path)
+    child = os.fork()
+    if child == 0:
+        other = opened(tmp_path)
+        with other.writing(DIGEST, key_of("half"), STORED_BYTES) as file:
+            file.append([memoryview(b"x" * 100_000)], NOW)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert folder.stats().blocks == 1
+    assert put(folder, "half") is False
+    folder._books._reclaim_at_s -= RECLAIM_EVERY_S  # a minute later
+    folder._books.wake()
+    deadline_s = time.monotonic() + 60
+    while folder.stats().blocks:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert list(files_below(tmp_path)) == [NamespaceFolder(tmp_path, DIGEST).description]
+    assert put(folder, "half") is True
+    folder.close()
+
+
+# ---- killed ----
+
+
+def test_writers_that_evict_are_killed_at_random_moments(tmp_path):
+    """No lie, nothing lost that was finished, the capacity kept, and every file booked, after each
+    of many kills, whatever policy decides."""
+    writers = Nursery(tmp_path)
+    try:
+        for turn in range(150):
+            pid = writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")
+            writers.kill(pid, 0.002 * (turn % 25), since=SINCE[turn // len(POLICIES) % 3])
+            assert du_bytes(tmp_path) <= CAPACITY_BYTES
+            asyncio.run(audit(tmp_path))
+        assert len(nursery.promised(tmp_path)) > 10  # or nothing was shown
+    finally:
+        writers.process.stdin.close()
+        writers.process.wait()
+        writers.process.stdout.close()
+
+
+async def audit(root):
+    store = nursery.opened(root)  # without a capacity: it evicts nothing
+    listed = {block.key async for block in store.list_blocks()}
+    shards = NamespaceFolder(root, DIGEST).folder.glob("??/??/*")
+    on_disk = {bytes.fromhex(path.name) for path in shards if not path.name.startswith(".")}
+    assert on_disk <= listed  # a booking may outlive its file, never the other way round
+    promised = nursery.promised(root)
+    for name, block in FILLED.items():
+        try:
+            assert await read(store, key_of(name), nursery.LAYOUT) == block
+        except BlockMissing:
+            assert key_of(name) not in promised
+    assert du_bytes(root) <= (await store.stats()).used_bytes <= CAPACITY_BYTES
+    await store.close()

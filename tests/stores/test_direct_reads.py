@@ -1,0 +1,352 @@
+"""Cold blocks are read past the page cache where that can be done, and are the same either way."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
+from sglang_cake.core.buffers import PAGE_BYTES, is_on_page, on_page
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file import blockfile
+from sglang_cake.stores.file.direct import is_cached, set_direct
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.testing.store_contract import Told, block_of, key_of
+
+A = key_of("a")
+SMALL = PAGE_BYTES * 2  # pieces, so that small blocks have several
+SIZES = [1, 511, 4095, 4096, 4097, 3 * SMALL, 3 * SMALL + 4096, 3 * SMALL - 1, 3 * SMALL + 4097]
+
+
+def layout_of(size):
+    return BlockLayout(layers=1, parts=(("kv", (size,)),), dtype="uint8", block_tokens=1)
+
+
+class Stored:
+    """A file store with one block, A."""
+
+    def __init__(self, root, size, store, frame):
+        self.data, self.store = bytes(block_of("a", layout_of(size))), store
+        self.path = NamespaceFolder(root, frame.digest).block(A)
+
+    async def read(self, out):
+        await self.store.get_into(A, out)
+        return bytes(out)
+
+    def is_cached(self):
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            return is_cached(fd)
+        finally:
+            os.close(fd)
+
+    async def make_cold(self):
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            for _ in range(200):  # pages on their way in or out stay for a moment
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                if not is_cached(fd):
+                    return
+                await asyncio.sleep(0.01)
+        finally:
+            os.close(fd)
+        pytest.skip("this file system's files do not leave the page cache")
+
+
+def with_block(root, size, test):
+    async def main():
+        layout = layout_of(size)
+        frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+        store = FileStore(BlockFolder(root), frame, threads=2)
+        try:
+            await store.put(A, block_of("a", layout))
+            await test(Stored(root, size, store, frame))
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+class Reads:
+    """Notes of every `os.preadv` whether it was direct; `before` may raise instead."""
+
+    def __init__(self, monkeypatch, before=lambda direct: None):
+        self._real, self._before = os.preadv, before
+        self.direct = []
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, fd, views, at):
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        self.direct.append(direct)
+        self._before(direct)
+        return self._real(fd, views, at)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(blockfile, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(blockfile, "DIRECT_PIECE_BYTES", SMALL)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder whose file system does direct I/O."""
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        file.write(bytes(PAGE_BYTES))
+        file.flush()
+        try:
+            assert set_direct(file.fileno(), direct=True)
+            assert os.preadv(file.fileno(), [on_page(PAGE_BYTES)], 0) == PAGE_BYTES
+        except (OSError, AssertionError):
+            pytest.skip("the file system of the temporary folder does no direct I/O")
+    return tmp_path
+
+
+def beside_a_page(size):
+    out = on_page(size + 1)[1:]
+    assert not is_on_page(out)
+    return out
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("new_out", [on_page, beside_a_page])
+@pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
+def test_every_size_comes_back_bit_for_bit(tmp_path, small_pieces, size, new_out, is_cold):
+    async def test(stored):
+        if is_cold:
+            await stored.make_cold()
+        assert await stored.read(new_out(size)) == stored.data
+
+    with_block(tmp_path, size, test)
+
+
+@pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
+def test_what_has_come_is_told_piece_by_piece(tmp_path, small_pieces, is_cold):
+    size = 3 * SMALL + 100
+
+    async def test(stored):
+        if is_cold:
+            await stored.make_cold()
+        out = on_page(size)
+        told = Told(out, stored.data)
+        await stored.store.get_into(A, out, told)
+        assert told.wrong == []
+        assert told.grew
+        assert len(told.counts) >= 4, "0 and the end, and more than one between them"
+        assert told.counts[-1] == size
+
+    with_block(tmp_path, size, test)
+
+
+def test_a_cold_block_never_enters_the_page_cache(disk, monkeypatch, small_pieces):
+    async def test(stored):
+        await stored.make_cold()
+        reads = Reads(monkeypatch)
+        assert await stored.read(on_page(3 * SMALL)) == stored.data
+        assert reads.direct == [True] * 3
+        assert not stored.is_cached()
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_the_end_of_a_payload_that_fills_no_page_is_read_the_usual_way(
+    disk, monkeypatch, small_pieces
+):
+    async def test(stored):
+        await stored.make_cold()
+        reads = Reads(monkeypatch)
+        assert await stored.read(on_page(2 * SMALL + 100)) == stored.data
+        assert reads.direct == [True, True, False]
+
+    with_block(disk, 2 * SMALL + 100, test)
+
+
+def test_what_the_page_cache_has_comes_from_there(disk, monkeypatch, small_pieces):
+    async def test(stored):
+        assert stored.is_cached()  # it was just written
+        reads = Reads(monkeypatch)
+        assert await stored.read(on_page(SMALL)) == stored.data
+        assert reads.direct == [False]
+
+    with_block(disk, SMALL, test)
+
+
+def test_memory_that_is_not_on_a_page_is_filled_through_the_page_cache(disk, monkeypatch):
+    async def test(stored):
+        await stored.make_cold()
+        reads = Reads(monkeypatch)
+        assert await stored.read(beside_a_page(SMALL)) == stored.data
+        assert not any(reads.direct)
+
+    with_block(disk, SMALL, test)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
+def test_a_disk_that_wants_it_otherwise_is_read_the_usual_way(
+    disk, monkeypatch, small_pieces, number
+):
+    def refuse(direct):
+        if direct:
+            raise OSError(number, "not like this")
+
+    async def test(stored):
+        await stored.make_cold()
+        reads = Reads(monkeypatch, refuse)
+        assert await stored.read(on_page(3 * SMALL)) == stored.data
+        assert reads.direct == [True, False, False, False]
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_an_error_of_the_disk_is_not_asked_for_twice(disk, monkeypatch, small_pieces):
+    def fail(direct):
+        raise OSError(errno.EIO, "broken")
+
+    async def test(stored):
+        await stored.make_cold()
+        reads = Reads(monkeypatch, fail)
+        with pytest.raises(StoreUnavailable):
+            await stored.read(on_page(3 * SMALL))
+        assert reads.direct == [True]
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_a_file_system_without_direct_reads_is_read_the_usual_way(disk, monkeypatch, small_pieces):
+    real = fcntl.fcntl
+
+    def refuse(fd, command, *args):
+        if command == fcntl.F_SETFL and args[0] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads")
+        return real(fd, command, *args)
+
+    async def test(stored):
+        await stored.make_cold()
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+        reads = Reads(monkeypatch)
+        assert await stored.read(on_page(SMALL)) == stored.data
+        assert reads.direct == [False]
+
+    with_block(disk, SMALL, test)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
+@pytest.mark.parametrize("size", [SMALL, SMALL + 1])
+@pytest.mark.parametrize("new_out", [on_page, beside_a_page])
+def test_a_store_in_memory_is_read(small_pieces, size, new_out):
+    async def test(stored):
+        assert await stored.read(new_out(size)) == stored.data
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        with_block(Path(root), size, test)
+
+
+@pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + SMALL, HEADER_BYTES + 2 * SMALL])
+def test_a_wrong_byte_is_found_and_set_aside(disk, monkeypatch, small_pieces, at):
+    async def test(stored):
+        with stored.path.open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        await stored.make_cold()
+        reads = Reads(monkeypatch)
+        with pytest.raises(BlockCorrupt):
+            await stored.read(on_page(3 * SMALL))
+        assert all(reads.direct)
+        with pytest.raises(BlockMissing):
+            await stored.read(on_page(3 * SMALL))
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_corrupt(disk, monkeypatch, small_pieces):
+    async def test(stored):
+        await stored.make_cold()
+        reads = Reads(monkeypatch, lambda direct: os.truncate(stored.path, HEADER_BYTES + 100))
+        with pytest.raises(BlockCorrupt, match="ends after"):
+            await stored.read(on_page(3 * SMALL))
+        assert reads.direct[0]
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_a_cancelled_direct_read_lets_go_of_the_memory_first(disk, monkeypatch, small_pieces):
+    entered, go = threading.Event(), threading.Event()
+
+    def hold(direct):
+        entered.set()
+        go.wait(60)  # bounded, so that a test that fails does not hang
+
+    async def test(stored):
+        await stored.make_cold()
+        reads, out = Reads(monkeypatch, hold), on_page(3 * SMALL)
+        task = asyncio.create_task(stored.read(out))
+        await asyncio.to_thread(entered.wait)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done(), "returned while the disk could still write"
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert reads.direct == [True], "went on reading"
+        out[:] = bytes(len(out))
+        assert await stored.read(on_page(3 * SMALL)) == stored.data
+        assert bytes(out) == bytes(len(out))
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_a_cancelled_read_waits_for_the_check_of_what_came(disk, monkeypatch, small_pieces):
+    real, entered, go = Incoming.check, threading.Event(), threading.Event()
+
+    def hold(block, payload):
+        entered.set()
+        go.wait(60)
+        real(block, payload)
+
+    async def test(stored):
+        await stored.make_cold()
+        monkeypatch.setattr(Incoming, "check", hold)
+        task = asyncio.create_task(stored.read(on_page(3 * SMALL)))
+        await asyncio.to_thread(entered.wait)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done(), "returned while a thread still used the memory"
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with_block(disk, 3 * SMALL, test)
+
+
+def test_files_without_pages_have_nothing_to_bring(tmp_path):
+    place = tmp_path / "empty"
+    place.touch()
+    with place.open("rb") as file:
+        assert is_cached(file.fileno())
+    pipe = os.pipe()
+    try:
+        assert is_cached(pipe[0])
+    finally:
+        for end in pipe:
+            os.close(end)
+
+
+def test_new_memory_is_on_a_page():
+    for size in (1, PAGE_BYTES, PAGE_BYTES + 1):
+        out = on_page(size)
+        assert is_on_page(out)
+        assert len(out) == size

@@ -1,0 +1,485 @@
+"""Sealed blocks: nothing of them can be read without the key, and no forged one is believed."""
+
+import asyncio
+import hashlib
+import hmac
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from sglang_cake.codecs.encrypted_frame import NONCE_BYTES, SEALED_BYTES, frame_of, sealed_frame
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import StoredNamespace
+from sglang_cake.stores.encrypted import EncryptedSource, EncryptedStore, Sealer
+from sglang_cake.stores.key_file import MasterKey, read_key_file
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.throttled import ThrottledStore
+from sglang_cake.testing.faulty import FaultyStore
+from sglang_cake.testing.store_contract import (
+    FRAME,
+    LAYOUT,
+    NAMESPACE,
+    StoreContract,
+    block_of,
+    key_of,
+    read,
+)
+
+A, B = key_of("a"), key_of("b")
+SECRET = bytes(range(32))
+
+
+def key_file(folder, secret=SECRET, name="key"):
+    path = folder / name
+    path.write_text(secret.hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def url_of(folder, secret=SECRET, options=""):
+    name = f"key-{hashlib.sha256(secret).hexdigest()[:8]}"
+    return f"file://{folder}/kv?min_free=0&key_file={key_file(folder, secret, name)}{options}"
+
+
+def opened(folder, secret=SECRET, frame=FRAME):
+    return open_store(parse_sources(url_of(folder, secret)), frame, depth=2)
+
+
+def with_store(store, test):
+    async def main():
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def sealed_memory(inner=None, secret=SECRET, depth=2, frame=FRAME):
+    master = MasterKey(secret)
+    digest = sealed_frame(frame, master.name).digest
+    sealer = Sealer(master.block_key(digest), digest)
+    inner = MemoryStore() if inner is None else inner
+    return EncryptedStore(inner, sealer, block_bytes=frame.payload_bytes, depth=depth)
+
+
+class TestSealedFileStore(StoreContract):
+    options, tells_progress = "", False
+
+    def open(self, folder):
+        sources = parse_sources(url_of(folder, options=self.options))
+        store = open_store(sources, self.frame, depth=2)
+        assert isinstance(store, EncryptedStore)
+        return store
+
+
+class TestSealedPacedFileStore(TestSealedFileStore):
+    options = "&bandwidth=100GB/s"
+
+    def open(self, folder):
+        store = super().open(folder)
+        assert isinstance(store._inner, ThrottledStore)
+        return store
+
+
+class TestSealedMemoryStore(StoreContract):
+    tells_progress = False
+
+    def open(self, folder):
+        return sealed_memory(frame=self.frame)
+
+
+class TestSealedMemoryStoreOneAtATime(StoreContract):
+    tells_progress = False
+
+    def open(self, folder):
+        return sealed_memory(depth=1, frame=self.frame)
+
+
+async def put_a(store):
+    assert await store.put(A, block_of("a"))
+
+
+async def read_a(store):
+    return await read(store, A)
+
+
+def block_files(folder):
+    """By key, the files of all blocks below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.name: path for path in files if re.fullmatch("[0-9a-f]{64}", path.name)}
+
+
+def path_of(folder, key):
+    return block_files(folder)[key.hex()]
+
+
+# ---- what an attacker finds ----
+
+
+def test_nothing_of_a_block_lies_on_the_disk(tmp_path):
+    block = bytes(block_of("a"))
+    with_store(opened(tmp_path), put_a)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    with_store(open_store(parse_sources(f"file://{plain}?min_free=0"), FRAME, depth=1), put_a)
+
+    def holders(folder):
+        """Files that hold any 16 bytes in a row of the block."""
+        pieces = {block[at : at + 16] for at in range(len(block) - 15)}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert len(files) >= 3
+        return [path.name for path in files if any(p in path.read_bytes() for p in pieces)]
+
+    assert holders(plain) == [A.hex()]  # so the search finds what is there
+    assert holders(tmp_path / "kv") == []
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file())
+    assert SECRET not in kept
+    assert SECRET.hex().encode() not in kept
+
+
+def test_equal_blocks_are_sealed_differently_each_time(tmp_path):
+    async def test(store):
+        found = []
+        for _ in range(2):
+            await put_a(store)
+            found.append(path_of(tmp_path, A).read_bytes()[HEADER_BYTES:])
+            await store.delete(A)
+        return found
+
+    first, second = with_store(opened(tmp_path), test)
+    assert first[:NONCE_BYTES] != second[:NONCE_BYTES]
+    assert first[NONCE_BYTES:] != second[NONCE_BYTES:]
+
+
+def test_another_key_and_no_key_find_nothing(tmp_path):
+    async def finds_nothing(store):
+        assert await store.contains([A]) == [False]
+        with pytest.raises(BlockMissing):
+            await read_a(store)
+        assert [block async for block in store.list_blocks()] == []
+        await put_a(store)
+        return await read_a(store)
+
+    with_store(opened(tmp_path), put_a)
+    assert with_store(opened(tmp_path, bytes(32)), finds_nothing) == block_of("a")
+    plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
+    assert with_store(plain, finds_nothing) == block_of("a")
+    assert with_store(opened(tmp_path), read_a) == block_of("a")
+
+
+def forge(path, change):
+    """Change the payload of a block file, and give it a header whose checksums fit."""
+    raw = path.read_bytes()
+    payload = change(raw[HEADER_BYTES:])
+    head = bytearray(raw[: HEADER_BYTES - 16])
+    head[88:104] = payload_checksum(payload)
+    path.write_bytes(bytes(head) + payload_checksum(bytes(head)) + payload)
+
+
+def flipped(raw, at):
+    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+
+
+FORGERIES = {
+    "nonce": lambda raw: flipped(raw, 0),
+    "first byte": lambda raw: flipped(raw, NONCE_BYTES),
+    "last byte": lambda raw: flipped(raw, len(raw) - 17),
+    "tag": lambda raw: flipped(raw, len(raw) - 1),
+    "zeros": lambda raw: bytes(len(raw)),
+    "no seal at all": lambda raw: bytes(block_of("a")) + bytes(SEALED_BYTES),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
+    async def test(store):
+        await put_a(store)
+        forge(path_of(tmp_path, A), FORGERIES[forgery])
+        with pytest.raises(BlockCorrupt, match="not what was sealed"):
+            await read_a(store)
+        assert await store.contains([A]) == [False]
+        assert block_files(tmp_path) == {}
+        await put_a(store)
+        return await read_a(store)
+
+    assert with_store(opened(tmp_path), test) == block_of("a")
+
+
+def test_the_forgery_would_be_believed_were_it_not_sealed(tmp_path):
+    async def test(store):
+        await put_a(store)
+        forge(path_of(tmp_path, A), lambda raw: flipped(raw, 3))
+        return await read_a(store)
+
+    plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
+    assert with_store(plain, test) == flipped(bytes(block_of("a")), 3)
+
+
+def test_swapped_payloads_are_corrupt_though_their_headers_fit(tmp_path):
+    async def test(store):
+        await put_a(store)
+        await store.put(B, block_of("b"))
+        payloads = {k: path_of(tmp_path, k).read_bytes()[HEADER_BYTES:] for k in (A, B)}
+        forge(path_of(tmp_path, A), lambda raw: payloads[B])
+        forge(path_of(tmp_path, B), lambda raw: payloads[A])
+        for key in (A, B):
+            with pytest.raises(BlockCorrupt, match="not what was sealed"):
+                await read(store, key)
+
+    with_store(opened(tmp_path), test)
+
+
+def test_a_payload_of_another_namespace_is_corrupt(tmp_path):
+    other = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
+    with_store(opened(tmp_path, frame=other), put_a)
+    theirs = path_of(tmp_path, A).read_bytes()[HEADER_BYTES:]
+    path_of(tmp_path, A).unlink()
+
+    async def test(store):
+        await put_a(store)
+        forge(path_of(tmp_path, A), lambda raw: theirs)
+        with pytest.raises(BlockCorrupt, match="not what was sealed"):
+            await read_a(store)
+
+    with_store(opened(tmp_path), test)
+
+
+def test_a_file_cut_short_is_corrupt(tmp_path):
+    async def test(store):
+        await put_a(store)
+        os.truncate(path_of(tmp_path, A), HEADER_BYTES + LAYOUT.block_bytes)
+        with pytest.raises(BlockCorrupt, match="bytes, a block file has"):
+            await read_a(store)
+        assert await store.contains([A]) == [False]
+
+    with_store(opened(tmp_path), test)
+
+
+class UndeletableStore(FaultyStore):
+    async def delete(self, key):
+        raise StoreUnavailable("read-only")
+
+
+def test_a_forged_block_that_cannot_be_deleted_stays_corrupt():
+    inner = UndeletableStore(MemoryStore())
+
+    async def test(store):
+        await put_a(store)
+        inner.flip(A)
+        for _ in range(2):
+            with pytest.raises(BlockCorrupt):
+                await read_a(store)
+
+    with_store(sealed_memory(inner), test)
+
+
+# ---- the namespace and the header ----
+
+
+def test_the_stored_namespace_names_the_key_and_not_the_secret(tmp_path):
+    with_store(opened(tmp_path), put_a)
+    (plain,) = parse_sources(f"file://{tmp_path}/kv?min_free=0")
+    (stored,) = asyncio.run(plain.namespaces())
+    name = MasterKey(SECRET).name
+    assert stored.fields == NAMESPACE.describe() | {"sealed": name}
+    assert re.fullmatch("[0-9a-f]{16}", name)
+    assert name != MasterKey(bytes(32)).name
+    assert SECRET.hex()[:8] not in name
+    header = read_header(path_of(tmp_path, A).read_bytes()[:HEADER_BYTES])
+    assert header.codec == "raw+aesgcm"
+    assert header.payload_bytes == LAYOUT.block_bytes + 28
+
+
+def test_a_tool_without_the_key_can_check_sealed_blocks(tmp_path):
+    with_store(opened(tmp_path), put_a)
+    (plain,) = parse_sources(f"file://{tmp_path}/kv?min_free=0")
+    (stored,) = asyncio.run(plain.namespaces())
+    frame = frame_of(Namespace(tuple(stored.fields.items())), LAYOUT)
+    assert frame == sealed_frame(FRAME, MasterKey(SECRET).name)
+    assert frame_of(NAMESPACE, LAYOUT) == FRAME
+
+    async def test(store):
+        out = bytearray(frame.payload_bytes)
+        await store.get_into(A, memoryview(out))
+        assert block_of("a") not in out
+        forge(path_of(tmp_path, A), lambda raw: raw[:-1])
+        with pytest.raises(BlockCorrupt):
+            await store.get_into(A, memoryview(out))
+
+    with_store(open_store([plain], frame, depth=1), test)
+
+
+def test_a_sealed_source_shows_what_its_key_sealed(tmp_path):
+    with_store(opened(tmp_path), put_a)
+    with_store(opened(tmp_path, bytes(32)), put_a)
+    plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
+    with_store(plain, put_a)
+    (source,) = parse_sources(url_of(tmp_path))
+    (stored,) = asyncio.run(source.namespaces())
+    assert stored == StoredNamespace(NAMESPACE.digest(), NAMESPACE.describe())
+
+
+@dataclass
+class Hostile:
+    """A source whose descriptions hold anything."""
+
+    stored: list[StoredNamespace]
+
+    async def namespaces(self):
+        return self.stored
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"sealed": 3}, {"model": None, "sealed": "x"}, {"a": "\ud800"}, {"a": ["b"]}]
+)
+def test_hostile_descriptions_are_passed_over(tmp_path, fields):
+    source = EncryptedSource(Hostile([StoredNamespace(bytes(32), fields)]), key_file(tmp_path))
+    assert asyncio.run(source.namespaces()) == []
+
+
+def hkdf(info, length):
+    """RFC 5869 with SHA-256 and no salt, for at most 32 bytes."""
+    prk = hmac.digest(bytes(32), SECRET, "sha256")
+    return hmac.digest(prk, info + b"\1", "sha256")[:length]
+
+
+def test_a_sealed_file_is_opened_by_what_the_document_says(tmp_path):
+    with_store(opened(tmp_path), put_a)
+    path = path_of(tmp_path, A)
+    namespace = bytes.fromhex(path.parts[-4])
+    name = hkdf(b"sglang_cake seal v1 name", 8).hex()
+    assert namespace == Namespace((*NAMESPACE.fields, ("sealed", name))).digest()
+    payload = path.read_bytes()[4096:]
+    key = hkdf(b"sglang_cake seal v1 blocks" + namespace, 32)
+    assert AESGCM(key).decrypt(payload[:12], payload[12:], namespace + A) == block_of("a")
+
+
+# ---- the store ----
+
+
+def test_a_block_that_is_there_is_not_replaced():
+    store = sealed_memory()
+
+    async def test(store):
+        await put_a(store)
+        before = dict(store._inner._blocks)
+        assert await store.put(A, block_of("b")) is False
+        assert store._inner._blocks == before
+
+    with_store(store, test)
+
+
+def test_memory_is_bounded_by_the_depth_and_reused():
+    async def test(store):
+        for _ in range(3):
+            await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(20)))
+            got = await asyncio.gather(*(read(store, key_of(n)) for n in range(20)))
+            assert got == [block_of(n) for n in range(20)]
+            assert len(store._idle) <= 2 * 3
+
+    with_store(sealed_memory(depth=3), test)
+
+
+def test_large_blocks_are_sealed_by_several_threads_at_once():
+    layout = replace(LAYOUT, block_tokens=2**15)
+    sealer = Sealer(bytes(32), NAMESPACE.digest())
+    store = EncryptedStore(MemoryStore(), sealer, block_bytes=layout.block_bytes, depth=4)
+    assert layout.block_bytes >= 2**21
+    names = range(6)
+
+    async def test(store):
+        blocks = [block_of(name, layout) for name in names]
+        for _ in range(3):
+            await asyncio.gather(*(store.put(key_of(n), blocks[n]) for n in names))
+            got = await asyncio.gather(*(read(store, key_of(n), layout) for n in names))
+            assert got == blocks
+            for name in names:
+                await store.delete(key_of(name))
+
+    with_store(store, test)
+
+
+# ---- what the user may get wrong ----
+
+
+def spoil(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "folder":
+        path.unlink()
+        path.mkdir(mode=0o700)
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    elif how == "group may read":
+        path.chmod(0o640)
+    elif how == "all may write":
+        path.chmod(0o602)
+    else:
+        path.write_bytes(how)
+
+
+WRONG = {
+    "missing": r"cannot be read: No such file or directory; make one by: \(umask 077; openssl",
+    "folder": "is not a file",
+    "pipe": "is not a file",
+    "group may read": "is open to others: chmod 600 /",
+    "all may write": "is open to others",
+    b"": "does not hold 64 hex digits",
+    SECRET: "does not hold 64 hex digits",
+    SECRET.hex()[:-1].encode(): "does not hold 64 hex digits",
+    SECRET.hex().encode() + b"0": "does not hold 64 hex digits",
+    SECRET.hex().encode() + b"\n" * 1000: "does not hold 64 hex digits",
+    b"g" * 64: "does not hold 64 hex digits",
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_bad_key_file_is_one_line_that_gives_nothing_away(tmp_path, how):
+    path = key_file(tmp_path)
+    (source,) = parse_sources(f"file://{tmp_path}/kv?key_file={path}")
+    spoil(path, how)
+    for call in (source.check, lambda: source.open(FRAME, depth=1)):
+        with pytest.raises(ConfigError, match=WRONG[how]) as error:
+            call()
+        assert f"key file {path} " in str(error.value)
+        assert "\n" not in str(error.value)
+        assert SECRET.hex()[:16] not in str(error.value)
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("text", [SECRET.hex(), SECRET.hex() + "\n", SECRET.hex().upper() + " \n"])
+def test_a_good_key_file(tmp_path, text):
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(0o400)
+    assert read_key_file(path) == MasterKey(SECRET)
+    (source,) = parse_sources(f"file://{tmp_path}/kv?key_file={path}")
+    source.check()
+
+
+def test_the_secret_is_not_in_what_is_printed():
+    text = repr(MasterKey(SECRET))
+    assert SECRET.hex() not in text
+    assert repr(SECRET)[2:12] not in text
+
+
+@pytest.mark.parametrize("value", ["", "key", "~/key", "/a%00b"])
+def test_a_key_files_path_is_absolute(value):
+    with pytest.raises(ConfigError, match=r"'key_file': '.*' is not an absolute path"):
+        parse_sources(f"file:///a?key_file={value}")
+
+
+def test_parsing_reads_no_file():
+    (source,) = parse_sources("file:///a?key_file=/nowhere/key&fsync=data")
+    assert source.key_file == Path("/nowhere/key")
+    assert source.inner.fsync == "data"

@@ -1,0 +1,413 @@
+"""Disks that fail, fill up or vanish under a file store."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
+from hostile import patched_wait
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.stores.file.disk_usage import FRESH_S, Amount, FreeSpace
+from sglang_cake.stores.file.index_supervisor import IndexSupervisor
+from sglang_cake.stores.file.write_backoff import WriteBackoff
+from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+
+
+def failing(number):
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+FAILURES = [
+    ("writev", errno.ENOSPC, "full"),
+    ("writev", errno.EDQUOT, "full"),
+    ("writev", errno.EIO, "unavailable"),
+    ("fdatasync", errno.EIO, "unavailable"),
+    ("replace", errno.EIO, "unavailable"),
+    ("fsync", errno.EIO, "unavailable"),
+]
+
+
+@pytest.mark.parametrize(("call", "number", "reason"), FAILURES)
+def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, reason):
+    async def test(store):
+        store._folder._pause = WriteBackoff(clock=lambda: 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing(number))
+            with pytest.raises(StoreError) as error:
+                await store.put(A, block_of("a"))
+        assert error.value.reason == reason
+        assert await store.contains([A]) == [False]
+        assert {path.name for path in files_below(tmp_path)} <= {"namespace.json"}
+        with pytest.raises(StoreError, match="writing rests for 1 s after") as error:
+            await put_a(store)
+        assert error.value.reason == reason  # a full disk stays full in the metrics
+        assert str(tmp_path) in str(error.value)
+        store._folder._pause = WriteBackoff()  # a second later
+        await put_a(store)
+
+    with_store(tmp_path, test, fsync="data")
+
+
+def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_success(
+    tmp_path, monkeypatch
+):
+    now_s, tried = 1000.0, 0
+
+    def writev(*args):
+        nonlocal tried
+        tried += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def test(store):
+        nonlocal now_s
+        store._folder._pause = WriteBackoff(clock=lambda: now_s)
+        await put_a(store)
+
+        async def fails(rest_s):
+            nonlocal now_s
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "writev", writev)
+                with pytest.raises(StoreFull):
+                    await store.put(B, block_of("b"))
+                before = tried
+                for part in (0.0, 0.5, 0.49):
+                    now_s += part * rest_s
+                    with pytest.raises(StoreFull, match="writing rests for"):
+                        await store.put(B, block_of("b"))
+                    assert await read_a(store) == block_of("a")
+                    assert await store.contains([A, B]) == [True, False]
+                assert tried == before  # the disk was left alone
+            now_s += 0.02 * rest_s
+
+        for rest_s in (1, 2, 4, 8, 16, 32, 60, 60):
+            await fails(rest_s)
+        assert await store.put(B, block_of("b"))
+        await store.delete(B)
+        for rest_s in (1, 2):
+            await fails(rest_s)
+
+    with_store(tmp_path, test)
+    assert tried == 10
+
+
+def test_a_read_only_file_system_is_unavailable(tmp_path, monkeypatch):
+    async def test(store):
+        await put_a(store)
+        real_open = os.open
+
+        def read_only_open(path, flags, *args, **kwargs):
+            if flags & os.O_CREAT:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return real_open(path, flags, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", read_only_open)
+            with pytest.raises(StoreUnavailable, match="Read-only"):
+                await store.put(B, block_of("b"))
+            assert await read_a(store) == block_of("a")
+            with monkeypatch.context() as deeper:
+                deeper.setattr(os, "unlink", failing(errno.EROFS))
+                with pytest.raises(StoreUnavailable, match="Read-only"):
+                    await store.delete(A)
+
+    with_store(tmp_path, test)
+
+
+def test_a_disk_that_cannot_read_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
+    with_store(tmp_path, put_a)
+
+    async def test(store):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing(errno.EIO))
+            with pytest.raises(StoreUnavailable):
+                await read_a(store)
+        return await read_a(store)
+
+    assert with_store(tmp_path, test) == block_of("a")
+
+
+def test_a_root_that_is_a_file_is_unavailable(tmp_path):
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(StoreUnavailable):
+        opened(tmp_path / "kv")
+
+
+def test_a_file_where_a_folder_should_be_is_unavailable(tmp_path):
+    (tmp_path / NAMESPACE.digest().hex()).mkdir()
+    (tmp_path / NAMESPACE.digest().hex() / A.hex()[:2]).write_text("")
+
+    async def test(store):
+        for call in (read_a(store), store.put(A, block_of("a"))):
+            with pytest.raises(StoreUnavailable):
+                await call
+
+    with_store(tmp_path, test)
+
+
+def test_a_removed_namespace_is_made_again(tmp_path):
+    async def test(store):
+        await put_a(store)
+        for forgotten in (False, True):
+            shutil.rmtree(tmp_path / NAMESPACE.digest().hex())
+            if forgotten:
+                with pytest.raises(BlockMissing):
+                    await read_a(store)
+                assert await store.contains([A]) == [False]
+            await put_a(store)
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test)
+    assert (tmp_path / NAMESPACE.digest().hex() / "namespace.json").exists()
+
+
+def test_a_removed_root_is_not_made_again(tmp_path):
+    root = tmp_path / "mount" / "kv"
+
+    async def test(store):
+        await put_a(store)
+        root.rename(tmp_path / "elsewhere")
+        root.parent.rmdir()
+        with pytest.raises(BlockMissing):
+            await read_a(store)
+        with pytest.raises(StoreUnavailable):
+            await store.put(A, block_of("a"))
+        assert not (tmp_path / "mount").exists()
+
+    with_store(root, test)
+
+
+def free_bytes(monkeypatch, get_free):
+    class Stat:
+        f_frsize, f_blocks, f_files = 1, 1 << 40, 0
+
+        @property
+        def f_bavail(self):
+            return get_free()
+
+    monkeypatch.setattr(os, "statvfs", lambda folder: Stat())
+
+
+STORED_BYTES = 2 * 4096  # what a block takes on the disk
+
+
+def test_blocks_make_way_for_others_rather_than_leave_too_little_free(tmp_path, monkeypatch):
+    free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
+
+    async def test(store):
+        # Within a second: asked again, the file system would name what is free for the first time.
+        store._folder._room.space._clock = lambda: 0.0
+        await put_a(store)
+        assert await store.put(B, block_of("b")) is True
+        assert await store.contains([A, B]) == [False, True]
+        assert not path_of(tmp_path, A).exists()
+
+    with_store(tmp_path, test, min_free_bytes=1000)
+
+
+def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
+    with_store(tmp_path, put_a)
+    free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
+
+    async def test(store):
+        with store._folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
+            with pytest.raises(StoreFull, match="min_free=1000") as error:
+                await store.put(B, block_of("b"))
+            assert error.value.reason == "full"
+            assert await store.put(A, block_of("a")) is False
+            assert await read_a(store) == block_of("a")
+        assert await store.contains([B]) == [False]
+
+    with_store(tmp_path, test, min_free_bytes=1000)
+
+
+def test_free_space_is_asked_once_a_second_and_counts_our_writes_between(tmp_path, monkeypatch):
+    now, free, asked = 0.0, 100, 0
+
+    def get_free():
+        nonlocal asked
+        asked += 1
+        return free
+
+    free_bytes(monkeypatch, get_free)
+    free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
+    assert [free_space.take(n).bytes for n in (30, 30, 3)] == [0, 0, 3]
+    free_space.freed(Amount(2))
+    assert [free_space.take(n).bytes for n in (3, 2, 1)] == [1, 0, 1]
+    assert asked == 1
+    free, now = 41, FRESH_S
+    assert not free_space.take(1)
+    assert asked == 2
+
+
+def test_a_small_file_system_fills_up_and_recovers(tmp_path):
+    file_bytes = HEADER_BYTES + LAYOUT.block_bytes
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs here")
+
+    async def test(store):
+        stored = []
+
+        async def fill():
+            for name in range((16 << 20) // file_bytes):
+                await store.put(key_of(name), block_of(name))
+                stored.append(name)
+
+        # As it is within a second: what the file system needs for itself is not seen yet.
+        store._folder._room.space = FreeSpace(tmp_path, 0, clock=lambda: 0.0)
+        with pytest.raises(StoreFull) as error:
+            await fill()
+        assert error.value.reason == "full"
+        assert not list(tmp_path.rglob(".tmp-*"))
+        for name in stored:
+            assert await read(store, key_of(name)) == block_of(name)
+        await store.delete(key_of(0))
+        store._folder._room.space = FreeSpace(tmp_path, 0)  # some seconds later
+        store._folder._pause = WriteBackoff()
+        assert await store.put(key_of(0), block_of(0))
+        return len(stored)
+
+    try:
+        assert with_store(tmp_path, test) > 5
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def mounted(folder, *options):
+    """Whether `folder` is a tmpfs now."""
+    mount = ["mount", *options, str(folder)]
+    return shutil.which("mount") and not subprocess.run(mount, capture_output=True).returncode
+
+
+def test_a_disk_that_is_mounted_read_only_is_read_and_not_written(tmp_path):
+    if not mounted(tmp_path, "-t", "tmpfs", "-o", "size=32m", "tmpfs"):
+        pytest.skip("may not mount a tmpfs here")
+    names = range(3)
+    keys = [key_of(name) for name in names]
+
+    async def fill(store):
+        for name in names:
+            await store.put(key_of(name), block_of(name))
+
+    async def test(store):
+        before = files_below(tmp_path)
+        for _ in range(2):
+            assert await store.contains([*keys, A]) == [True, True, True, False]
+            for name in names:
+                assert await read(store, key_of(name)) == block_of(name)
+            with pytest.raises(StoreUnavailable):
+                await put_a(store)
+            with pytest.raises(StoreUnavailable, match="Read-only"):
+                await store.delete(keys[0])
+        assert files_below(tmp_path) == before
+        assert mounted(tmp_path, "-o", "remount,rw")  # somebody has mended it
+        until_s = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await put_a(store)
+                break
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.05)
+        assert await store.contains([*keys, A]) == [True] * 4
+
+    try:
+        with_store(tmp_path, fill)
+        assert mounted(tmp_path, "-o", "remount,ro")
+        with patched_wait():
+            with_store(tmp_path, test)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Holds every read and write of A's file in the disk until `go` is set."""
+    folder = f"/{A.hex()[:2]}/{A.hex()[2:4]}/"
+    held, go = threading.Event(), threading.Event()
+
+    def slowed(real):
+        def call(fd, *args):
+            if folder in os.readlink(f"/proc/self/fd/{fd}"):
+                held.set()
+                go.wait(60)
+            return real(fd, *args)
+
+        return call
+
+    for name in ("preadv", "writev"):
+        monkeypatch.setattr(os, name, slowed(getattr(os, name)))
+    yield held, go
+    go.set()
+
+
+def test_reads_that_a_slow_disk_holds_hold_up_nothing_else(tmp_path, slow):
+    held, go = slow
+
+    async def test(store):
+        go.set()
+        await put_a(store)
+        await store.put(B, block_of("b"))
+        go.clear()
+        held.clear()
+        reading = asyncio.create_task(read_a(store))
+        assert await asyncio.to_thread(held.wait, 60)
+        assert await read(store, B) == block_of("b")
+        more = [asyncio.create_task(read_a(store)) for _ in range(3)]  # every thread that reads
+        assert await store.contains([A, B, key_of("c")]) == [True, True, False]
+        assert await store.put(key_of("c"), block_of("c"))
+        assert (await store.stats()).blocks == 3
+        assert len([block async for block in store.list_blocks()]) == 3
+        assert not go.is_set()
+        go.set()
+        for task in (reading, *more):
+            assert await task == block_of("a")
+
+    with_store(tmp_path, test, threads=2)
+
+
+def test_a_write_that_a_slow_disk_holds_holds_up_nothing_else(tmp_path, slow):
+    held, go = slow
+
+    async def test(store):
+        await store.put(B, block_of("b"))
+        writing = asyncio.create_task(store.put(A, block_of("a")))
+        assert await asyncio.to_thread(held.wait, 60)
+        assert await store.contains([A, B]) == [False, True]
+        assert await read(store, B) == block_of("b")
+        assert await store.put(key_of("c"), block_of("c"))
+        assert not go.is_set()
+        go.set()
+        assert await writing
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test, threads=2)
+
+
+def test_a_mistake_of_ours_does_not_end_the_keeping_of_books(tmp_path, monkeypatch, caplog):
+    tick, mistakes = IndexSupervisor._tick, []
+
+    def once(books):
+        if not mistakes:
+            mistakes.append(books)
+            raise KeyError("a mistake")
+        tick(books)
+
+    monkeypatch.setattr(IndexSupervisor, "_tick", once)
+    monkeypatch.setattr(
+        "sglang_cake.stores.file.index_supervisor.TICK_S", 0.01
+    )  # rests after a mistake
+    with_store(tmp_path, put_a)
+    assert mistakes
+    with_store(tmp_path, read_a)
+    assert "KeyError: 'a mistake'" in caplog.text

@@ -1,0 +1,202 @@
+"""Folders that are somebody else's, and indexes that are damaged: nothing is lost of either."""
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+from filestore import put_a, read_a, with_store
+from storetools import ALICE, file_of, fill, held, store, told, url_of
+
+from sglang_cake.cli import main
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import block_of
+
+
+@pytest.fixture(autouse=True)
+def _own_config(monkeypatch, tmp_path_factory):
+    """Where `store serve` makes its token."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+
+
+def everything(root):
+    """Each file and folder below it, with its bytes and when it was last changed."""
+    return {
+        str(path.relative_to(root)): (
+            path.lstat().st_mtime_ns,
+            path.lstat().st_ino,
+            path.read_bytes() if path.is_file() else None,
+        )
+        for path in (root, *root.rglob("*"))
+        if path.name != "index.db-shm"  # where SQLite notes who reads
+    }
+
+
+def text_index(root):
+    (root / "index.db").write_text("a friend's notes\n")
+
+
+def database(root, script):
+    with closing(sqlite3.connect(root / "index.db")) as made:
+        made.executescript(script)
+
+
+def sqlite_index(root):
+    database(root, "CREATE TABLE songs (name TEXT); INSERT INTO songs VALUES ('x');")
+
+
+def sqlite_index_with_a_log(root):
+    database(root, "PRAGMA journal_mode = WAL; CREATE TABLE songs (name TEXT);")
+
+
+def other_files(root):
+    (root / "thesis.tex").write_text("\\section{}")
+
+
+def folders_of_others(root):
+    (root / "Documents").mkdir()
+
+
+FOREIGN = [text_index, sqlite_index, sqlite_index_with_a_log, other_files, folders_of_others]
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls",),
+        ("ls", "--json"),
+        ("stat",),
+        ("verify",),
+        ("gc",),
+        ("clear", "--yes"),
+        ("serve",),
+        ("bench",),
+    ],
+    ids=" ".join,
+)
+def test_a_tool_refuses_a_folder_that_is_somebody_elses_and_changes_nothing(
+    tmp_path, capsys, make, command
+):
+    make(tmp_path)
+    before = everything(tmp_path)
+    name, *options = command
+    where = ["--root", str(tmp_path), "--port", "0"] if name == "serve" else [url_of(tmp_path)]
+    assert main(["store", name, *where, *options]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"store folder {tmp_path} " in said
+    assert "choose another folder" in said
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_a_server_refuses_a_folder_that_is_somebody_elses(tmp_path, make):
+    make(tmp_path)
+    before = everything(tmp_path)
+    (source,) = parse_sources(url_of(tmp_path))
+    for call in (source.check, lambda: source.open(ALICE, depth=1)):
+        with pytest.raises(ConfigError, match="choose another folder"):
+            call()
+    assert everything(tmp_path) == before
+
+
+def test_cp_refuses_folders_that_are_somebody_elses(tmp_path, capsys):
+    kv, other = tmp_path / "kv", tmp_path / "other"
+    fill(kv, ALICE, "a")
+    other.mkdir()
+    other_files(other)
+    before = everything(other)
+    for pair in ((kv, other), (other, kv)):
+        assert store("cp", *map(url_of, pair)) == 2
+        assert "choose another folder" in capsys.readouterr().err
+    assert everything(other) == before
+
+
+@pytest.mark.parametrize("there", ["nothing", "lost+found", "blocks", "blocks and other files"])
+def test_an_empty_folder_and_a_store_are_taken(tmp_path, there):
+    root = tmp_path / "kv"
+    root.mkdir()
+    if there == "lost+found":
+        (root / there).mkdir()
+    if there.startswith("blocks"):
+        fill(root, ALICE, "a")
+        for path in root.glob("index.*"):
+            path.unlink()
+    if there.endswith("files"):
+        (root / "README").write_text("the KV of our models")
+    (source,) = parse_sources(url_of(root))
+    source.check()
+    fill(root, ALICE, "b")
+    assert len(held(root, ALICE)) == 1 + there.startswith("blocks")
+
+
+@pytest.mark.parametrize("index", ["whole", "absent", "empty", "damaged", "zeros", "with a log"])
+def test_ls_changes_nothing_and_finds_all(tmp_path, capsys, index):
+    root = tmp_path / "kv"
+    fill(root, ALICE, "a", "b", "c")
+    path = root / "index.db"
+    if index == "absent":
+        path.unlink()
+    if index == "empty":
+        path.write_bytes(b"")
+    if index == "damaged":
+        path.write_bytes(path.read_bytes()[:100] + os.urandom(3996))
+    if index == "zeros":
+        path.write_bytes(bytes(8192))
+    with contextlib.ExitStack() as held_open:
+        if index == "with a log":
+            connection = held_open.enter_context(closing(sqlite3.connect(path)))
+            connection.execute("UPDATE blocks SET used_s = used_s + 1")
+            connection.commit()
+            assert (root / "index.db-wal").stat().st_size
+        before = everything(root)
+        (answer,) = told(capsys, "ls", url_of(root))["stores"]
+        (namespace,) = answer["namespaces"]
+        assert namespace["blocks"] == 3
+        assert namespace["bytes"] == 3 * file_of(root, ALICE, "a").stat().st_blocks * 512
+        assert store("ls", url_of(root), ALICE.digest.hex()) == 0
+        assert capsys.readouterr().out.count("\n") == 4
+        assert everything(root) == before
+
+
+def test_ls_of_an_empty_folder_makes_nothing(tmp_path, capsys):
+    assert store("ls", url_of(tmp_path)) == 0
+    assert "empty" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_index_is_kept_under_another_name(tmp_path, caplog):
+    with_store(tmp_path, put_a)
+    index = tmp_path / "index.db"
+    damage = []
+    for number in range(4):
+        damage.append(os.urandom(8192))
+        index.write_bytes(damage[-1])
+
+        async def test(store):
+            async for _ in store.list_blocks():  # waits for the index
+                pass
+            return await read_a(store)
+
+        assert with_store(tmp_path, test) == block_of("a")
+        kept = [path.read_bytes() for path in sorted(tmp_path.glob("index.db.damaged-?"))]
+        # The first one, and the last: what is kept has a bound.
+        assert kept == ([damage[0]] if number == 0 else [damage[0], damage[-1]])
+        assert "kept as index.db.damaged-" in caplog.text
+
+
+def test_one_line_and_status_2_from_the_command_itself(tmp_path):
+    text_index(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_cake", "store", "ls", f"file://{tmp_path}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / "index.db").read_text() == "a friend's notes\n"

@@ -1,0 +1,164 @@
+"""Hostile bytes in front of the block parser: it says BlockCorrupt, or what it says is true."""
+
+import struct
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.codecs import frame as frames
+from sglang_cake.codecs.encrypted_frame import SEALED_BYTES, sealed_frame
+from sglang_cake.codecs.frame import HEADER_BYTES, Incoming, payload_checksum, read_header
+from sglang_cake.core.errors import BlockCorrupt
+from sglang_cake.stores.encrypted import Sealer
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, Told, block_of, key_of
+
+MANY = settings(deadline=None, max_examples=3 * settings.default.max_examples)
+KEY = key_of("a")
+PAYLOAD = bytes(block_of("a"))
+FRAMED = FRAME.header(KEY, memoryview(PAYLOAD)) + PAYLOAD
+FORM = struct.Struct("<" + "".join(code for _, code in frames.FIELDS))
+NAMES = [name for name, _ in frames.FIELDS]
+RIGHT = dict(zip(NAMES, FORM.unpack_from(FRAMED), strict=True))
+LAYOUT_JSON = LAYOUT.describe().encode()
+SEALED_FRAME = sealed_frame(FRAME, "0123456789abcdef")
+
+
+def values(code):
+    """What a field of a header may hold."""
+    if code.endswith("s"):
+        return st.binary(max_size=int(code[:-1]))
+    return st.one_of(st.integers(0, 2 ** (8 * struct.calcsize("<" + code)) - 1), st.integers(0, 40))
+
+
+FIELDS = st.fixed_dictionaries({}, optional={name: values(code) for name, code in frames.FIELDS})
+
+
+def made(fields, shape):
+    """A header whose own checksum is right, whatever the fields say."""
+    fixed = FORM.pack(*(RIGHT | fields).values())
+    body = (fixed + shape).ljust(HEADER_BYTES - 16, b"\0")[: HEADER_BYTES - 16]
+    return body + payload_checksum(body)
+
+
+def verdict(check):
+    """What `check` returns; None if it says the block is corrupt, in one line that is not long."""
+    try:
+        return check()
+    except BlockCorrupt as error:
+        assert len(str(error)) < 10_000  # noqa: PT017 - both ways are fine
+        return None
+
+
+@MANY
+@given(st.one_of(st.binary(max_size=300), st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)))
+def test_any_bytes_are_no_header(raw):
+    assert verdict(lambda: read_header(raw)) is None
+
+
+@MANY
+@given(FIELDS, st.one_of(st.just(LAYOUT_JSON), st.binary(max_size=HEADER_BYTES)))
+def test_a_header_that_is_whole_says_what_it_says(fields, shape):
+    raw = made(fields, shape)
+    header = verdict(lambda: read_header(raw))
+    found = dict(zip(NAMES, FORM.unpack_from(raw), strict=True))
+    ours = found["magic"] == frames.MAGIC and found["version"] == frames.VERSION
+    assert (header is not None) == (ours and found["header_bytes"] == HEADER_BYTES)
+    if header is not None:
+        assert header.payload_bytes == found["payload_bytes"]
+        assert header.namespace == found["namespace"]
+        assert header.key == found["key"]
+
+
+@MANY
+@given(FIELDS, st.one_of(st.just(LAYOUT_JSON), st.binary(max_size=HEADER_BYTES)))
+def test_only_a_header_of_the_very_block_is_accepted(fields, shape):
+    raw = made(fields, shape)
+    for frame in (FRAME, SEALED_FRAME):
+        found = dict(zip(NAMES, FORM.unpack_from(raw), strict=True))
+        expected = {
+            "magic": frames.MAGIC,
+            "version": frames.VERSION,
+            "header_bytes": HEADER_BYTES,
+            "payload_bytes": frame.payload_bytes,
+            "namespace": frame.digest,
+            "key": KEY,
+            "codec": frame.codec.encode().ljust(16, b"\0"),
+            "layout_bytes": len(LAYOUT_JSON),
+        }
+        fits = expected.items() <= found.items()
+        fits &= raw[FORM.size : FORM.size + len(LAYOUT_JSON)] == LAYOUT_JSON
+        assert (verdict(lambda frame=frame: frame.check(raw, KEY)) is not None) == fits
+
+
+@st.composite
+def damaged(draw, whole=FRAMED):
+    """The right bytes, or nearly: cut, lengthened, flipped, moved."""
+    raw = bytearray(whole)
+    for how in draw(st.lists(st.sampled_from("cefm"), max_size=3)):
+        at = draw(st.integers(0, max(0, len(raw) - 1)))
+        if how == "c":
+            del raw[at:]
+        elif how == "e":
+            raw += draw(st.binary(max_size=40))
+        elif how == "f" and raw:
+            raw[at] ^= draw(st.integers(1, 255))
+        else:
+            raw[at:at] = draw(st.binary(max_size=3))
+    return bytes(raw)
+
+
+@MANY
+@given(damaged(), st.lists(st.integers(0, 1500), max_size=30), st.data())
+def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
+    around = bytearray(b"\x11" * (len(PAYLOAD) + 64))
+    out = memoryview(around)[32:-32]
+    told = Told(out, raw[HEADER_BYTES:][: len(PAYLOAD)])
+    block = Incoming(FRAME, KEY, out, told)
+
+    def fill():
+        rest = memoryview(raw)
+        for size in [*cuts, len(raw)]:
+            piece, rest = rest[:size], rest[size:]
+            if data.draw(st.booleans()):
+                block.feed(piece)
+                continue
+            before = len(piece)
+            for view in block.room(len(piece)):  # as `readv` would
+                taken = min(len(view), len(piece))
+                view[:taken] = piece[:taken]
+                piece = piece[taken:]
+            block.advance(before - len(piece))
+            block.feed(piece)  # what there was no room for
+        block.finish()
+        return True
+
+    assert (verdict(fill) is not None) == (raw == FRAMED)
+    if raw == FRAMED:
+        assert around[32:-32] == PAYLOAD
+        assert told.counts[-1] == len(PAYLOAD)
+    assert around[:32] == around[-32:] == b"\x11" * 32
+    assert told.wrong == []
+    assert told.counts == [0, *sorted(told.counts[1:])]
+    assert 0 not in told.counts[1:], "it came once"
+    if verdict(lambda: FRAME.check(raw[:HEADER_BYTES], KEY)) is None:
+        assert told.counts == [0]
+
+
+SEALER = Sealer(bytes(32), SEALED_FRAME.digest)
+SEALED = bytearray(len(PAYLOAD) + SEALED_BYTES)
+SEALER.seal(KEY, memoryview(PAYLOAD), memoryview(SEALED))
+
+
+@MANY
+@given(damaged(SEALED))
+def test_only_what_was_sealed_is_opened(raw):
+    out = bytearray(len(PAYLOAD))
+    raw = raw[: len(SEALED)].ljust(len(SEALED), b"\0")  # the inner store sees to the length
+
+    def opened():
+        SEALER.open(KEY, memoryview(raw), memoryview(out))
+        return True
+
+    assert (verdict(opened) is not None) == (raw == SEALED)
+    if raw == SEALED:
+        assert out == PAYLOAD

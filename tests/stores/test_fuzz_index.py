@@ -1,0 +1,245 @@
+"""A hostile index beside good blocks: what is read stays right, nothing hangs, and no other file is
+touched. Writing may rest; where the index is plainly not ours it is made anew."""
+
+import asyncio
+import sqlite3
+import time
+from contextlib import closing, suppress
+
+import pytest
+from filestore import A, B, put_a, read_a, with_store
+from hostile import (
+    anything,
+    changes_of_bytes,
+    folder_with_blocks,
+    patched_wait,
+    put_in_place,
+    rewrite,
+    use,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.file import database
+from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.schema import APPLICATION_ID, PREPARE, SCHEMA_VERSION
+from sglang_cake.testing.store_contract import block_of, key_of
+
+FEW = settings(
+    deadline=None,
+    max_examples=max(1, settings.default.max_examples * 3 // 10),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+FILES = st.sampled_from(["index.db", "index.db-wal", "index.db-shm", "index.lock"])
+
+
+@FEW
+@given(st.lists(st.tuples(FILES, anything | changes_of_bytes()), min_size=1, max_size=3))
+def test_hostile_index_files(damages):
+    def damage(root, outside):
+        for name, what in damages:
+            path = root / name
+            if callable(what):
+                rewrite(path, what)
+            else:
+                put_in_place(path, outside, what)
+
+    with folder_with_blocks(damage) as root:
+        use(root)
+
+
+VALUES = st.sampled_from(
+    ["NULL", "''", "'text'", "x''", "x'00'", "-1", "9e999", "9223372036854775807", "1.5"]
+)
+CHANGES = st.one_of(
+    st.tuples(
+        st.sampled_from(["key", "state", "stored_bytes", "owner", "created_s", "used_s", "uses"]),
+        VALUES,
+    ).map(lambda change: "UPDATE blocks SET {} = {} WHERE id = 2".format(*change)),
+    st.tuples(st.sampled_from(["digest", "blocks", "used_bytes", "own_bytes"]), VALUES).map(
+        lambda change: "UPDATE OR IGNORE namespaces SET {} = {}".format(*change)
+    ),
+    st.just("DELETE FROM namespaces"),
+    VALUES.map(lambda value: f"INSERT INTO agreed VALUES (coalesce({value}, 0))"),
+    VALUES.map(lambda value: f"UPDATE agreed SET boot = coalesce({value}, 0)"),
+)
+
+
+@FEW
+@given(st.lists(CHANGES, min_size=1, max_size=3))
+def test_hostile_rows(changes):
+    def damage(root, outside):
+        with closing(sqlite3.connect(root / "index.db")) as index, index:
+            for change in changes:
+                with suppress(sqlite3.IntegrityError):
+                    index.execute(change)
+
+    with folder_with_blocks(damage) as root:
+        use(root)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+FOREIGN = {
+    "another program's": "CREATE TABLE blocks (name TEXT); INSERT INTO blocks VALUES ('theirs')",
+    "another program's, of our version": (
+        f"CREATE TABLE notes (t TEXT); PRAGMA user_version = {SCHEMA_VERSION}"
+    ),
+    "another program's, of an earlier version": (
+        "CREATE TABLE notes (t TEXT); PRAGMA user_version = 1"
+    ),
+    "a later version": (
+        f"PRAGMA application_id = {APPLICATION_ID}; CREATE TABLE blocks (key BLOB);"
+        f"PRAGMA user_version = {SCHEMA_VERSION + 1}"
+    ),
+    "a view that never ends": (
+        f"CREATE VIEW blocks AS {ENDLESS}; PRAGMA user_version = {SCHEMA_VERSION}"
+    ),
+}
+
+
+@pytest.mark.parametrize("script", FOREIGN)
+def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, script, caplog):
+    with_store(tmp_path, put_a)
+    index = tmp_path / "index.db"
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+    with closing(sqlite3.connect(index)) as made:
+        made.executescript(FOREIGN[script])
+    before = index.read_bytes()
+
+    async def test(store):
+        assert await store.contains([A, B]) == [True, False]
+        assert await read_a(store) == block_of("a")
+        with pytest.raises(StoreUnavailable):
+            await store.put(B, block_of("b"))
+
+    with patched_wait():
+        with_store(tmp_path, test)
+    assert index.read_bytes() == before
+    assert f"{index} " in caplog.text
+    assert "remove it" in caplog.text
+
+
+def test_an_index_is_made_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "index.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
+        with pytest.raises(sqlite3.Error):
+            BlockIndex(path)
+    with closing(sqlite3.connect(path)) as found:
+        assert found.execute("SELECT name FROM sqlite_schema").fetchall() == []
+    BlockIndex(path).close()
+
+
+DAMAGE = {
+    "a schema that is no text, so that SQLite's message is none": b"CREATE TABLE blocks",
+    "a comment in the schema that is no text": b"never used again",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE)
+def test_a_schema_that_is_no_text(tmp_path, text, caplog):
+    with_store(tmp_path, put_a)
+    rewrite(
+        tmp_path / "index.db", lambda bytes_: bytes_.replace(text, text[:2] + b"\xdc" + text[3:])
+    )
+    is_made_anew(tmp_path, caplog)
+
+
+def is_made_anew(tmp_path, caplog):
+    async def test(store):
+        assert await read_a(store) == block_of("a")
+        await store.put(B, block_of("b"))
+        assert await store.contains([A, B]) == [True, True]
+
+    with_store(tmp_path, test)
+    assert "beginning anew" in caplog.text
+
+
+OURS_BUT_FOR = {
+    "a trigger of its own": f"CREATE TRIGGER t DELETE ON blocks BEGIN {ENDLESS}; END",
+    "the version": f"PRAGMA user_version = {SCHEMA_VERSION + 256}",
+    "the application id": f"PRAGMA application_id = {APPLICATION_ID + 256}",
+}
+
+
+@pytest.mark.parametrize("script", OURS_BUT_FOR.values(), ids=OURS_BUT_FOR)
+def test_an_index_that_is_ours_but_for_one_mark_is_made_anew(tmp_path, script, caplog):
+    with_store(tmp_path, put_a)
+    with closing(sqlite3.connect(tmp_path / "index.db")) as index:
+        index.executescript(script)
+    is_made_anew(tmp_path, caplog)
+
+
+@FEW
+@given(st.integers(0, 4095), st.integers(0, 7))
+def test_one_flipped_bit_in_the_first_page_never_ends_writing(at, bit):
+    def damage(root, outside):
+        def flip(raw):
+            return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+
+        rewrite(root / "index.db", flip)
+
+    with folder_with_blocks(damage) as root:
+        with_store(root, lambda store: store.put(key_of("new"), block_of("new")))
+
+
+def test_text_in_a_row_that_is_no_text(tmp_path):
+    async def test(store):
+        await put_a(store)
+        with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+            index.execute("UPDATE blocks SET workload = CAST(x'dcdc' AS TEXT)")
+            index.execute("UPDATE agreed SET boot = CAST(x'dcdc' AS TEXT)")
+
+    with_store(tmp_path, test)
+
+    async def again(store):
+        assert await read_a(store) == block_of("a")
+        await store.put(B, block_of("b"))
+        assert await store.contains([A, B]) == [True, True]
+
+    with_store(tmp_path, again)
+
+
+def test_damage_that_shows_while_the_index_is_used_makes_it_anew(tmp_path):
+    async def test(store):
+        await put_a(store)
+        with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+            index.execute("UPDATE blocks SET uses = 'often'")
+        until_s = time.monotonic() + 60
+        while True:
+            try:
+                await store.put(B, block_of("b"))
+                if [block.key async for block in store.list_blocks()] == [A, B]:
+                    break
+            except StoreUnavailable:
+                pass
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.05)
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["index.db", "index.lock"])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_index_that_is_a_link_is_not_followed(tmp_path, name, there):
+    root, target = tmp_path / "kv", tmp_path / "elsewhere"
+    with_store(root, put_a)
+    if there:
+        (root / name).rename(target)
+    for path in root.glob("index.*"):
+        path.unlink()
+    (root / name).symlink_to(target)
+    before = target.read_bytes() if there else None
+
+    async def test(store):
+        assert await read_a(store) == block_of("a")
+        with pytest.raises(StoreUnavailable):
+            await store.put(B, block_of("b"))
+
+    with patched_wait():
+        with_store(root, test)
+    assert target.exists() == there
+    assert there is False or target.read_bytes() == before

@@ -1,0 +1,88 @@
+"""A disk that never answers again: what does not need it goes on, and the process can end."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from sglang_cake.stores.threads import DaemonPool
+
+HANGS = """
+import asyncio, os, sys, threading
+from pathlib import Path
+sys.path[:0] = {path!r}
+from filestore import A, opened, put_a, read_a
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.stores.file import file_store as stores, index_supervisor
+
+index_supervisor.CLOSE_S = stores.CLOSE_S = 0.1
+store = opened(Path({root!r}), threads=2)
+io = IoThread()
+io.run(put_a(store), 60)
+hangs = threading.Event()
+
+def preadv(*args):
+    hangs.set()
+    threading.Event().wait()
+
+os.preadv = preadv
+reading = asyncio.run_coroutine_threadsafe(read_a(store), io.loop)
+assert hangs.wait(60)
+assert io.run(store.contains([A]), 60) == [True]
+if sys.argv[1] == "closed":
+    io.run(store.close(), 60)
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_a_process_ends_though_a_read_never_does(tmp_path, how):
+    program = HANGS.format(path=sys.path, root=str(tmp_path))
+    ended = subprocess.run(
+        [sys.executable, "-c", program, how], capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
+
+
+def test_a_pool_runs_no_more_at_once_than_it_may_and_reuses_its_threads():
+    pool, go, both = DaemonPool(2, "test"), threading.Event(), threading.Barrier(3)
+
+    def work():
+        both.wait(60)
+        go.wait(60)
+        return threading.current_thread().name
+
+    first = [pool.submit(work) for _ in range(2)]
+    both.wait(60)
+    third = pool.submit(lambda: threading.current_thread().name)
+    assert not third.done()
+    go.set()
+    names = {one.result(60) for one in first}
+    assert names == {"test_0", "test_1"}
+    assert third.result(60) in names
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 / 0).result(60)
+    pool.shutdown()
+    with pytest.raises(RuntimeError):
+        pool.submit(work)
+
+
+def test_what_waits_in_a_pool_is_given_up_when_it_is_shut_down_so():
+    pool, go, begun = DaemonPool(1, "test"), threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        go.wait(60)
+
+    running, waiting = pool.submit(work), pool.submit(work)
+    assert begun.wait(60)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert waiting.cancelled()
+    assert not pool.join(0.0)
+    go.set()
+    pool.shutdown()
+    assert running.result(60) is None
+    with pytest.raises(CancelledError):
+        waiting.result(0)

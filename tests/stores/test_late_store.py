@@ -1,0 +1,113 @@
+"""Opening: a tier that cannot be opened yet, and one that must not be."""
+
+import asyncio
+import threading
+
+import pytest
+
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.tiers.lazy_store import LazyStore
+from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
+
+
+class Source:
+    """Opens as the test says."""
+
+    def __init__(self, error=None):
+        self.error, self.asked, self.stores = error, 0, []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def check(self):
+        pass
+
+    def open(self, frame, *, depth):
+        self.asked += 1
+        assert self.gate.wait(60)
+        if self.error is not None:
+            raise self.error
+        self.stores.append(MemoryStore())
+        return self.stores[-1]
+
+    async def namespaces(self):
+        return []
+
+
+class TestLateStore(StoreContract):
+    def open(self, folder):
+        return LazyStore(Source(), self.frame, depth=1)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("not mounted"), ConfigError("of another")])
+def test_it_is_unavailable_until_it_can_be_opened(error):
+    async def main():
+        source = Source(error)
+        store = LazyStore(source, FRAME, depth=1)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match=str(error)):
+                await store.put(key_of("a"), block_of("a"))
+        source.error = None
+        assert await store.put(key_of("a"), block_of("a"))
+        assert await read(store, key_of("a")) == block_of("a")
+        assert source.asked == 3
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_callers_at_once_open_it_once():
+    async def main():
+        source = Source()
+        store = LazyStore(source, FRAME, depth=1)
+        assert await asyncio.gather(*(store.contains([]) for _ in range(5))) == [[]] * 5
+        assert source.asked == 1
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_gives_up_leaves_no_store_open():
+    async def main():
+        source = Source()
+        source.gate.clear()
+        store = LazyStore(source, FRAME, depth=1)
+        call = asyncio.create_task(store.contains([]))
+        while not source.asked:  # noqa: ASYNC110 - it is a thread that asks
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(0)
+        source.gate.set()
+        await closing
+        (opened,) = source.stores
+        with pytest.raises(StoreUnavailable):
+            await opened.contains([])
+        with pytest.raises(StoreUnavailable):
+            await store.contains([])
+        assert source.asked == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("inside_a_loop", [False, True])
+def test_when_one_tier_is_refused_those_opened_before_are_closed(inside_a_loop):
+    first = Source()
+
+    def open_both():
+        with pytest.raises(ConfigError):
+            open_store([first, Source(ConfigError("of another namespace"))], FRAME, depth=1)
+
+    async def main():
+        open_both()
+
+    if inside_a_loop:
+        asyncio.run(main())
+    else:
+        open_both()
+    (opened,) = first.stores
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(opened.contains([]))

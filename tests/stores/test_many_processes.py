@@ -1,0 +1,265 @@
+"""Several processes on one folder: whose booking is whose, who lives, and who makes the room."""
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+
+import pytest
+from filestore import until_room_is_made
+from test_capacity import (
+    CAPACITY_BYTES,
+    DIGEST,
+    STORED_BYTES,
+    du_bytes,
+    files_below,
+    get,
+    opened,
+    put,
+    there,
+)
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.eviction import Usage
+from sglang_cake.stores.file.disk_usage import Amount, FreeSpace
+from sglang_cake.stores.file.scan import STALE_S
+from sglang_cake.testing.store_contract import key_of
+
+NOW = threading.Event()  # never set: nothing is given up
+
+
+def until(is_so):
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def exchange_index(root):
+    """As a process does that has found damage; others have not heard of it yet."""
+    for path in root.glob("index.db*"):
+        path.unlink()
+    with contextlib.closing(opened(root)) as other:
+        return other.stats()
+
+
+# ---- the index is exchanged under a writer ----
+
+
+def test_a_file_whose_booking_went_with_the_index_is_not_left_behind(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+
+        def put_mine():
+            with begun(folder, "mine") as file:
+                exchange_index(tmp_path)
+                file.commit(NOW)
+
+        with pytest.raises(StoreUnavailable):
+            put_mine()
+        until(lambda: is_open(folder))
+        assert put(folder, "later")
+        blocks = [path for path in files_below(tmp_path) if path.name != "namespace.json"]
+        assert [path.name for path in blocks] == [key_of("later").hex()]
+        assert folder.stats().blocks == 1
+
+
+@contextlib.contextmanager
+def begun(folder, name):
+    with folder.writing(DIGEST, key_of(name), STORED_BYTES) as file:
+        file.append([memoryview(b"x" * STORED_BYTES)], NOW)
+        yield file
+
+
+def is_open(folder):
+    try:
+        return folder.stats().blocks is not None
+    except StoreUnavailable:
+        return False
+
+
+@pytest.mark.parametrize("ends", ["committed", "given up"])
+def test_a_booking_of_an_index_that_is_gone_touches_nobody_elses(tmp_path, ends):
+    """Its number may be another block's by now."""
+    with contextlib.closing(opened(tmp_path)) as folder:
+        with folder._books.open() as index:
+            booking = index.reserve(DIGEST, 0, key_of("mine"), usage(), None).booking
+        for path in tmp_path.glob("index.db*"):
+            path.unlink()
+        with contextlib.closing(opened(tmp_path)) as other:
+            put(other, "theirs")
+            with other._books.open() as anew:
+                (theirs,) = anew.stored(0, 10)
+                assert theirs.id == booking.id
+                if ends == "committed":
+                    assert anew.settle(booking, 1) is None
+                else:
+                    anew.drop(booking)
+                assert anew.stored(0, 10) == [theirs]
+
+
+def usage():
+    return Usage(STORED_BYTES, time.time(), time.time(), 0, 1)
+
+
+def test_a_file_that_the_new_index_has_found_is_stored(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        put(folder, "mine")
+        with folder._books.open() as index:
+            (booked,) = index.stored(0, 10)
+            moved = booked._replace(id=booked.id + 7)
+            assert index.settle(moved, STORED_BYTES) == booked.id
+
+
+# ---- a writer that takes long ----
+
+
+def begun_long_ago(root):
+    with contextlib.closing(sqlite3.connect(root / "index.db")) as index, index:
+        index.execute("UPDATE blocks SET created_s = created_s - ?", (2 * STALE_S,))
+
+
+def test_a_writer_that_lives_and_writes_is_not_taken_for_dead_however_long_it_takes(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        with begun(folder, "slow") as file:
+            begun_long_ago(tmp_path)
+            with folder._books.open() as index:
+                folder._books._reclaim(index)
+            assert folder.stats().blocks == 1
+            file.commit(NOW)
+        assert there(folder, ["slow"]) == ["slow"]
+
+
+def test_a_writer_that_is_silent_for_an_hour_is_taken_for_dead(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+
+        def put_slowly():
+            with begun(folder, "slow") as file:
+                begun_long_ago(tmp_path)
+                (written,) = tmp_path.rglob(".tmp-*")
+                os.utime(written, (1e9, 1e9))
+                with folder._books.open() as index:
+                    folder._books._reclaim(index)
+                file.commit(NOW)
+
+        with pytest.raises(StoreUnavailable):
+            put_slowly()
+        assert folder.stats().blocks == 0
+
+
+# ---- one process keeps the order ----
+
+
+def test_one_process_keeps_the_order_and_another_takes_over_when_it_ends(tmp_path):
+    one, two = opened(tmp_path, capacity_bytes=None), opened(tmp_path, capacity_bytes=None)
+    for name in range(20):
+        put(two, name)
+    with one._books.open() as index:
+        until(lambda: one._room.learn(index, time.sleep) and len(one._room._policy) == 20)
+    assert len(two._room._policy) == 0
+    one.close()
+    until(lambda: len(two._room._policy) == 20)
+    two.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
+def test_a_process_without_the_order_makes_the_room_that_it_needs(tmp_path, policy):
+    lead = os.open(tmp_path / "index.evict", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lead, fcntl.LOCK_EX)  # as a process that hangs
+    with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
+        for name in range(150):
+            assert put(folder, name)
+            assert du_bytes(tmp_path) <= CAPACITY_BYTES
+        left = there(folder, range(150))
+        if policy == "lru":  # it looks at all blocks, as long as there are few
+            assert left == list(range(150 - len(left), 150))
+        get(folder, left[0])
+        assert len(folder._room._policy) == 0
+    os.close(lead)
+
+
+# ---- free space ----
+
+
+class Disk:
+    """What a file system says of itself."""
+
+    f_frsize = 1
+    f_blocks, f_files = 10**12, 10**6
+
+    def __init__(self):
+        self.f_bavail, self.f_favail = 10**12, 10**6
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    it = Disk()
+    monkeypatch.setattr(os, "statvfs", lambda folder: it)
+    return it
+
+
+def test_room_is_given_back_though_nothing_is_put(tmp_path, disk):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000)) as folder:
+        for name in range(10):
+            put(folder, name)
+        disk.f_bavail = 1000 - 3 * STORED_BYTES + 1  # others fill the disk
+        until(lambda: folder.stats().blocks == 7)
+        disk.f_bavail = 1000
+        until_room_is_made(folder)
+        assert there(folder, range(10)) == list(range(3, 10))
+
+
+def test_of_many_processes_one_gives_room_back(tmp_path, disk):
+    with contextlib.ExitStack() as held:
+        folders = [
+            held.enter_context(
+                contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000))
+            )
+            for _ in range(4)
+        ]
+        for name in range(10):
+            put(folders[0], name)
+        freed = threading.Event()
+        make = type(folders[0]._room).make
+
+        def once(room, index, wanted):
+            if freed.is_set():
+                return Amount()
+            amount = make(room, index, wanted)
+            disk.f_bavail = 1000
+            freed.set()
+            return amount
+
+        for folder in folders:
+            folder._room.make = once.__get__(folder._room)
+        disk.f_bavail = 1000 - 2 * STORED_BYTES + 1
+        assert freed.wait(60)
+        assert folders[0].stats().blocks == 8
+        assert [folder._room.leads for folder in folders] == [True, False, False, False]
+
+
+def test_a_share_of_the_inodes_stays_free_as_of_the_bytes(tmp_path, disk):
+    now_s = 0.0
+    space = FreeSpace(tmp_path, disk.f_blocks // 100, clock=lambda: now_s)
+    disk.f_favail = disk.f_files // 100 + 4
+    assert space.take(1000) == Amount()
+    assert space.take(1000) == Amount(0, 2)
+    space.freed(Amount(0, 2))
+    assert space.take(1000) == Amount()
+    now_s, disk.f_favail = 10.0, 0
+    assert space.missing() == Amount(0, disk.f_files // 100)
+    disk.f_files = 0  # as btrfs, which has no fixed number
+    now_s = 20.0
+    assert space.missing() == Amount()
+
+
+def test_blocks_make_way_where_inodes_run_out(tmp_path, disk):
+    with contextlib.closing(
+        opened(tmp_path, capacity_bytes=None, min_free_bytes=disk.f_blocks // 100)
+    ) as folder:
+        for name in range(10):
+            put(folder, name)
+        disk.f_favail = disk.f_files // 100 - 3
+        until(lambda: folder.stats().blocks == 7)
+        disk.f_favail = disk.f_files

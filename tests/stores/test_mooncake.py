@@ -1,0 +1,475 @@
+"""The Mooncake store against a real master and real clients, each a process of its own."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+try:
+    import mooncake.store
+except (ImportError, OSError) as error:
+    pytest.skip(f"Mooncake cannot be loaded: {error}", allow_module_level=True)
+
+from mooncake_process import FRAME as LARGE_FRAME
+from mooncake_process import LAYOUT as LARGE
+from mooncake_process import Client, Master, free_ports, how_it_ends
+from storetools import write_key_file
+
+from sglang_cake.cli import main
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    ConfigError,
+    StoreFull,
+    StoreUnavailable,
+)
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.stores.mooncake import mooncake_store as store_module
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import (
+    FRAME,
+    NAMESPACE,
+    StoreContract,
+    Told,
+    block_of,
+    key_of,
+    read,
+)
+
+A, B = key_of("a"), key_of("b")
+HEAL_S = 120  # bound for what needs seconds
+# The library is not ours: should it hang, this test fails and not the whole run.
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def master():
+    master = Master(free_ports(2))
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def own_master():
+    master = Master(free_ports(2))
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def patient_master():
+    """Believes in a client that hangs for longer than a test of it takes."""
+    master = Master(free_ports(2), client_ttl_s=15)
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def clients():
+    started = []
+    yield lambda *args: started.append(Client(*args)) or started[-1]
+    for client in started:
+        client.kill()
+
+
+def with_store(store, test):
+    async def main():
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def ends(store, name):
+    return how_it_ends(store, key_of(name), block_of(name, LARGE))
+
+
+def name_of(key, frame=FRAME):
+    return f"{frame.digest.hex()}/{key.hex()}"
+
+
+def raw_client(master):
+    """What wrote before us may have been anything."""
+    client = mooncake.store.MooncakeDistributedStore()
+    address = f"127.0.0.1:{master.ports[0]}"
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 2**26, 2**24, "tcp", "", address) == 0
+    return client
+
+
+class Shared:
+    """One store for many tests, emptied before each: leaving Mooncake takes it two seconds."""
+
+    def __init__(self, master, options=""):
+        self.master, self.store, self.options = master, None, options
+        self.frame = FRAME
+        self.cleaner = raw_client(master)
+        self.runner = asyncio.Runner()
+
+    def run(self, test, frame=FRAME):
+        if self.store is not None and frame != self.frame:
+            self.close()
+        if self.store is None:
+            self.store, self.frame = self.master.open(frame, options=self.options), frame
+        self.cleaner.remove_all(True)
+        self.runner.run(test(self.store))
+
+    def close(self):
+        self.runner.run(self.store.close())
+        self.store = None
+
+
+@pytest.fixture(scope="module")
+def shared(master):
+    shared = Shared(master)
+    yield shared
+    shared.close()
+    shared.cleaner.close()
+
+
+@pytest.fixture(scope="module")
+def sealed(master, tmp_path_factory):
+    key_file = write_key_file(tmp_path_factory.mktemp("key"))
+    shared = Shared(master, f"&key_file={key_file}")
+    yield shared
+    shared.close()
+    shared.cleaner.close()
+
+
+class TestMooncakeStore(StoreContract):
+    can_list = False
+
+    @pytest.fixture(autouse=True)
+    def served(self, shared):
+        self.shared = shared
+
+    def run(self, folder, test):
+        self.shared.run(test, self.frame)
+
+    def test_a_closed_store_is_unavailable(self, tmp_path):
+        try:
+            super().test_a_closed_store_is_unavailable(tmp_path)
+        finally:
+            self.shared.close()
+            self.shared.run(lambda store: store.contains([]))
+
+
+class TestSealedMooncakeStore(TestMooncakeStore):
+    """With `key_file=`: encrypted before they leave this process."""
+
+    tells_progress = False
+
+    @pytest.fixture(autouse=True)
+    def served(self, sealed):
+        self.shared = sealed
+
+
+def test_what_has_come_is_told_piece_by_piece(shared):
+    layout = BlockLayout(1, (("kv", (4 * store_module.PIECE_BYTES,)),), "uint8", 1)
+
+    async def test(store):
+        data, out = block_of("a", layout), bytearray(layout.block_bytes)
+        await store.put(A, data)
+        told = Told(out, data)
+        await store.get_into(A, memoryview(out), told)
+        assert told.wrong == []
+        assert told.grew
+        assert len(told.counts) >= 4
+        assert told.counts[-1] == layout.block_bytes
+
+    shared.run(test, BlockFrame(NAMESPACE, layout))
+
+
+DAMAGE = {
+    "a flipped bit": lambda raw: raw[:5000] + bytes([raw[5000] ^ 1]) + raw[5001:],
+    "cut off": lambda raw: raw[:-1],
+    "too long": lambda raw: raw + b"\0",
+    "zeros": lambda raw: bytes(len(raw)),
+    "another block": lambda raw: FRAME.header(B, block_of("b")) + bytes(block_of("b")),
+}
+
+
+def test_wrong_bytes_are_noticed_removed_and_replaced(master):
+    raw = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
+    client = raw_client(master)
+
+    async def test(store):
+        for damage in DAMAGE.values():
+            assert client.put(name_of(A), damage(raw)) == 0
+            with pytest.raises(BlockCorrupt):
+                await read(store, A)
+            with pytest.raises(BlockMissing):
+                await read(store, A)
+            assert await store.put(A, block_of("a")) is True
+            assert await read(store, A) == block_of("a")
+            assert client.get(name_of(A)) == raw
+            await store.delete(A)
+
+    with_store(master.open(FRAME), test)
+    client.close()
+
+
+def test_a_full_store_says_so_and_goes_on_reading(own_master, monkeypatch):
+    monkeypatch.setattr(store_module, "PATIENCE_S", 60.0)  # also for the last one in the queue
+
+    async def test(store):
+        data, names = block_of("large", LARGE), range(600)  # 150 MiB into 16 MiB
+        puts = await asyncio.gather(
+            *(store.put(key_of(name), data) for name in names), return_exceptions=True
+        )
+        assert {type(answer) for answer in puts} == {bool, StoreFull}
+        reads = [await how_it_ends(store, key_of(name), data) for name in names]
+        assert set(reads) <= {"right", "BlockMissing"}
+
+    with_store(own_master.open(LARGE_FRAME, segment="16MiB", depth=2), test)
+
+
+def test_what_one_process_puts_another_reads_until_it_is_killed(own_master, clients):
+    writer = clients(own_master)
+    reader = clients(own_master, "0")
+    assert writer.ask("put 12") == ["True"] * 12
+    assert writer.ask("put 12") == ["False"] * 12
+    assert reader.ask("read 12") == ["right"] * 12
+    writer.kill()
+    assert set(reader.ask("read 12")) <= {"BlockMissing", "StoreUnavailable"}
+    until_s = time.monotonic() + HEAL_S
+    while reader.ask("read 12") != ["BlockMissing"] * 12:  # once the master has noticed
+        assert time.monotonic() < until_s
+    assert clients(own_master).ask("put 12") == ["True"] * 12
+    assert reader.ask("read 12") == ["right"] * 12
+
+
+def test_killed_while_it_serves_no_read_hangs_or_lies(own_master, clients):
+    writer = clients(own_master)
+    assert writer.ask("put 40") == ["True"] * 40
+
+    async def test(store):
+        right = 0
+
+        async def read_until_it_fails(name):
+            nonlocal right
+            while (end := await ends(store, name % 40)) == "right":
+                right, name = right + 1, name + 1
+            return end
+
+        readers = [asyncio.create_task(read_until_it_fails(10 * n)) for n in range(4)]
+        while right < 40:  # all are well under way
+            await asyncio.wait(readers, timeout=0.01)
+        writer.kill()
+        assert set(await asyncio.gather(*readers)) <= {"BlockMissing", "StoreUnavailable"}
+
+    with_store(own_master.open(LARGE_FRAME, segment="0"), test)
+
+
+def test_a_peer_that_hangs_is_given_up_and_the_loop_runs_on(patient_master, clients, monkeypatch):
+    monkeypatch.setattr(store_module, "PATIENCE_S", 60.0)  # to join and to read once
+    writer = clients(patient_master)
+    assert writer.ask("put 4") == ["True"] * 4
+
+    async def test(store):
+        assert await ends(store, 0) == "right"
+        store._reads._patience_s = 1.0
+        writer.signal(signal.SIGSTOP)
+        out = bytearray(LARGE.block_bytes)
+        hanging = asyncio.create_task(store.get_into(key_of(1), memoryview(out)))
+        ticks = 0
+        while not hanging.done():  # the library lets go of the GIL, or this would not get far
+            await asyncio.sleep(0.01)
+            ticks += 1
+        with pytest.raises(StoreUnavailable, match="no answer within 1 s"):
+            await hanging
+        assert ticks > 3
+        store._reads._patience_s = 60.0  # it is to be cancelled, not late
+        cancelled = asyncio.create_task(store.get_into(key_of(2), memoryview(out)))
+        while store._slots._free.qsize() > 2:  # noqa: ASYNC110 - until its thread has begun
+            await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.wait((cancelled,))
+        assert cancelled.cancelled()
+        store._reads._patience_s = 1.0
+        # Both threads hang: soon no further call waits for them, and other things go on.
+        # The first one may wait until the second thread is late as well.
+        for said in ("no answer within 1 s|2 calls wait", "2 calls wait"):
+            with pytest.raises(StoreUnavailable, match=said):
+                await read(store, key_of(3), LARGE)
+        assert await store.contains([key_of("never")]) == [False]
+        writer.kill()  # lets the threads go
+        until_s = time.monotonic() + HEAL_S
+        while await ends(store, 1) != "BlockMissing":
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.05)
+        assert not any(out), "written after the call had returned"
+
+    with_store(patient_master.open(LARGE_FRAME, segment="0", depth=2), test)
+
+
+def test_a_master_that_is_killed_is_unavailable_and_used_again_when_it_is_back(own_master):
+    async def test(store):
+        await store.put(A, block_of("a", LARGE))
+        own_master.kill()
+        calls = (
+            store.contains([A]),
+            read(store, A, LARGE),
+            store.put(B, block_of("b", LARGE)),
+            store.delete(A),
+        )
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {StoreUnavailable}
+        own_master.__init__(own_master.ports)
+        until_s = time.monotonic() + HEAL_S
+        while True:
+            assert time.monotonic() < until_s
+            try:
+                await store.put(A, block_of("a", LARGE))
+                assert await read(store, A, LARGE) == block_of("a", LARGE)
+                return
+            except (StoreUnavailable, StoreFull):  # full: without the segment it lends
+                await asyncio.sleep(0.1)
+
+    with_store(own_master.open(LARGE_FRAME), test)
+
+
+def test_a_master_that_is_down_is_unavailable_until_it_comes(monkeypatch):
+    monkeypatch.setattr(store_module, "RETRY_S", 0.0)
+    ports = free_ports(2)
+    (source,) = parse_sources(f"mooncake://127.0.0.1:{ports[0]}?segment=64MB")
+    source.check()
+
+    async def test(store):
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match=f"master at 127.0.0.1:{ports[0]}"):
+                await store.contains([A])
+        master = Master(ports)
+        try:
+            assert await store.put(A, block_of("a")) is True
+            assert await read(store, A) == block_of("a")
+            await store.close()
+        finally:
+            master.kill()
+
+    with_store(source.open(FRAME, depth=1), test)
+
+
+def test_a_cancelled_call_never_touches_its_memory_again(master):
+    async def test(store):
+        data = block_of("large", LARGE)
+        await store.put(A, data)
+        for turns in range(12):
+            key, out, given = key_of(turns), bytearray(LARGE.block_bytes), bytearray(data)
+            calls = [
+                asyncio.create_task(store.get_into(A, memoryview(out))),
+                asyncio.create_task(store.put(key, memoryview(given))),
+            ]
+            await asyncio.sleep(turns * 0.0002)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            out[:], given[:] = bytes(len(out)), bytes(len(given))
+            assert await read(store, A, LARGE) == data
+            assert await how_it_is(store, key) in (data, None)
+            assert not any(out)
+
+    async def how_it_is(store, key):
+        try:
+            return await read(store, key, LARGE)
+        except BlockMissing:
+            return None
+
+    with_store(master.open(LARGE_FRAME), test)
+
+
+def test_it_is_measured_though_it_cannot_list(master, capfd):
+    command = ["store", "bench", master.url(), "--sizes", "64KiB", "--depths", "1,4"]
+    assert main([*command, "--bytes", "512KiB", "--json"]) == 0
+    runs = json.loads(capfd.readouterr().out.splitlines()[-1])["runs"]
+    assert [run["depth"] for run in runs] == [1, 4]
+    assert all(run["read_bytes_per_s"] > 0 for run in runs)
+
+
+def test_it_cannot_list_and_says_so(master):
+    async def test(store):
+        with pytest.raises(StoreUnavailable, match="cannot list"):
+            await anext(store.list_blocks())
+
+    with_store(master.open(FRAME), test)
+    (source,) = parse_sources(master.url())
+    with pytest.raises(StoreUnavailable, match="cannot list"):
+        asyncio.run(source.namespaces())
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (
+            "sys.modules['mooncake'] = None",
+            "needs mooncake-transfer-engine: pip install 'sglang-cake[mooncake]'",
+        ),
+        (
+            "import importlib.abc\n"
+            "class NoLibrary(importlib.abc.MetaPathFinder):\n"
+            "    def find_spec(self, name, path, target=None):\n"
+            "        if name == 'mooncake.store':\n"
+            "            raise ImportError('libibverbs.so.1: cannot open shared object file')\n"
+            "sys.meta_path.insert(0, NoLibrary())",
+            "Mooncake cannot be loaded (libibverbs.so.1: cannot open shared object file); "
+            "on Debian or Ubuntu: apt-get install libibverbs1 libnuma1",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_one_line(broken, said):
+    code = (
+        f"import sys\n{broken}\n"
+        "from sglang_cake.core.errors import ConfigError\n"
+        "from sglang_cake.stores.sources import parse_sources\n"
+        "try:\n"
+        "    parse_sources('mooncake://host:50051')\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"store URL 'mooncake://host:50051': {said}\n"
+
+
+def test_good_urls():
+    (source,) = parse_sources("mooncake://kv-master:50051")
+    place = source.place
+    assert (place.host, place.port, place.segment_bytes) == ("kv-master", 50051, 4 * 10**9)
+    assert (place.protocol, place.device, place.metadata) == ("tcp", "", "P2PHANDSHAKE")
+    assert place.local_hostname is None
+    (source,) = parse_sources(
+        "mooncake://[::1]:1?segment=0&protocol=rdma&device=mlx5_0%2Cmlx5_1"
+        "&local_hostname=10.0.0.7&metadata=http://10.0.0.1:8080/metadata"
+    )
+    place = source.place
+    assert (place.host, place.port, place.segment_bytes) == ("::1", 1, 0)
+    assert (place.protocol, place.device) == ("rdma", "mlx5_0,mlx5_1")
+    assert (place.local_hostname, place.metadata) == ("10.0.0.7", "http://10.0.0.1:8080/metadata")
+
+
+BAD_URLS = {
+    "mooncake://": "'' is not a master, write mooncake://host:50051",
+    "mooncake://host": "'host' is not a master",
+    "mooncake://host:0": "'host:0' is not a master",
+    "mooncake://host:65536": "'host:65536' is not a master",
+    "mooncake://host:50051/kv": "'host:50051/kv' is not a master",
+    "mooncake://host:50051?segment=4": "'segment': '4' is too little: lend at least 16MiB",
+    "mooncake://host:50051?segment=lots": "'segment': 'lots' is not a size",
+    "mooncake://host:50051?protocol=udp": "'protocol': 'udp' is not possible, allowed: tcp, rdma",
+    "mooncake://host:50051?metadata=here": "'metadata': 'here' is not possible",
+    "mooncake://host:50051?device=a b": "'device': 'a b' is not possible",
+    "mooncake://host:50051?capacity=1GB": "'capacity': unknown key",
+}
+
+
+@pytest.mark.parametrize("text", BAD_URLS)
+def test_bad_urls(text):
+    with pytest.raises(ConfigError) as error:
+        parse_sources(text)
+    assert BAD_URLS[text] in str(error.value)
+    assert "\n" not in str(error.value)

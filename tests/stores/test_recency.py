@@ -1,0 +1,183 @@
+"""Among the blocks of one request the last one goes first, whenever and in whatever order they were
+stored, before a restart and after it."""
+
+import contextlib
+
+import pytest
+from filestore import A, B, until_room_is_made
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
+
+from sglang_cake.stores.eviction.tenants import TenantRules
+from sglang_cake.stores.file.access_log import MOST_EXPECTED, READ_SOON_S, AccessLog
+from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.testing.store_contract import key_of
+
+BY_RECENCY = ["lru", "lfu", "arc", "workload", "cake-prefix"]
+
+
+def keys(prompt, blocks):
+    return [key_of((prompt, at)) for at in range(blocks)]
+
+
+def tell(folder, prompt, blocks):
+    folder.touched(DIGEST, keys(prompt, blocks), RequestFacts(prompt, 1000))
+
+
+def store(folder, prompt, blocks):
+    """As a server does: from the front."""
+    for at in range(blocks):
+        assert put(folder, (prompt, at))
+
+
+def left(folder, prompt, blocks):
+    return [at for _, at in there(folder, [(prompt, at) for at in range(blocks)])]
+
+
+def evict(folder, blocks):
+    assert folder.evict(blocks * STORED_BYTES) == blocks * STORED_BYTES
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("policy", BY_RECENCY)
+def test_of_a_prompt_that_was_just_stored_the_tail_goes_first(tmp_path, policy, reopened):
+    folder = opened(tmp_path, policy=policy)
+    tell(folder, "first", 4)
+    tell(folder, "second", 4)
+    store(folder, "second", 4)
+    store(folder, "first", 4)  # later, and yet the less recent request's
+    if reopened:
+        folder.close()
+        folder = opened(tmp_path, policy=policy)
+    with contextlib.closing(folder):
+        evict(folder, 2)
+        assert (left(folder, "first", 4), left(folder, "second", 4)) == ([0, 1], [0, 1, 2, 3])
+        evict(folder, 4)
+        assert (left(folder, "first", 4), left(folder, "second", 4)) == ([], [0, 1])
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("policy", BY_RECENCY)
+def test_a_prompt_that_is_used_again_still_goes_from_its_tail(tmp_path, policy, reopened):
+    folder = opened(tmp_path, policy=policy)
+    tell(folder, "one", 4)
+    store(folder, "one", 4)
+    folder.touched(DIGEST, keys("one", 4), RequestFacts("again", 1000))
+    for at in (3, 2, 1):  # what it loads; the head is computed
+        get(folder, ("one", at))
+    if reopened:
+        folder.close()
+        folder = opened(tmp_path, policy=policy)
+    with contextlib.closing(folder):
+        evict(folder, 1)
+        assert left(folder, "one", 4) == [0, 1, 2]
+        evict(folder, 2)
+        assert left(folder, "one", 4) == [0]
+
+
+def test_a_tenant_that_owes_gives_up_tails(tmp_path):
+    tenant_rules = TenantRules(quota_bytes=2 * STORED_BYTES)
+    with contextlib.closing(opened(tmp_path, tenant_rules=tenant_rules)) as folder:
+        tell(folder, "one", 4)
+        store(folder, "one", 4)
+        until_room_is_made(folder)
+        assert left(folder, "one", 4) == [0, 1]
+
+
+def test_what_was_generated_goes_before_the_prompt(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        tell(folder, "one", 2)
+        store(folder, "one", 2)
+        tell(folder, "one", 4)  # when it has ended
+        for at in (2, 3):
+            put(folder, ("one", at))
+        evict(folder, 2)
+        assert left(folder, "one", 4) == [0, 1]
+
+
+@settings(deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([-1.0, 0.0, 0.0, 1e-5, 2.0])), max_size=20
+    )
+)
+def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
+    touches, now_s, times = AccessLog(), 1.8e9, []
+    for number, (blocks, later_s) in enumerate(requests):
+        now_s += later_s  # clocks are also put back
+        news = touches.told(keys(number, blocks), RequestFacts(str(number), 10), now_s)
+        assert [told.context.position for told in news] == list(range(blocks - 1, -1, -1))
+        times += [told.at_s for told in news]
+    assert times == sorted(set(times))
+
+
+def test_a_clock_that_is_put_back_far_is_believed():
+    touches = AccessLog()
+    touches.told(keys(0, 3), RequestFacts("before", 10), 1.8e9)
+    (told,) = touches.told(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
+    assert told.at_s == 1.8e9 - 3600
+
+
+# ---- reads of blocks that were told of ----
+
+
+def waiting(folder):
+    """Reads and tellings that the books have not been told of, after all before were."""
+    return [(touch.key, touch.uses) for touch in folder._books._reads]
+
+
+def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monkeypatch):
+    now_s = 2e9
+    monkeypatch.setattr("time.time", lambda: now_s)
+    folder = opened(tmp_path)
+    put(folder, ("one", 0))
+    put(folder, ("other", 0))
+    folder._books.close()  # nobody writes down what is waiting
+    get(folder, ("one", 0))
+    assert waiting(folder) == [(keys("one", 1)[0], 1)]  # nobody tells anything: it is a use
+    tell(folder, "one", 1)
+    told = waiting(folder)
+    get(folder, ("one", 0))
+    assert waiting(folder) == told
+    get(folder, ("other", 0))  # of which nobody told: its time is news, and it is no use
+    assert waiting(folder) == [*told, (keys("other", 1)[0], 0)]
+    now_s += READ_SOON_S + 1
+    get(folder, ("one", 0))
+    assert waiting(folder)[-1] == (keys("one", 1)[0], 0)
+
+
+def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
+    now_s = 2e9
+    monkeypatch.setattr("time.time", lambda: now_s)
+    with contextlib.closing(opened(tmp_path)) as folder:
+        for prompt in ("one", "other"):
+            put(folder, (prompt, 0))
+
+        def used_s():
+            with folder._books.open() as index:
+                folder._books.flush(index)
+            used = {block.key: block.used_s for block in folder.list_blocks(DIGEST)}
+            return [used[keys(prompt, 1)[0]] - 2e9 for prompt in ("one", "other")]
+
+        now_s += 100
+        tell(folder, "one", 1)
+        get(folder, ("one", 0))
+        get(folder, ("other", 0))
+        assert used_s() == [100, 100]
+        now_s += 100
+        get(folder, ("one", 0))
+        assert used_s() == [200, 100]
+
+
+def test_what_is_expected_is_bounded():
+    touches = AccessLog()
+    assert not touches.foretold(A, 0.0)
+    touches.told([A], RequestFacts("first", 10), 0.0)
+    assert touches.foretold(A, 1.0)
+    for number in range(2):
+        some = [key_of((number, at)) for at in range(MOST_EXPECTED // 2)]
+        touches.told([*some, B], RequestFacts(str(number), 10), 0.0)
+    assert len(touches._expected) == MOST_EXPECTED
+    assert not touches.foretold(A, 1.0)
+    assert touches.foretold(B, 1.0)

@@ -1,0 +1,479 @@
+"""The S3 store against a real S3 server in a process of its own."""
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+from moto_process import moto
+from storetools import write_key_file
+
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    ConfigError,
+    StoreError,
+    StoreUnavailable,
+)
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.s3 import s3_source as s3_source
+from sglang_cake.stores.s3.bucket import S3Bucket
+from sglang_cake.stores.s3.s3_store import PROBES_AT_ONCE, READ_BYTES, S3Store
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.testing.store_contract import (
+    FRAME,
+    LAYOUT,
+    NAMESPACE,
+    StoreContract,
+    Told,
+    block_of,
+    key_of,
+    read,
+)
+
+A, B = key_of("a"), key_of("b")
+LARGE = BlockLayout(layers=1, parts=(("kv", (4096,)),), dtype="float32", block_tokens=256)  # 4 MiB
+LARGE_FRAME = BlockFrame(NAMESPACE, LARGE)
+
+
+def forget_credentials(monkeypatch, tmp_path):
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch, tmp_path):
+    forget_credentials(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    # However busy the machine is; tests of time limits set others.
+    monkeypatch.setattr(s3_source, "PATIENCE", TimeoutLimits(first_s=60.0, floor_s=60.0))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with moto() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(server):
+    return server.make_bucket()
+
+
+def with_store(store, test):
+    async def main():
+        try:
+            return await test(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def path_of(place, key, frame=FRAME):
+    name = key.hex()
+    return f"{place}/{frame.digest.hex()}/{name[:2]}/{name[2:4]}/{name}"
+
+
+class TestS3Store(StoreContract):
+    below = "/kv/blocks"
+
+    @pytest.fixture(autouse=True)
+    def served(self, server):
+        self.server = server
+
+    def open(self, folder):
+        return self.server.open(self.server.make_bucket() + self.below, frame=self.frame)
+
+
+class TestS3StoreWholeBucketOneAtATime(TestS3Store):
+    below = ""
+
+    def open(self, folder):
+        return self.server.open(self.server.make_bucket(), frame=self.frame, depth=1)
+
+
+class TestSealedS3Store(TestS3Store):
+    """With `key_file=`: encrypted before they leave this machine."""
+
+    tells_progress = False
+
+    def open(self, folder):
+        options = f"&key_file={write_key_file(folder)}"
+        return self.server.open(self.server.make_bucket(), frame=self.frame, options=options)
+
+
+def test_of_a_sealed_block_nothing_reaches_the_bucket(server, bucket, tmp_path):
+    async def test(store):
+        await store.put(A, block_of("a"))
+
+    with_store(server.open(bucket, options=f"&key_file={write_key_file(tmp_path)}"), test)
+    names = [item["Key"] for item in server.client.list_objects_v2(Bucket=bucket)["Contents"]]
+    (name,) = (name for name in names if name.endswith(A.hex()))
+    assert bytes(block_of("a"))[:64] not in server.read(f"{bucket}/{name}")
+    assert FRAME.digest.hex() not in name
+
+
+def test_objects_lie_where_the_documentation_says(server, bucket):
+    async def test(store):
+        await store.put(A, block_of("a"))
+
+    with_store(server.open(f"{bucket}/some%20where/"), test)
+    place = f"{bucket}/some where"
+    data = bytes(block_of("a"))
+    assert server.read(path_of(place, A)) == FRAME.header(A, data) + data
+    described = json.loads(server.read(f"{place}/{FRAME.digest.hex()}/namespace.json"))
+    assert described == NAMESPACE.describe()
+
+
+def test_namespaces_are_what_blocks_were_put_for(server, bucket):
+    other = BlockFrame(Namespace((("model", "another"),)), LAYOUT)
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+
+    source = server.source(f"{bucket}/kv")
+    assert asyncio.run(source.namespaces()) == []
+    for frame in (FRAME, other):
+        with_store(source.open(frame, depth=1), test)
+    server.write(f"{bucket}/kv/{other.digest.hex()}/namespace.json", b"[1, {")
+    server.write(f"{bucket}/kv/else/where", b"")
+    server.write(f"{bucket}/else", b"")
+    found = asyncio.run(source.namespaces())
+    assert {namespace.digest: namespace.fields for namespace in found} == {
+        FRAME.digest: NAMESPACE.describe(),
+        other.digest: {},
+    }
+
+
+def test_a_listing_goes_on_over_pages_and_skips_what_is_not_ours(server, bucket, monkeypatch):
+    monkeypatch.setattr("sglang_cake.stores.s3.bucket.NAMES_AT_ONCE", 3)
+
+    async def test(store):
+        await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(8)))
+        return {block.key: block async for block in store.list_blocks()}
+
+    place = f"{bucket}/kv"
+    wrong = path_of(place, A).replace(f"/{A.hex()[:2]}/", "/zz/")
+    for path in (wrong, f"{place}/{FRAME.digest.hex()}/readme", f"{bucket}/kv2/x"):
+        server.write(path, b"foreign")
+    listed = with_store(server.open(place), test)
+    assert listed.keys() == {key_of(n) for n in range(8)}
+    assert {block.stored_bytes for block in listed.values()} == {FRAME.framed_bytes}
+    assert all(block.used_s is not None for block in listed.values())
+
+
+# What may have happened to an object, and what must be noticed.
+DAMAGE = {
+    "a flipped bit": lambda raw: raw[:5000] + bytes([raw[5000] ^ 1]) + raw[5001:],
+    "a flipped bit in the header": lambda raw: bytes([raw[0] ^ 1]) + raw[1:],
+    "cut off": lambda raw: raw[:-1],
+    "too long": lambda raw: raw + b"\0",
+    "empty": lambda raw: b"",
+    "zeros": lambda raw: bytes(len(raw)),
+    "another block": lambda raw: FRAME.header(B, block_of("b")) + bytes(block_of("b")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_wrong_bytes_are_noticed_forgotten_and_replaced(server, bucket, damage):
+    async def test(store):
+        await store.put(A, block_of("a"))
+        raw = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
+        server.write(path_of(bucket, A), DAMAGE[damage](raw))
+        with pytest.raises(BlockCorrupt):
+            await read(store, A)
+        with pytest.raises(BlockMissing):
+            await read(store, A)
+        assert await store.contains([A]) == [False]
+        assert await store.put(A, block_of("a")) is True
+        assert await read(store, A) == block_of("a")
+
+    with_store(server.open(bucket), test)
+
+
+def test_a_long_lookup_takes_two_round_trips(server, bucket, monkeypatch):
+    asked = []
+    real = S3Bucket.has
+
+    async def counting(self, name):
+        asked.append(name)
+        return await real(self, name)
+
+    async def test(store):
+        names = range(1000)
+        keys = [key_of(n) for n in names]
+        await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(100)))
+        monkeypatch.setattr(S3Bucket, "has", counting)
+        assert await store.contains(keys) == [n < 100 for n in names]
+
+    with_store(server.open(bucket), test)
+    assert len(asked) == len(set(asked)) <= 2 * PROBES_AT_ONCE
+
+
+def test_a_cancelled_put_of_a_large_block_is_whole_or_nothing(server, bucket):
+    async def test(store):
+        data, outcomes = block_of("large", LARGE), set()
+        for turns in (1, 20, 40, 60, 80, 100, 150, 10_000):
+            key = key_of(turns)
+            put = asyncio.create_task(store.put(key, data))
+            for _ in range(turns):
+                if put.done():
+                    break
+                await asyncio.sleep(0.0005)
+            put.cancel()
+            await asyncio.wait([put])
+            there = (await store.contains([key]))[0]
+            outcomes.add(put.cancelled())
+            assert there or put.cancelled()
+            if there:
+                assert await read(store, key, LARGE) == data
+        assert outcomes == {True, False}
+
+    with_store(server.open(bucket, LARGE_FRAME), test)
+
+
+def test_a_cancelled_read_leaves_its_buffer_alone_and_its_connection_to_nobody(server, bucket):
+    async def test(store):
+        data = block_of("large", LARGE)
+        await store.put(A, data)
+        for turns in (0, 1, 3, 5, 8, 12):
+            out = bytearray(LARGE.block_bytes)
+            get = asyncio.create_task(store.get_into(A, memoryview(out)))
+            for _ in range(turns):
+                await asyncio.sleep(0.0005)
+            get.cancel()
+            await asyncio.wait([get])
+            out[:] = bytes(len(out))
+            assert await read(store, A, LARGE) == data
+            assert not any(out)
+
+    with_store(server.open(bucket, LARGE_FRAME, depth=1), test)
+
+
+def test_what_has_come_is_told_piece_by_piece(server, bucket):
+    async def test(store):
+        data, out = block_of("large", LARGE), bytearray(LARGE.block_bytes)
+        await store.put(A, data)
+        told = Told(out, data)
+        await store.get_into(A, memoryview(out), told)
+        assert told.wrong == []
+        assert told.grew
+        assert len(told.counts) > LARGE.block_bytes // READ_BYTES
+        assert told.counts[-1] == LARGE.block_bytes
+
+    with_store(server.open(bucket, LARGE_FRAME), test)
+
+
+def test_many_readers_and_writers_share_a_bounded_pool(server, bucket):
+    async def test(store):
+        names = range(60)
+        await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
+        calls = [read(store, key_of(n)) for n in names]
+        lookups = [store.contains([key_of(n) for n in names]) for _ in range(4)]
+        *got, _, _, _, found = await asyncio.gather(*calls, *lookups)
+        assert got == [block_of(n) for n in names]
+        assert found == [True] * 60
+
+    with_store(server.open(bucket, depth=2), test)
+
+
+def test_a_server_that_is_killed_is_unavailable_and_used_again_when_it_is_back():
+    with moto() as server:
+        place = server.make_bucket("again")
+
+        async def outcome(call):
+            try:
+                return await call
+            except StoreError as error:
+                return error
+
+        async def test(store):
+            data = block_of("large", LARGE)
+            await store.put(A, data)
+            calls = [outcome(store.put(key_of(n), data)) for n in range(12)]
+            calls += [outcome(read(store, A, LARGE)) for _ in range(12)]
+            running = [asyncio.create_task(call) for call in calls]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            server.kill()
+            answers = await asyncio.gather(*running)
+            failed = [answer for answer in answers if isinstance(answer, StoreError)]
+            assert failed
+            assert all(isinstance(answer, StoreUnavailable) for answer in failed)
+            assert all(answer == data for answer in answers if isinstance(answer, bytes))
+            for call in (store.contains([A]), read(store, A, LARGE), store.put(B, data)):
+                with pytest.raises(StoreUnavailable):
+                    await call
+            server.__init__(server.port)
+            server.make_bucket(place)
+            now_s.append(60.0)
+            assert await store.contains([A]) == [False]
+            assert await store.put(A, data) is True
+            assert await read(store, A, LARGE) == data
+
+        now_s = [0.0]
+        given = {"depth": 4, "patience": s3_source.PATIENCE, "clock": lambda: now_s[-1]}
+        with_store(S3Store(server.source(place).place, LARGE_FRAME, **given), test)
+
+
+def test_a_bucket_that_is_gone_is_unavailable(server):
+    async def test(store):
+        for call in (read(store, A), store.put(A, block_of("a")), anext(store.list_blocks())):
+            with pytest.raises(StoreUnavailable, match="NoSuchBucket"):
+                await call
+
+    with_store(server.open("nobody-made-this"), test)
+
+
+def test_nothing_is_left_open(server, bucket, caplog):
+    async def test(store):
+        await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(8)))
+        await read(store, key_of(0))
+
+    def warned(close):
+        async def main():
+            store = server.open(bucket)
+            await test(store)
+            if close:
+                await store.close()
+                await store.close()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            asyncio.run(main())
+            gc.collect()
+        left = [w for w in caught if issubclass(w.category, ResourceWarning)]
+        return left + [record for record in caplog.records if "nclosed" in record.message]
+
+    assert warned(close=True) == []
+    assert warned(close=False) != [], "this would not notice an open connection"
+
+
+def test_a_store_that_was_never_used_closes(server):
+    with_store(server.open("nobody-made-this"), lambda store: asyncio.sleep(0))
+
+
+def check_says(source):
+    with pytest.raises(ConfigError) as error:
+        source.check()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_checking_a_bucket_that_is_there(server, bucket):
+    server.source(f"{bucket}/kv").check()
+
+    async def inside_a_loop():
+        server.source(f"{bucket}/kv").check()
+
+    asyncio.run(inside_a_loop())
+
+
+def test_checking_a_bucket_that_is_not_there(server):
+    said = check_says(server.source("nobody-made-this/kv"))
+    assert f"bucket 'nobody-made-this' at {server.endpoint} does not exist" in said
+
+
+def test_checking_without_credentials(server, bucket, monkeypatch, tmp_path):
+    forget_credentials(monkeypatch, tmp_path)
+    assert "Unable to locate credentials" in check_says(server.source(bucket))
+
+
+def test_checking_with_a_profile_that_is_not_there(server, bucket, monkeypatch, tmp_path):
+    forget_credentials(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    assert "profile (nobody) could not be found" in check_says(server.source(bucket))
+
+
+def test_checking_with_credentials_that_are_refused():
+    with moto(INITIAL_NO_AUTH_ACTION_COUNT="0") as strict:
+        said = check_says(strict.source("any-bucket"))
+
+        async def test(store):
+            for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
+                with pytest.raises(StoreUnavailable):
+                    await call
+
+        with_store(strict.open("any-bucket"), test)
+    assert "InvalidAccessKeyId; check the credentials" in said
+    assert "anything" not in said
+
+
+def test_a_server_that_is_down_is_no_reason_to_refuse(server):
+    (source,) = parse_sources("s3://kv-bucket?endpoint=http://127.0.0.1:1&region=us-east-1")
+    source.check()
+
+    async def test(store):
+        with pytest.raises(StoreUnavailable):
+            await store.contains([A])
+
+    with_store(source.open(FRAME, depth=1), test)
+
+
+def test_without_the_package_one_line_names_the_extra():
+    code = (
+        "import sys\n"
+        "sys.modules['aiobotocore'] = None\n"  # as if it were not installed
+        "from sglang_cake.core.errors import ConfigError\n"
+        "from sglang_cake.stores.sources import parse_sources\n"
+        "try:\n"
+        "    parse_sources('s3://bucket/kv')\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "store URL 's3://bucket/kv': needs aiobotocore: pip install 'sglang-cake[s3]'\n"
+    )
+
+
+def test_good_urls():
+    (source,) = parse_sources(
+        "s3://my.bucket-1/a/b%20c/?endpoint=https://s3.example:9000&region=eu-central-1"
+    )
+    place = source.place
+    assert (place.bucket, place.prefix) == ("my.bucket-1", "a/b c")
+    assert (place.endpoint, place.region) == ("https://s3.example:9000", "eu-central-1")
+    (source,) = parse_sources("s3://bucket")
+    assert (source.place.prefix, source.place.endpoint, source.place.region) == ("", None, None)
+    assert source.place.name("x", "y") == "x/y"
+
+
+BAD_URLS = {
+    "s3://": "'' is not a bucket",
+    "s3:///kv": "'' is not a bucket",
+    "s3://Bucket/kv": "'Bucket' is not a bucket",
+    "s3://my_bucket": "'my_bucket' is not a bucket",
+    "s3://ab": "'ab' is not a bucket",
+    "s3://key:secret@bucket/kv": "credentials do not belong there",
+    "s3://bucket/a//b": "single slashes",
+    "s3://bucket/a/../b": "single slashes",
+    "s3://bucket/a%0Ab": "single slashes",
+    "s3://bucket/" + 600 * "a": "longer than 512 bytes",
+    "s3://bucket?endpoint=host:9000": "'endpoint': 'host:9000' is not an endpoint",
+    "s3://bucket?endpoint=ftp://host": "'ftp://host' is not an endpoint",
+    "s3://bucket?endpoint=http://host:a": "is not an endpoint",
+    "s3://bucket?endpoint=http://k:s@host": "without credentials",
+    "s3://bucket?region=Europe 1": "'Europe 1' is not a region",
+    "s3://bucket?fsync=off": "'fsync': unknown key, allowed: bandwidth, endpoint",
+}
+
+
+@pytest.mark.parametrize("text", BAD_URLS)
+def test_bad_urls(text):
+    with pytest.raises(ConfigError) as error:
+        parse_sources(text)
+    assert BAD_URLS[text] in str(error.value)
+    assert "\n" not in str(error.value)

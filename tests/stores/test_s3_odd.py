@@ -1,0 +1,256 @@
+"""The S3 store against servers that only resemble S3, break in the middle, or lie."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from test_s3 import credentials  # noqa: F401 - a fixture
+
+from sglang_cake.core.errors import BlockCorrupt, StoreFull, StoreUnavailable
+from sglang_cake.stores.s3 import bucket as bucket_module
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
+
+A, B = key_of("a"), key_of("b")
+RAW = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
+
+
+def error(code, status):
+    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
+    return web.Response(status=status, text=text, content_type="application/xml")
+
+
+class Odd:
+    """A server of objects in a dict, each of whose answers a test may replace."""
+
+    def __init__(self, **answers):
+        self.answers, self.objects, self.seen = answers, {}, []
+
+    async def handle(self, request):
+        verb, name = request.method, request.path
+        self.seen.append(verb)
+        data = await request.read()
+        if verb in self.answers:
+            answer = await self.answers[verb](self, request)
+            if answer is not None:
+                return answer
+        if verb == "PUT":
+            self.objects[name] = data
+        elif name not in self.objects:
+            return error("NoSuchKey", 404)
+        elif verb in ("GET", "HEAD"):
+            return web.Response(body=self.objects[name])
+        else:
+            del self.objects[name]
+        return web.Response(status=204 if verb == "DELETE" else 200)
+
+    def run(self, test):
+        async def main():
+            app = web.Application(client_max_size=2**30)
+            app.router.add_route("*", "/{name:.*}", self.handle)
+            runner = web.AppRunner(app, shutdown_timeout=1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = site._server.sockets[0].getsockname()[1]
+            (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
+            store = source.open(FRAME, depth=2)
+            try:
+                await test(store)
+            finally:
+                await store.close()
+                await runner.cleanup()
+
+        asyncio.run(main())
+
+
+async def no_conditions(server, request):
+    return error("NotImplemented", 501) if "If-None-Match" in request.headers else None
+
+
+def test_a_service_without_conditional_puts_is_asked_first():
+    server = Odd(PUT=no_conditions)
+
+    async def test(store):
+        assert await store.put(A, block_of("a")) is True
+        assert await store.put(A, block_of("a")) is False
+        assert await read(store, A) == block_of("a")
+
+    server.run(test)
+    # The first put of all finds out; then there are the namespace's description and two blocks.
+    assert server.seen == ["PUT", "HEAD", "PUT", "HEAD", "PUT", "HEAD", "GET"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (error("InsufficientStorage", 507), StoreFull),
+        (error("QuotaExceeded", 403), StoreFull),
+        (error("XMinioStorageFull", 507), StoreFull),
+        (error("AccessDenied", 403), StoreUnavailable),
+        (error("NoSuchKey", 404), StoreUnavailable),  # to a put: that is no S3 service
+        (web.Response(status=404, text="<html>not here"), StoreUnavailable),
+        (web.Response(status=405), StoreUnavailable),
+        (error("SlowDown", 503), StoreUnavailable),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or f"{value.status}-{value.text}",
+)
+def test_refused_puts(answer, expected):
+    async def refuse(server, request):
+        return web.Response(
+            status=answer.status, text=answer.text, content_type=answer.content_type
+        )
+
+    async def test(store):
+        with pytest.raises(expected) as caught:
+            await store.put(A, block_of("a"))
+        assert isinstance(caught.value, expected)
+        assert isinstance(caught.value, StoreFull) == (expected is StoreFull)
+
+    Odd(PUT=refuse).run(test)
+
+
+async def streamed(request, data, **headers):
+    answer = web.StreamResponse(headers=headers)
+    await answer.prepare(request)
+    await answer.write(data)
+    return answer
+
+
+async def cut_off(server, request):
+    await streamed(request, RAW[: len(RAW) // 2], **{"Content-Length": str(len(RAW))})
+    request.transport.close()
+    return web.Response()
+
+
+async def without_length(server, request):
+    return await streamed(request, RAW)
+
+
+async def not_allowed(server, request):
+    return error("AccessDenied", 403)
+
+
+async def nonsense(server, request):
+    return web.Response(text="<ListBucketResult><Contents><Key>", content_type="application/xml")
+
+
+async def out_of_order(server, request):
+    return error("InternalError", 500)
+
+
+@pytest.mark.parametrize("answer", [cut_off, without_length, not_allowed, out_of_order])
+def test_no_answer_is_not_a_wrong_block(answer):
+    server = Odd(GET=answer)
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+        with pytest.raises(StoreUnavailable):
+            await read(store, A)
+        server.answers.clear()
+        assert await read(store, A) == block_of("a")
+
+    server.run(test)
+    assert "DELETE" not in server.seen
+
+
+def test_an_answer_of_another_length_is_not_read():
+    async def endless(server, request):
+        answer = web.StreamResponse(headers={"Content-Length": str(10**15)})
+        await answer.prepare(request)
+        while True:  # until nobody listens
+            await answer.write(bytes(2**16))
+
+    server = Odd(GET=endless)
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+        with pytest.raises(BlockCorrupt, match="1000000000000000 bytes"):
+            await read(store, A)
+        assert await store.contains([A]) == [False]
+
+    server.run(test)
+    assert "DELETE" in server.seen
+
+
+def test_a_wrong_block_that_may_not_be_deleted_stays_wrong():
+    server = Odd(DELETE=not_allowed)
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+        server.objects = {name: bytes(len(RAW)) for name in server.objects}
+        for _ in range(2):
+            with pytest.raises(BlockCorrupt):
+                await read(store, A)
+
+    server.run(test)
+
+
+@pytest.mark.parametrize("answer", [not_allowed, out_of_order])
+def test_a_lookup_that_fails_in_one_question_fails(answer):
+    async def sometimes(server, request):
+        return await answer(server, request) if request.path.endswith(B.hex()) else None
+
+    async def test(store):
+        await store.put(A, block_of("a"))
+        assert await store.contains([A]) == [True]
+        with pytest.raises(StoreUnavailable):
+            await store.contains([A, B, key_of("c")])
+
+    Odd(HEAD=sometimes).run(test)
+
+
+def test_a_listing_that_makes_no_sense_is_unavailable():
+    async def test(store):
+        with pytest.raises(StoreUnavailable):
+            await anext(store.list_blocks())
+
+    Odd(GET=nonsense).run(test)
+
+
+def test_a_listing_that_starts_again_ends():
+    async def again(server, request):
+        text = (
+            "<?xml version='1.0'?><ListBucketResult><IsTruncated>true</IsTruncated>"
+            "<NextContinuationToken>same</NextContinuationToken>"
+            "<Contents><Key>x</Key></Contents></ListBucketResult>"
+        )
+        return web.Response(text=text, content_type="application/xml")
+
+    server = Odd(GET=again)
+
+    async def test(store):
+        assert [block async for block in store.list_blocks()] == []
+
+    server.run(test)
+    assert server.seen == ["GET", "GET"]
+
+
+def test_what_a_server_says_is_one_plain_line():
+    async def shout(server, request):
+        return error("Access\nDenied\x9b31m" + 1000 * "!", 403)
+
+    async def test(store):
+        with pytest.raises(StoreUnavailable) as caught:
+            await read(store, A)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 400
+
+    Odd(GET=shout).run(test)
+
+
+def test_a_server_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(bucket_module, "READ_TIMEOUT_S", 0.2)
+
+    given_up = asyncio.Event()
+
+    async def silent(server, request):
+        await given_up.wait()
+
+    async def test(store):
+        for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
+            with pytest.raises(StoreUnavailable):
+                await call
+        given_up.set()
+
+    Odd(HEAD=silent, GET=silent, PUT=silent).run(test)

@@ -1,0 +1,237 @@
+"""An S3 service that sends its clients elsewhere, or answers without an end."""
+
+import asyncio
+import contextlib
+
+import pytest
+from aiohttp import web
+from test_s3 import credentials  # noqa: F401 - a fixture
+
+from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
+from sglang_cake.stores.s3.s3_session import MAX_PAGE_BYTES, MAX_WORDS_BYTES
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
+
+A = key_of("a")
+BUFFERED_BYTES = 2**23  # of sockets and pipes between a server and its client, both ends
+
+
+async def serve(handle):
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{name:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, site._server.sockets[0].getsockname()[1]
+
+
+def source_at(port):
+    (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}&region=us-east-1")
+    return source
+
+
+def with_server(handle, test):
+    """Run `test(source)` beside a server that answers by `handle(request)`."""
+
+    async def main():
+        runner, port = await serve(handle)
+        try:
+            return await test(source_at(port))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+async def outcomes(source):
+    """What each call of a store on it ends with."""
+    store = source.open(FRAME, depth=2)
+
+    async def of(call):
+        try:
+            return await call
+        except StoreError as error:
+            return error
+
+    try:
+        return [
+            await of(store.put(A, block_of("a"))),
+            await of(store.contains([A])),
+            await of(read(store, A)),
+            await of(anext(store.list_blocks())),
+            await of(store.delete(A)),
+        ]
+    finally:
+        await store.close()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_to_another_host_hands_it_nothing_and_takes_nothing_from_it(status, monkeypatch):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-a-session")
+    reached = []
+
+    async def elsewhere(request):
+        reached.append((request.method, dict(request.headers), await request.read()))
+        data = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
+        return web.Response(body=data if request.method == "GET" else b"")
+
+    async def test():
+        other, port = await serve(elsewhere)
+
+        async def redirect(request):
+            await request.read()
+            where = f"http://key:secret@127.0.0.1:{port}{request.path}?X-Amz-Signature=ab"
+            return web.Response(status=status, headers={"Location": where})
+
+        runner, mine = await serve(redirect)
+        try:
+            return await outcomes(source_at(mine))
+        finally:
+            await runner.cleanup()
+            await other.cleanup()
+
+    for outcome in asyncio.run(test()):
+        assert isinstance(outcome, StoreUnavailable)
+        assert f"answers {status}" in str(outcome)
+        assert "127.0.0.1" in str(outcome)
+        assert "secret" not in str(outcome)
+        assert "Signature" not in str(outcome)
+    assert reached == []
+
+
+WRONG_REGION = {
+    "PermanentRedirect": (301, "<Endpoint>bucket.s3.eu-west-3.example</Endpoint>"),
+    "TemporaryRedirect": (307, "<Endpoint>bucket.s3.eu-west-3.example</Endpoint>"),
+    "AuthorizationHeaderMalformed": (400, "<Region>eu-west-3</Region>"),
+    "IllegalLocationConstraintException": (400, "<Region>eu-west-3</Region>"),
+}
+
+
+@pytest.mark.parametrize("code", WRONG_REGION)
+@pytest.mark.parametrize("headers", [{}, {"x-amz-bucket-region": "eu-west-3"}])
+def test_a_bucket_of_another_region_is_asked_for_once_and_the_error_names_the_region(code, headers):
+    status, detail = WRONG_REGION[code]
+    regions = []
+
+    async def wrong(request):
+        await request.read()
+        regions.append(request.headers["Authorization"].split("/")[2])
+        text = f"<?xml version='1.0'?><Error><Code>{code}</Code>{detail}</Error>"
+        return web.Response(status=status, text=text, headers=headers)
+
+    async def test(source):
+        with pytest.raises(ConfigError) as caught:
+            await asyncio.to_thread(source.check)
+        asked = len(regions)
+        for outcome in await outcomes(source):
+            assert isinstance(outcome, StoreUnavailable)
+        return str(caught.value), asked
+
+    said, asked = with_server(wrong, test)
+    assert asked == 1
+    assert set(regions) == {"us-east-1"}
+    assert "eu-west-3" in said
+    assert "write the bucket's own endpoint= and region=" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("status", [200, 301, 403, 404, 500])
+def test_an_answer_without_an_end_is_given_up_after_what_was_asked_for(status):
+    sent = []
+
+    async def handle(request):
+        count = 0
+        await request.read()
+        answer = web.StreamResponse(status=status)
+        await answer.prepare(request)
+        try:
+            while count <= 16 * MAX_PAGE_BYTES:
+                await answer.write(bytes(2**16))
+                count += 2**16
+        finally:
+            sent.append((request.method, request.query_string, count))
+        return answer
+
+    for outcome in with_server(handle, outcomes)[2:4]:
+        assert isinstance(outcome, StoreUnavailable)
+    for method, query, count in sent:
+        listing = method == "GET" and "list-type" in query and status == 200
+        at_most = MAX_PAGE_BYTES if listing else MAX_WORDS_BYTES
+        if method != "HEAD":
+            assert count <= at_most + BUFFERED_BYTES, (method, query)
+    assert {method for method, _, _ in sent} >= {"PUT", "GET", "DELETE"}
+
+
+def test_a_listing_of_the_longest_names_is_read():
+    name = FRAME.digest.hex() + "/" + 959 * "&"
+    item = f"<Contents><Key>{name.replace('&', '&amp;')}</Key><Size>1</Size></Contents>"
+
+    async def handle(request):
+        text = f"<?xml version='1.0'?><ListBucketResult>{1000 * item}</ListBucketResult>"
+        return web.Response(text=text, content_type="application/xml")
+
+    async def test(source):
+        store = source.open(FRAME, depth=1)
+        try:
+            return [block async for block in store.list_blocks()]
+        finally:
+            await store.close()
+
+    assert with_server(handle, test) == []  # none of them is a block's name
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part, monkeypatch):
+    impatient = TimeoutLimits(first_s=0.3, floor_s=0.3)
+    monkeypatch.setattr("sglang_cake.stores.s3.s3_source.PATIENCE", impatient)
+
+    async def serve_slowly(reader, writer):
+        head = b"HTTP/1.1 200 OK\r\n"
+        if part == "body":
+            head += f"Content-Length: {FRAME.framed_bytes}\r\n\r\n".encode()
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(3000):  # far less than READ_TIMEOUT_S apart
+                writer.write(head + b"x")
+                head = b""
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async def test():
+        server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
+        store = source_at(server.sockets[0].getsockname()[1]).open(FRAME, depth=2)
+        try:
+            with pytest.raises(StoreUnavailable, match="no whole"):
+                await read(store, A)
+        finally:
+            await store.close()
+            server.close()
+
+    asyncio.run(test())
+
+
+def test_a_listing_of_ever_more_folders_is_given_up(monkeypatch):
+    monkeypatch.setattr("sglang_cake.stores.s3.s3_source.MAX_NAMESPACES", 50)
+    pages = []
+
+    async def handle(request):
+        pages.append(request)
+        assert len(pages) < 20
+        folders = "".join(
+            f"<CommonPrefixes><Prefix>{len(pages):032x}{n:032x}/</Prefix></CommonPrefixes>"
+            for n in range(10)
+        )
+        return web.Response(
+            content_type="application/xml",
+            text="<?xml version='1.0'?><ListBucketResult><IsTruncated>true</IsTruncated>"
+            f"<NextContinuationToken>{len(pages)}</NextContinuationToken>{folders}"
+            "</ListBucketResult>",
+        )
+
+    async def test(source):
+        with pytest.raises(StoreUnavailable, match="more than 50 folders"):
+            await source.namespaces()
+
+    with_server(handle, test)

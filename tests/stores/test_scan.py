@@ -1,0 +1,100 @@
+"""What killed writers left behind is removed, and nothing else."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from filestore import A, files_below, path_of, put_a, read_a, with_store
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.file.paths import new_tmp_name, this_host
+from sglang_cake.stores.file.scan import STALE_S, is_stale, remove_stale
+from sglang_cake.testing.store_contract import block_of, key_of
+
+
+def ended_pid():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_writer_that_nobody_has_waited_for_is_dead():
+    """A zombie keeps its number for as long as its parent does not ask."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = f"{this_host()}-{process.pid}"
+    assert not is_stale(owner, time.time())
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_stale(owner, time.time())
+    process.wait()
+
+
+def test_only_stale_files_are_swept(tmp_path):
+    folder = tmp_path / "ab" / "cd"
+    folder.mkdir(parents=True)
+    long_ago = 1_000_000_000
+    dead, here, other_host = ended_pid(), this_host(), "0" * 16
+
+    def tmp(host, pid, number, *, old=False):
+        path = folder / f".tmp-{host}-{pid}-{number:016x}"
+        path.write_bytes(b"x")
+        if old:
+            os.utime(path, (long_ago, long_ago))
+        return path
+
+    gone = [
+        tmp(here, dead, 1),
+        tmp(here, os.getpid(), 2, old=True),
+        tmp(other_host, dead, 3, old=True),
+    ]
+    kept = [
+        tmp(here, os.getpid(), 4),
+        tmp(here, 1, 5),
+        tmp(other_host, dead, 6),
+        folder / new_tmp_name(),
+        folder / ".tmp-of-somebody-else",
+        folder / key_of("a").hex(),
+    ]
+    for path in kept[3:]:
+        path.write_bytes(b"x")
+    for path in kept[4:]:
+        os.utime(path, (long_ago, long_ago))
+    assert STALE_S == 3600
+    removed, living = remove_stale(tmp_path, "ab", "cd")
+    assert removed == len(gone)
+    assert living == {f"{here}-{os.getpid()}", f"{here}-1", f"{other_host}-{dead}"}
+    assert files_below(tmp_path) == sorted(kept)
+
+
+def test_what_lies_there_when_the_books_are_made_is_swept(tmp_path):
+    with_store(tmp_path, put_a)
+    left = path_of(tmp_path, A).parent / f".tmp-{this_host()}-{ended_pid()}-{1:016x}"
+    left.write_bytes(b"x")
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+
+    async def test(store):
+        await store.stats()  # waits for the books
+        assert not left.exists()
+        assert await read_a(store) == block_of("a")
+
+    with_store(tmp_path, test)
+
+
+def test_a_writer_that_was_swept_away_fails_cleanly(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def swept_then_replace(tmp, path, **folders):
+        os.unlink(tmp, dir_fd=folders["src_dir_fd"])
+        replace(tmp, path, **folders)
+
+    async def test(store):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", swept_then_replace)
+            with pytest.raises(StoreUnavailable):
+                await store.put(A, block_of("a"))
+        assert await store.contains([A]) == [False]
+
+    with_store(tmp_path, test)

@@ -1,0 +1,72 @@
+"""Every store passes the shipped contract, alone and under the shipped fakes."""
+
+import asyncio
+
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.throttled import ThrottledStore
+from sglang_cake.testing.faulty import FaultyStore, RecordingStore
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, StoreContract, block_of, key_of
+
+
+class TestMemoryStore(StoreContract):
+    def open(self, folder):
+        return MemoryStore()
+
+
+class TestFileStore(StoreContract):
+    options = ""
+    depth = 2
+
+    def open(self, folder):
+        sources = parse_sources(f"file://{folder}/kv?min_free=0{self.options}")
+        return open_store(sources, self.frame, depth=self.depth)
+
+
+class TestFileStoreSynced(TestFileStore):
+    options = "&fsync=data"
+
+
+class TestFileStoreOneThread(TestFileStore):
+    depth = 1
+
+
+class TestPacedFileStore(TestFileStore):
+    options = "&bandwidth=100GB/s"
+
+    def open(self, folder):
+        store = super().open(folder)
+        assert isinstance(store, ThrottledStore)
+        return store
+
+
+class TestFaultyStoreWithoutFaults(StoreContract):
+    def open(self, folder):
+        return FaultyStore(MemoryStore())
+
+
+class TestRecordingStore(StoreContract):
+    def open(self, folder):
+        return RecordingStore(MemoryStore())
+
+
+def test_recording_store_names_calls_in_order():
+    async def main():
+        store = RecordingStore(MemoryStore())
+        await store.put(key_of("a"), block_of("a"))
+        await store.contains([key_of("a"), key_of("b")])
+        await store.get_into(key_of("a"), memoryview(bytearray(LAYOUT.block_bytes)))
+        await store.delete(key_of("a"))
+        return store
+
+    store = asyncio.run(main())
+    assert [call for call, _ in store.calls] == ["put", "contains", "contains", "get", "delete"]
+    assert store.keys_of("contains") == [key_of("a"), key_of("b")]
+
+
+def test_open_store_without_bandwidth_is_the_bare_file_store(tmp_path):
+    store = open_store(parse_sources(f"file://{tmp_path}/kv"), FRAME, depth=1)
+    assert isinstance(store, FileStore)
+    asyncio.run(store.close())

@@ -1,0 +1,567 @@
+"""`sglang-cake store`, on real file stores."""
+
+import asyncio
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from storetools import (
+    ALICE,
+    BOB,
+    file_of,
+    fill,
+    flip,
+    frame_named,
+    held,
+    in_store,
+    store,
+    told,
+    url_of,
+)
+
+import sglang_cake
+from sglang_cake.cli import PIPE_STATUS
+from sglang_cake.cli.store_cp import _lacking
+from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.probing import EXACT_KEYS, probe
+from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+
+FRAMED = 2 * 4096  # what a block takes on the disk
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filled") / "kv"
+    fill(folder, ALICE, "a", "b", "c")
+    fill(folder, BOB, "d")
+    return folder
+
+
+@pytest.fixture
+def root(filled, tmp_path):
+    """A store of two namespaces."""
+    return shutil.copytree(filled, tmp_path / "kv")
+
+
+# ---- ls and stat ----
+
+
+def test_ls_names_whose_kv_is_stored(root, capsys):
+    assert store("ls", url_of(root)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == url_of(root)
+    heads = "NAMESPACE MODEL DTYPE TP RANK BLOCKS BYTES LAST USED"
+    assert " ".join(lines[1].split()) == heads
+    found = {line.split()[1]: line.split() for line in lines[2:]}
+    assert found.keys() == {"alice-7b", "bob-13b"}
+    assert found["alice-7b"][0] == ALICE.digest.hex()[:12]
+    assert found["alice-7b"][2:5] == ["bfloat16", "1/2", "3"]
+    assert found["bob-13b"][2:5] == ["bfloat16", "0/1", "1"]
+
+
+def test_ls_in_json(root, capsys):
+    (answer,) = told(capsys, "ls", url_of(root))["stores"]
+    found = {each["fields"]["name"]: each for each in answer["namespaces"]}
+    assert found["alice-7b"]["namespace"] == ALICE.digest.hex()
+    assert found["alice-7b"]["blocks"] == 3
+    assert found["alice-7b"]["bytes"] == 3 * FRAMED
+    assert found["bob-13b"]["last_used_s"] > 1_500_000_000
+
+
+def test_ls_of_a_namespace_lists_its_blocks(root, capsys):
+    assert store("ls", url_of(root), ALICE.digest.hex()[:8]) == 0
+    out = capsys.readouterr().out
+    assert {line.split()[0] for line in out.splitlines()[1:]} == {
+        key_of(name).hex() for name in "abc"
+    }
+    assert store("ls", url_of(root), ALICE.digest.hex(), "--json") == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(block["key"] for block in listed) == sorted(key_of(n).hex() for n in "abc")
+    assert {block["bytes"] for block in listed} == {FRAMED}
+
+
+def test_an_empty_store_has_nothing_and_is_no_error(tmp_path, capsys):
+    for tool in (["ls"], ["stat"], ["verify"], ["gc"], ["clear", "--yes"]):
+        assert store(*tool, url_of(tmp_path)) == 0
+        assert capsys.readouterr().out
+    assert told(capsys, "stat", url_of(tmp_path))["stores"][0]["blocks"] == 0
+    assert store("cp", url_of(tmp_path), url_of(tmp_path / "other")) == 0
+
+
+def test_stat_sums_over_all_namespaces(root, capsys):
+    (answer,) = told(capsys, "stat", url_of(root))["stores"]
+    assert answer["namespaces"] == 2
+    assert answer["blocks"] == 4
+    (listed,) = told(capsys, "ls", url_of(root))["stores"]
+    assert answer["block_bytes"] == sum(each["bytes"] for each in listed["namespaces"])
+    assert answer["used_bytes"] > answer["block_bytes"] >= 4 * FRAMED  # the index, folders
+    assert answer["disk_free_bytes"] > 0
+    assert store("stat", url_of(root)) == 0
+    heads, row = capsys.readouterr().out.splitlines()
+    assert heads.startswith("STORE")
+    assert row.startswith(url_of(root))
+
+
+def files_of(root):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_stat_changes_nothing_and_agrees_with_ls(root, capsys, index):
+    flip(file_of(root, ALICE, "b"))
+    assert store("verify", url_of(root)) == 1  # sets it aside: it is listed no more
+    capsys.readouterr()
+    if not index:
+        for path in root.glob("index*"):
+            path.unlink()
+    before = files_of(root)
+    (totals,) = told(capsys, "stat", url_of(root))["stores"]
+    (listed,) = told(capsys, "ls", url_of(root))["stores"]
+    assert files_of(root) == before
+    assert totals["blocks"] == sum(each["blocks"] for each in listed["namespaces"]) == 3
+    assert totals["block_bytes"] == sum(each["bytes"] for each in listed["namespaces"])
+
+
+def test_tiers_are_looked_at_one_by_one(root, tmp_path, capsys):
+    other = tmp_path / "other"
+    fill(other, ALICE, "a")
+    found = told(capsys, "stat", f"{url_of(root)},{url_of(other)}")["stores"]
+    assert [each["blocks"] for each in found] == [4, 1]
+    found = told(capsys, "verify", f"{url_of(root)},{url_of(other)}")["stores"]
+    assert [each["ok"] for each in found] == [4, 1]
+
+
+FOREIGN = {
+    "no description": None,
+    "not json": "what?",
+    "a list": "[1]",
+    "numbers": '{"model": 7, "layout": "x"}',
+    "no layout": '{"model": "x"}',
+    "bad layout": '{"model": "x", "layout": "{}"}',
+    "half a character": '{"model": "\\ud800", "layout": ' + json.dumps(LAYOUT.describe()) + "}",
+    "of another namespace": json.dumps(ALICE.namespace.describe()),
+}
+
+
+@pytest.mark.parametrize("description", FOREIGN)
+def test_a_namespace_that_cannot_be_read_is_named_and_passed_over(root, capsys, description):
+    foreign = root / ("f" * 64)
+    foreign.mkdir()
+    if FOREIGN[description] is None:
+        (foreign / "notes").write_text("an empty folder would be removed")
+    else:
+        (foreign / "namespace.json").write_text(FOREIGN[description])
+    before = sorted(foreign.rglob("*"))
+    assert store("ls", url_of(root)) == 0
+    assert "(unreadable: " in capsys.readouterr().out
+    for tool in (["verify"], ["stat"], ["gc", "--to", "1TB"], ["clear", "--yes"]):
+        assert store(*tool, url_of(root)) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count("namespace ffffffffffff: ") == 1
+        assert len(captured.err.splitlines()) == 1
+    assert sorted(foreign.rglob("*")) == before
+    assert held(root, BOB) == set()
+
+
+def test_text_from_a_store_cannot_play_with_the_terminal(tmp_path, capsys):
+    fill(tmp_path, frame_named("evil\x1b[2J\nname" + "x" * 100), "a")
+    assert store("ls", url_of(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == 3
+    assert "evil?[2J?name" in out
+
+
+# ---- verify ----
+
+
+def test_verify_finds_the_corrupt_block_and_sets_it_aside(root, capsys):
+    assert store("verify", url_of(root)) == 0
+    capsys.readouterr()
+    flip(file_of(root, ALICE, "b"))
+    (answer,) = told(capsys, "verify", url_of(root), status=1)["stores"]
+    assert (answer["ok"], answer["corrupt"], answer["missing"]) == (3, 1, 0)
+    assert answer["ok_bytes"] == 3 * FRAMED
+    assert answer["corrupt_blocks"] == [f"{ALICE.digest.hex()}/{key_of('b').hex()}"]
+    assert held(root, ALICE) == {key_of("a"), key_of("c")}
+    assert store("verify", url_of(root)) == 0, "it is out of the way now"
+
+
+def times_of_use(root, frame):
+    """By key: when the books say that a block was used, and when its file does."""
+
+    async def work(store):
+        return {block.key: block.used_s async for block in store.list_blocks()}
+
+    booked = in_store(root, frame, work)
+    place = NamespaceFolder(root, frame.digest)
+    return {key: (used_s, place.block(key).stat().st_atime_ns) for key, used_s in booked.items()}
+
+
+def test_looking_at_a_block_is_no_use_of_it(root, tmp_path):
+    async def read_one(store):
+        await read(store, key_of("a"))
+
+    for key in held(root, ALICE):
+        os.utime(NamespaceFolder(root, ALICE.digest).block(key), (1e9, 1e9))  # read long ago
+    before = times_of_use(root, ALICE)
+    assert store("verify", url_of(root)) == 0
+    assert store("cp", url_of(root), url_of(tmp_path / "copy")) == 0
+    assert times_of_use(root, ALICE) == before
+    in_store(root, ALICE, read_one)  # as a server does
+    after = times_of_use(root, ALICE)
+    assert after[key_of("a")][0] > before[key_of("a")][0]
+    assert {key for key in after if after[key][0] != before[key][0]} == {key_of("a")}
+
+
+def test_verify_names_corrupt_blocks_for_people(root, capsys):
+    flip(file_of(root, BOB, "d"))
+    assert store("verify", url_of(root), "--depth", "1") == 1
+    out = capsys.readouterr().out
+    assert f"corrupt: {BOB.digest.hex()}/{key_of('d').hex()}" in out
+
+
+def test_verify_of_one_namespace(root, capsys):
+    flip(file_of(root, BOB, "d"))
+    argument = ["verify", url_of(root), "--namespace"]
+    assert told(capsys, *argument, ALICE.digest.hex()[:6].upper())["stores"][0]["ok"] == 3
+    assert told(capsys, *argument, BOB.digest.hex(), status=1)["stores"][0]["corrupt"] == 1
+
+
+# ---- gc and clear ----
+
+
+def test_gc_removes_what_is_of_no_use(root, capsys):
+    flip(file_of(root, ALICE, "b"))
+    assert store("verify", url_of(root)) == 1
+    capsys.readouterr()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    ours = file_of(root, ALICE, "a").parent / new_tmp_name()
+    stale = ours.with_name(ours.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-"))
+    old = file_of(root, BOB, "d").parent / new_tmp_name()
+    for path in (ours, stale, old):
+        path.write_bytes(b"x")
+    os.utime(old, (1_000_000_000, 1_000_000_000))
+    (answer,) = told(capsys, "gc", url_of(root))["stores"]
+    assert answer["corrupt_files"] == 1
+    assert ours.exists()
+    assert not stale.exists()
+    assert not old.exists()
+    assert not any((root / ALICE.digest.hex() / "corrupt").iterdir())
+    assert held(root, ALICE) == {key_of("a"), key_of("c")}
+
+
+def test_gc_to_a_size_evicts_the_least_recently_used_of_all_namespaces(root, capsys):
+    for age, (frame, name) in enumerate([(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]):
+        at_s = 1_600_000_000 + age
+        os.utime(file_of(root, frame, name), (at_s, at_s))
+    for path in root.glob("index.db*"):  # made anew, from the times of the files
+        path.unlink()
+    assert store("gc", url_of(root)) == 0  # makes it
+    left = [(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]
+    while left:
+        capsys.readouterr()
+        (before,) = told(capsys, "stat", url_of(root))["stores"]
+        to_bytes = before["used_bytes"] - FRAMED // 2
+        (answer,) = told(capsys, "gc", url_of(root), "--to", to_bytes)["stores"]
+        (after,) = told(capsys, "stat", url_of(root))["stores"]
+        assert answer["evicted_blocks"] == 1
+        assert answer["evicted_bytes"] == before["block_bytes"] - after["block_bytes"] == FRAMED
+        assert after["used_bytes"] <= to_bytes
+        left.pop(0)
+        for frame in (ALICE, BOB):
+            assert held(root, frame) == {key_of(name) for of, name in left if of is frame}
+    assert told(capsys, "gc", url_of(root), "--to", "1GB")["stores"][0]["evicted_blocks"] == 0
+
+
+def test_clear_deletes_all_or_one_namespace(root, capsys):
+    answer = told(capsys, "clear", url_of(root), "--namespace", BOB.digest.hex()[:9], "--yes")
+    assert answer["stores"][0]["deleted_blocks"] == 1
+    assert len(held(root, ALICE)) == 3
+    assert store("clear", url_of(root), "--yes") == 0
+    assert "3 blocks deleted" in capsys.readouterr().out
+    assert told(capsys, "ls", url_of(root))["stores"][0]["namespaces"] == []
+    assert held(root, ALICE) == set()
+    fill(root, ALICE, "a")  # and goes on being a store
+
+
+def test_clear_asks_and_without_a_terminal_refuses(root, capsys, monkeypatch):
+    assert store("clear", url_of(root)) == 2
+    assert "Say so with --yes" in capsys.readouterr().err
+    for answer, left in (("n\n", 3), ("\n", 3), ("y\n", 0)):
+        ours, theirs = pty.openpty()
+        with os.fdopen(ours, "wb", buffering=0) as keyboard, os.fdopen(theirs, "r+b", 0) as screen:
+            keyboard.write(answer.encode())
+            done = subprocess.run(
+                [sys.executable, "-m", "sglang_cake", "store", "clear", url_of(root)],
+                stdin=screen,
+                stderr=screen,
+                stdout=subprocess.PIPE,
+                env=environment(),
+                timeout=60,
+            )
+        assert done.returncode == (0 if left == 0 else 2)
+        assert len(held(root, ALICE)) == left
+
+
+# ---- cp ----
+
+
+def test_cp_copies_what_is_lacking_and_can_be_run_again(root, tmp_path, capsys):
+    other = tmp_path / "other"
+    fill(other, ALICE, "b", "z")
+    answer = told(capsys, "cp", url_of(root), url_of(other))
+    assert (answer["copied"], answer["there_already"]) == (3, 1)
+    assert answer["copied_bytes"] == 3 * FRAME.framed_bytes
+    assert held(other, ALICE) == {key_of(name) for name in "abcz"}
+    assert held(other, BOB) == {key_of("d")}
+    assert in_store(other, BOB, lambda s: read(s, key_of("d"))) == block_of("d")
+    assert len(held(root, ALICE)) == 3
+    answer = told(capsys, "cp", url_of(root), url_of(other))
+    assert (answer["copied"], answer["there_already"]) == (0, 4)
+
+
+def test_cp_never_copies_a_corrupt_block(root, tmp_path, capsys):
+    other = tmp_path / "other"
+    flip(file_of(root, ALICE, "b"))
+    arguments = ["--namespace", ALICE.digest.hex()[:6], "--depth", "1"]
+    answer = told(capsys, "cp", url_of(root), url_of(other), *arguments, status=1)
+    assert (answer["copied"], answer["corrupt"]) == (2, 1)
+    assert held(other, ALICE) == {key_of("a"), key_of("c")}
+    assert not (other / BOB.digest.hex()).exists()
+
+
+def test_cp_of_more_blocks_than_one_lookup(tmp_path, capsys):
+    fill(tmp_path / "kv", BOB, *range(300))
+    fill(tmp_path / "other", BOB, *range(0, 300, 2))
+    answer = told(capsys, "cp", url_of(tmp_path / "kv"), url_of(tmp_path / "other"))
+    assert (answer["copied"], answer["there_already"]) == (150, 150)
+    assert len(held(tmp_path / "other", BOB)) == 300
+
+
+def test_cp_believes_no_store_that_answers_for_some_by_their_neighbours():
+    class Probing(PassingStore):
+        async def contains(self, keys):
+            async def has(key):
+                return (await self.inner.contains([key]))[0]
+
+            return await probe(keys, has, at_once=EXACT_KEYS, rounds=3)
+
+    async def main():
+        origin, target = MemoryStore(), MemoryStore()
+        for number in range(300):
+            for each in (origin, target)[: 1 + number % 2]:
+                await each.put(key_of(number), block_of(number))
+        lacking = _lacking(origin, Probing(target), lambda blocks: None)
+        return {key async for key in lacking}
+
+    assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}
+
+
+def test_cp_to_a_full_store_stops_and_says_so(root, tmp_path, capsys):
+    target = f"file://{tmp_path}/full?min_free=999PB"
+    assert store("cp", url_of(root), target) == 1
+    captured = capsys.readouterr()
+    assert "would leave less than" in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out.splitlines()[1].split()[0] == "0"
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "file:///no/such/folder"], "there is no such folder"),
+        (["verify", "file:///no/such/folder?bandwidth=1GB/s"], "there is no such folder"),
+        (["cp", "file:///no/such/folder", "file:///tmp/x"], "there is no such folder"),
+        (["stat", "gopher://x"], "unknown scheme"),
+        (["ls", "/nvme/kv"], "write for example file:///absolute/path"),
+        (["ls", "{root}", "zz"], "no namespace starts with 'zz'"),
+        (["verify", "{root}", "--namespace", "zz"], "no namespace starts with 'zz'"),
+        (["clear", "{root}", "--namespace", "zz", "--yes"], "no namespace starts with 'zz'"),
+        (["gc", "{root}", "--to", "lots"], "--to: 'lots' is not a size"),
+        (["cp", "{root},http://127.0.0.1:1", "{root}"], "names 2 stores, write one"),
+        (["cp", "{root}", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
+        (["bench", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
+        (["bench", "{root}", "--sizes", "1"], "--sizes: 1: blocks are measured from 4 KiB"),
+        (["bench", "{root}", "--sizes", "2GiB"], "blocks are measured from 4 KiB to 1 GiB"),
+        (["bench", "{root}", "--sizes", "x"], "--sizes: 'x' is not a size"),
+        (["bench", "{root}", "--depths", "0"], "--depths: '0' is not a number from 1 to 256"),
+        (["bench", "{root}", "--depths", "1,"], "--depths: '' is not a number"),
+        (["bench", "{root}", "--bytes", "-1"], "--bytes: '-1' is not a size"),
+        (["bench", "{root}", "--kv-bytes-per-token", "0"], "write a number of bytes"),
+        (["bench", "{root}", "--kv-bytes-per-token", "1"], "a block of this model: blocks are"),
+        (["bench", "{root}", "--block-tokens", "0"], "--block-tokens"),
+        (["bench", "{root}", "--prefill-tokens-per-s", "5"], "of which model?"),
+        (["bench", "{root}", "--prefill-tokens-per-s", "nan"], "write a number of tokens"),
+        (["bench", "{root}", "--model-config", "/no/such/file"], "describes no model"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(root, capsys, arguments, message):
+    assert store(*(part.replace("{root}", url_of(root)) for part in arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("sglang-cake: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_a_tool_makes_nothing_where_nothing_was(tmp_path):
+    for tool in (["ls"], ["stat"], ["verify"], ["gc"], ["clear", "--yes"], ["bench"]):
+        assert store(*tool, url_of(tmp_path / "typo")) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- real processes ----
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parent.parent)}
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "sglang_cake", "store", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+WRITER = """
+import asyncio, sys
+from storetools import ALICE, url_of
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.testing.store_contract import block_of, key_of, read
+async def main():
+    store = parse_sources(url_of(sys.argv[1]))[0].open(ALICE, depth=2)
+    count = 0
+    while not sys.stdin.closed:
+        name = f"live {count % 200}"
+        await store.put(key_of(name), block_of(name))
+        if count % 7 == 0:
+            await store.delete(key_of(f"live {(count - 50) % 200}"))
+        count += 1
+        if count == 20:
+            print("begun", flush=True)
+        if count % 50 == 0 and not await asyncio.to_thread(alive):
+            break
+    await store.close()
+    print(count, flush=True)
+import select
+def alive():
+    return not select.select([sys.stdin], [], [], 0)[0]
+asyncio.run(main())
+"""
+
+
+def test_tools_work_on_a_store_that_another_process_writes(root, tmp_path, capsys):
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    try:
+        assert writer.stdout.readline() == "begun\n"
+        for _ in range(3):
+            (answer,) = told(capsys, "verify", url_of(root))["stores"]
+            assert answer["corrupt"] == answer["unanswered"] == 0
+            assert answer["ok"] >= 4
+            assert told(capsys, "stat", url_of(root))["stores"][0]["blocks"] >= 4
+            assert told(capsys, "cp", url_of(root), url_of(tmp_path / "to"))["corrupt"] == 0
+            told(capsys, "gc", url_of(root), "--to", 30 * FRAMED)
+            assert told(capsys, "ls", url_of(root))["stores"][0]["namespaces"]
+        told(capsys, "clear", url_of(root), "--namespace", ALICE.digest.hex(), "--yes")
+        assert writer.poll() is None, "it noticed nothing"
+        out, _ = writer.communicate("stop", timeout=60)
+        assert int(out) >= 20
+        assert writer.returncode == 0
+    finally:
+        writer.kill()
+        writer.wait()
+    assert told(capsys, "verify", url_of(tmp_path / "to"))["stores"][0]["ok"] > 0
+
+
+def test_a_reader_that_has_seen_enough_ends_the_tool_quietly(tmp_path):
+    fill(tmp_path, ALICE, *range(2000))
+    with process("ls", url_of(tmp_path), ALICE.digest.hex()[:4]) as listing:
+        listing.stdout.readline()
+        listing.stdout.close()
+        assert listing.wait(60) == PIPE_STATUS
+        assert listing.stderr.read() == ""
+
+
+def test_a_bad_url_ends_the_process_with_status_2():
+    with process("ls", "gopher://x") as listing:
+        out, err = listing.communicate(timeout=60)
+    assert listing.returncode == 2
+    assert out == ""
+    assert err.startswith("sglang-cake: store URL 'gopher://x': unknown scheme 'gopher'")
+
+
+def test_without_a_terminal_there_is_no_progress_bar(root):
+    with process("verify", url_of(root)) as verifying:
+        out, err = verifying.communicate(timeout=60)
+    assert verifying.returncode == 0
+    assert err == ""
+    assert "OK" in out
+
+
+def test_on_a_terminal_there_is_one_and_the_answer_stays_clean(root):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        verifying = subprocess.run(
+            [sys.executable, "-m", "sglang_cake", "store", "verify", url_of(root), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=environment(),
+            timeout=60,
+        )
+        assert select.select([screen], [], [], 60)[0]
+        assert b"verifying" in screen.read(4096)
+        os.close(theirs)
+    assert json.loads(verifying.stdout)["stores"][0]["ok"] == 4
+
+
+def test_an_interrupted_bench_cleans_up(root):
+    before = sorted(root.rglob("*"))
+    url = f"file://{root}?min_free=0&bandwidth=1kB/s"
+    with process(
+        *("bench", url, "--sizes", "64KiB", "--depths", "2", "--bytes", "64KiB"),
+        # Whoever runs the tests in the background of a shell has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as bench:
+        try:
+            deadline_s = time.monotonic() + 60
+            while len(list(root.glob("*/??/??/" + "?" * 64))) < 8:  # four of ours: now it reads
+                assert bench.poll() is None, bench.stderr.read()
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            bench.send_signal(signal.SIGINT)
+            _, err = bench.communicate(timeout=60)
+        finally:
+            bench.kill()
+    assert bench.returncode == 130
+    assert err == "interrupted\n"
+    assert sorted(root.rglob("*")) == before

@@ -1,0 +1,270 @@
+"""What may be written as a store URL, and one clear line for everything else."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.stores.file import file_source as source_module
+from sglang_cake.stores.file.disk import file_system_type
+from sglang_cake.stores.file.file_source import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("200kB", 200_000),
+        ("200KB", 200_000),
+        ("200MB", 200_000_000),
+        ("500GB", 500 * 10**9),
+        ("500 GB", 500 * 10**9),
+        ("10TB", 10**13),
+        ("1PB", 10**15),
+        ("1KiB", 1024),
+        ("1.5GiB", 3 * 2**29),
+        ("2TiB", 2**41),
+        ("0.1GB", 10**8),
+        ("999999999999999999", 10**18 - 1),
+    ],
+)
+def test_sizes(text, expected):
+    assert parse_size(text) == expected
+
+
+BAD_SIZES = [
+    "",
+    "GB",
+    "-1",
+    "1e9",
+    "1.5.2GB",
+    "1gb",
+    "1Gb",
+    "1G",
+    "5 %",
+    "inf",
+    "1kiB",
+    "1GB/s",
+    "٣",
+]
+
+
+@pytest.mark.parametrize("text", BAD_SIZES)
+def test_bad_sizes(text):
+    with pytest.raises(ConfigError) as error:
+        parse_size(text)
+    assert str(error.value) == (
+        f"{text!r} is not a size: write bytes, or for example 500GB or 1.5GiB"
+    )
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_plain_bytes_are_exact(size_bytes):
+    assert parse_size(str(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("50MB/s", 50e6),
+        ("1GiB/s", 2.0**30),
+        ("32Gbps", 4e9),
+        ("7Gbit/s", 0.875e9),
+        ("8kbps", 1000.0),
+        ("100B/s", 100.0),
+        ("0.5MB/s", 0.5e6),
+    ],
+)
+def test_bandwidths(text, expected):
+    assert parse_bandwidth(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "50", "50MB", "50Mb/s", "MB/s", "0MB/s", "0.0Gbps", "-1MB/s", "50MB/h", "1mbps"]
+)
+def test_bad_bandwidths(text):
+    with pytest.raises(ConfigError, match="is not a bandwidth: write for example 50MB/s"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("file:///nvme/kv", FileSource(Path("/nvme/kv"))),
+        ("file:///nvme/kv/", FileSource(Path("/nvme/kv"))),
+        ("file:////nvme/kv", FileSource(Path("/nvme/kv"))),
+        ("file:///a%20b%2Cc%23", FileSource(Path("/a b,c#"))),
+        ("file:///a/b~1", FileSource(Path("/a/b~1"))),
+        ("file:///a?", FileSource(Path("/a"))),
+        ("file:///a?fsync=data&min_free=20GB", FileSource(Path("/a"), "data", 20 * 10**9)),
+        ("file:///a?min_free=0&fsync=off", FileSource(Path("/a"), "off", 0)),
+        ("file:///a?min_free=1%20GB", FileSource(Path("/a"), min_free_bytes=10**9)),
+    ],
+)
+def test_good_urls(text, expected):
+    assert parse_sources(text) == [expected]
+
+
+def test_any_store_may_be_held_to_a_bandwidth():
+    (source,) = parse_sources("file:///a?bandwidth=50MB/s&fsync=data")
+    assert source.inner == FileSource(Path("/a"), "data")
+    assert source.bytes_per_s == 50e6
+
+
+def test_several_stores_are_named_fastest_first():
+    assert parse_sources("file:///a,file:///b%2Cc") == [
+        FileSource(Path("/a")),
+        FileSource(Path("/b,c")),
+    ]
+
+
+def test_a_disk_is_never_filled_to_the_last_byte_unasked():
+    assert parse_sources("file:///a")[0].min_free_bytes == DEFAULT_MIN_FREE_BYTES > 0
+
+
+BAD_URLS = {
+    "": "the store URL is empty",
+    "  ": "the store URL is empty",
+    "/nvme/kv": "write for example file:///absolute/path",
+    "file:/nvme/kv": "write for example file:///absolute/path",
+    "gopher://host:8700": "unknown scheme",
+    "://a": "unknown scheme ''",
+    "FILE:///a": "unknown scheme 'FILE'",
+    "file://": "the path is not absolute",
+    "file:///": "names no folder",
+    "file:///%00": "names no folder",
+    "file://nvme/kv": "the path is not absolute, write file:///absolute/path",
+    "file://~/kv": "'~' and '$' are not expanded",
+    "file:///~/kv": "'~' and '$' are not expanded",
+    "file://~me/kv": "'~' and '$' are not expanded",
+    "file://$HOME/kv": "'~' and '$' are not expanded",
+    "file:///$HOME/kv": "'~' and '$' are not expanded",
+    "file:///a#b": "%23",
+    "file:///a,b": "store URL 'b': write for example file:///absolute/path",
+    "file:///a,": "store URL '': write for example file:///absolute/path",
+    "file:///a?speed=1": "'speed': unknown key, allowed: admit, bandwidth, capacity, fair, "
+    "fsync, key_file, min_free, policy, tenant_quota",
+    "file:///a?capacity=1MB": "'capacity': '1MB' is too small, at least 16777216 bytes",
+    "file:///a?policy=best": "'policy': 'best' is not possible, allowed: fifo, lru, lfu, gdfs, ",
+    "file:///a?Fsync=off": "'Fsync': unknown key",
+    "file:///a?&": "is given twice",
+    "file:///a?fsync": "'fsync': '' is not possible, allowed: off, data",
+    "file:///a?fsync=on": "'fsync': 'on' is not possible, allowed: off, data",
+    "file:///a?fsync=off&fsync=off": "'fsync' is given twice",
+    "file:///a?min_free=lots": "'min_free': 'lots' is not a size",
+    "file:///a?bandwidth=50MB": "'bandwidth': '50MB' is not a bandwidth",
+    "file:///a?bandwidth=50MB/s?fsync=off": "'bandwidth': '50MB/s?fsync=off' is not a bandwidth",
+}
+
+
+@pytest.mark.parametrize("text", BAD_URLS)
+def test_bad_urls(text):
+    with pytest.raises(ConfigError) as error:
+        parse_sources(text)
+    assert BAD_URLS[text] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert repr(text.split(",")[-1]) in str(error.value) or not text.strip()
+
+
+@given(st.one_of(st.text(), st.text().map(lambda text: "file:///a?" + text)))
+def test_any_text_is_a_store_or_a_config_error(text):
+    try:
+        sources = parse_sources(text)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017 - both ways are fine
+    else:
+        assert all(source.path.is_absolute() for source in sources)
+
+
+def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch, tmp_path):
+    class Stat:
+        f_blocks, f_frsize = 1000, 4096
+
+    asked = []
+    monkeypatch.setattr(source_module.os, "statvfs", lambda path: asked.append(path) or Stat())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = FileSource(
+        tmp_path / "sglang_cake/store", min_free_bytes=819200, capacity_bytes=2048000
+    )
+    assert default_source() == expected
+    assert asked == [tmp_path]  # the nearest folder that is there
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [None, "", "relative/cache"])
+def test_without_an_absolute_cache_folder_it_is_below_home(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if value is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert default_source().path == tmp_path / ".cache/sglang_cake/store"
+
+
+def test_without_a_home_the_user_is_asked_for_a_store(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match=r"no default store .*: name one"):
+        default_source()
+
+
+def test_checking_a_store_makes_its_folder_and_leaves_nothing_in_it(tmp_path):
+    url = FileSource(tmp_path / "a" / "kv")
+    url.check()
+    url.check()
+    assert list(url.path.iterdir()) == []
+    assert url.path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("below", ["", "kv", "a/kv"])
+def test_checking_a_store_that_cannot_be_made_is_one_line(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / below
+    with pytest.raises(ConfigError) as error:
+        FileSource(path).check()
+    assert f"store folder {path} cannot be made or written: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_checking_really_writes(tmp_path, monkeypatch):
+    def full(**kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(source_module.tempfile, "TemporaryFile", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        FileSource(tmp_path).check()
+
+
+def test_a_folder_that_several_machines_mount_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "file_system_type", lambda folder: 0x6969)
+    with pytest.raises(ConfigError, match=r"is on NFS.*store serve") as error:
+        FileSource(tmp_path).check()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not shutil.which("stat"), reason="asks `stat` for the same")
+@pytest.mark.parametrize("folder", ["/proc", "/dev/shm", "/"])
+def test_the_type_of_a_file_system_is_what_the_system_says(folder):
+    said = subprocess.run(["stat", "-f", "-c", "%t", folder], capture_output=True, check=True)
+    assert file_system_type(Path(folder)) == int(said.stdout, 16)
+
+
+def test_a_folder_that_is_named_again_behind_a_link_is_refused(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    (tmp_path / "above").symlink_to(tmp_path)
+    for again in ("link", "above/kv", "above/link", "kv/../kv"):
+        with pytest.raises(ConfigError, match="is named twice"):
+            split_urls(f"file://{tmp_path}/kv,file://{tmp_path}/{again}?fsync=data")
+    assert len(split_urls(f"file://{tmp_path}/kv,file://{tmp_path}/above")) == 2

@@ -1,0 +1,308 @@
+"""The paced link, on a clock that the test moves."""
+
+import asyncio
+import heapq
+import itertools
+from functools import partial
+
+import pytest
+
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledStore
+from sglang_cake.testing.faulty import FaultyStore, SlowStore
+from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, key_of, read
+
+READ_S = 2.0  # what one block takes on the link of these tests
+
+
+class ManualClock:
+    def __init__(self):
+        self.now_s = 0.0
+        self._sleepers, self._order = [], itertools.count()
+
+    def time(self):
+        return self.now_s
+
+    async def sleep(self, delay_s):
+        woken = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.now_s + delay_s, next(self._order), woken))
+        await woken
+
+    async def advance(self, delay_s):
+        """Let `delay_s` pass, waking every sleeper at its own time."""
+        await settle()
+        end_s = self.now_s + delay_s
+        while self._sleepers and self._sleepers[0][0] <= end_s:
+            self.now_s, _, woken = heapq.heappop(self._sleepers)
+            if not woken.done():
+                woken.set_result(None)
+            await settle()
+        self.now_s = end_s
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def paced(inner, clock):
+    return ThrottledStore(
+        inner,
+        bytes_per_s=LAYOUT.block_bytes / READ_S,
+        block_bytes=LAYOUT.block_bytes,
+        clock=clock.time,
+        sleep=clock.sleep,
+    )
+
+
+def run(test):
+    """Run `test(inner, clock, start)`; `start(name)` starts a read that notes when it ended."""
+
+    async def main():
+        clock, inner, ended = ManualClock(), MemoryStore(), {}
+        for name in range(4):
+            await inner.put(key_of(name), block_of(name))
+
+        def start(store, name):
+            async def one():
+                try:
+                    return await read(store, key_of(name))
+                finally:
+                    ended[name] = clock.now_s
+
+            return asyncio.create_task(one())
+
+        await test(inner, clock, start, ended)
+
+    asyncio.run(main())
+
+
+def test_reads_take_turns_in_the_order_they_were_asked():
+    async def test(inner, clock, start, ended):
+        store = paced(inner, clock)
+        tasks = [start(store, name) for name in (2, 0, 1)]
+        await clock.advance(10)
+        assert ended == {2: READ_S, 0: 2 * READ_S, 1: 3 * READ_S}
+        assert [await task for task in tasks] == [block_of(name) for name in (2, 0, 1)]
+
+    run(test)
+
+
+def test_an_idle_link_saves_nothing_up():
+    async def test(inner, clock, start, ended):
+        store = paced(inner, clock)
+        await clock.advance(100)
+        start(store, 0)
+        start(store, 1)
+        await clock.advance(10)
+        assert ended == {0: 100 + READ_S, 1: 100 + 2 * READ_S}
+
+    run(test)
+
+
+def test_time_that_the_store_itself_takes_counts():
+    async def test(inner, clock, start, ended):
+        slow = SlowStore(inner)
+        store = paced(slow, clock)
+        for name in (0, 1):
+            start(store, name)
+        await slow.until_waiting(1)
+        await clock.advance(READ_S / 2)
+        slow.release(key_of(0))
+        await clock.advance(READ_S)  # read 0 ends at READ_S, not half a READ_S later
+        assert ended == {0: READ_S}
+        await clock.advance(READ_S * 2)
+        slow.release(key_of(1))  # slower than the link: no further wait
+        await settle()
+        assert ended[1] == clock.now_s
+
+    run(test)
+
+
+def test_a_read_cancelled_in_the_queue_costs_nothing():
+    async def test(inner, clock, start, ended):
+        store = paced(inner, clock)
+        start(store, 0)
+        second = start(store, 1)
+        start(store, 2)
+        await clock.advance(READ_S / 2)
+        second.cancel()
+        await clock.advance(10)
+        assert ended == {0: READ_S, 1: READ_S / 2, 2: 2 * READ_S}
+
+    run(test)
+
+
+def test_a_read_cancelled_in_the_middle_gives_the_link_back_at_once():
+    async def test(inner, clock, start, ended):
+        store = paced(inner, clock)
+        first = start(store, 0)
+        start(store, 1)
+        await clock.advance(READ_S / 2)
+        first.cancel()
+        await clock.advance(10)
+        assert ended == {0: READ_S / 2, 1: READ_S * 1.5}
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "cost_s"), [(BlockMissing("x"), 0.0), (BlockCorrupt("x"), READ_S)]
+)
+def test_only_bytes_that_crossed_the_link_cost_time(error, cost_s):
+    async def test(inner, clock, start, ended):
+        faulty = FaultyStore(inner)
+        faulty.fail(key_of(0), error)
+        store = paced(faulty, clock)
+        failed = start(store, 0)
+        start(store, 1)
+        await clock.advance(10)
+        assert ended == {0: cost_s, 1: cost_s + READ_S}
+        with pytest.raises(type(error)):
+            await failed
+
+    run(test)
+
+
+def test_puts_and_lookups_are_not_paced():
+    async def test(inner, clock, start, ended):
+        store = paced(inner, clock)
+        start(store, 0)
+        await settle()
+        assert await store.put(key_of("new"), block_of("new"))
+        assert await store.contains([key_of("new")]) == [True]
+        await store.delete(key_of("new"))
+        assert clock.now_s == 0.0
+        assert ended == {}
+        await clock.advance(READ_S)
+
+    run(test)
+
+
+# ---- what is told on the way ----
+
+LARGE_BYTES = 4 * PIECE_BYTES + PIECE_BYTES // 2
+BYTES_PER_S = PIECE_BYTES / 2  # two seconds for a piece
+
+
+def large(test):
+    """Run `test(store, clock, reads)`: `reads(name, progress)` begins to read a block of several
+    pieces."""
+
+    async def main():
+        clock, inner = ManualClock(), MemoryStore()
+        for name in range(2):
+            await inner.put(key_of(name), memoryview(bytes([name + 1]) * LARGE_BYTES))
+        store = ThrottledStore(
+            SlowStore(inner),
+            bytes_per_s=BYTES_PER_S,
+            block_bytes=LARGE_BYTES,
+            clock=clock.time,
+            sleep=clock.sleep,
+        )
+        await test(store, clock, partial(LargeRead, store, clock))
+
+    asyncio.run(main())
+
+
+class LargeRead:
+    """A read, when what was told of it, and when it ended."""
+
+    def __init__(self, store, clock, name, progress):
+        self.clock, self.at_s, self.ended_s = clock, [], None
+        self.out = bytearray(LARGE_BYTES)
+        self.told = Told(self.out, bytes([name + 1]) * LARGE_BYTES)
+        self.task = asyncio.create_task(self._read(store, key_of(name), progress))
+
+    async def _read(self, store, key, progress):
+        try:
+            await store.get_into(key, memoryview(self.out), self._came if progress else None)
+        finally:
+            self.ended_s = self.clock.now_s
+
+    def _came(self, count):
+        self.told(count)
+        self.at_s.append(self.clock.now_s)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 3.0, 100.0])
+def test_bytes_are_told_of_as_they_cross_the_link(late_s):
+    """The store itself takes `late_s`: less than the link, or more."""
+
+    async def test(store, clock, reads):
+        read = reads(0, True)
+        await store._inner.until_waiting(1)
+        await clock.advance(late_s)
+        assert read.told.counts == [], "the store has nothing yet"
+        store._inner.release(key_of(0))
+        await clock.advance(100)
+        assert read.told.wrong == []
+        assert read.told.grew
+        assert read.told.counts == [n * PIECE_BYTES for n in range(5)]
+        assert read.at_s == [max(late_s, n * PIECE_BYTES / BYTES_PER_S) for n in range(5)]
+        assert read.ended_s == max(late_s, LARGE_BYTES / BYTES_PER_S)
+
+    large(test)
+
+
+def test_the_next_read_is_told_of_from_when_it_has_the_link():
+    async def test(store, clock, reads):
+        store._inner.release(key_of(0), key_of(1))
+        first, second = reads(0, True), reads(1, True)
+        await clock.advance(100)
+        assert second.at_s == [at_s + first.ended_s for at_s in first.at_s]
+        assert second.told.grew
+        assert second.told.wrong == []
+
+    large(test)
+
+
+@pytest.mark.parametrize("after_s", [0.5, 3.5, 8.5])
+def test_of_a_cancelled_read_nothing_more_is_told(after_s):
+    async def test(store, clock, reads):
+        store._inner.release(key_of(0), key_of(1))
+        first, second = reads(0, True), reads(1, True)
+        await clock.advance(after_s)
+        first.task.cancel()
+        await clock.advance(100)
+        assert first.ended_s == after_s
+        assert first.at_s == [2.0 * n for n in range(len(first.at_s))]
+        assert first.at_s[-1] <= after_s
+        assert second.at_s[0] == after_s, "it has the link at once"
+        assert second.ended_s == after_s + LARGE_BYTES / BYTES_PER_S
+
+    large(test)
+
+
+def test_who_does_not_listen_is_waited_for_once():
+    async def test(store, clock, reads):
+        slept = []
+
+        async def sleep(delay_s):
+            slept.append(delay_s)
+            await clock.sleep(delay_s)
+
+        store._sleep = sleep
+        store._inner.release(key_of(0))
+        read = reads(0, False)
+        await clock.advance(100)
+        assert slept == [LARGE_BYTES / BYTES_PER_S]
+        assert read.ended_s == LARGE_BYTES / BYTES_PER_S
+        assert read.told.counts == []
+
+    large(test)
+
+
+@pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x")])
+def test_a_block_that_fails_is_not_told_of_at_all(error):
+    async def test(store, clock, reads):
+        store._inner = FaultyStore(store._inner)
+        store._inner.fail(key_of(0), error)
+        read = reads(0, True)
+        await clock.advance(100)
+        with pytest.raises(type(error)):
+            await read.task
+        assert read.told.counts == []
+
+    large(test)

@@ -1,0 +1,349 @@
+"""Several stores as one: every tier gets the form of a block that suits its own link."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+
+import pytest
+from tiering import Clock, Tiers, run, until
+
+from sglang_cake.codecs.catalogue import chain_of, decode
+from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.encoders import BestCodec, OneCodec
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.pipeline import is_raw
+from sglang_cake.codecs.relative_error import relative_error
+from sglang_cake.core.codec_names import CODECS, namespace_value
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import StoreFull, StoreUnavailable
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.encoded import EncodedStore, open_blocks
+from sglang_cake.stores.per_tier_encoding import LinkSpeed
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.tiers.tier_choice import RATE_FRESH_S
+from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.store_contract import block_of, key_of, read
+
+MB = 1e6
+LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+BLOCK = kv_like(LAYOUT)
+PAYLOAD_BYTES = LAYOUT.block_bytes + HEAD_BYTES
+DECODE_S = LAYOUT.block_bytes / (100 * MB)
+FAST, SLOW = 1000 * MB, 5 * MB  # faster than the decoders of these tests, and slower
+KEY = key_of("a")
+
+
+class Encoded(Tiers):
+    """Tiers whose links have given speeds, behind a codec."""
+
+    def __init__(self, *speeds, codec="auto", max_error=0.02):
+        super().__init__(len(speeds), block_bytes=PAYLOAD_BYTES)
+        links = self.store.links()
+        for link, speed in zip(links, speeds, strict=True):
+            if speed is not None:
+                link.read.landed(PAYLOAD_BYTES, -PAYLOAD_BYTES / speed, 0.0)
+        self.counters, ticks = Counters(), itertools.count()
+        chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
+        encoder = BestCodec(
+            LAYOUT,
+            chains,
+            max_error=max_error,
+            links=[link.bytes_per_s for link in links],
+            decode_threads=1,
+            counters=self.counters,
+            clock=lambda: next(ticks) * DECODE_S,
+        )
+        if codec != "auto":
+            encoder = OneCodec(LAYOUT, codec, chains[codec])
+        self.blocks = EncodedStore(
+            *(self.store, LAYOUT, encoder.encode),
+            link=LinkSpeed(),
+            counters=self.counters,
+            payload_bytes=PAYLOAD_BYTES,
+            depth=2,
+            by_tier=codec == "auto",
+        )
+
+    async def stored(self, *names, block=BLOCK):
+        for name in names:
+            assert await self.blocks.put(key_of(name), memoryview(block))
+        await self.quiet()
+
+    async def loaded(self, key=KEY):
+        out = bytearray(LAYOUT.block_bytes)
+        assert await self.blocks.get_into(key, memoryview(out)) == LAYOUT.block_bytes
+        return bytes(out)
+
+    def form(self, tier, key=KEY):
+        return self.memory[tier]._blocks.get(key)
+
+    def forms_made(self):
+        counts = self.counters.snapshot()
+        return {c: n for c in CODECS if (n := counts["encoded_blocks", c])}
+
+    def all_buffers_are_back(self):
+        pools = [tier.copies._buffers for tier in self.store._tiers]
+        return all(pool.free == pool.capacity for pool in pools)
+
+
+def encoded(test, *speeds, **options):
+    async def main():
+        tiers = Encoded(*speeds, **options)
+        try:
+            await test(tiers)
+        finally:
+            await tiers.blocks.close()
+        assert tiers.all_buffers_are_back()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("speeds", "max_error", "codecs"),
+    [
+        ((FAST, SLOW), 0.0, ("raw", "zstd")),
+        ((FAST, SLOW), 0.02, ("raw", "int8")),
+        ((SLOW, FAST), 0.3, ("int4", "raw")),
+        ((FAST, SLOW, FAST), 0.02, ("raw", "int8", "raw")),
+        ((FAST, None), 0.3, ("raw", "raw")),
+        ((SLOW, SLOW), 0.02, ("int8", "int8")),
+    ],
+)
+def test_every_tier_gets_the_form_that_suits_its_link(speeds, max_error, codecs):
+    async def test(tiers):
+        await tiers.stored("a")
+        for tier, codec in enumerate(codecs):
+            payload = memoryview(tiers.form(tier))
+            assert is_raw(payload) == (codec == "raw")
+            out = memoryview(bytearray(LAYOUT.block_bytes))
+            decode(LAYOUT, payload, out)
+            assert relative_error(LAYOUT, memoryview(BLOCK), out) <= max_error
+            for other in range(len(speeds)):  # read by the server from this tier alone
+                tiers.outage[other].error = None if other == tier else StoreFull("no use")
+            assert await tiers.loaded() == out
+        assert tiers.forms_made() == dict.fromkeys(codecs, 1), "equal choices are made once"
+        made = {codec: tiers.form(tier) for tier, codec in enumerate(codecs)}
+        stored_bytes = sum(HEADER_BYTES + len(payload) for payload in made.values())
+        assert tiers.counters.snapshot()["stored_bytes", ""] == stored_bytes
+        assert len(tiers.blocks._idle) == len(made), "a buffer for each form"
+
+    encoded(test, *speeds, max_error=max_error)
+
+
+def test_a_fixed_codec_makes_one_form_for_all_tiers():
+    async def test(tiers):
+        await tiers.stored("a")
+        assert tiers.form(0) == tiers.form(1)
+        assert tiers.forms_made() == {"int8": 1}
+        assert len(tiers.blocks._idle) == 1
+
+    encoded(test, FAST, SLOW, codec="int8")
+
+
+def test_what_moves_up_keeps_its_form():
+    async def test(tiers):
+        await tiers.stored("a")
+        below = tiers.form(1)
+        await tiers.memory[0].delete(KEY)  # evicted, behind our back
+        for _ in range(3):
+            found = await tiers.loaded()
+            await tiers.quiet()
+        assert tiers.form(0) == below
+        assert await tiers.loaded() == found
+        assert tiers.forms_made() == {"raw": 1, "int8": 1}, "nothing is encoded again"
+
+    encoded(test, FAST, SLOW)
+
+
+def test_nothing_is_encoded_for_a_lower_tier_that_is_left_out():
+    async def test(tiers):
+        tiers.outage[1].error = StoreUnavailable("down")
+        await tiers.stored(*range(FAILURES_IN_A_ROW))
+        assert tiers.forms_made()["int8"] == FAILURES_IN_A_ROW
+        await tiers.stored("a")
+        assert tiers.forms_made()["int8"] == FAILURES_IN_A_ROW
+        assert (await tiers.counts(1))["left_out_blocks"] == 1
+        tiers.outage[1].error = None
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        await tiers.stored("b")
+        assert not is_raw(memoryview(tiers.form(1, key_of("b"))))
+
+    encoded(test, FAST, SLOW)
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down")])
+def test_a_first_tier_that_takes_nothing_leaves_the_others_their_forms(error):
+    async def test(tiers):
+        tiers.outage[0].error = error
+        await tiers.stored("a")
+        assert not is_raw(memoryview(tiers.form(1)))
+        assert is_raw(memoryview(tiers.form(2)))
+
+    encoded(test, FAST, SLOW, FAST)
+
+
+def test_a_block_that_is_there_is_encoded_for_its_tier_only():
+    async def test(tiers):
+        await tiers.stored("a")
+        assert not await tiers.blocks.put(KEY, memoryview(BLOCK))
+        assert tiers.forms_made() == {"raw": 1, "int8": 1}
+        assert len(tiers.calls[1].keys_of("put")) == 1
+
+    encoded(test, FAST, SLOW)
+
+
+def test_the_log_says_of_which_tier_it_speaks(tmp_path, caplog):
+    fields = (("model", "m"), ("codec", namespace_value("auto", 0.0)))
+    urls = [f"{(tmp_path / name).as_uri()}?min_free=0" for name in "ab"]
+
+    async def go():
+        sources = parse_sources(",".join(urls))
+        store = open_blocks(sources, Namespace(fields), LAYOUT, codec="auto", depth=2)
+        await store.put(KEY, memoryview(BLOCK))
+        out = bytearray(LAYOUT.block_bytes)
+        await store.get_into(KEY, memoryview(out))
+        await store.close()
+        return bytes(out)
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(go()) == BLOCK
+    told = [line for line in caplog.messages if line.startswith("codec auto")]
+    what = "codec auto: blocks are stored as raw in tier {}: the link's speed is not known yet"
+    assert told == [what.format(1), what.format(2)]
+
+
+# ---- how fast a link is ----
+
+
+def test_a_link_is_as_fast_as_its_writes_until_something_was_read():
+    clock = Clock()
+    link = LinkSpeed(clock)
+    assert link.bytes_per_s() is None
+    clock.now_s = 2.0
+    link.written.landed(100, 0.0, 2.0)
+    assert link.bytes_per_s() == 50
+    clock.now_s = 3.0
+    link.read.landed(100, 2.0, 3.0)
+    assert link.bytes_per_s() == 100
+    link.written.landed(100, 2.0, 3.0)
+    clock.now_s += RATE_FRESH_S + 1
+    assert link.bytes_per_s() == 100, "what was known once"
+
+
+def test_each_tier_measures_its_own_reads_and_writes():
+    async def test(tiers):
+        class Slow(PassingStore):
+            async def put(self, key, data):
+                tiers.clock.now_s += 4.0
+                return await super().put(key, data)
+
+            async def get_into(self, key, out, progress=None):
+                tiers.clock.now_s += 2.0
+                return await super().get_into(key, out, progress)
+
+        tiers.store._tiers[1].store = Slow(tiers.memory[1])
+        fast, slow = tiers.store.links()
+        assert (fast.bytes_per_s(), slow.bytes_per_s()) == (None, None)
+        await tiers.put("a")
+        await tiers.quiet()
+        size = len(block_of("a"))
+        assert fast.bytes_per_s() > size
+        assert slow.bytes_per_s() == size / 4.0
+        await tiers.memory[0].delete(key_of("a"))
+        await tiers.read("a")
+        assert slow.bytes_per_s() == size / 2.0
+
+    run(test)
+
+
+# ---- a put of one form a tier ----
+
+
+def test_forms_are_asked_for_only_where_there_is_room():
+    async def test(tiers):
+        gate, asked = asyncio.Event(), []
+
+        class Gated(PassingStore):
+            async def put(self, key, data):
+                await gate.wait()
+                return await super().put(key, data)
+
+        async def form_of(tier):
+            asked.append(tier)
+            return block_of(tier)
+
+        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        for name in range(5):
+            assert await tiers.store.put_forms(key_of(name), form_of)
+        assert asked == [0, 1] * 2 + [0] * 3
+        assert (await tiers.counts(1))["queue_full_blocks"] == 3
+        gate.set()
+        await tiers.quiet()
+        for tier in range(2):
+            assert await read(tiers.memory[tier], key_of(0)) == block_of(tier)
+
+    run(test, copy_bytes=0)
+
+
+def test_a_form_that_cannot_be_made_any_more_costs_its_tier_only():
+    async def test(tiers):
+        async def form_of(tier):
+            if tier == 1:
+                raise StoreUnavailable("closed")
+            return block_of(tier)
+
+        assert await tiers.store.put_forms(KEY, form_of)
+        await tiers.quiet()
+        assert (await tiers.counts(1))["dropped_blocks"] == 1
+        assert [len(memory) for memory in tiers.memory] == [1, 0, 1]
+
+    run(test, count=3)
+
+
+@pytest.mark.parametrize("ends", ["deleted", "cancelled"])
+def test_a_put_that_ends_while_a_form_is_made_leaves_nothing_behind(ends):
+    async def test(tiers):
+        making, gate = asyncio.Event(), asyncio.Event()
+
+        async def form_of(tier):
+            if tier == 1:
+                making.set()
+                await gate.wait()
+            return block_of("a")
+
+        putting = asyncio.create_task(tiers.store.put_forms(KEY, form_of))
+        await making.wait()
+        if ends == "deleted":
+            await tiers.store.delete(KEY)
+            gate.set()
+        else:
+            putting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await putting
+        await tiers.quiet()
+        there = [len(memory) for memory in tiers.memory]
+        assert there == ([0, 0, 0] if ends == "deleted" else [1, 0, 0])
+        for tier in tiers.store._tiers:
+            assert tier.copies._buffers.free == tier.copies._buffers.capacity
+
+    run(test, count=3)
+
+
+def test_a_cancelled_put_gives_its_buffers_back():
+    async def test(tiers):
+        for ticks in range(0, 40, 4):
+            putting = asyncio.create_task(tiers.blocks.put(key_of(ticks), memoryview(BLOCK)))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            putting.cancel()
+            await asyncio.wait([putting])
+            await until(tiers.all_buffers_are_back)
+        assert len(tiers.blocks._idle) <= 2
+        await tiers.stored("b")
+        assert await tiers.loaded(key_of("b")) == BLOCK
+
+    encoded(test, FAST, SLOW)

@@ -1,0 +1,144 @@
+"""Random calls, outages, losses: a tiered store finds what a healthy tier has, and never lies."""
+
+import asyncio
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tiering import BLOCK, Tiers, until
+
+from sglang_cake.core.errors import BlockMissing, StoreUnavailable
+from sglang_cake.stores.tiers.tier_health import MAX_BACKOFF_S
+from sglang_cake.testing.store_contract import block_of, key_of, read
+
+NAMES = st.integers(0, 4)
+TIERS = st.integers(0, 2)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(room=st.sampled_from([0, 3 * BLOCK, 100 * BLOCK]))
+    def open(self, room):
+        self.loop = asyncio.new_event_loop()
+        self.tiers = Tiers(3, copy_bytes=room)
+
+    def call(self, awaitable):
+        self.tiers.clock.now_s += MAX_BACKOFF_S + 1  # a trial is due wherever one is needed
+        return self.loop.run_until_complete(asyncio.wait_for(awaitable, 60))
+
+    def up(self):
+        return [i for i in range(3) if self.tiers.outage[i].error is None]
+
+    def holders(self, name, among):
+        return [i for i in among if key_of(name) in self.tiers.memory[i]._blocks]
+
+    @rule(name=NAMES)
+    def put(self, name):
+        before = self.holders(name, range(3))
+        try:
+            fresh = self.call(self.tiers.store.put(key_of(name), block_of(name)))
+        except StoreUnavailable:
+            assert not self.up()
+        else:
+            assert self.holders(name, self.up())
+            assert fresh or before
+
+    @rule(name=NAMES)
+    def get(self, name):
+        findable = self.holders(name, self.up())
+        try:
+            got = self.call(read(self.tiers.store, key_of(name)))
+        except (BlockMissing, StoreUnavailable):
+            assert not findable
+        else:
+            assert got == block_of(name)
+            assert findable
+
+    @rule(names=st.lists(NAMES, max_size=6))
+    def look_up(self, names):
+        keys = [key_of(name) for name in names]
+        try:
+            found = self.call(self.tiers.store.contains(keys))
+        except StoreUnavailable:
+            assert not self.up()
+            return
+        for name, there in zip(names, found, strict=True):
+            assert self.holders(name, self.up()) or not there
+        self.call(until(lambda: not self.tiers.store._strays))  # trials, which nobody waits for
+        for tier in self.tiers.store._tiers:
+            assert tier.reading.is_well or tier.index not in self.up()
+        found = self.call(self.tiers.store.contains(keys))
+        assert found == [bool(self.holders(name, self.up())) for name in names]
+
+    @rule(name=NAMES)
+    def delete(self, name):
+        try:
+            self.call(self.tiers.store.delete(key_of(name)))
+        except StoreUnavailable:
+            assert len(self.up()) < 3
+        else:
+            assert len(self.up()) == 3
+        self.call(self.tiers.quiet())
+        assert not self.holders(name, self.up())
+
+    @rule(name=NAMES, tier=TIERS)
+    def lose(self, name, tier):
+        """Evicted, behind our back."""
+        self.tiers.memory[tier]._blocks.pop(key_of(name), None)
+
+    @rule(tier=TIERS, error=st.sampled_from([StoreUnavailable("down"), RuntimeError("a bug")]))
+    def break_down(self, tier, error):
+        self.tiers.outage[tier].error = error
+
+    @rule(tier=TIERS)
+    def heal(self, tier):
+        self.tiers.outage[tier].error = None
+
+    @rule(name=NAMES, ticks=st.integers(0, 4), what=st.sampled_from(["put", "get", "delete"]))
+    def cancel(self, name, ticks, what):
+        async def start_and_cancel():
+            store, out = self.tiers.store, bytearray(BLOCK)
+            task = asyncio.ensure_future(
+                {
+                    "put": lambda: store.put(key_of(name), block_of(name)),
+                    "get": lambda: store.get_into(key_of(name), memoryview(out)),
+                    "delete": lambda: store.delete(key_of(name)),
+                }[what]()
+            )
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
+
+        self.call(start_and_cancel())
+
+    @rule()
+    def settle(self):
+        self.call(self.tiers.quiet())
+
+    @invariant()
+    def what_is_kept_is_what_was_put(self):
+        for memory in self.tiers.memory:
+            for name in range(5):
+                assert memory._blocks.get(key_of(name), block_of(name)) == block_of(name)
+
+    @invariant()
+    def links_know_that_nothing_is_under_way(self):
+        assert [tier.link.bytes_under_way for tier in self.tiers.store._tiers] == [0, 0, 0]
+
+    def teardown(self):
+        self.call(self.tiers.store.close())
+        for tier in self.tiers.store._tiers:
+            assert tier.copies._buffers.free == tier.copies._buffers.capacity
+        self.loop.close()
+
+
+TestTiers = Machine.TestCase
+TestTiers.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)

@@ -1,0 +1,107 @@
+"""Several stores as one: a tier that fails is left out, and comes back."""
+
+import asyncio
+
+import pytest
+from tiering import run, until
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.store_contract import key_of, read
+
+DOWN = StoreUnavailable("down")
+
+
+@pytest.mark.parametrize("down", [0, 1])
+def test_a_tier_that_fails_is_left_out_and_comes_back(down):
+    async def test(tiers):
+        up = 1 - down
+        tiers.outage[down].error = DOWN
+        await tiers.fill(0, "a")
+        await tiers.fill(1, "a")
+        for _ in range(10):
+            await tiers.store.contains([key_of("a")])
+        assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW
+        await tiers.read("a")
+        assert tiers.calls[down].keys_of("get") == []
+        assert len(tiers.calls[up].keys_of("get")) == 1
+
+        tiers.outage[down].error = None
+        await tiers.store.contains([key_of("a")])
+        assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW, "not yet"
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        await tiers.store.contains([key_of("a")])
+        await until(lambda: tiers.store._tiers[down].reading.is_well)
+        stats = await tiers.store.stats()
+        assert [tier.reading for tier in stats.tiers] == [True, True]
+        assert stats.tiers[down].counts["left_out"] == 1
+
+    run(test)
+
+
+def test_the_only_tier_that_has_a_block_is_tried_when_a_trial_is_due():
+    async def test(tiers):
+        await tiers.fill(1, "a")
+        await tiers.store.contains([key_of("a")])
+        tiers.outage[1].error = DOWN
+        for _ in range(FAILURES_IN_A_ROW + 2):
+            with pytest.raises(StoreUnavailable):
+                await read(tiers.store, key_of("a"))
+        assert len(tiers.calls[1].keys_of("get")) == FAILURES_IN_A_ROW
+        tiers.outage[1].error = None
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        await tiers.read("a")
+
+    run(test)
+
+
+def test_a_tier_that_cannot_be_written_is_still_read():
+    async def test(tiers):
+        class ReadOnly(PassingStore):
+            async def put(self, key, data):
+                raise StoreUnavailable("read-only")
+
+        await tiers.fill(0, "old")
+        tiers.store._tiers[0].store = ReadOnly(tiers.calls[0])
+        for name in range(2 * FAILURES_IN_A_ROW):
+            await tiers.put(name)
+        stats = await tiers.store.stats()
+        assert not stats.tiers[0].writing
+        assert stats.tiers[0].reading
+        assert await tiers.store.contains([key_of("old")]) == [True]
+        await tiers.read("old")
+
+    run(test)
+
+
+def test_a_lower_tier_that_is_out_is_not_copied_to_until_it_heals():
+    async def test(tiers):
+        tiers.outage[1].error = DOWN
+        for name in range(FAILURES_IN_A_ROW):
+            await tiers.put(name)
+            await tiers.quiet()
+        await tiers.put("while out")
+        assert (await tiers.counts(1))["left_out_blocks"] == 1
+        tiers.outage[1].error = None
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        await tiers.put("after")
+        await tiers.until_holds(1, "after")
+        assert not await tiers.holds(1, "while out")
+
+    run(test)
+
+
+def test_a_put_does_not_wait_for_a_tier_on_trial():
+    async def test(tiers):
+        tiers.outage[0].error = DOWN
+        for name in range(FAILURES_IN_A_ROW):
+            await tiers.put(name)
+        tiers.outage[0].error = None
+        tiers.outage[0].hangs = True
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        asked = len(tiers.calls[0].keys_of("put"))
+        await asyncio.wait_for(tiers.put("a"), 60)
+        await until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)
+
+    run(test, drain_s=0.0)

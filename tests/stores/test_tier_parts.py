@@ -1,0 +1,237 @@
+"""The decisions of a tiered store, one by one, without I/O or a clock."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.stores.tiers.tier_choice import RATE_FRESH_S, TierLink, quickest, soonest
+from sglang_cake.stores.tiers.tier_health import (
+    FAILURES_IN_A_ROW,
+    FIRST_BACKOFF_S,
+    MAX_BACKOFF_S,
+    TierHealth,
+)
+from sglang_cake.stores.tiers.tier_memory import REREAD_S, PromoteOnSecondRead, TierLocations
+from sglang_cake.testing.store_contract import key_of
+
+BLOCK = 100
+
+
+def out_at(now_s=0.0):
+    health = TierHealth()
+    for _ in range(FAILURES_IN_A_ROW):
+        health.failed(now_s, trial=health.begin(now_s))
+    assert not health.is_well
+    return health
+
+
+def test_the_quickest_is_so_whatever_is_under_way():
+    slow, quick, unknown = TierLink(), TierLink(), TierLink()
+    slow.landed(BLOCK, 0.0, 10.0)
+    quick.landed(BLOCK, 0.0, 1.0)
+    quick.started(100 * BLOCK)
+    assert quickest([slow, quick], 10.0) == 1
+    assert quickest([quick, unknown], 10.0) == 0
+    assert quickest([unknown, quick], 10.0) == 0, "the first is said to be the fastest"
+    assert quickest([slow, quick], 10.0 + 2 * RATE_FRESH_S) == 0, "nothing is known any more"
+
+
+def test_only_failures_in_a_row_put_a_tier_out():
+    health = TierHealth()
+    for _ in range(5):
+        for _ in range(FAILURES_IN_A_ROW - 1):
+            assert not health.failed(0.0, trial=health.begin(0.0))
+        health.succeeded()
+    for _ in range(FAILURES_IN_A_ROW - 1):
+        assert not health.failed(0.0, trial=False)
+    assert health.is_well
+    assert health.failed(0.0, trial=False), "this is the one that puts it out"
+    assert not health.may_try(0.0)
+
+
+def test_one_trial_is_let_through_at_the_end_of_each_backoff():
+    health = out_at(10.0)
+    assert not health.may_try(10.0 + FIRST_BACKOFF_S - 0.01)
+    assert health.may_try(10.0 + FIRST_BACKOFF_S)
+    assert health.begin(10.0 + FIRST_BACKOFF_S)
+    assert not health.may_try(10.0 + FIRST_BACKOFF_S), "a second one, while the first is under way"
+    assert health.may_try(10.0 + 2 * FIRST_BACKOFF_S), "the first never came back"
+
+
+def test_the_backoff_doubles_up_to_a_bound_and_starts_anew_after_healing():
+    health, now_s, waits = out_at(), 0.0, []
+    for _ in range(10):
+        wait_s = next(s for s in range(1, 1000) if health.may_try(now_s + s))
+        waits.append(wait_s)
+        now_s += wait_s
+        assert not health.failed(now_s, trial=health.begin(now_s))
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert waits[0] == FIRST_BACKOFF_S
+    assert waits[-1] == MAX_BACKOFF_S
+    health.succeeded()
+    assert health.is_well
+    for _ in range(FAILURES_IN_A_ROW):
+        health.failed(now_s, trial=False)
+    assert health.may_try(now_s + FIRST_BACKOFF_S)
+
+
+def test_calls_that_were_under_way_do_not_make_the_backoff_grow():
+    health = out_at()
+    for _ in range(20):
+        assert not health.failed(0.5, trial=False)
+    assert health.may_try(FIRST_BACKOFF_S)
+
+
+@given(st.lists(st.sampled_from(["ok", "fail", "wait"]), max_size=60))
+def test_a_tier_is_always_tried_again_within_the_bound(events):
+    health, now_s = TierHealth(), 0.0
+    for event in events:
+        if event == "wait":
+            now_s += 5.0
+        elif health.may_try(now_s):
+            trial = health.begin(now_s)
+            if event == "ok":
+                health.succeeded()
+            else:
+                health.failed(now_s, trial=trial)
+        assert health.may_try(now_s + MAX_BACKOFF_S)
+        assert not health.is_well or health.may_try(now_s)
+
+
+def link(s_per_block=None, under_way=0, now_s=0.0):
+    made = TierLink()
+    if s_per_block is not None:
+        made.started(BLOCK)
+        made.landed(BLOCK, now_s - s_per_block, now_s)
+        made.ended(BLOCK)
+    made.started(under_way * BLOCK)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        ([link(1.0), link(4.0)], 0),
+        ([link(4.0), link(1.0)], 1),
+        ([link(1.0, under_way=2), link(4.0)], 0),  # 3 s against 4 s
+        ([link(1.0, under_way=3), link(4.0)], 0),  # a tie: the faster tier
+        ([link(1.0, under_way=4), link(4.0)], 1),
+        ([link(), link()], 0),
+        ([link(under_way=1), link()], 1),
+        ([link(under_way=2), link(under_way=1)], 1),
+        ([link(under_way=1), link(under_way=1)], 0),
+        ([link(1.0), link()], 0),  # no reason to find out
+        ([link(1.0, under_way=1), link()], 1),
+        ([link(1.0, under_way=5), link(under_way=1)], 0),  # one is enough to find out
+        ([link(1.0), link(1.0, under_way=1), link(9.0)], 0),
+    ],
+)
+def test_the_tier_that_should_have_the_block_first_is_read(links, expected):
+    assert soonest(links, BLOCK, 0.0) == expected
+
+
+def test_a_link_is_measured_while_it_is_busy():
+    one = TierLink()
+    for _ in range(2):
+        one.started(BLOCK)
+    # Two reads shared the link from 0 to 2 s: a block takes 1 s, though each read took 2.
+    for _ in range(40):
+        one.landed(BLOCK, 0.0, 2.0)
+    assert one.s_per_byte(2.0) == pytest.approx(0.0, abs=1e-6)
+    # (Forty landings in one moment are a fast link; what counts is the time between landings.)
+    for turn in range(40):
+        one.landed(BLOCK, 2.0, 3.0 + turn)
+    assert one.s_per_byte(42.0) == pytest.approx(1.0 / BLOCK, rel=1e-3)
+    # Idle time is nobody's.
+    one.landed(BLOCK, 60.0, 61.0)
+    assert one.s_per_byte(61.0) == pytest.approx(1.0 / BLOCK, rel=1e-3)
+
+
+def test_an_old_measurement_is_forgotten():
+    old = link(9.0)
+    assert old.s_per_byte(RATE_FRESH_S) is not None
+    assert old.s_per_byte(RATE_FRESH_S + 1) is None
+    old.landed(BLOCK, RATE_FRESH_S + 9, RATE_FRESH_S + 10)
+    assert old.s_per_byte(RATE_FRESH_S + 10) == pytest.approx(1.0 / BLOCK)
+
+
+@given(
+    rates=st.lists(st.floats(0.01, 100), min_size=2, max_size=4),
+    reads=st.integers(50, 300),
+    depth=st.integers(8, 16),
+)
+def test_with_enough_reads_under_way_the_bandwidths_add_up(rates, reads, depth):
+    """Theory C.3: 1/l = sum(1/l_j). Links that serve one block after the other, in virtual time."""
+    links = [link(1.0 / rate, now_s=0.0) for rate in rates]
+    now_s, free_s, served = 0.0, [0.0] * len(rates), [0] * len(rates)
+    landings = []  # (at, link, started)
+    for _ in range(reads):
+        if len(landings) == depth:
+            landings.sort()
+            now_s, which, started_s = landings.pop(0)
+            links[which].landed(BLOCK, started_s, now_s)
+            links[which].ended(BLOCK)
+        # Rates are known: a block that no link has carried for a minute is another test's matter.
+        for each, rate in zip(links, rates, strict=True):
+            if each.s_per_byte(now_s) is None:
+                each.landed(BLOCK, now_s - 1.0 / rate, now_s)
+        which = soonest(links, BLOCK, now_s)
+        links[which].started(BLOCK)
+        free_s[which] = max(free_s[which], now_s) + 1.0 / rates[which]
+        served[which] += 1
+        landings.append((free_s[which], which, now_s))
+    end_s = max(at_s for at_s, _, _ in landings)
+    ideal_s = reads / sum(rates)
+    alone_s = reads / max(rates)
+    # The last blocks under way, at most one a link beyond what each should have, are the slack.
+    slack_s = max(depth / sum(rates), 1.0 / max(rates)) * 2
+    assert end_s <= min(alone_s, 1.3 * ideal_s) + slack_s
+
+
+def test_whereabouts_keep_what_was_said_last():
+    where = TierLocations()
+    key = key_of("a")
+    assert where.of(key) == (0, 0)
+    where.learn(key, asked=0b011, having=0b010)
+    assert where.of(key) == (0b010, 0b001)
+    where.learn(key, asked=0b101, having=0b100)
+    assert where.of(key) == (0b110, 0b001)
+    where.learn(key, asked=0b010, having=0)
+    assert where.of(key) == (0b100, 0b011)
+    where.learn(key, asked=0b100, having=0)
+    assert where.of(key) == (0, 0), "what nobody has is not remembered"
+    where.learn(key, asked=0b1, having=0b1)
+    where.forget(key)
+    where.forget(key)
+    assert where.of(key) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(0, 7)), max_size=30))
+def test_a_tier_never_has_and_lacks_a_block(answers):
+    where = TierLocations(max_keys=3)
+    for name, asked, having in answers:
+        where.learn(key_of(name), asked=asked, having=having & asked)
+        known = where.of(key_of(name))
+        assert known.having & known.lacking == 0
+        assert known.having & asked == having & asked
+        assert len(where) <= 3
+
+
+def test_memories_are_bounded_and_drop_the_oldest():
+    where, rereads = TierLocations(max_keys=2), PromoteOnSecondRead(max_keys=2)
+    for name in range(3):
+        where.learn(key_of(name), asked=1, having=1)
+        assert not rereads.read(key_of(name), 0.0)
+    assert [where.of(key_of(name)).having for name in range(3)] == [0, 1, 1]
+    assert len(where) == len(rereads) == 2
+    assert not rereads.read(key_of(0), 0.0)
+    assert rereads.read(key_of(2), 0.0)
+
+
+def test_a_block_moves_up_at_its_second_read_within_the_time():
+    rereads = PromoteOnSecondRead()
+    assert not rereads.read(key_of("a"), 0.0)
+    assert not rereads.read(key_of("b"), 1.0)
+    assert rereads.read(key_of("a"), REREAD_S)
+    assert not rereads.read(key_of("b"), REREAD_S + 2), "too long ago: it counts as the first"
+    assert rereads.read(key_of("b"), REREAD_S + 3)

@@ -1,0 +1,250 @@
+"""Several stores as one: writing, write-down, moving up, deleting, closing."""
+
+import asyncio
+import threading
+
+import pytest
+from tiering import BLOCK, run, until
+
+from sglang_cake.core.errors import (
+    StoreFull,
+    StoreUnavailable,
+)
+from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW
+from sglang_cake.stores.tiers.tier_memory import REREAD_S
+from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
+from sglang_cake.testing.store_contract import block_of, key_of, read
+
+DOWN = StoreUnavailable("down")
+
+
+def test_a_put_goes_to_the_first_tier_and_then_to_the_others():
+    async def test(tiers):
+        await tiers.put("a")
+        assert await tiers.holds(0, "a"), "before the put returns"
+        await tiers.until_holds(1, "a")
+        await tiers.until_holds(2, "a")
+        assert not await tiers.store.put(key_of("a"), block_of("a"))
+        for index in (1, 2):
+            counts = await tiers.counts(index)
+            assert counts["put_blocks"] == 1
+            assert counts["moved_up_blocks"] == 0
+
+    run(test, count=3)
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), DOWN, OSError("not one of ours")])
+def test_a_first_tier_that_takes_nothing_does_not_lose_the_block(error):
+    async def test(tiers):
+        tiers.outage[0].error = error
+        for name in range(5):
+            await tiers.put(name)
+            assert await tiers.holds(1, name), "before the put returns"
+            await tiers.until_holds(2, name)
+        tiers.outage[0].error = None
+        assert len(tiers.memory[0]) == 0
+        counts = await tiers.counts(0)
+        assert counts["full_blocks"] == (5 if isinstance(error, StoreFull) else 0)
+        assert counts["left_out"] == (0 if isinstance(error, StoreFull) else 1)
+
+    run(test, count=3)
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        ([StoreFull("0"), StoreFull("1")], StoreFull),
+        ([DOWN, StoreFull("1")], StoreFull),
+        ([StoreFull("0"), DOWN], StoreFull),
+        ([DOWN, DOWN], StoreUnavailable),
+    ],
+)
+def test_a_put_that_no_tier_takes_fails(errors, told):
+    async def test(tiers):
+        for outage, error in zip(tiers.outage, errors, strict=True):
+            outage.error = error
+        for _ in range(2 * FAILURES_IN_A_ROW):
+            with pytest.raises(told):
+                await tiers.store.put(key_of("a"), block_of("a"))
+
+    run(test)
+
+
+def test_copies_below_are_bounded_and_what_does_not_fit_is_counted():
+    async def test(tiers):
+        gate = asyncio.Event()
+
+        class Gated(PassingStore):
+            async def put(self, key, data):
+                await gate.wait()
+                return await super().put(key, data)
+
+        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        await tiers.put(*range(10))
+        assert len(tiers.memory[0]) == 10, "the first tier never waits for the second"
+        assert (await tiers.counts(1))["queue_full_blocks"] == 7
+        gate.set()
+        await tiers.quiet()
+        assert len(tiers.memory[1]) == 3
+        await tiers.put(*range(10, 13))
+        await tiers.quiet()
+        assert len(tiers.memory[1]) == 6, "room that was given back is used again"
+
+    run(test, copy_bytes=3 * BLOCK)
+
+
+def test_a_copy_is_of_the_bytes_that_were_put():
+    async def test(tiers):
+        data = bytearray(block_of("a"))
+        await tiers.store.put(key_of("a"), memoryview(data))
+        data[:] = bytes(len(data))  # the caller's again
+        await tiers.until_holds(1, "a")
+        assert await read(tiers.memory[1], key_of("a")) == block_of("a")
+
+    run(test)
+
+
+def test_a_deleted_block_does_not_come_back_from_a_copy_that_was_waiting():
+    async def test(tiers):
+        gate = asyncio.Event()
+
+        class Gated(PassingStore):
+            async def put(self, key, data):
+                await gate.wait()
+                return await super().put(key, data)
+
+        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        await tiers.put(*range(4))
+        for name in range(4):
+            await tiers.store.delete(key_of(name))
+        gate.set()
+        await tiers.quiet()
+        assert len(tiers.memory[1]) == 0
+        await tiers.put("b")
+        await tiers.until_holds(1, "b")
+
+    run(test)
+
+
+def test_a_block_deleted_while_it_is_copied_is_not_written_below():
+    async def test(tiers):
+        blocked = threading.Event()
+        tiers.store._threads.submit(blocked.wait)  # the thread that would copy
+        putting = asyncio.create_task(tiers.store.put(key_of("a"), block_of("a")))
+        await until(lambda: tiers.store._tiers[1].copies._coming)
+        await tiers.store.delete(key_of("a"))
+        blocked.set()
+        await putting
+        await tiers.quiet()
+        assert [len(memory) for memory in tiers.memory] == [0, 0]
+
+    run(test)
+
+
+def test_a_delete_goes_to_every_tier_and_says_when_one_failed():
+    async def test(tiers):
+        await tiers.put("a")
+        await tiers.quiet()
+        tiers.outage[1].error = DOWN
+        with pytest.raises(StoreUnavailable):
+            await tiers.store.delete(key_of("a"))
+        tiers.outage[1].error = None
+        assert not await tiers.holds(0, "a")
+        assert await tiers.store.contains([key_of("a")]) == [True], "it is still below"
+        await tiers.store.delete(key_of("a"))
+        assert tiers.store._where.of(key_of("a")) == (0, 0)
+        assert await tiers.store.contains([key_of("a")]) == [False]
+
+    run(test)
+
+
+def test_closing_writes_what_is_waiting():
+    async def test(tiers):
+        await tiers.put(*range(20))
+        await tiers.store.close()
+        assert len(tiers.memory[1]) == 20
+
+    run(test)
+
+
+def test_closing_gives_up_on_a_tier_that_hangs():
+    async def test(tiers):
+        await tiers.put("a")
+        await tiers.quiet()
+        tiers.outage[1].hangs = True
+        await tiers.put("b", "c")
+        await tiers.store.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert tiers.store._tiers[1].counts.dropped_blocks == 2
+        with pytest.raises(StoreUnavailable):
+            await tiers.memory[1].contains([])
+
+    run(test, drain_s=0.05)
+
+
+# ---- moving up ----
+
+
+def test_the_second_read_of_a_block_moves_it_up():
+    async def test(tiers):
+        await tiers.fill(2, "a", "b")
+        await tiers.read("a")
+        await tiers.read("b")
+        await tiers.quiet()
+        assert len(tiers.memory[0]) == len(tiers.memory[1]) == 0, "read once: not worth a place"
+        await tiers.read("a")
+        await tiers.until_holds(0, "a")
+        await tiers.until_holds(1, "a")
+        assert not await tiers.holds(0, "b")
+        below = len(tiers.calls[2].keys_of("get"))
+        await tiers.read("a")
+        assert len(tiers.calls[2].keys_of("get")) == below
+        assert await read(tiers.memory[0], key_of("a")) == block_of("a")
+        assert (await tiers.counts(0))["moved_up_blocks"] == 1
+
+    run(test, count=3)
+
+
+def test_two_reads_long_apart_move_nothing_up():
+    async def test(tiers):
+        await tiers.fill(1, "a")
+        for _ in range(4):
+            await tiers.read("a")
+            tiers.clock.now_s += REREAD_S + 1
+        await tiers.quiet()
+        assert len(tiers.memory[0]) == 0
+
+    run(test)
+
+
+def test_a_fast_tier_that_is_full_does_not_disturb_reads():
+    async def test(tiers):
+        await tiers.fill(1, "a")
+        full = FaultyStore(tiers.memory[0])
+        full.fail(key_of("a"), StoreFull("full"))
+        full.get_into = tiers.memory[0].get_into
+        tiers.store._tiers[0].store = full
+        for _ in range(6):
+            await tiers.read("a")
+            await tiers.quiet()
+        assert (await tiers.counts(0))["full_blocks"] == 3
+
+    run(test)
+
+
+def test_a_block_deleted_while_it_is_read_is_not_moved_up():
+    async def test(tiers):
+        await tiers.fill(1, "a")
+        await tiers.read("a")
+        slow = SlowStore(tiers.memory[1])
+        tiers.store._tiers[1].store = slow
+        reading = asyncio.create_task(read(tiers.store, key_of("a")))
+        await slow.until_waiting(1)
+        await tiers.store.delete(key_of("a"))
+        await tiers.fill(1, "a")  # so that the read succeeds
+        slow.release(key_of("a"))
+        await reading
+        await tiers.quiet()
+        assert not await tiers.holds(0, "a")
+
+    run(test)

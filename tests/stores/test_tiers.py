@@ -1,0 +1,646 @@
+"""Several stores as one: the contract, lookups, reads, opening."""
+
+import asyncio
+import heapq
+import itertools
+import threading
+
+import pytest
+from storetools import flip, write_key_file
+from tiering import BLOCK, Clock, Tiers, run, until
+
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    ConfigError,
+    StoreUnavailable,
+)
+from sglang_cake.loading.reading import Reading
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.tiers.tier_copies import PlainBuffer
+from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.tiers.tiered_store import TieredStore
+from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
+from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
+
+DOWN = StoreUnavailable("down")
+
+
+def opened(sources, frame=FRAME, *, depth=2):
+    """Real stores. However busy their disks are, no tier is passed over for a late answer."""
+    store = open_store(sources, frame, depth=depth)
+    assert isinstance(store, TieredStore)
+    store._late_answer_s = 60.0
+    return store
+
+
+class TestTieredFileStores(StoreContract):
+    urls = "file://{0}/fast?min_free=0,file://{0}/slow?min_free=0"
+
+    def open(self, folder):
+        return opened(parse_sources(self.urls.format(folder)), self.frame)
+
+
+class TestThreeTiersOneOfThemPaced(TestTieredFileStores):
+    urls = (
+        "file://{0}/a?min_free=0&bandwidth=100GB/s,file://{0}/b?min_free=0,file://{0}/c?min_free=0"
+    )
+
+
+class TestTieredMemoryStores(StoreContract):
+    def open(self, folder):
+        return TieredStore([MemoryStore(), MemoryStore()], block_bytes=self.frame.payload_bytes)
+
+
+class TestTiersWithoutRoomForCopies(StoreContract):
+    def open(self, folder):
+        return TieredStore(
+            [MemoryStore(), MemoryStore()], block_bytes=self.frame.payload_bytes, copy_bytes=0
+        )
+
+
+class TestTiersThatFail(StoreContract):
+    """One tier down from the start: the others keep the contract, but for what cannot be known."""
+
+    down, error = 0, DOWN
+    # Whether the tier that is down has it, nobody knows: it is a StoreUnavailable (see below).
+    test_an_unknown_block_is_missing = None
+    test_a_deleted_block_is_missing_and_may_be_put_again = None
+
+    def open(self, folder):
+        tiers = Tiers(3, block_bytes=self.frame.payload_bytes)
+        tiers.outage[self.down].error = self.error
+        tiers.outage[self.down].delete = tiers.memory[self.down].delete
+        tiers.outage[self.down].list_blocks = tiers.memory[self.down].list_blocks
+        return tiers.store
+
+
+class TestTiersThatFailBelow(TestTiersThatFail):
+    down = 2
+
+
+class TestTiersThatFailInAnUnforeseenWay(TestTiersThatFail):
+    error = ZeroDivisionError("a bug")
+
+
+# ---- lookups ----
+
+
+def test_a_block_is_there_if_any_tier_has_it():
+    async def test(tiers):
+        await tiers.fill(0, "a", "b")
+        await tiers.fill(1, "b", "c")
+        keys = [key_of(name) for name in "dcba"]
+        assert await tiers.store.contains(keys) == [False, True, True, True]
+        for name in "abc":
+            await tiers.read(name)
+        assert tiers.calls[0].keys_of("get").count(key_of("c")) == 0, "it said it lacks it"
+
+    run(test)
+
+
+def test_a_tier_that_fails_counts_as_empty():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await tiers.fill(1, "b")
+        tiers.outage[1].error = DOWN
+        assert await tiers.store.contains([key_of("a"), key_of("b")]) == [True, False]
+        tiers.outage[0].error = OSError("not one of ours")
+        with pytest.raises(StoreUnavailable):
+            await tiers.store.contains([key_of("a")])
+        tiers.outage[0].error = None
+        tiers.outage[1].error = None
+        assert await tiers.store.contains([key_of("a"), key_of("b")]) == [True, True]
+
+    run(test)
+
+
+def test_a_tier_that_hangs_does_not_hold_back_the_others():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        tiers.outage[1].hangs = True
+        for _ in range(FAILURES_IN_A_ROW):
+            assert await tiers.store.contains([key_of("a")]) == [True]
+            await until(lambda: not tiers.store._strays)  # the call that was given up has ended
+        counts = await tiers.counts(1)
+        assert counts["late_answers"] == FAILURES_IN_A_ROW
+        assert counts["left_out"] == 1
+        asked = len(tiers.calls[1].keys_of("contains"))
+        for _ in range(5):
+            await tiers.store.contains([key_of("a")])
+        assert len(tiers.calls[1].keys_of("contains")) == asked, "it is left out"
+
+    run(test, late_answer_s=0.01)
+
+
+async def put_out(tiers, index):
+    """Have lookups fail until the tier is left out; from then on it hangs."""
+    tiers.outage[index].error = DOWN
+    for _ in range(FAILURES_IN_A_ROW):
+        await tiers.store.contains([key_of("a")])
+    tiers.outage[index].error = None
+    tiers.outage[index].hangs = True
+
+
+def test_nobody_waits_for_a_trial():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await put_out(tiers, 1)
+        tiers.clock.now_s += FIRST_BACKOFF_S
+        async with asyncio.timeout(60):
+            for _ in range(5):
+                assert await tiers.store.contains([key_of("a")]) == [True]
+        assert len(tiers.calls[1].keys_of("contains")) == FAILURES_IN_A_ROW + 1
+
+    run(test, late_answer_s=3600)
+
+
+def test_a_trial_that_hangs_is_given_up_and_the_next_is_later():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await put_out(tiers, 1)
+        for wait_s in (1, 2, 4):
+            assert not tiers.store._tiers[1].reading.may_try(tiers.clock.now_s + wait_s - 0.01)
+            tiers.clock.now_s += wait_s
+            await tiers.store.contains([key_of("a")])
+            await until(lambda: not tiers.store._strays)
+        assert tiers.store._tiers[1].counts.late_answers == 3
+
+    run(test, late_answer_s=0.01)
+
+
+def test_a_tier_that_will_not_even_be_cancelled_is_asked_once():
+    class Stuck(PassingStore):
+        """A thread in a system call that does not return."""
+
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.freed, self.asked = asyncio.Event(), 0
+
+        async def contains(self, keys):
+            self.asked += 1
+            waiting = asyncio.ensure_future(self.freed.wait())
+            while not waiting.done():
+                try:
+                    await asyncio.shield(waiting)
+                except asyncio.CancelledError:
+                    continue
+            raise asyncio.CancelledError
+
+    async def test(tiers):
+        stuck = Stuck(tiers.memory[1])
+        tiers.store._tiers[1].store = stuck
+        await tiers.fill(0, "a")
+        for turn in range(10):
+            tiers.clock.now_s += 1000.0 * turn  # any trial would be due
+            assert await tiers.store.contains([key_of("a")]) == [True]
+        assert stuck.asked == 1
+        stuck.freed.set()
+
+    run(test, late_answer_s=0.01)
+
+
+def test_a_cancelled_lookup_leaves_no_call_behind():
+    async def test(tiers):
+        for outage in tiers.outage:
+            outage.hangs = True
+        lookup = asyncio.create_task(tiers.store.contains([key_of("a")]))
+        await until(lambda: all(calls.calls for calls in tiers.calls))
+        lookup.cancel()
+        await asyncio.wait([lookup])
+        assert lookup.cancelled()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(test)
+
+
+def test_an_answer_of_the_wrong_length_is_a_failure():
+    class Short(PassingStore):
+        async def contains(self, keys):
+            return [True]
+
+    async def test(tiers):
+        tiers.store._tiers[0].store = Short(tiers.memory[0])
+        await tiers.fill(1, "b")
+        assert await tiers.store.contains([key_of("a"), key_of("b")]) == [False, True]
+        assert (await tiers.counts(0))["failed_calls"] == 1
+
+    run(test)
+
+
+# ---- reads ----
+
+
+@pytest.mark.parametrize("looked_up", [True, False])
+@pytest.mark.parametrize(
+    "error", [BlockMissing("gone"), BlockCorrupt("bad"), DOWN, OSError("not one of ours")]
+)
+def test_a_read_that_fails_goes_on_with_the_next_tier(error, looked_up):
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await tiers.fill(1, "a")
+        if looked_up:
+            await tiers.store.contains([key_of("a")])
+        tiers.outage[0].error = error
+        await tiers.read("a")
+        assert [len(calls.keys_of("get")) for calls in tiers.calls] == [1, 1]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        ([BlockMissing("0"), BlockMissing("1")], BlockMissing),
+        ([BlockMissing("0"), StoreUnavailable("1")], StoreUnavailable),
+        ([StoreUnavailable("0"), BlockMissing("1")], StoreUnavailable),
+        ([BlockCorrupt("0"), StoreUnavailable("1")], BlockCorrupt),
+        ([BlockMissing("0"), BlockCorrupt("1")], BlockCorrupt),
+        ([OSError("0"), OSError("1")], StoreUnavailable),
+    ],
+)
+def test_when_all_fail_the_most_telling_error_is_raised(errors, told):
+    async def test(tiers):
+        for outage, error in zip(tiers.outage, errors, strict=True):
+            outage.error = error
+        with pytest.raises(told):
+            await read(tiers.store, key_of("a"))
+
+    run(test)
+
+
+class BreaksOff(PassingStore):
+    """Half of a block comes, told of, and none of it is right."""
+
+    def __init__(self, inner, error):
+        super().__init__(inner)
+        self.error = error
+
+    async def get_into(self, key, out, progress=None):
+        progress(0)
+        out[: BLOCK // 2] = bytes(BLOCK // 2)
+        progress(BLOCK // 2)
+        raise self.error
+
+
+class TellsNothing(PassingStore):
+    """As one whose blocks are sealed."""
+
+    async def get_into(self, key, out, progress=None):
+        return await super().get_into(key, out)
+
+
+def reading_of(tiers, name):
+    """A block's read as the loader makes it; `await read()` ends it."""
+    buffer = PlainBuffer(BLOCK)
+    reading = Reading(buffer)
+
+    async def read():
+        size_bytes = await tiers.store.get_into(key_of(name), buffer.view, reading.came)
+        assert buffer.view[:size_bytes] == block_of(name)
+        reading.end(whole=True)
+
+    return reading, read
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("error", [BlockCorrupt("bad"), DOWN, OSError("not one of ours")])
+def test_bytes_of_a_tier_that_breaks_off_are_not_taken_for_those_of_the_next(error, silent, used):
+    class Looked(BreaksOff):
+        """Somebody uses the first bytes as soon as they are there."""
+
+        async def get_into(self, key, out, progress=None):
+            try:
+                return await super().get_into(key, out, progress)
+            finally:
+                if used:
+                    assert reading.wait(BLOCK // 2, 0.0)
+
+    async def test(tiers):
+        nonlocal reading
+        await tiers.fill(1, "a")
+        tiers.store._tiers[0].store = Looked(tiers.memory[0], error)
+        if silent:
+            tiers.store._tiers[1].store = TellsNothing(tiers.memory[1])
+        reading, read = reading_of(tiers, "a")
+        await read()
+        assert reading.wait_whole(0.0) is not used
+
+    reading = None
+    run(test)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_progress_begins_anew_with_the_next_tier_of_which_bytes_come(silent):
+    async def test(tiers):
+        await tiers.fill(2, "a")
+        tiers.store._tiers[0].store = BreaksOff(tiers.memory[0], DOWN)
+        if silent:
+            tiers.store._tiers[2].store = TellsNothing(tiers.memory[2])
+        counts = []
+        await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
+        anew = counts.index(0, 1)
+        assert counts[:anew] == [0, BLOCK // 2]
+        assert sorted(set(counts[anew:])) == ([0] if silent else [0, BLOCK])
+        assert counts[anew:] == sorted(counts[anew:])
+
+    run(test, count=3)
+
+
+def test_damaged_bytes_of_one_tier_are_not_taken_for_those_of_a_sealed_one(tmp_path):
+    """A sealed store tells nothing of its bytes: only that they begin to come anew is said."""
+    key_file = write_key_file(tmp_path)
+    urls = f"file://{tmp_path}/a?min_free=0,file://{tmp_path}/b?min_free=0&key_file={key_file}"
+    buffer = PlainBuffer(BLOCK)
+    reading = Reading(buffer)
+    taken = []
+
+    def came(count):
+        reading.came(count)
+        if reading.wait(BLOCK, 0.0):
+            taken.append(bytes(buffer.view))
+
+    async def main():
+        tiers = opened(parse_sources(urls))
+        assert await tiers.put(key_of("a"), block_of("a"))
+        await until(lambda: not any(tier.copies._jobs for tier in tiers._tiers))
+        (path,) = (tmp_path / "a").rglob(key_of("a").hex())
+        flip(path)
+        assert await tiers.get_into(key_of("a"), buffer.view, came) == BLOCK
+        reading.end(whole=True)
+        await tiers.close()
+
+    asyncio.run(main())
+    assert buffer.view == block_of("a")
+    assert len(taken) == 1
+    assert taken != [block_of("a")]
+    assert not reading.wait_whole(0.0)
+
+
+def test_of_tiers_without_the_block_no_progress_is_told():
+    async def test(tiers):
+        await tiers.fill(2, "a")
+        tiers.outage[1].error = DOWN
+        tiers.store._tiers[2].store = TellsNothing(tiers.memory[2])
+        counts = []
+        await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
+        assert counts == []
+
+    run(test, count=3)
+
+
+def test_never_two_writers_on_one_buffer():
+    class Watched(PassingStore):
+        async def get_into(self, key, out, progress=None):
+            inside.append(self)
+            assert len(inside) == 1
+            try:
+                await asyncio.sleep(0)
+                return await super().get_into(key, out, progress)
+            finally:
+                inside.remove(self)
+
+    inside = []
+
+    async def test(tiers):
+        for tier in tiers.store._tiers:
+            tier.store = Watched(FaultyStore(tier.store))
+        await tiers.fill(2, "a")
+        for index in (0, 1):
+            await tiers.fill(index, "a")
+            tiers.store._tiers[index].store.inner.fail(key_of("a"), BlockCorrupt("bad"))
+        await tiers.store.contains([key_of("a")])
+        await tiers.read("a")
+
+    run(test, count=3)
+
+
+def test_a_cancelled_read_frees_the_link_it_was_on():
+    async def test(tiers):
+        slow = SlowStore(tiers.memory[0])
+        tiers.store._tiers[0].store = slow
+        await tiers.fill(0, "a")
+        task = asyncio.create_task(read(tiers.store, key_of("a")))
+        await slow.until_waiting(1)
+        assert tiers.store._tiers[0].link.bytes_under_way == BLOCK
+        task.cancel()
+        await asyncio.wait([task])
+        assert tiers.store._tiers[0].link.bytes_under_way == 0
+        assert slow.waiting == []
+
+    run(test)
+
+
+def test_reads_keep_both_links_busy():
+    """Two links of 1 and 3 blocks a second, four reads under way, in virtual time."""
+
+    class Link(PassingStore):
+        def __init__(self, inner, clock, block_s):
+            super().__init__(inner)
+            self.clock, self.block_s, self.free_s, self.served = clock, block_s, 0.0, 0
+
+        async def get_into(self, key, out, progress=None):
+            self.free_s = max(self.free_s, self.clock.now_s) + self.block_s
+            self.served += 1
+            await self.clock.until(self.free_s)
+            return await super().get_into(key, out, progress)
+
+    async def test(tiers):
+        clock, names = tiers.clock, range(80)
+        sleeping, order = [], itertools.count()
+
+        async def until(at_s):
+            woken = asyncio.get_running_loop().create_future()
+            heapq.heappush(sleeping, (at_s, next(order), woken))
+            await woken
+
+        clock.until = until
+        links = [Link(tiers.memory[0], clock, 1 / 3), Link(tiers.memory[1], clock, 1.0)]
+        for index, made in enumerate(links):
+            tiers.store._tiers[index].store = made
+            await tiers.fill(index, *names)
+        await tiers.store.contains([key_of(name) for name in names])
+        left = list(names)
+
+        async def reader():
+            while left:
+                await tiers.read(left.pop())
+
+        readers = [asyncio.create_task(reader()) for _ in range(4)]
+        while not all(task.done() for task in readers):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if sleeping:
+                clock.now_s, _, woken = heapq.heappop(sleeping)
+                woken.set_result(None)
+        assert sum(made.served for made in links) == len(names)
+        return clock.now_s, [made.served for made in links]
+
+    took_s, served = run(test)
+    assert took_s == pytest.approx(80 / 4, rel=0.15), "80 blocks at 3 + 1 a second"
+    assert served[0] == pytest.approx(60, abs=6)
+
+
+def test_it_says_where_blocks_will_be_read_from():
+    async def test(tiers):
+        await tiers.fill(0, "a", "b")
+        await tiers.fill(1, "b", "c")
+        keys = [key_of(name) for name in "abcd"]
+        assert tiers.store.sources(keys) == [0] * 4, "nothing is known yet"
+        await tiers.store.contains(keys)
+        assert tiers.store.sources(keys) == [0, 0, 1, 0]
+        await put_out(tiers, 0)
+        assert tiers.store.sources(keys)[1] == 1, "the first tier is left out"
+
+    run(test, late_answer_s=0.01)
+
+
+def test_the_faster_tier_is_read_when_it_is_idle():
+    async def test(tiers):
+        for index in (0, 1):
+            await tiers.fill(index, *range(20))
+        await tiers.store.contains([key_of(name) for name in range(20)])
+        for name in range(20):
+            await tiers.read(name)
+        assert len(tiers.calls[0].keys_of("get")) == 20
+
+    run(test)
+
+
+def test_a_tier_that_lost_a_block_is_not_asked_again_and_gets_it_back():
+    async def test(tiers):
+        await tiers.put("a")
+        await tiers.quiet()
+        del tiers.memory[0]._blocks[key_of("a")]  # evicted
+        await tiers.read("a")
+        asked = len(tiers.calls[0].keys_of("get"))
+        await tiers.read("a")
+        assert len(tiers.calls[0].keys_of("get")) == asked
+        await tiers.until_holds(0, "a")
+
+    run(test)
+
+
+def test_a_tier_that_said_no_is_not_asked_for_the_block():
+    async def test(tiers):
+        await tiers.fill(1, "a")
+        await tiers.store.contains([key_of("a")])
+        tiers.outage[1].error = BlockMissing("evicted meanwhile")
+        with pytest.raises(BlockMissing):
+            await read(tiers.store, key_of("a"))
+        assert tiers.calls[0].keys_of("get") == []
+
+    run(test)
+
+
+# ---- all of them together ----
+
+
+def test_listing_names_every_block_once_and_says_when_a_tier_failed():
+    async def test(tiers):
+        await tiers.fill(0, "a", "b")
+        await tiers.fill(1, "b", "c")
+        listed = [block.key async for block in tiers.store.list_blocks()]
+        assert sorted(listed) == sorted(key_of(name) for name in "abc")
+        tiers.outage[0].error = DOWN
+        listed = []
+
+        async def list_all():
+            async for block in tiers.store.list_blocks():
+                listed.append(block.key)
+
+        with pytest.raises(StoreUnavailable):
+            await list_all()
+        assert sorted(listed) == sorted(key_of(name) for name in "bc")
+
+    run(test)
+
+
+def test_stats_sum_what_is_known_and_tell_each_tier():
+    async def test(tiers):
+        await tiers.fill(0, "a")
+        await tiers.fill(1, "a", "b")
+        stats = await tiers.store.stats()
+        assert stats.used_bytes == 3 * BLOCK
+        assert stats.blocks is None
+        assert stats.capacity_bytes is None
+        assert [tier.stats.blocks for tier in stats.tiers] == [1, 2]
+        tiers.outage[1].error = DOWN
+        stats = await tiers.store.stats()
+        assert stats.used_bytes == BLOCK
+        assert stats.tiers[1].stats is None
+        tiers.outage[0].error = DOWN
+        with pytest.raises(StoreUnavailable):
+            await tiers.store.stats()
+
+    run(test)
+
+
+# ---- opening ----
+
+
+def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
+    async def main():
+        sources = parse_sources(
+            f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0"
+        )
+        (tmp_path / "a").write_text("in the way of the folder")
+        clock = Clock()
+        store = opened(sources, depth=1)
+        store._clock = clock
+        for tier in store._tiers:
+            tier._clock = clock
+        assert await store.put(key_of("a"), block_of("a"))
+        for _ in range(FAILURES_IN_A_ROW):
+            assert await store.contains([key_of("a")]) == [True]
+        assert not (await store.stats()).tiers[1].reading
+        (tmp_path / "a").unlink()
+        clock.now_s += FIRST_BACKOFF_S
+        await store.contains([key_of("a")])
+        await until(lambda: store._tiers[1].reading.is_well)
+        assert await store.put(key_of("b"), block_of("b"))
+        await store.close()
+        below = sources[1].open(FRAME, depth=1)
+        assert await read(below, key_of("b")) == block_of("b")
+        await below.close()
+
+    asyncio.run(main())
+
+
+def test_without_any_tier_there_is_no_store(tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(StoreUnavailable):
+        open_store(parse_sources(f"file://{tmp_path}/a/b,file://{tmp_path}/a/c"), FRAME, depth=1)
+
+
+def test_a_tier_that_describes_something_else_is_refused_and_the_others_are_closed(tmp_path):
+    before = threading.active_count()
+    folder = tmp_path / "b" / FRAME.digest.hex()
+    folder.mkdir(parents=True)
+    (folder / "namespace.json").write_text('{"model": "another"}')
+    with pytest.raises(ConfigError):
+        open_store(parse_sources(f"file://{tmp_path}/a,file://{tmp_path}/b"), FRAME, depth=1)
+    assert threading.active_count() <= before + 1, "the sweeper of the one that was refused"
+
+
+def test_two_servers_that_share_a_lower_tier_have_each_others_blocks(tmp_path):
+    def server(name):
+        urls = f"file://{tmp_path}/{name}?min_free=0,file://{tmp_path}/shared?min_free=0"
+        return opened(parse_sources(urls))
+
+    async def main():
+        one, other = server("one"), server("other")
+        await one.put(key_of("a"), block_of("a"))
+        await one.close()  # what was on its way down is there now
+        assert await other.contains([key_of("a"), key_of("b")]) == [True, False]
+        for _ in range(3):
+            assert await read(other, key_of("a")) == block_of("a")
+        await other.close()
+        own = parse_sources(f"file://{tmp_path}/other?min_free=0")[0].open(FRAME, depth=1)
+        assert await read(own, key_of("a")) == block_of("a")
+        await own.close()
+
+    asyncio.run(main())

@@ -1,0 +1,269 @@
+"""The write pipeline: what is offered is stored or counted, and every buffer comes back."""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from sglang_cake.core.buffers import Buffer, BufferPool
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
+from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
+
+BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
+SEED = KeySeed(Digest(b"n" * 32))
+
+
+@dataclass(slots=True, eq=False)
+class HostBytes:
+    data: bytearray
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+
+class HeldStore(PassingStore):
+    """Puts wait for the test; remembers how many there were at a time."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.at_once, self.most = 0, 0
+        self.error: Exception | None = None
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if self.error is not None:
+                raise self.error
+            return await super().put(key, data)
+        finally:
+            self.at_once -= 1
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.io = IoThread("test-io")
+        self.memory = MemoryStore()
+        self.faulty = FaultyStore(self.memory)
+        self.store = RecordingStore(self.faulty)
+        self.counters = Counters()
+        self.pool = BufferPool(CAPACITY, lambda: HostBytes(bytearray(BYTES)))
+        self.writer = Writer(self.store, self.pool, self.io, self.counters)
+
+    def offer(
+        self,
+        tokens: array,
+        blocks: tuple[int, ...],
+        ready: Callable[[], None] = lambda: None,
+        facts: RequestFacts | None = None,
+    ) -> None:
+        buffers = []
+        for block in blocks:
+            buffer = self.writer.take()
+            assert buffer is not None
+            buffer.view[:] = bytes([block + 1]) * BYTES
+            buffers.append(buffer)
+        self.writer.offer(
+            WriteJob(
+                KeyChain(SEED, BLOCK), tokens, blocks, tuple[Buffer, ...](buffers), ready, facts
+            )
+        )
+
+    def drain(self) -> None:
+        self.io.run(self.writer.drained(), PATIENCE_S)
+
+    def count(self, name: str, label: str = "") -> int:
+        return self.counters.snapshot()[name, label]
+
+    def stored(self, store: MemoryStore | None = None) -> dict[BlockKey, bytes]:
+        return dict((store or self.memory)._blocks)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.io.close()
+
+
+TOKENS = array("q", range(5 * BLOCK))
+KEYS = KeyChain(SEED, BLOCK).of(TOKENS)
+
+
+def test_everything_offered_is_stored_under_its_key(desk: Desk) -> None:
+    desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
+    desk.offer(TOKENS, (3, 4))
+    desk.drain()
+    assert desk.stored() == {KEYS[b]: bytes([b + 1]) * BYTES for b in (0, 2, 3, 4)}
+    assert desk.count("stored_blocks") == 4
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+class FirstStore(RecordingStore):
+    """Asks which blocks begin a prompt."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.firsts: list[BlockKey] = []
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        self.firsts.append(key)
+        return await self.put(key, data)
+
+
+def test_the_first_block_of_a_prompt_is_told_from_the_others(desk: Desk) -> None:
+    store = FirstStore(desk.memory)
+    desk.writer.use(store)
+    desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
+    desk.offer(TOKENS, (3, 4))
+    desk.drain()
+    assert store.firsts == [KEYS[0]]
+    assert set(desk.stored()) == {KEYS[block] for block in (0, 2, 3, 4)}
+
+
+def test_a_block_that_is_there_already_is_not_counted_twice(desk: Desk) -> None:
+    desk.offer(TOKENS, (1,))
+    desk.offer(TOKENS, (1,))
+    desk.drain()
+    assert desk.count("stored_blocks") == 1
+    assert desk.pool.free == CAPACITY
+
+
+def test_a_full_queue_is_counted_and_empties_again(desk: Desk) -> None:
+    go_on = threading.Event()
+    desk.offer(TOKENS, (0, 1, 2, 3, 4), ready=lambda: bool(go_on.wait(PATIENCE_S)) and None)
+    assert desk.writer.take() is not None
+    assert desk.writer.take() is None
+    assert desk.writer.take() is None
+    assert desk.count("unstored_blocks", "queue_full") == 2
+    go_on.set()
+    desk.drain()
+    assert desk.pool.free == CAPACITY - 1
+    assert desk.count("stored_blocks") == 5
+
+
+def test_nothing_is_stored_before_the_copies_are_complete(desk: Desk) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def ready() -> None:
+        waiting.set()
+        assert go_on.wait(PATIENCE_S)
+
+    desk.offer(TOKENS, (0, 1), ready)
+    assert waiting.wait(PATIENCE_S)
+    desk.offer(TOKENS, (2,))  # a job that is ready does not wait for one that is not
+    while not desk.stored():
+        desk.io.run(desk.store.contains([]), PATIENCE_S)
+    desk.io.run(desk.store.contains([]), PATIENCE_S)  # its buffer is given back in the same turn
+    assert list(desk.stored()) == [KEYS[2]]
+    assert desk.writer.pending_blocks == 2
+    go_on.set()
+    desk.drain()
+    assert len(desk.stored()) == 3
+
+
+def test_copies_that_failed_are_never_stored(desk: Desk) -> None:
+    def ready() -> None:
+        raise RuntimeError("the device is gone")
+
+    desk.offer(TOKENS, (0, 1), ready)
+    desk.offer(TOKENS, (2,))
+    desk.drain()
+    assert list(desk.stored()) == [KEYS[2]]
+    assert desk.store.keys_of("put") == [KEYS[2]]
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_a_store_that_fails_costs_the_block_only(desk: Desk) -> None:
+    desk.faulty.fail(KEYS[1], StoreUnavailable("full"))
+    desk.offer(TOKENS, (0, 1, 2))
+    desk.drain()
+    assert set(desk.stored()) == {KEYS[0], KEYS[2]}
+    assert desk.count("unstored_blocks", "unavailable") == 1
+    assert desk.count("stored_blocks") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_a_store_that_breaks_its_contract_costs_blocks_only(desk: Desk) -> None:
+    held = HeldStore(desk.memory)
+    held.error = ZeroDivisionError()
+    desk.writer.use(held)
+    desk.offer(TOKENS, (0, 1, 2, 3))
+    desk.drain()
+    assert held.at_once == 0  # drained means that no put is under way, whatever went wrong
+    assert desk.count("unstored_blocks", "unavailable") == 4
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+class DeafStore(HeldStore):
+    """Breaks its contract when it is told of a request."""
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_store_that_fails_to_listen_gets_the_blocks_and_gives_the_buffers_back(
+    desk: Desk,
+) -> None:
+    desk.writer.use(DeafStore(desk.memory))
+    desk.offer(TOKENS, (0, 1), facts=RequestFacts("r1", len(TOKENS)))
+    desk.drain()
+    assert desk.count("stored_blocks") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_few_puts_at_a_time_over_all_jobs(desk: Desk) -> None:
+    held = HeldStore(desk.memory)
+    desk.writer.use(held)
+    desk.offer(TOKENS, (0, 1, 2))
+    desk.offer(TOKENS, (3, 4))
+    desk.drain()
+    assert held.most == PUTS_IN_FLIGHT
+    assert len(desk.stored()) == 5
+
+
+def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
+    go_on = threading.Event()
+    other = MemoryStore()
+    desk.io.post(go_on.wait, PATIENCE_S)  # the job is offered, and not yet taken in
+    desk.offer(TOKENS, (0,))
+    desk.writer.use(other)
+    desk.offer(TOKENS, (1,))
+    go_on.set()
+    desk.drain()
+    assert list(desk.stored()) == [KEYS[0]]
+    assert list(desk.stored(other)) == [KEYS[1]]
+
+
+def test_blocks_that_are_offered_after_the_store_was_detached_are_counted(desk: Desk) -> None:
+    desk.writer.use(None)
+    desk.offer(TOKENS, (0, 1))
+    desk.drain()
+    assert desk.count("unstored_blocks", "unavailable") == 2
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+
+
+def test_drained_waits_for_jobs_that_come_meanwhile(desk: Desk) -> None:
+    desk.drain()  # nothing to wait for
+    for block in range(5):
+        desk.offer(TOKENS, (block,))
+    desk.drain()
+    assert len(desk.stored()) == 5
