@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_HUNK = re.compile(rb" -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? ")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class DiffError(ValueError):
@@ -66,7 +66,7 @@ def parse(text: bytes) -> list[FileDiff]:
             raise DiffError(f"line {at + 1}: expected '--- a/PATH' and '+++ b/PATH' of one path")
         at += 2
         hunks = []
-        while at < len(lines) and lines[at].startswith(b""):
+        while at < len(lines) and lines[at].startswith(b"@@"):
             hunk, at = _parse_hunk(lines, at)
             hunks.append(hunk)
         if not hunks:

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from sglang_cake.cli.diff import DiffError, apply, parse
 
 # Carriage returns and form feeds: lines end at a newline and nowhere else.
-LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\r\n", "\f\n", "\n", "- x\n", "\n"]), max_size=30)
+LINES = st.lists(
+    st.sampled_from(["a\n", "b\n", "c\r\n", "\f\n", "\n", "- x\n", "@@\n"]), max_size=30
+)
 
 
 def diff_of(old: list[str], new: list[str]) -> bytes:
@@ -40,12 +42,12 @@ def test_a_changed_context_line_does_not_fit() -> None:
     "text",
     [
         b"only a header\n",
-        b"--- a/f\n+++ b/g\n -1 +1 \n-a\n+b\n",
+        b"--- a/f\n+++ b/g\n@@ -1 +1 @@\n-a\n+b\n",
         b"--- a/f\n+++ b/f\n",
-        b"--- a/f\n+++ b/f\n -1,2 +1 \n-a\n+b\n",
-        b"--- a/f\n+++ b/f\n -1 +1 \n-a\n+b\nmore\n",
-        b"--- a/f\n+++ b/f\n -1 +1 \n-a\n+b\n\\ No newline at end of file\n",
-        b"--- a/f\n+++ /dev/null\n -1 +0,0 \n-a\n",
+        b"--- a/f\n+++ b/f\n@@ -1,2 +1 @@\n-a\n+b\n",
+        b"--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\nmore\n",
+        b"--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n\\ No newline at end of file\n",
+        b"--- a/f\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n",
     ],
 )
 def test_a_malformed_diff_is_refused(text: bytes) -> None:
