@@ -8,7 +8,7 @@ stated bandwidth, and all ways restore the same bytes from files of the same mac
     compute   Cake, --cake-mode compute: nothing is loaded
     load      Cake, --cake-mode load: everything stored is loaded, the last token is computed
     both      Cake, --cake-mode both
-    T*        the best split of what `compute` and `load` were measured to cost (sglang_cake.sim)
+    T*        the best split of what `compute` and `load` were measured to cost (our simulator)
     hicache-* SGLang's own HiCache, its file backend, under each of its prefetch policies, on stock
               SGLang (no plugin), with its host tier emptied too (`last_cached_from` in the result
               says where its hits came from) and the link in front of its reads (`hicache_cpu.py`)

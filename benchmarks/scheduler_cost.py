@@ -128,16 +128,16 @@ def _coordinator(loader: _Loader) -> Coordinator:
         _Landing(),  # type: ignore[arg-type]
         config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
         page_tokens=1,
-        pace=StepCosts(
+        step_costs=StepCosts(
             loader,  # type: ignore[arg-type]
             PrefillCost.prior(hidden=4096, on_gpu=False),
             chunk_tokens=CHUNK_TOKENS,
             pipelined=False,
         ),
         adapter=str,
-        agreement=RankConsensus(None),
+        consensus=RankConsensus(None),
         counters=Counters(),
-        teller=RequestReporter(None, speaks=True, metrics=None),
+        reporter=RequestReporter(None, speaks=True, metrics=None),
     )
     cake.rebase(Digest(bytes(32)), suspended=False)
     return cake

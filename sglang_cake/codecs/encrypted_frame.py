@@ -1,4 +1,4 @@
-"""How sealed blocks are framed. What seals them is `store.sealed`; this needs no cryptography.
+"""The frame of encrypted blocks. `stores/encrypted.py` encrypts; this needs no cryptography.
 
 A sealed payload is the nonce, the ciphertext (as long as the block) and the tag, in this order.
 """

@@ -111,9 +111,9 @@ def _take_part(
         )
     if overlaps and not on_device:
         tree.last_step = LastStep(
-            engine.coordinator, engine.loader, engine.landing, rows, gate, engine.counters
+            engine.coordinator, engine.loader, engine.device_slots, rows, gate, engine.counters
         )
-        engine.pace.overlap = 1 - 1 / rows.layers
+        engine.step_costs.overlap = 1 - 1 / rows.layers
     forward_hook.ForwardProcess.tree = tree
 
 
@@ -155,23 +155,23 @@ class Engine:
             self.counters,
         )
         self.saving = BlockSaving(self.kv, self.writer)
-        self.pace = _pace(ctx, self.loader)
+        self.step_costs = _step_costs(ctx, self.loader)
         self._recall()
-        self.landing = DeviceSlots(
+        self.device_slots = DeviceSlots(
             self.kv, allocator, tree.evict_own, self.counters, self.loader.copied
         )
         reducer = _reducer(ctx, tree)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
         self.coordinator = Coordinator(
             self.loader,
-            self.landing,
+            self.device_slots,
             config=config,
             page_tokens=ctx.params.page_size,
-            pace=self.pace,
+            step_costs=self.step_costs,
             adapter=self.identity.adapter,
-            agreement=RankConsensus(reducer),
+            consensus=RankConsensus(reducer),
             counters=self.counters,
-            teller=RequestReporter(
+            reporter=RequestReporter(
                 config.trace_file,
                 speaks=ctx.tp_rank == 0,
                 metrics=None if labels is None else Metrics(self.counters, labels),
@@ -335,11 +335,11 @@ class Engine:
             )
             learned = self._cost_file.read()
             if learned is not None:
-                self.pace.recall(*learned)
+                self.step_costs.recall(*learned)
 
     def _remember(self) -> None:
-        if self._cost_file is not None and self.pace.measured:
-            self._cost_file.write(*self.pace.learned)
+        if self._cost_file is not None and self.step_costs.measured:
+            self._cost_file.write(*self.step_costs.learned)
 
     def _close_later(self, store: Store) -> None:
         async def close() -> None:
@@ -387,7 +387,7 @@ def _loader(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) 
     )
 
 
-def _pace(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
+def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
     on_gpu = _forward_stream(ctx) is not None
     return StepCosts(
         loader,

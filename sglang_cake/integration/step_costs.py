@@ -69,9 +69,9 @@ class StepCosts:
         for restore in restores:
             restore.load = self._loader.cost_of(restore.ticket)
 
-    def agree(self, restores: Sequence[Restore], agreement: RankConsensus) -> list[Facts]:
+    def agree(self, restores: Sequence[Restore], consensus: RankConsensus) -> list[Facts]:
         """The ranks' common facts of `restores`, and from now on their common costs."""
-        facts, self.agreed = agreement.reach(restores, self._fit.cost)
+        facts, self.agreed = consensus.reach(restores, self._fit.cost)
         return facts
 
     def costs(self, restore: Restore) -> Costs:

@@ -39,7 +39,7 @@ class QueueEntry:
         nearly_done: its loads are over, and the rest fits one step.
         turn: its tenant's, lowest first; all the same where tenants do not count.
         level: its priority's, lowest first; all the same where priorities do not count.
-        stood_aside: the device was its own, and it left it to others since loading was as quick.
+        yielded: the device was its own, and it left it to others since loading was as quick.
     """
 
     rid: str

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import sglang_cake.adapter
+import sglang_cake.integration
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import compat
 

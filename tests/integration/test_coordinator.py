@@ -106,22 +106,22 @@ class Desk:
             queue_depth=load.depth,
             prior=load,
         )
-        self.pace = StepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
-        self.landing = DeviceSlots(
+        self.step_costs = StepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
+        self.device_slots = DeviceSlots(
             self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied
         )
         self.cake = Coordinator(
             loader,
-            self.landing,
+            self.device_slots,
             config=CakeConfig(
                 mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK, priority=priority
             ),
             page_tokens=PAGE,
-            pace=self.pace,
+            step_costs=self.step_costs,
             adapter=self.digest,
-            agreement=RankConsensus(self.reduce if ranks else None),
+            consensus=RankConsensus(self.reduce if ranks else None),
             counters=self.counters,
-            teller=RequestReporter(None, speaks=True, metrics=None),
+            reporter=RequestReporter(None, speaks=True, metrics=None),
         )
         self.cake.rebase(NAMESPACE, suspended=False)
 
@@ -377,13 +377,13 @@ def test_of_many_that_wait_a_few_are_judged_anew_in_each_poll(
     rids = [req.rid for req in reqs]
     auto.cake.poll(rids)
     asked: list[str] = []
-    worth = auto.pace.worth
+    worth = auto.step_costs.worth
 
     def counted(restore: Any, *args: Any) -> bool:
         asked.append(restore.rid)
         return worth(restore, *args)
 
-    monkeypatch.setattr(auto.pace, "worth", counted)
+    monkeypatch.setattr(auto.step_costs, "worth", counted)
     for poll in range(1, 4):
         auto.cake.poll(rids)
         assert len(asked) == poll * JUDGED
@@ -838,10 +838,10 @@ def test_tenants_take_turns_when_asked() -> None:
         one.cache_salt, other.cache_salt = "a", "b"
         for req in (one, other):
             desk.arrive(req)
-        assert desk.cake.claimant(one).turn == desk.cake.claimant(other).turn
+        assert desk.cake.queue_entry(one).turn == desk.cake.queue_entry(other).turn
         one.prefix_len = 0
         desk.cake.claimed(one, TURN_TOKENS + 1)
-        assert desk.cake.claimant(one).turn > desk.cake.claimant(other).turn
+        assert desk.cake.queue_entry(one).turn > desk.cake.queue_entry(other).turn
         for req in (one, other):
             desk.leave(req)
         desk.all_back()

@@ -34,7 +34,7 @@ class Desk:
         self.tree: list[torch.Tensor] = []
         self.asked: list[int] = []
         self.took_s: list[float] = []
-        self.landing = DeviceSlots(
+        self.device_slots = DeviceSlots(
             self.kv, self.allocator, self.evict, self.counters, lambda took_s: None
         )
 
@@ -81,19 +81,19 @@ def test_a_span_gets_its_bytes_and_the_rest_of_its_slots_go_back(
     restore = desk.restore(3, limit=3 * BLOCK - cut)
     data = {b: desk.staging.land(restore, b) for b in (2, 1, 0)}
     before = [as_bytes(b).clone() for b in buffers_of(desk.pool)]
-    assert desk.landing.place(restore, [0, 1, 2])
+    assert desk.device_slots.place(restore, [0, 1, 2])
     assert desk.free == desk.size - 3 * BLOCK
-    assert desk.landing.held_tokens == 3 * BLOCK
+    assert desk.device_slots.held_tokens == 3 * BLOCK
     placed = torch.cat(list(restore.slots.values()))
     assert desk.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in desk.staging.freed)
     restore.meet.advance(offset)
     span = restore.meet.island()
     assert span == Span(offset, 3 * BLOCK - cut)
-    slots = desk.landing.take(restore, span)
+    slots = desk.device_slots.take(restore, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert desk.free == desk.size - span.tokens
-    assert desk.landing.held_tokens == 0
+    assert desk.device_slots.held_tokens == 0
     assert restore.slots == {}
     for b in range(3):
         start, stop = max(span.start, b * BLOCK), min(span.stop, (b + 1) * BLOCK)
@@ -113,24 +113,24 @@ def test_without_memory_for_all_the_rightmost_are_placed() -> None:
     restore = desk.restore(4)
     for b in range(4):
         desk.staging.land(restore, b)
-    assert not desk.landing.place(restore, range(4))
+    assert not desk.device_slots.place(restore, range(4))
     assert sorted(restore.slots) == [2, 3]
     assert sorted(restore.staged) == [0, 1]
     assert desk.free == 0
-    assert not desk.landing.place(restore, range(4))
-    assert desk.landing.held_tokens == 2 * BLOCK
-    desk.landing.discard(restore, range(4), "ended")
+    assert not desk.device_slots.place(restore, range(4))
+    assert desk.device_slots.held_tokens == 2 * BLOCK
+    desk.device_slots.discard(restore, range(4), "ended")
     assert desk.free == desk.size
-    assert desk.landing.held_tokens == 0
+    assert desk.device_slots.held_tokens == 0
     assert desk.staging.pool.free == 64
     # Staged bytes are counted by whoever frees the staging, slots here; the request counts both.
-    assert desk.wasted() == {"ended": 2 * desk.landing.block_bytes}
-    assert restore.wasted_bytes == 4 * desk.landing.block_bytes
+    assert desk.wasted() == {"ended": 2 * desk.device_slots.block_bytes}
+    assert restore.wasted_bytes == 4 * desk.device_slots.block_bytes
     assert [s.used for s in desk.staging.freed] == [True, True, False, False]
     # Encoded blocks, of which two were read: what crossed the link counts.
     desk.counters.add("read_blocks", 2)
     desk.counters.add("read_bytes", 600)
-    assert desk.landing.link_bytes == 300
+    assert desk.device_slots.link_bytes == 300
     assert {s.reason for s in desk.staging.freed if not s.used} == {"ended"}
 
 
@@ -139,13 +139,13 @@ def test_the_tree_gives_way_only_as_far_as_needed() -> None:
     desk.tree = [desk.allocator.alloc(BLOCK), desk.allocator.alloc(BLOCK)]
     restore = desk.restore(2)
     desk.staging.land(restore, 1)
-    assert desk.landing.place(restore, [1])
+    assert desk.device_slots.place(restore, [1])
     assert desk.asked == []
     desk.staging.land(restore, 0)
-    assert desk.landing.place(restore, [0])
+    assert desk.device_slots.place(restore, [0])
     assert desk.asked == [BLOCK]
     assert len(desk.tree) == 1
-    assert desk.landing.place(restore, [0, 1])  # both are placed: nothing to do
+    assert desk.device_slots.place(restore, [0, 1])  # both are placed: nothing to do
     assert desk.free == 0
 
 
@@ -155,19 +155,19 @@ def test_reclaim_takes_the_last_request_first_and_its_leftmost_block() -> None:
     for restore in (first, last):
         for b in range(3):
             desk.staging.land(restore, b)
-        assert desk.landing.place(restore, range(3))
+        assert desk.device_slots.place(restore, range(3))
     assert desk.free == 0
-    assert desk.landing.reclaim([first, last], 1) == BLOCK
+    assert desk.device_slots.reclaim([first, last], 1) == BLOCK
     assert desk.free == BLOCK
     assert sorted(last.slots) == [1, 2]
     assert last.meet.state(0) is BlockState.GONE
-    assert desk.landing.reclaim([first, last], 2 * BLOCK + 1) == 3 * BLOCK
+    assert desk.device_slots.reclaim([first, last], 2 * BLOCK + 1) == 3 * BLOCK
     assert last.slots == {}
     assert sorted(first.slots) == [1, 2]
-    assert desk.landing.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
+    assert desk.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
     assert desk.free == desk.size
-    assert desk.landing.held_tokens == 0
-    assert desk.wasted() == {"memory": 6 * desk.landing.block_bytes}
+    assert desk.device_slots.held_tokens == 0
+    assert desk.wasted() == {"memory": 6 * desk.device_slots.block_bytes}
 
 
 class Unfinished:
@@ -196,16 +196,16 @@ def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPa
     restore = desk.restore(3)
     for b in (2, 1):
         desk.staging.land(restore, b)
-        assert desk.landing.place(restore, [b])
+        assert desk.device_slots.place(restore, [b])
     assert desk.staging.pool.free == 62
-    desk.landing.discard(restore, [2], "overtaken")  # slots go back; the host bytes later
+    desk.device_slots.discard(restore, [2], "overtaken")  # slots go back; the host bytes later
     assert desk.free == desk.size - BLOCK
     assert desk.staging.pool.free == 62
     copies[1].complete = True
-    desk.landing.release_copied()
+    desk.device_slots.release_copied()
     assert desk.staging.pool.free == 62  # copies complete in order
     copies[0].complete = True
-    desk.landing.release_copied()
+    desk.device_slots.release_copied()
     assert desk.staging.pool.free == 64
 
 
@@ -227,33 +227,33 @@ def test_slots_are_free_or_held_or_given_on(page: int, actions: list[tuple[str, 
     given_on = 0
     for action, who, number in actions:
         restore = restores[who]
-        meet, landing = restore.meet, desk.landing
+        meet, device_slots = restore.meet, desk.device_slots
         if action == "land" and number < meet.blocks:
             if meet.state(number) is BlockState.WANTED:
                 desk.staging.land(restore, number)
         elif action == "place":
-            landing.place(restore, list(restore.staged))
+            device_slots.place(restore, list(restore.staged))
         elif action == "take" and (span := meet.island()) is not None:
-            if landing.place(restore, meet.blocks_of(span)):
-                given_on += len(landing.take(restore, span))
+            if device_slots.place(restore, meet.blocks_of(span)):
+                given_on += len(device_slots.take(restore, span))
                 meet.attach(span)
         elif action == "discard":
             here = [b for b in (number,) if b in restore.staged or b in restore.slots]
-            landing.discard(restore, here, "memory")
+            device_slots.discard(restore, here, "memory")
             for b in here:
                 meet.dropped(b)
         elif action == "reclaim":
-            landing.reclaim(restores, number * 5)
+            device_slots.reclaim(restores, number * 5)
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
-            landing.discard(restore, meet.advance(front), "in_tree")
+            device_slots.discard(restore, meet.advance(front), "in_tree")
         held = sum(len(s) for r in restores for s in r.slots.values())
-        assert landing.held_tokens == held
+        assert device_slots.held_tokens == held
         assert desk.free == desk.size - held - given_on
         in_staging = sum(len(r.staged) for r in restores)
         assert desk.staging.pool.free == 64 - in_staging
     for restore in restores:
-        desk.landing.discard(restore, {*restore.staged, *restore.slots}, "ended")
-    assert desk.landing.held_tokens == 0
+        desk.device_slots.discard(restore, {*restore.staged, *restore.slots}, "ended")
+    assert desk.device_slots.held_tokens == 0
     assert desk.free == desk.size - given_on
     assert desk.staging.pool.free == 64

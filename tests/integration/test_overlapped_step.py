@@ -86,11 +86,11 @@ class Stage:
             store=PieceStore,
         )
         desk = self.desk
-        desk.pace.overlap = 1 - 1 / LAYERS
+        desk.step_costs.overlap = 1 - 1 / LAYERS
         self.gate = LayerGate(desk.pool)
         self.rows = PoolRows(desk.kv)
         self.last = LastStep(
-            desk.cake, desk.loader, desk.landing, self.rows, self.gate, desk.counters
+            desk.cake, desk.loader, desk.device_slots, self.rows, self.gate, desk.counters
         )
         self.req, self.keys = FakeReq("none", req_of(1).origin_input_ids), []
         self.computed: list[Span] = []
@@ -541,7 +541,7 @@ def test_what_is_missing_is_computed_in_steps_of_what_one_may_compute(
     stages: Callable[..., Stage],
 ) -> None:
     stage = stages()
-    stage.desk.pace.chunk_tokens = 20
+    stage.desk.step_costs.chunk_tokens = 20
     stage.arrive(2.5, fates=["corrupt", "corrupt"])
     batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
     stage.give(1.0, 0, 1)
@@ -556,9 +556,9 @@ def test_a_step_is_learned_from_without_what_it_waited(stages: Callable[..., Sta
     stage.arrive(2.5)
     batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
     waited: list[float] = []
-    stage.desk.pace.waited = waited.append  # type: ignore[method-assign]
+    stage.desk.step_costs.waited = waited.append  # type: ignore[method-assign]
     stage.on_layer = lambda layer: stage.give((layer + 1) / LAYERS, 0, 1)
     stage.run(batch)
     assert len(waited) == 1
-    assert stage.desk.pace._work.tokens == BLOCK // 2  # what `polled` will observe
+    assert stage.desk.step_costs._work.tokens == BLOCK // 2  # what `polled` will observe
     stage.over()

@@ -94,7 +94,7 @@ class Setup:
         self.helper = Helper(self.transports[HELPER], then)
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
         self.counters = Counters()
-        pace: Any = SimpleNamespace(
+        step_costs: Any = SimpleNamespace(
             agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
             measured=False,
             helped=lambda: None,
@@ -104,7 +104,7 @@ class Setup:
             self.transports[OWNER],
             Rows(),  # type: ignore[arg-type]
             self.gate,
-            pace=pace,
+            step_costs=step_costs,
             counters=self.counters,
             namespace=lambda: "00",
             restore=lambda rid: None,

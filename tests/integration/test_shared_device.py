@@ -80,7 +80,7 @@ class Shared:
                 at_s, req = coming.popleft()
                 self._arrive(req, begun_s + at_s)
                 live.append((at_s, req))
-            claimants = [cake.claimant(req) for _, req in live]
+            claimants = [cake.queue_entry(req) for _, req in live]
             live = [live[i] for i in order(claimants)]
             cake.poll([req.rid for _, req in live])
             took_s = self._step([req for _, req in live], others)
@@ -103,7 +103,7 @@ class Shared:
     def _step(self, queue: Sequence[FakeReq], others: int) -> float:
         """Form a step, and say how long it takes."""
         cake, work = self.desk.cake, StepWork()
-        cake.pace.scheduling(decodes=0)
+        cake.step_costs.scheduling(decodes=0)
         if others:
             cake.claimed(FakeReq("other", array("q")), others)  # of whom Cake has no record
             work += work_of(0, others)

@@ -11,8 +11,13 @@ import pytest
 
 # Modules that tell the time.
 _MODULES = (
-    *(f"adapter.{name}" for name in ("agree", "coordinator", "pace", "pools", "restore")),
-    *("read.loader", "read.reading"),
+    "integration.scheduler.rank_consensus",
+    "integration.scheduler.coordinator",
+    "integration.step_costs",
+    "integration.memory.kv_pool",
+    "integration.request.restore",
+    "loading.loader",
+    "loading.reading",
 )
 
 

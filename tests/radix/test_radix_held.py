@@ -42,14 +42,14 @@ class Holding(Side):
         super().__init__(CakeRadixCache, 1, core)
         kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
         self.counters = Counters()
-        self.landing = DeviceSlots(
+        self.device_slots = DeviceSlots(
             kv, self.allocator, self.tree.evict_own, self.counters, lambda took_s: None
         )
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
         self.restores: list[Restore] = []
         self.tree.coordinator = Nobody()
-        self.tree.coordinator.held = lambda: self.landing.held_tokens
-        self.tree.coordinator.reclaim = lambda n: self.landing.reclaim(self.restores, n)
+        self.tree.coordinator.held = lambda: self.device_slots.held_tokens
+        self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.restores, n)
 
     def land(self, blocks: int) -> bool:
         """Have `blocks` blocks of a new prompt in device slots; False: no memory for all."""
@@ -69,15 +69,15 @@ class Holding(Side):
                 return False
             meet.landed(block)
             restore.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
-        return self.landing.place(restore, list(restore.staged))
+        return self.device_slots.place(restore, list(restore.staged))
 
     def drop(self, index: int) -> None:
         restore = self.restores.pop(index)
-        self.landing.discard(restore, {*restore.staged, *restore.slots}, "ended")
+        self.device_slots.discard(restore, {*restore.staged, *restore.slots}, "ended")
 
     @property
     def held(self) -> int:
-        return self.landing.held_tokens
+        return self.device_slots.held_tokens
 
     def own_evictable(self) -> int:
         return int(UnifiedRadixCache.evictable_size(self.tree))
@@ -168,7 +168,7 @@ def test_eviction_takes_the_tree_first_and_then_landed_blocks(core: str) -> None
     assert [restore.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [
         BlockState.LANDED
     ] * 2
-    assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.landing.block_bytes
+    assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.device_slots.block_bytes
     assert side.pool.free == side.pool.capacity
 
 

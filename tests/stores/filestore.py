@@ -42,8 +42,8 @@ def files_below(folder):
 def until_room_is_made(folder):
     """The background has evicted what it should. Who did it here as well would evict it twice."""
     deadline_s = time.monotonic() + 60
-    with folder._books.open() as index:
-        while folder._room.ahead(index):
+    with folder._supervisor.open() as index:
+        while folder._evictor.ahead(index):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 
@@ -53,7 +53,7 @@ def nobody_evicts(*folders):
     """What several questions find out fits together: the background makes no room meanwhile."""
     with contextlib.ExitStack() as held:
         for folder in folders:
-            held.enter_context(folder._room._lock)
+            held.enter_context(folder._evictor._lock)
         yield
 
 

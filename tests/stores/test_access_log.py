@@ -31,8 +31,8 @@ FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
 
 def booked(folder, names):
     """What the books know of stored blocks, once all that was told is written down."""
-    with folder._books.open() as index:
-        folder._books.flush(index)
+    with folder._supervisor.open() as index:
+        folder._supervisor.flush(index)
         rows = {row.key: row.usage for row in index.stored(0, 1000)}
     return [rows[key_of(name)] for name in names]
 
@@ -58,8 +58,8 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
         put(folder, 0)
         put(folder, 1)
     with contextlib.closing(opened_folder(tmp_path)) as folder:
-        with folder._books.open() as index:
-            assert folder._room.learn(index, time.sleep)
+        with folder._supervisor.open() as index:
+            assert folder._evictor.learn(index, time.sleep)
         folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
         assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
@@ -78,8 +78,8 @@ def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, mon
         put(folder, 1)
         monkeypatch.setattr(BlockIndex, "touch", slow)
         get(folder, 0)
-        with folder._books.open() as index:
-            folder._books.flush(index)  # here, or in the background already
+        with folder._supervisor.open() as index:
+            folder._supervisor.flush(index)  # here, or in the background already
         assert evictions[0].result(60) == STORED_BYTES
         assert there(folder, (0, 1)) == [0]
 
@@ -91,7 +91,7 @@ def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
         put(folder, 1)
         bad = RequestFacts("bad", 1000)
         object.__setattr__(bad, "workload", "\ud800")
-        with folder._books.open() as index, folder._books._flushing:  # not one by one
+        with folder._supervisor.open() as index, folder._supervisor._flushing:  # not one by one
             folder.touched(DIGEST, keys(0), FACTS)
             folder.touched(DIGEST, keys(1), bad)
             folder.touched(DIGEST, keys(0, 2), RequestFacts("good", 1000, "good"))
@@ -104,26 +104,26 @@ def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):
     fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
-    with contextlib.closing(folder), folder._books.open() as index:
-        folder._room._policy.resume(fits, time.time())
-        folder._room.refresh(index)
+    with contextlib.closing(folder), folder._supervisor.open() as index:
+        folder._evictor._policy.resume(fits, time.time())
+        folder._evictor.refresh(index)
     with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
-        assert folder._room._policy.fits_to_save() == fits
+        assert folder._evictor._policy.fits_to_save() == fits
 
 
 def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
     options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
-        with folder._books.open() as index:
+        with folder._supervisor.open() as index:
             folder.touched(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
-            folder._room.refresh(index)
+            folder._evictor.refresh(index)
         assert not put(folder, 0)
         assert put(folder, 1)  # of which nothing is known
         assert folder.stats().evictions.skipped_blocks == 1
         fast = RequestFacts("r2", 1000, benefit=Benefit(load_s=1e-6))
-        with folder._books.open() as index:
+        with folder._supervisor.open() as index:
             folder.touched(DIGEST, keys(2), fast)
-            folder._room.refresh(index)
+            folder._evictor.refresh(index)
         assert put(folder, 2)
 
 
@@ -136,7 +136,7 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
             folder.touched(DIGEST, keys(name), facts)
             put(folder, name)
         until_room_is_made(folder)
-        with folder._books.open() as index:
+        with folder._supervisor.open() as index:
             left = [row.usage.context.tenant for row in index.stored(0, 1000)]
         assert left.count(1) == 4
         assert left.count(2) == 5

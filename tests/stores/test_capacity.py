@@ -285,7 +285,7 @@ def test_after_a_reboot_the_disk_is_believed(tmp_path):
     assert there(again, [0]) == [0]
     again.close()
     third = opened(tmp_path)
-    assert third._books.rebuilt == 0
+    assert third._supervisor.rebuilt == 0
     third.close()
 
 
@@ -309,7 +309,7 @@ def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_pat
     with pytest.raises(Exception, match="is being opened or rebuilt"):
         put(again, 1)
     go.set()
-    assert again._books._opened.wait(60)
+    assert again._supervisor._opened.wait(60)
     assert put(again, 1)
     again.close()
 
@@ -325,8 +325,8 @@ def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
     os.waitpid(child, 0)
     assert folder.stats().blocks == 1
     assert put(folder, "half") is False
-    folder._books._reclaim_at_s -= RECLAIM_EVERY_S  # a minute later
-    folder._books.wake()
+    folder._supervisor._reclaim_at_s -= RECLAIM_EVERY_S  # a minute later
+    folder._supervisor.wake()
     deadline_s = time.monotonic() + 60
     while folder.stats().blocks:
         assert time.monotonic() < deadline_s

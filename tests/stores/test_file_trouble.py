@@ -206,7 +206,7 @@ def test_blocks_make_way_for_others_rather_than_leave_too_little_free(tmp_path, 
 
     async def test(store):
         # Within a second: asked again, the file system would name what is free for the first time.
-        store._folder._room.space._clock = lambda: 0.0
+        store._folder._evictor.space._clock = lambda: 0.0
         await put_a(store)
         assert await store.put(B, block_of("b")) is True
         assert await store.contains([A, B]) == [False, True]
@@ -265,7 +265,7 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
                 stored.append(name)
 
         # As it is within a second: what the file system needs for itself is not seen yet.
-        store._folder._room.space = FreeSpace(tmp_path, 0, clock=lambda: 0.0)
+        store._folder._evictor.space = FreeSpace(tmp_path, 0, clock=lambda: 0.0)
         with pytest.raises(StoreFull) as error:
             await fill()
         assert error.value.reason == "full"
@@ -273,7 +273,7 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
         for name in stored:
             assert await read(store, key_of(name)) == block_of(name)
         await store.delete(key_of(0))
-        store._folder._room.space = FreeSpace(tmp_path, 0)  # some seconds later
+        store._folder._evictor.space = FreeSpace(tmp_path, 0)  # some seconds later
         store._folder._pause = WriteBackoff()
         assert await store.put(key_of(0), block_of(0))
         return len(stored)

@@ -21,7 +21,7 @@ from sglang_cake.testing.store_contract import key_of
 
 def book(folder, blocks, used_s):
     """Enter blocks in the books alone: no policy looks at a file before it evicts it."""
-    with folder._books.open() as index:
+    with folder._supervisor.open() as index:
         for number in range(blocks):
             key = key_of(("booked", number))
             use = AccessContext("chat", 1, number, blocks)
@@ -35,17 +35,17 @@ def test_fits_outlive_a_restart_of_a_store_that_holds_blocks(tmp_path, policy):
     kept = {("chat", 1, 0): ReuseFit(0.6, 0.01, 900), POOLED: ReuseFit(0.5, 0.02, 4000)}
     with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
         book(folder, 1000, time.time() - 1500.0)  # within the window that fits look at
-        with folder._books.open() as index:
+        with folder._supervisor.open() as index:
             index.keep_fits(kept)
     for _ in range(2):
         with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
-            with folder._books.open() as index:
-                while not folder._room.learn(index, time.sleep):
+            with folder._supervisor.open() as index:
+                while not folder._evictor.learn(index, time.sleep):
                     pass
-                folder._room.refresh(index)  # as a second later
-                assert len(folder._room._policy) == 1000
+                folder._evictor.refresh(index)  # as a second later
+                assert len(folder._evictor._policy) == 1000
                 assert index.fits() == kept
-            assert folder._room._policy.fits_to_save() == kept
+            assert folder._evictor._policy.fits_to_save() == kept
 
 
 def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkeypatch):
@@ -56,7 +56,7 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
     options = {"policy": "workload", "admission": AdmissionPolicy(1.0), "capacity_bytes": None}
     keys = [key_of(("prompt", at)) for at in range(600)]
     with contextlib.closing(opened(tmp_path, **options)) as folder:
-        room = folder._room
+        room = folder._evictor
         room._policy.resume(kept, now_s)
 
         def written(number):
@@ -70,7 +70,7 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
             now_s += 20.0
             if written(number):
                 break
-            with folder._books.open() as index:
+            with folder._supervisor.open() as index:
                 room.refresh(index)
         skipped = folder.stats().evictions.skipped_blocks
         assert number * len(keys) <= skipped < (number + 1) * len(keys)
@@ -121,10 +121,10 @@ def test_a_put_makes_room_though_little_is_learned_yet(tmp_path, policy, gate):
         assert left == list(range(100 - len(left), 100))
         evicted = 100 - len(left)
         assert evicted * STORED_BYTES > (100 * STORED_BYTES) - (16 << 20)
-        assert len(folder._room._policy) < len(left) // 2
+        assert len(folder._evictor._policy) < len(left) // 2
         go.set()
         deadline_s = time.monotonic() + 60
-        while len(folder._room._policy) < folder.stats().blocks:
+        while len(folder._evictor._policy) < folder.stats().blocks:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 
@@ -139,11 +139,11 @@ def test_an_evicting_put_learns_one_portion_and_no_more(tmp_path, gate):
     go.clear()
     with contextlib.closing(opened(tmp_path)) as folder:
         assert held.wait(30)
-        assert len(folder._room._policy) == 5
-        with folder._books.open() as index:
+        assert len(folder._evictor._policy) == 5
+        with folder._supervisor.open() as index:
             wanted = Amount(2 * STORED_BYTES)
-            assert folder._room.make(index, wanted) == Amount(2 * STORED_BYTES, 2)
-        assert len(folder._room._policy) == 8
+            assert folder._evictor.make(index, wanted) == Amount(2 * STORED_BYTES, 2)
+        assert len(folder._evictor._policy) == 8
         assert there(folder, range(4)) == [2, 3]
         go.set()
 
@@ -152,8 +152,8 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
     monkeypatch.setattr(rooms, "LEARN_AT_ONCE", 10)
     with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
         book(folder, 95, 1e9)
-        folder._books.close()  # nobody learns beside us
-        room, index = folder._room, BlockIndex(tmp_path / "index.db")
+        folder._supervisor.close()  # nobody learns beside us
+        room, index = folder._evictor, BlockIndex(tmp_path / "index.db")
         with contextlib.closing(index):
             room.begin_anew(index, leads=True)
             known = []

@@ -83,13 +83,13 @@ def is_open(folder):
 def test_a_booking_of_an_index_that_is_gone_touches_nobody_elses(tmp_path, ends):
     """Its number may be another block's by now."""
     with contextlib.closing(opened(tmp_path)) as folder:
-        with folder._books.open() as index:
+        with folder._supervisor.open() as index:
             booking = index.reserve(DIGEST, 0, key_of("mine"), usage(), None).booking
         for path in tmp_path.glob("index.db*"):
             path.unlink()
         with contextlib.closing(opened(tmp_path)) as other:
             put(other, "theirs")
-            with other._books.open() as anew:
+            with other._supervisor.open() as anew:
                 (theirs,) = anew.stored(0, 10)
                 assert theirs.id == booking.id
                 if ends == "committed":
@@ -106,7 +106,7 @@ def usage():
 def test_a_file_that_the_new_index_has_found_is_stored(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, "mine")
-        with folder._books.open() as index:
+        with folder._supervisor.open() as index:
             (booked,) = index.stored(0, 10)
             moved = booked._replace(id=booked.id + 7)
             assert index.settle(moved, STORED_BYTES) == booked.id
@@ -124,8 +124,8 @@ def test_a_writer_that_lives_and_writes_is_not_taken_for_dead_however_long_it_ta
     with contextlib.closing(opened(tmp_path)) as folder:
         with begun(folder, "slow") as file:
             begun_long_ago(tmp_path)
-            with folder._books.open() as index:
-                folder._books._reclaim(index)
+            with folder._supervisor.open() as index:
+                folder._supervisor._reclaim(index)
             assert folder.stats().blocks == 1
             file.commit(NOW)
         assert there(folder, ["slow"]) == ["slow"]
@@ -139,8 +139,8 @@ def test_a_writer_that_is_silent_for_an_hour_is_taken_for_dead(tmp_path):
                 begun_long_ago(tmp_path)
                 (written,) = tmp_path.rglob(".tmp-*")
                 os.utime(written, (1e9, 1e9))
-                with folder._books.open() as index:
-                    folder._books._reclaim(index)
+                with folder._supervisor.open() as index:
+                    folder._supervisor._reclaim(index)
                 file.commit(NOW)
 
         with pytest.raises(StoreUnavailable):
@@ -155,11 +155,11 @@ def test_one_process_keeps_the_order_and_another_takes_over_when_it_ends(tmp_pat
     one, two = opened(tmp_path, capacity_bytes=None), opened(tmp_path, capacity_bytes=None)
     for name in range(20):
         put(two, name)
-    with one._books.open() as index:
-        until(lambda: one._room.learn(index, time.sleep) and len(one._room._policy) == 20)
-    assert len(two._room._policy) == 0
+    with one._supervisor.open() as index:
+        until(lambda: one._evictor.learn(index, time.sleep) and len(one._evictor._policy) == 20)
+    assert len(two._evictor._policy) == 0
     one.close()
-    until(lambda: len(two._room._policy) == 20)
+    until(lambda: len(two._evictor._policy) == 20)
     two.close()
 
 
@@ -175,7 +175,7 @@ def test_a_process_without_the_order_makes_the_room_that_it_needs(tmp_path, poli
         if policy == "lru":  # it looks at all blocks, as long as there are few
             assert left == list(range(150 - len(left), 150))
         get(folder, left[0])
-        assert len(folder._room._policy) == 0
+        assert len(folder._evictor._policy) == 0
     os.close(lead)
 
 
@@ -221,7 +221,7 @@ def test_of_many_processes_one_gives_room_back(tmp_path, disk):
         for name in range(10):
             put(folders[0], name)
         freed = threading.Event()
-        make = type(folders[0]._room).make
+        make = type(folders[0]._evictor).make
 
         def once(room, index, wanted):
             if freed.is_set():
@@ -232,11 +232,11 @@ def test_of_many_processes_one_gives_room_back(tmp_path, disk):
             return amount
 
         for folder in folders:
-            folder._room.make = once.__get__(folder._room)
+            folder._evictor.make = once.__get__(folder._evictor)
         disk.f_bavail = 1000 - 2 * STORED_BYTES + 1
         assert freed.wait(60)
         assert folders[0].stats().blocks == 8
-        assert [folder._room.leads for folder in folders] == [True, False, False, False]
+        assert [folder._evictor.leads for folder in folders] == [True, False, False, False]
 
 
 def test_a_share_of_the_inodes_stays_free_as_of_the_bytes(tmp_path, disk):

@@ -124,7 +124,7 @@ def test_a_clock_that_is_put_back_far_is_believed():
 
 def waiting(folder):
     """Reads and tellings that the books have not been told of, after all before were."""
-    return [(touch.key, touch.uses) for touch in folder._books._reads]
+    return [(touch.key, touch.uses) for touch in folder._supervisor._reads]
 
 
 def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monk
     folder = opened(tmp_path)
     put(folder, ("one", 0))
     put(folder, ("other", 0))
-    folder._books.close()  # nobody writes down what is waiting
+    folder._supervisor.close()  # nobody writes down what is waiting
     get(folder, ("one", 0))
     assert waiting(folder) == [(keys("one", 1)[0], 1)]  # nobody tells anything: it is a use
     tell(folder, "one", 1)
@@ -155,8 +155,8 @@ def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
             put(folder, (prompt, 0))
 
         def used_s():
-            with folder._books.open() as index:
-                folder._books.flush(index)
+            with folder._supervisor.open() as index:
+                folder._supervisor.flush(index)
             used = {block.key: block.used_s for block in folder.list_blocks(DIGEST)}
             return [used[keys(prompt, 1)[0]] - 2e9 for prompt in ("one", "other")]
 

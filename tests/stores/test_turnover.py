@@ -38,8 +38,8 @@ def put_small(folder, namespace, name, booked_bytes):
 
 def reclaim(folder):
     """As the background does every minute."""
-    with folder._books.open() as index:
-        folder._books._reclaim(index)
+    with folder._supervisor.open() as index:
+        folder._supervisor._reclaim(index)
 
 
 def as_if_older(root, by_s):

@@ -42,7 +42,7 @@ class CakeRadixCache(UnifiedRadixCache):
     engine: "Engine | None" = None
     runahead: "Runahead | None" = None
     last_step: "LastStep | None" = None
-    releasing: str | None = None  # gives its row back and goes on waiting (`turns.requeue`)
+    releasing: str | None = None  # gives its row back and goes on waiting (`queue_order.requeue`)
 
     # ---- what SGLang calls: each method calls SGLang's own once, outside of the guarded part ----
 

@@ -1,6 +1,6 @@
 """Decoding with torch, where KV is wanted: encoded bytes cross the bus, not whole blocks.
 
-The same values as the compiled loops of `codec`, bit for bit: products and sums in float32, each
+The same values as the compiled loops of `codecs`, bit for bit: products and sums in float32, each
 rounded, then to the nearest, ties to even. Which chains come here, and that nothing in them leads
 out of a block: `catalogue.left_to_device`, `catalogue.prepare`.
 """

@@ -1,8 +1,8 @@
 """Landed blocks between host staging and the tree: device slots for them, and back.
 
 Slots that hold landed blocks are owned by exactly one restore until they join the tree. The tree
-reports them as evictable (see `tree.py`), so SGLang may count on that memory; when it really needs
-it, `reclaim` gives slots up, and their blocks are computed instead.
+reports them as evictable (`cake_radix_cache.py`), so SGLang may count on that memory; when it
+really needs it, `reclaim` gives slots up, and their blocks are computed instead.
 """
 
 from collections import deque

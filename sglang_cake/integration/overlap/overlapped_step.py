@@ -44,12 +44,12 @@ class LastStep:
         self,
         cake: Coordinator,
         loader: Loader,
-        landing: DeviceSlots,
+        device_slots: DeviceSlots,
         rows: PoolRows,
         gate: LayerGate,
         counters: Counters,
     ) -> None:
-        self._cake, self._loader, self._landing = cake, loader, landing
+        self._cake, self._loader, self._device_slots = cake, loader, device_slots
         self._rows, self._gate, self._counters = rows, gate, counters
         self._block_tokens = cake.block_tokens
         self._lent: dict[int, torch.Tensor] = {}  # by block, until the step is scheduled
@@ -64,7 +64,10 @@ class LastStep:
         restore = self._cake.restore(req.rid)
         if restore is None or self.due is not None:
             return None
-        costs, readings = self._cake.pace.costs(restore), self._loader.under_way(restore.ticket)
+        costs, readings = (
+            self._cake.step_costs.costs(restore),
+            self._loader.under_way(restore.ticket),
+        )
         if not costs.overlap:
             return None
         coming = {block: reading for block, reading in readings.items() if reading.begun}
@@ -77,7 +80,7 @@ class LastStep:
         if span is None:
             return None
         wanted = {b: coming[b] for b in restore.meet.blocks_of(span) if b in coming}
-        lent = self._landing.lend(restore, span, wanted)
+        lent = self._device_slots.lend(restore, span, wanted)
         if lent is None:
             return None
         self._lent = lent
@@ -92,14 +95,14 @@ class LastStep:
         """The step is scheduled. Returns the slots of the tokens that count as there (int64
         `[tokens]`), which are the request's from now on."""
         _, overlap = self._mine(req)
-        overlap.slots = self._landing.keep(self._lent, overlap.span)
+        overlap.slots = self._device_slots.keep(self._lent, overlap.span)
         self._lent, self.due = {}, req
         return overlap.slots
 
     def give_up(self, req: "Req") -> None:
         """The step is not scheduled."""
         restore, overlap = self._mine(req)
-        self._landing.take_back(restore, self._lent, overlap.readings)
+        self._device_slots.take_back(restore, self._lent, overlap.readings)
         self._lent, restore.overlap = {}, None
 
     def leave(self, rid: str) -> bool:
@@ -108,7 +111,7 @@ class LastStep:
             return False
         restore = self._cake.restore(rid)
         if restore is not None and restore.overlap is not None:
-            self._landing.take_back(restore, self._lent, restore.overlap.readings)
+            self._device_slots.take_back(restore, self._lent, restore.overlap.readings)
             self._lent, restore.overlap = {}, None
         return True
 
@@ -117,7 +120,7 @@ class LastStep:
         restore = self._cake.restore(req.rid)
         if self.due is req and restore is not None and restore.overlap is not None:
             assert restore.overlap.slots is not None
-            self._landing.free(restore.overlap.slots)
+            self._device_slots.free(restore.overlap.slots)
             restore.overlap = None
             self.due = None
 
@@ -197,7 +200,7 @@ class LastStep:
         """The step is over: the books of the request, and of the process."""
         restore, _ = self._mine(req)
         self._cake.inbox.take()
-        self._cake.pace.waited(tail.waited_s)
+        self._cake.step_costs.waited(tail.waited_s)
         tokens = sum(len(piece.slots) for piece in tail.pieces if piece.block in landed)
         restore.overlapped_tokens += tokens
         self._counters.add("overlapped_tokens", tokens)
@@ -220,7 +223,7 @@ class LastStep:
         self, worker: Any, batch: Any, restore: Restore, pieces: Sequence[StreamedBlock]
     ) -> None:
         """Compute what was to come, in place of it."""
-        overlap, limit_tokens = restore.overlap, self._cake.pace.chunk_tokens
+        overlap, limit_tokens = restore.overlap, self._cake.step_costs.chunk_tokens
         assert overlap is not None
         assert overlap.slots is not None
         for missing in self._runs(pieces):
@@ -243,9 +246,9 @@ class LastStep:
         return found
 
     def _failed(self, req: "Req", error: OverlapError | RunaheadError) -> None:
-        self._cake.pace.helped()  # what the step takes says nothing of others
+        self._cake.step_costs.helped()  # what the step takes says nothing of others
         reason = error.reason if isinstance(error, OverlapError) else LAYERS
         self._counters.add("overlap_failures", label=reason)
         logger.warning("cake: request %s, last step once more: %s", req.rid, error)
         if reason == LAYERS:  # it will not be better next time
-            self._cake.pace.overlap = 0.0
+            self._cake.step_costs.overlap = 0.0

@@ -148,15 +148,15 @@ class Restore:
         if self.known:
             self.elapsed_s = 0.0
 
-    def claimant(self, chunk_tokens: int, now_s: float) -> QueueEntry:
-        """What `share` must know of it, but for whose it is and its priority.
+    def queue_entry(self, chunk_tokens: int, now_s: float) -> QueueEntry:
+        """What `priority.order` must know of it, but for whose it is and its priority.
 
         Args: now_s: as agreed.
         """
         waited_s = 0.0 if self.since_s is None else now_s - self.since_s
         if not self.known:
             return QueueEntry(self.rid, None, waited_s)
-        claimant = QueueEntry.of(
+        queue_entry = QueueEntry.of(
             self.rid,
             self.meet.view(),
             loads=self.keep is not None,
@@ -165,7 +165,7 @@ class Restore:
             begun=self.begun,
             chunk_tokens=chunk_tokens,
         )
-        return replace(claimant, yielded=self.yielded)
+        return replace(queue_entry, yielded=self.yielded)
 
     @property
     def to_land_s(self) -> float:

@@ -101,7 +101,7 @@ class Runahead:
         rows: PoolRows,
         gate: LayerGate,
         *,
-        pace: StepCosts,
+        step_costs: StepCosts,
         counters: Counters,
         namespace: Callable[[], str | None],
         restore: Callable[[str], Restore | None],
@@ -111,7 +111,7 @@ class Runahead:
         limit_tokens: int,
         table: WatchedTable,
     ) -> None:
-        self._gate, self._pace, self._counters = gate, pace, counters
+        self._gate, self._step_costs, self._counters = gate, step_costs, counters
         self._namespace, self._restore, self._loads_only = namespace, restore, loads_only
         self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
         self._least_tokens = least_tokens
@@ -210,7 +210,7 @@ class Runahead:
             owned.hop.watch = lambda: check_abort(scheduler, req)
             slots = batch.out_cache_loc[: owned.split - span.start].long()
             owned.hop.inflow.bind(slots, span.start)
-            self._pace.helped()
+            self._step_costs.helped()
             with self._gate(owned.hop):
                 result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
@@ -251,7 +251,7 @@ class Runahead:
         if not helpers or (loading is not None and self._loads_only):
             return None
         costs = Costs(
-            self._pace.agreed,
+            self._step_costs.agreed,
             self._handover_s,
             self.member.bytes_per_s() or BYTES_PER_S,
             self._token_bytes,
@@ -277,7 +277,7 @@ class Runahead:
         namespace = self._namespace()
         assert namespace is not None
         bounds = plan.partition.bounds
-        alone_s = self._pace.agreed.step_s(bounds[0], bounds[-2])
+        alone_s = self._step_costs.agreed.step_s(bounds[0], bounds[-2])
         try:
             owned = self.member.propose(
                 (*plan.helpers, self.member.rank),
@@ -338,8 +338,8 @@ class Runahead:
     def _learn(self, mine: Mine, took_s: float) -> None:
         inflow = mine.owned.hop.inflow
         assert inflow is not None
-        if self._pace.measured:
-            prefill = self._pace.agreed
+        if self._step_costs.measured:
+            prefill = self._step_costs.agreed
             slowest_s = max(prefill.step_s(*span) for span in mine.owned.partition.spans)
             lost_s = max(0.0, time.monotonic() - mine.began_s - slowest_s)
             self._handover_s += _NEWEST * (lost_s - self._handover_s)

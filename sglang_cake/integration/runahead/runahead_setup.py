@@ -43,14 +43,14 @@ def start(
         _transport(setting, engine, rows),
         rows,
         gate,
-        pace=engine.pace,
+        step_costs=engine.step_costs,
         counters=engine.counters,
         namespace=engine.namespace_hex,
         restore=engine.coordinator.restore,
         loads_only=config.mode == "load",
         least_tokens=config.min_load_tokens,
         page_tokens=ctx.params.page_size,
-        limit_tokens=engine.pace.chunk_tokens,
+        limit_tokens=engine.step_costs.chunk_tokens,
         table=WatchedTable(_table_path(engine)),
     )
     logger.info("cake runahead: member %d of %d", setting.rank, len(setting.peers))

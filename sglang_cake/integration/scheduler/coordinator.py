@@ -59,41 +59,41 @@ class Coordinator:
     def __init__(
         self,
         loader: Loader,
-        landing: DeviceSlots,
+        device_slots: DeviceSlots,
         *,
         config: CakeConfig,
         page_tokens: int,
-        pace: StepCosts,
+        step_costs: StepCosts,
         adapter: Callable[[str], str | None],
-        agreement: RankConsensus,
+        consensus: RankConsensus,
         counters: Counters,
-        teller: RequestReporter,
+        reporter: RequestReporter,
     ) -> None:
         self._loader = loader
-        self._landing = landing
+        self._device_slots = device_slots
         self._config = config
         self._namespace: Digest | None = None  # seeds every key; None: no request is ours
         self._page_tokens = page_tokens
-        self.pace = pace
+        self.step_costs = step_costs
         self._counters = counters
-        self._reporter = teller
+        self._reporter = reporter
         self._adapter = adapter
         self.suspended = self.detached = False  # detached: no store, so no request is ours
         self._restores: dict[str, Restore] = {}  # in order of arrival, alike on every rank
-        self.inbox = LoaderInbox(loader, landing, config, teller)
+        self.inbox = LoaderInbox(loader, device_slots, config, reporter)
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         self._others_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()  # not in these
-        self._rounds = StepPoll(
+        self._step_poll = StepPoll(
             self._restores,
             self.end,
             loader,
-            landing,
+            device_slots,
             self.inbox,
             config.mode,
-            pace,
-            agreement,
-            teller,
+            step_costs,
+            consensus,
+            reporter,
         )
         self.waiting = False  # a request was held back in this step
         self.step_s = 0.0  # time that cake has taken of the step under way; the hooks add to it
@@ -106,7 +106,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` says how many leading tokens the tree holds already.
         """
-        if self.detached or self._rounds.leaving or not keyable(req):
+        if self.detached or self._step_poll.leaving or not keyable(req):
             return
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
@@ -126,7 +126,7 @@ class Coordinator:
             lossy=self._config.lossy,
             early=begins_early(req),
             load=self._loader.cost,
-            facts=facts_of(req, ticket, tokens, self.pace.own, block_tokens),
+            facts=facts_of(req, ticket, tokens, self.step_costs.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,
                 page_tokens=self._page_tokens,
@@ -147,7 +147,7 @@ class Coordinator:
                 blocks=restore.meet.blocks,
                 first_block=restore.meet.fence,
                 facts=restore.facts,
-                worth=self.pace.worth_now(restore, self._config, ahead),
+                worth=self.step_costs.worth_now(restore, self._config, ahead),
             )
         )
         self._reporter.tell(restore, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -159,7 +159,7 @@ class Coordinator:
                 steps.callback(self._reporter.ended, restore)
                 steps.callback(self._tenants.leaves, restore.facts.tenant)
                 steps.callback(self.inbox.forget, restore)
-                steps.callback(self._landing.discard, restore, {*restore.slots}, "ended")
+                steps.callback(self._device_slots.discard, restore, {*restore.slots}, "ended")
 
     def end_all(self) -> None:
         """Give everything back: the tree is being emptied, or the weights change."""
@@ -181,17 +181,17 @@ class Coordinator:
     def leave(self) -> bool:
         """Cake is off on this rank: no request is looked up any more. Returns whether all ranks
         know; if not, `together` tells them."""
-        return self._rounds.leave()
+        return self._step_poll.leave()
 
     def together(self) -> bool:
         """Whether cake is on, on every rank. Each of them calls it at the start of each poll with
         prompts to prefill, and of the first one after an unsafe hook."""
-        return self._rounds.together()
+        return self._step_poll.together()
 
     @property
     def left(self) -> bool:
         """Whether cake is off on every rank."""
-        return self._rounds.left
+        return self._step_poll.left
 
     def emptied(self) -> None:
         """The tree is being emptied."""
@@ -221,16 +221,16 @@ class Coordinator:
         """
         self.waiting = False
         step_s, self.step_s = self.step_s, 0.0
-        self._rounds.run(serving, step_s)
+        self._step_poll.run(serving, step_s)
 
     def reclaim(self, tokens: int) -> int:
         """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
-        return self._landing.reclaim(list(self._restores.values()), tokens)
+        return self._device_slots.reclaim(list(self._restores.values()), tokens)
 
     @property
     def held_tokens(self) -> int:
         """Slots that hold landed blocks."""
-        return self._landing.held_tokens
+        return self._device_slots.held_tokens
 
     # ---- one request of the step ----
 
@@ -255,15 +255,15 @@ class Coordinator:
         self._advance(restore, req)
         while (span := restore.meet.island()) is not None:
             blocks = restore.meet.blocks_of(span)
-            if not self._landing.place(restore, blocks):
+            if not self._device_slots.place(restore, blocks):
                 # No memory for the whole island: what has no slots now is computed.
                 unplaced = [b for b in blocks if b not in restore.slots]
-                self._landing.discard(restore, unplaced, "memory")
+                self._device_slots.discard(restore, unplaced, "memory")
                 for block in unplaced:
                     restore.meet.dropped(block)
                 continue
             self._attached(restore, span)
-            attach(req, self._landing.take(restore, span), span.stop)
+            attach(req, self._device_slots.take(restore, span), span.stop)
             cached_tokens.loaded(req, span)
             self._advance(restore, req)  # the tree may have matched more by now
         self.inbox.fence(restore, restore.meet.fence)
@@ -273,10 +273,10 @@ class Coordinator:
         restore = self._restores.get(req.rid)
         if restore is None or not restore.meet.racing:
             return None
-        restore.remaining_s = self.pace.remaining_s(restore)
+        restore.remaining_s = self.step_costs.remaining_s(restore)
         if restore.predicted_s is None:
             restore.predicted_s = restore.local_waited_s() + restore.remaining_s
-        step = restore.next_step(self._config.mode, chunk_tokens, self.pace.costs(restore))
+        step = restore.next_step(self._config.mode, chunk_tokens, self.step_costs.costs(restore))
         self.waiting |= step.wait
         restore.yielded |= step.wait
         restore.planned = True
@@ -310,21 +310,21 @@ class Coordinator:
         """Whether the request would leave the device alone, were it its turn."""
         if (live := self._restores.get(rid)) is None:
             return False
-        return live.idle(self._config.mode, chunk_tokens, self.pace.costs(live))
+        return live.idle(self._config.mode, chunk_tokens, self.step_costs.costs(live))
 
     def requeued(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
         self._restores[rid].times_requeued += 1
         self._reporter.tell(self._restores[rid], "yield")
 
-    def claimant(self, req: "Req", level: int = 0) -> QueueEntry:
-        """What `share` must know of a waiting request whose priority counts as `level`."""
+    def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
+        """What `priority.order` must know of a waiting request whose priority counts as `level`."""
         live, turn = self._restores.get(req.rid), 0
         if self.fair:
             turn = self._tenants.turn(live.facts.tenant if live else tenant_of(req))
         now_s = self.inbox.now_s
         if live is not None:
-            own = live.claimant(self.pace.chunk_tokens, now_s)
+            own = live.queue_entry(self.step_costs.chunk_tokens, now_s)
         else:
             own = QueueEntry(req.rid, None, now_s - self._others_since_s.setdefault(req, now_s))
         return replace(own, turn=turn, level=level)
@@ -332,7 +332,7 @@ class Coordinator:
     def claimed(self, req: "Req", stop: int) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`."""
         start = req.prefix_len
-        self.pace.claimed(start, stop)
+        self.step_costs.claimed(start, stop)
         if (restore := self._restores.get(req.rid)) is None:
             return
         restore.yielded = False
@@ -373,7 +373,7 @@ class Coordinator:
         return [r for r in live if not (self.adaptive and r.racing)]
 
     def _advance(self, restore: Restore, req: "Req") -> None:
-        self._landing.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
+        self._device_slots.discard(restore, restore.meet.advance(req.prefix_len), "in_tree")
 
     def _attached(self, restore: Restore, span: Span) -> None:
         restore.meet.attach(span)

@@ -15,9 +15,13 @@ class LoaderInbox:
     """What was asked of the loader, for each request, and what came of it. Scheduler thread."""
 
     def __init__(
-        self, loader: Loader, landing: DeviceSlots, config: CakeConfig, teller: RequestReporter
+        self,
+        loader: Loader,
+        device_slots: DeviceSlots,
+        config: CakeConfig,
+        reporter: RequestReporter,
     ) -> None:
-        self._loader, self._landing, self._reporter = loader, landing, teller
+        self._loader, self._device_slots, self._reporter = loader, device_slots, reporter
         self._config = config
         # By what the loader calls them: one that comes back under its id is another load.
         self._tickets: dict[str, Restore] = {}
@@ -81,7 +85,7 @@ class LoaderInbox:
         self._loader.end(restore.ticket)
         for block in list(restore.arrived):
             self._refuse(restore, restore.arrived.pop(block), reason)
-        self._landing.discard(restore, {*restore.staged, *restore.slots}, reason)
+        self._device_slots.discard(restore, {*restore.staged, *restore.slots}, reason)
 
     def _receive(self, event: LoaderEvent) -> None:
         restore = self._tickets.get(event.rid)
@@ -101,5 +105,5 @@ class LoaderInbox:
 
     def _refuse(self, restore: Restore, staged: StagedBlock, reason: str) -> None:
         """Bytes that landed and are of no use to this request."""
-        restore.wasted_bytes += self._landing.link_bytes
+        restore.wasted_bytes += self._device_slots.link_bytes
         staged.release(used=False, reason=reason)

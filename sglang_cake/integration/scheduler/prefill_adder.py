@@ -103,7 +103,7 @@ class CakePrefillAdder(PrefillAdder):
     def _begin(self) -> None:
         cake = self._cake()[1]
         if cake is not None:
-            cake.pace.scheduling(decodes=self._decodes)
+            cake.step_costs.scheduling(decodes=self._decodes)
 
     @guarded(_CHUNKED)
     def _decide_chunked(self, decision: Decision, req: "Req") -> None:

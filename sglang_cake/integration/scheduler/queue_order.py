@@ -43,7 +43,7 @@ def sort_queue(queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy"
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
     if not cake.adaptive or not (cake.fair or any(cake.loads(req.rid) for req in queue)):
         return
-    queue[:] = [queue[i] for i in order([_claimant(req, cake, policy) for req in queue])]
+    queue[:] = [queue[i] for i in order([_queue_entry(req, cake, policy) for req in queue])]
 
 
 def serving(
@@ -66,8 +66,8 @@ def serving(
         return [req.rid for req in queue]
     ahead: list[str] = []
     if fits and cake.adaptive and cake.racing(chunked.rid) and may_requeue(chunked, cake):
-        running = _claimant(chunked, cake, policy)
-        loading = [_claimant(req, cake, policy) for req in queue if cake.racing(req.rid)]
+        running = _queue_entry(chunked, cake, policy)
+        loading = [_queue_entry(req, cake, policy) for req in queue if cake.racing(req.rid)]
         ahead = [
             each.rid for each in loading if each.remaining_s is not None and preempts(each, running)
         ]
@@ -84,17 +84,17 @@ def find_preemptor(
 ) -> "Req | None":
     """Who of those that wait goes before the request that is being chunked, which may go back, and
     can do so now."""
-    running = _claimant(req, cake, policy)
+    running = _queue_entry(req, cake, policy)
     only_stored = running.remaining_s is None or not cake.adaptive
 
     def first(each: "Req") -> bool:
         if only_stored and not cake.loads(each.rid):
             return False
-        claimant = _claimant(each, cake, policy)
+        queue_entry = _queue_entry(each, cake, policy)
         if cake.adaptive:
-            return preempts(claimant, running)
+            return preempts(queue_entry, running)
         # The order is SGLang's: only one that was before it, and left it the device, goes first.
-        if not claimant.yielded or claimant.level > running.level:
+        if not queue_entry.yielded or queue_entry.level > running.level:
             return False
         one, other = cake.restore(each.rid), cake.restore(req.rid)
         return one is not None and other is not None and one.arrived_s < other.arrived_s
@@ -118,7 +118,7 @@ def may_yield(req: "Req", queue: "list[Req]", cake: "Coordinator", room: StepBud
         if tokens > room.chunk_tokens and not may_requeue(each, cake):
             return False
         others_tokens += tokens
-    step_s = cake.pace.costs(restore).prefill.step_s(0, min(others_tokens, room.chunk_tokens))
+    step_s = cake.step_costs.costs(restore).prefill.step_s(0, min(others_tokens, room.chunk_tokens))
     return 0 < step_s <= restore.to_land_s
 
 
@@ -177,7 +177,7 @@ def _slots(req: "Req") -> int:
     return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))
 
 
-def _claimant(req: "Req", cake: "Coordinator", policy: "SchedulePolicy") -> QueueEntry:
+def _queue_entry(req: "Req", cake: "Coordinator", policy: "SchedulePolicy") -> QueueEntry:
     if not policy.enable_priority_scheduling or req.priority is None:
-        return cake.claimant(req)
-    return cake.claimant(req, req.priority * policy.priority_sign)
+        return cake.queue_entry(req)
+    return cake.queue_entry(req, req.priority * policy.priority_sign)

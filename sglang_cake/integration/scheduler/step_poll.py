@@ -33,16 +33,16 @@ class StepPoll:
         restores: Mapping[str, Restore],
         end: Callable[[str], None],
         loader: Loader,
-        landing: DeviceSlots,
+        device_slots: DeviceSlots,
         inbox: LoaderInbox,
         mode: Mode,
-        pace: StepCosts,
-        agreement: RankConsensus,
-        teller: RequestReporter,
+        step_costs: StepCosts,
+        consensus: RankConsensus,
+        reporter: RequestReporter,
     ) -> None:
         self._restores, self._end = restores, end
-        self._loader, self._landing, self._loader_inbox = loader, landing, inbox
-        self._pace, self._agreement, self._reporter = pace, agreement, teller
+        self._loader, self._device_slots, self._loader_inbox = loader, device_slots, inbox
+        self._step_costs, self._consensus, self._reporter = step_costs, consensus, reporter
         self._mode: Mode = mode
         self._judged = 0  # how many of those that waited were judged anew so far
         self._served: Restore | None = None  # the link works for it before all others
@@ -68,12 +68,12 @@ class StepPoll:
 
     def leave(self) -> bool:
         """Cake is off on this rank. Returns whether every rank knows."""
-        self.leaving, self.left = True, self._agreement.alone
+        self.leaving, self.left = True, self._consensus.alone
         return self.left
 
     def together(self) -> bool:
         """Whether cake is on, on every rank. If it is not, all requests have ended on all."""
-        if not self.left and not self._agreement.on(not self.leaving):
+        if not self.left and not self._consensus.on(not self.leaving):
             self.leaving = self.left = True
             self._end_all()
         return not self.left
@@ -86,34 +86,34 @@ class StepPoll:
             self._end_all()
 
     def _hear(self, step_s: float) -> None:
-        self._pace.polled()
+        self._step_costs.polled()
         self._reporter.stepped(
             overhead_s=step_s if self._restores else None,  # an idle poll is no step
-            costs=self._pace.own,
+            costs=self._step_costs.own,
         )
         self._loader_inbox.take()
-        self._landing.release_copied()
-        self._pace.hear([r for r in self._restores.values() if r.contending])
+        self._device_slots.release_copied()
+        self._step_costs.hear([r for r in self._restores.values() if r.contending])
 
     def _agree(self, serving: Sequence[str]) -> list[Restore]:
         """The contending requests, in the same order on every rank. Requests that are not in the
         same state on every rank end on all."""
-        if self._agreement.alone:
+        if self._consensus.alone:
             return [r for r in self._restores.values() if r.contending]
         names = sorted(serving)
         views = [self._restores.get(rid) for rid in names]
-        for rid, same in zip(names, self._agreement.vote(views), strict=True):
+        for rid, same in zip(names, self._consensus.vote(views), strict=True):
             if not same:
                 self._end(rid)
         return [r for r in map(self._restores.get, names) if r is not None and r.contending]
 
     def _learn(self, contending: Sequence[Restore]) -> list[Restore]:
         """Take the facts. Returns those whose lookup has just answered."""
-        facts = self._pace.agree(contending, self._agreement)
+        facts = self._step_costs.agree(contending, self._consensus)
         for restore, fact in zip(contending, facts, strict=True):
             self._loader_inbox.apply(restore, fact)
             if (fact.stored or fact.landed or fact.lost) and restore.racing:
-                restore.remaining_s = self._pace.remaining_s(restore)
+                restore.remaining_s = self._step_costs.remaining_s(restore)
         return [r for r, fact in zip(contending, facts, strict=True) if fact.stored is not None]
 
     def _judge(self, found: Sequence[Restore], serving: Sequence[str]) -> None:
@@ -128,11 +128,11 @@ class StepPoll:
         ahead = StepWork()
         for restore in live:
             if restore.rid in some and restore.meet.racing:
-                loads = self._pace.worth(restore, self._mode, ahead)
+                loads = self._step_costs.worth(restore, self._mode, ahead)
                 if restore in found or loads != (restore.keep is not None):
-                    late = self._pace.late(restore)
+                    late = self._step_costs.late(restore)
                     self._loader_inbox.load(restore, 0 if loads else None, late=late)
-                    restore.remaining_s = self._pace.remaining_s(restore)
+                    restore.remaining_s = self._step_costs.remaining_s(restore)
             restore.planned = False
             ahead += restore.to_compute
 
@@ -144,7 +144,7 @@ class StepPoll:
         if served:
             if served[0] is not self._served:
                 served[0].served_now()
-            self._landing.place(served[0], list(served[0].staged))
+            self._device_slots.place(served[0], list(served[0].staged))
         self._served = served[0] if served else None
 
     def _end_all(self) -> None:

@@ -36,8 +36,8 @@ TAKE_UP_FITS_EVERY_S = 60.0
 class Evictor:
     """Evicts by a policy. Thread-safe.
 
-    Of the processes that have a folder open, one `leads` (books.py says which). Its policy holds
-    the order of all blocks in memory: it learns from the books what is there, after a start in the
+    Of the processes that have a folder open, one leads (`IndexSupervisor` decides which). Its
+    policy holds the order of all blocks in memory: it learns from the index, after a start in the
     background, and of other processes' blocks also when room is needed. What they have read in the
     meantime it learns block by block, before it evicts one. As long as it does not know all blocks,
     those go that are worth least among the ones it knows.

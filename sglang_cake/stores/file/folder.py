@@ -85,7 +85,7 @@ class BlockFolder:
         self._telling = threading.Lock()
         self._told_s = -math.inf  # when a corrupt block was last told of
         self.corrupt_blocks = 0  # that were set aside or removed since this folder was opened
-        self._room = Evictor(
+        self._evictor = Evictor(
             root,
             capacity_bytes,
             policy,
@@ -94,7 +94,9 @@ class BlockFolder:
             admission=admission,
             on_learned=self._touches.remember,
         )
-        self._books = IndexSupervisor(root, self._room, self._descriptions, self._allocated_bytes)
+        self._supervisor = IndexSupervisor(
+            root, self._evictor, self._descriptions, self._allocated_bytes
+        )
 
     def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
         """Say what a namespace stands for; its first block has that written down.
@@ -112,14 +114,14 @@ class BlockFolder:
         if self._descriptions.check(digest, fields):
             return
         own_bytes = self._descriptions.own_bytes(digest)
-        with foreign_errors(self._root, self._pause), self._books.open() as index:
+        with foreign_errors(self._root, self._pause), self._supervisor.open() as index:
             unused = len(index.unused())
             if unused >= MOST_UNUSED:
                 at_most = unused - MOST_UNUSED + 1
-                self._books.remove_unused(index, unless_younger_s=0.0, at_most=at_most)
+                self._supervisor.remove_unused(index, unless_younger_s=0.0, at_most=at_most)
             self._make_room(
                 index,
-                lambda: index.reserve_namespace(digest, own_bytes, self._room.limit_bytes()),
+                lambda: index.reserve_namespace(digest, own_bytes, self._evictor.limit_bytes()),
             )
             self._descriptions.write(digest)
 
@@ -139,7 +141,7 @@ class BlockFolder:
 
         Raises: StoreUnavailable; Stopped.
         """
-        with contextlib.suppress(StoreUnavailable), self._books.open(wait=False) as index:
+        with contextlib.suppress(StoreUnavailable), self._supervisor.open(wait=False) as index:
             return index.contains(digest, keys)
         found = []
         for key in keys:
@@ -152,8 +154,8 @@ class BlockFolder:
     def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As `AccessListener.touched`. Waits for nothing: it is written down in the background."""
         if facts.benefit is not None:
-            self._room.set_benefit(facts.benefit)
-        self._books.was_touched(digest, self._touches.told(keys, facts, time.time()))
+            self._evictor.set_benefit(facts.benefit)
+        self._supervisor.was_touched(digest, self._touches.told(keys, facts, time.time()))
 
     def has_file(self, digest: Digest, key: BlockKey) -> bool:
         """Whether something has the block's name; the books are not asked. Blocks on the disk for a
@@ -183,7 +185,7 @@ class BlockFolder:
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
                 if counts and not self._touches.foretold(key, time.time()):
-                    self._books.was_read(digest, key, counts=not self._touches.listening)
+                    self._supervisor.was_read(digest, key, counts=not self._touches.listening)
             except BlockCorrupt as error:
                 path = NamespaceFolder(self._root, digest).block(key)
                 corrupt = BlockCorrupt(f"{path}: {error}")
@@ -207,7 +209,7 @@ class BlockFolder:
         usage = Usage(stored_bytes, now_s, told.at_s, 0, ident_of(key), told.context)
         with foreign_errors(self._root, self._pause):
             booking = None
-            if self._room.admits(usage):
+            if self._evictor.admits(usage):
                 booking = self._book(digest, key, usage)
             if booking is None:
                 yield None
@@ -234,7 +236,7 @@ class BlockFolder:
         """The blocks of one namespace. Raises: StoreUnavailable."""
         after = 0
         while True:
-            with self._books.open() as index:
+            with self._supervisor.open() as index:
                 batch = index.stored_in(digest, after, LIST_AT_ONCE)
             if not batch:
                 return
@@ -255,37 +257,37 @@ class BlockFolder:
 
     def used_bytes(self, digest: Digest) -> int:
         """What one namespace takes on the disk. Raises: StoreUnavailable."""
-        with self._books.open() as index:
+        with self._supervisor.open() as index:
             return index.taken_bytes(digest)
 
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
-        with self._books.open() as index:
+        with self._supervisor.open() as index:
             (_, taken_bytes), (blocks, block_bytes) = index.totals(), index.stored_totals()
         return StoreStats(
             blocks=blocks,
             block_bytes=block_bytes,
             used_bytes=taken_bytes + overhead_bytes(self._root),
-            capacity_bytes=self._room.capacity_bytes,
-            policy=self._room.policy_name,
+            capacity_bytes=self._evictor.capacity_bytes,
+            policy=self._evictor.policy_name,
             evictions=self.evictions(),
         )
 
     def evictions(self) -> EvictionCounts:
         """What making room took since this folder was opened."""
-        return EvictionCounts(**self._room.counts)
+        return EvictionCounts(**self._evictor.counts)
 
     def evict(self, bytes_wanted: int) -> int:
         """Evict blocks of so many bytes, those first that would go first anyway; returns how many
         bytes they were. Raises: StoreUnavailable."""
-        with foreign_errors(self._root), self._books.open() as index:
-            self._books.flush(index)
-            return self._room.make(index, Amount(bytes_wanted)).bytes
+        with foreign_errors(self._root), self._supervisor.open() as index:
+            self._supervisor.flush(index)
+            return self._evictor.make(index, Amount(bytes_wanted)).bytes
 
     def remove_namespace(self, digest: Digest) -> None:
         """Remove a namespace that has no blocks. Raises: StoreUnavailable."""
-        with foreign_errors(self._root), self._books.open() as index:
-            self._books.remove_namespace(index, digest, unless_younger_s=0.0)
+        with foreign_errors(self._root), self._supervisor.open() as index:
+            self._supervisor.remove_namespace(index, digest, unless_younger_s=0.0)
 
     def remove_stale(self) -> int:
         """Remove what killed writers left behind, empty folders, and namespaces without blocks;
@@ -296,18 +298,18 @@ class BlockFolder:
                 for names in ((digest.hex(),), *shards_of(self._root, digest)):
                     removed += remove_stale(self._root, *names)[0]
                     folder_tree.remove_empty(self._root, *names)
-            with self._books.open() as index:
-                self._books.remove_unused(index, unless_younger_s=0.0)
+            with self._supervisor.open() as index:
+                self._supervisor.remove_unused(index, unless_younger_s=0.0)
         return removed
 
     def remove_set_aside(self) -> int:
         """Remove the corrupt files that were kept; returns how many. Raises: StoreUnavailable."""
-        with foreign_errors(self._root), self._books.open() as index:
-            return self._room.remove_aside(index).files
+        with foreign_errors(self._root), self._supervisor.open() as index:
+            return self._evictor.remove_aside(index).files
 
     def close(self) -> None:
         """Stop what runs in the background. Blocks until it has."""
-        self._books.close()
+        self._supervisor.close()
 
     # ---- booking ----
 
@@ -320,11 +322,11 @@ class BlockFolder:
 
         def reserve() -> int:
             nonlocal found
-            limit_bytes = self._room.limit_bytes()
+            limit_bytes = self._evictor.limit_bytes()
             found = index.reserve(digest, own_bytes, key, usage, limit_bytes)
             return found.short_bytes
 
-        with self._books.open() as index:
+        with self._supervisor.open() as index:
             self._make_room(index, reserve)
             if found.booking is None and self._forget_in(index, digest, key):  # removed by others
                 self._make_room(index, reserve)
@@ -335,23 +337,23 @@ class BlockFolder:
             except BaseException:
                 index.drop(found.booking)
                 raise
-        self._books.wake()
+        self._supervisor.wake()
         return found.booking
 
     def _make_room(self, index: BlockIndex, reserve: Callable[[], int]) -> None:
         """Args: reserve: returns how many bytes are short. Raises: StoreFull; OSError."""
         while short_bytes := reserve():
-            self._books.flush(index)
-            if not self._room.make(index, Amount(short_bytes)):
-                raise StoreFull(f"{self._root}: capacity={self._room.capacity_bytes} is taken")
+            self._supervisor.flush(index)
+            if not self._evictor.make(index, Amount(short_bytes)):
+                raise StoreFull(f"{self._root}: capacity={self._evictor.capacity_bytes} is taken")
 
     def _take_space(self, index: BlockIndex, stored_bytes: int) -> None:
         """Leave `min_free` bytes of the file system. Raises: StoreFull; OSError."""
-        space = self._room.space
+        space = self._evictor.space
         missing = space.take(stored_bytes)
         if missing:
-            self._books.flush(index)
-            self._room.make(index, missing)
+            self._supervisor.flush(index)
+            self._evictor.make(index, missing)
             if space.take(stored_bytes):
                 raise StoreFull(
                     f"{self._root}: {stored_bytes} more bytes would leave less than "
@@ -363,23 +365,23 @@ class BlockFolder:
         self._pause.succeeded()
         stored = None
         try:
-            with self._books.open() as index:
+            with self._supervisor.open() as index:
                 stored = index.settle(booking, usage.stored_bytes)
             if stored is None:
                 raise StoreUnavailable(f"{self._root}: the index was made anew meanwhile")
         finally:
             if stored is None:
                 file.withdraw()
-        self._room.stored(stored, usage)
+        self._evictor.stored(stored, usage)
 
     def _unbook(self, booking: Booking) -> None:
         self._files.remove_folders(booking.namespace, booking.key)
         # If that fails, the booking is taken away when this process has ended.
-        with contextlib.suppress(StoreError), self._books.open() as index:
+        with contextlib.suppress(StoreError), self._supervisor.open() as index:
             index.drop(booking)
 
     def _forget(self, digest: Digest, key: BlockKey) -> None:
-        with contextlib.suppress(StoreError), self._books.open() as index:
+        with contextlib.suppress(StoreError), self._supervisor.open() as index:
             self._forget_in(index, digest, key)
 
     def _forget_in(self, index: BlockIndex, digest: Digest, key: BlockKey) -> bool:
@@ -395,7 +397,7 @@ class BlockFolder:
             if kept is None:
                 return
             self._tell_corrupt(error, "set aside" if kept else "removed")
-            with contextlib.suppress(StoreError), self._books.open() as index:
+            with contextlib.suppress(StoreError), self._supervisor.open() as index:
                 if kept:
                     index.set_aside(digest, key)
                 else:

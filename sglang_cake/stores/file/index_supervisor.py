@@ -55,7 +55,7 @@ class IndexSupervisor:
 
         Args: allocated_bytes: files take multiples of it on the disk.
         """
-        self._root, self._room, self._allocated_bytes = root, room, allocated_bytes
+        self._root, self._evictor, self._allocated_bytes = root, room, allocated_bytes
         self._descriptions = descriptions
         self._lead: int | None = None  # a descriptor; whoever holds the lock on it leads
         self._index: BlockIndex | None = None
@@ -114,12 +114,12 @@ class IndexSupervisor:
             if not reads:
                 return
             try:
-                self._room.touched(index.touch(reads))
+                self._evictor.touched(index.touch(reads))
             except (ValueError, OverflowError):  # one cannot be written: the others' still are
                 logger.exception("store %s: index", self._root)
                 for read in reads:
                     with contextlib.suppress(ValueError, OverflowError):
-                        self._room.touched(index.touch([read]))
+                        self._evictor.touched(index.touch([read]))
 
     def close(self) -> None:
         """Blocks until the thread has ended, or for CLOSE_S."""
@@ -180,16 +180,16 @@ class IndexSupervisor:
             self._complained = ""
         with self.open(wait=False) as index:
             self.flush(index)
-            if not self._room.leads and self._takes_the_lead():
-                self._room.begin_anew(index, leads=True)
+            if not self._evictor.leads and self._takes_the_lead():
+                self._evictor.begin_anew(index, leads=True)
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self._reclaim(index)
-            knows_all = self._room.learn(index, self._closing.wait)
-            self._room.refresh(index)
+            knows_all = self._evictor.learn(index, self._closing.wait)
+            self._evictor.refresh(index)
             if not knows_all:
                 self._wake.set()  # to go on at once; until then no room is made ahead
-            elif self._room.leads:
+            elif self._evictor.leads:
                 self._make_ahead(index)
 
     def _takes_the_lead(self) -> bool:
@@ -198,9 +198,9 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _make_ahead(self, index: BlockIndex) -> None:
-        wanted = self._room.ahead(index)
+        wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
-            freed = self._room.make(index, Amount(*map(min, wanted, AHEAD_AT_ONCE)))
+            freed = self._evictor.make(index, Amount(*map(min, wanted, AHEAD_AT_ONCE)))
             if not freed:
                 return
             wanted = Amount(wanted.bytes - freed.bytes, wanted.files - freed.files)
@@ -225,7 +225,7 @@ class IndexSupervisor:
                 raise
         finally:
             os.close(held)
-        self._room.begin_anew(index, leads=self._takes_the_lead())
+        self._evictor.begin_anew(index, leads=self._takes_the_lead())
         self._index = index
         self._opened.set()
 
@@ -281,7 +281,7 @@ class IndexSupervisor:
             else:
                 folder_tree.remove_empty(self._root, *shard)
                 index.drop(booked)
-        self._room.remove_aside(index, KEEP_ASIDE_S)
+        self._evictor.remove_aside(index, KEEP_ASIDE_S)
         self.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
 
     def remove_unused(

@@ -1,8 +1,8 @@
 """Names inside a file store: this module alone makes and parses them (see docs/format.md).
 
-<root>/index.db                     the books (index.py)
+<root>/index.db                     the index (index.py)
 <root>/index.lock                   locked by who opens or rebuilds them
-<root>/evict.lock                   locked by the process that makes room ahead (books.py)
+<root>/index.evict                  locked by the process that keeps the order of eviction
 <root>/<namespace digest>/          one namespace
     namespace.json                  what the digest stands for
     ab/cd/<key>                     one block; ab and cd are the first bytes of its key

@@ -1,4 +1,4 @@
-"""An answer whose head is written here, since its body does not come by (`sending`)."""
+"""An answer whose head is written here, since its body does not come by (`sendfile`)."""
 
 import functools
 import time
