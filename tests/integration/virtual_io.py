@@ -2,6 +2,8 @@
 
 import asyncio
 import selectors
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,16 +11,8 @@ from typing import Any
 
 import pytest
 
-# Modules that tell the time.
-_MODULES = (
-    "integration.scheduler.rank_consensus",
-    "integration.scheduler.coordinator",
-    "integration.step_costs",
-    "integration.memory.kv_pool",
-    "integration.request.restore",
-    "loading.loader",
-    "loading.reading",
-)
+# What is in these packages lives by the virtual clock.
+_PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.")
 
 
 class _Jumping(selectors.SelectSelector):
@@ -68,7 +62,8 @@ def virtual_time() -> Iterator[VirtualIo]:
     io = VirtualIo()
     clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
     with pytest.MonkeyPatch.context() as patch:
-        for module in _MODULES:
-            patch.setattr(f"sglang_cake.{module}.time", clock)
+        for name, module in list(sys.modules.items()):
+            if name.startswith(_PACKAGES) and getattr(module, "time", None) is time:
+                patch.setattr(module, "time", clock)
         yield io
         io.close()
