@@ -30,7 +30,7 @@ TRIED = {
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[SharedStore]:
-    store = SharedStore(folder / "faults")
+    store = SharedStore(folder / "store-faults")
     try:
         yield store
     finally:
@@ -52,7 +52,7 @@ def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy)
         *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
         *("--cake-mode", "load", "--enable-metrics", "--admin-api-key", "for-admins"),
     )
-    with start(models["first"], flags, store=folder / "faults-near") as live:
+    with start(models["first"], flags, store=folder / "store-faults-near") as live:
         swapped = requests.put(
             live.url + "/cake/store",
             headers=KEY,
