@@ -92,7 +92,14 @@ def test_a_request_that_one_rank_could_not_take_up_ends_on_both(pair: Pair) -> N
 
 
 @pytest.mark.parametrize(
-    "where", ["inbox.take", "_device_slots.place", "step_costs.hear", "step_costs.remaining_s", "inbox.apply"]
+    "where",
+    [
+        "inbox.take",
+        "_device_slots.place",
+        "step_costs.hear",
+        "step_costs.remaining_s",
+        "inbox.apply",
+    ],
 )
 def test_a_poll_that_fails_on_one_rank_ends_its_requests_on_both_in_the_same_step(
     pair: Pair, where: str
