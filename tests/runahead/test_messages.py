@@ -31,7 +31,7 @@ COUNT = st.integers(0, 2**31 - 1)
 PARTS = st.builds(
     lambda layer, start, tokens: LayerPart(JOB, layer, start, start + tokens),
     st.integers(0, 4095),
-    st.integers(0, 2**30),
+    st.integers(0, 2**30 - 1),
     st.integers(1, 2**30),
 )
 MESSAGES = st.one_of(
