@@ -46,7 +46,7 @@ class Leading:
             if self.tokens < len(plane):
                 rows[:] = plane[self.tokens]
 
-    def requeue(self, kept: Bytes, block: Block) -> None:
+    def put_back(self, kept: Bytes, block: Block) -> None:
         """The inverse of `set_apart`."""
         words, at = kept[: self.tokens * block.layout.token_bytes].view(block.words.dtype), 0
         for plane in block.planes():

@@ -138,7 +138,7 @@ class NonUniform:
                 *(*place, block.kind, along, np.ascontiguousarray(levels)),
                 *(zero[:, 0], scale[:, 0], codes),
             )
-            kernels.requeue(*place, along, places, kept)
+            kernels.put_back(*place, along, places, kept)
             at += section.size
 
     def check(self, layout: BlockLayout, data: Bytes) -> None:

@@ -63,7 +63,7 @@ def keep(words, start, stride, layers, tokens, channels, along, places, kept):
 
 
 @compiled
-def requeue(words, start, stride, layers, tokens, channels, along, places, kept):
+def put_back(words, start, stride, layers, tokens, channels, along, places, kept):
     """The inverse of `keep`."""
     for layer in range(layers):
         at = start + layer * stride

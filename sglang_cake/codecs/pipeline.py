@@ -151,7 +151,7 @@ class Chain:
             array.decode(made, target)
             made = target
         if self.leading is not None:
-            self.leading.requeue(body[:lead], block)
+            self.leading.put_back(body[:lead], block)
 
 
 RAW_CHAIN = Chain()

@@ -123,7 +123,7 @@ def check(layout, payload):
 def test_the_loops_look_here():
     words, places = np.zeros(64, np.uint16), np.full((1, 4, 1), 200, np.uint8)
     with pytest.raises(IndexError):
-        nonuniform_kernels.requeue(words, 0, 64, 1, 16, 4, True, places, places.astype(np.uint16))
+        nonuniform_kernels.put_back(words, 0, 64, 1, 16, 4, True, places, places.astype(np.uint16))
 
 
 def with_text(text, body):

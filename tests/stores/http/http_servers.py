@@ -96,7 +96,7 @@ def serve_command(root, *options):
 
 
 def with_limits(command, limits):
-    """The command with other limits, by names as `crew.DEAD_LOOKS`."""
+    """The command with other limits, by names as `prefork.DEAD_LOOKS`."""
     modules = {name.partition(".")[0] for name in limits}
     lines = [f"from sglang_cake.stores.http import {module}" for module in sorted(modules)]
     lines += [f"{name} = {value}" for name, value in limits.items()]

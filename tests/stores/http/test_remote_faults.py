@@ -16,7 +16,7 @@ from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.load_events import Found, Landed, Lost
+from sglang_cake.loading.load_events import Landed, Lost
 from sglang_cake.loading.loader import Loader, Prompt
 from sglang_cake.stores.circuit import FAILURES, FIRST_S, LAST_S, Fault
 from sglang_cake.stores.http.http_client import HttpStore
@@ -224,7 +224,6 @@ def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_other
         events = []
         while sum(isinstance(event, Landed | Lost) for event in events) < BLOCKS:
             events += loader.drain()
-            assert all(event.load for event in events if isinstance(event, Found))
             io.run(asyncio.sleep(0.001), WAIT_S)
         return events
 

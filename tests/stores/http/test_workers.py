@@ -152,8 +152,8 @@ def test_the_server_ends_when_a_worker_cannot_be_replaced(tmp_path, capfd):
 WORKER_THAT_HANGS = """
 import signal, socket
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.http.prefork import Crew
-from sglang_cake.stores.http.shared_counters import Tally
+from sglang_cake.stores.http.prefork import WorkerPool
+from sglang_cake.stores.http.shared_counters import SharedCounters
 
 def answer(channel, counts):
     channel.send(b"no disk")
@@ -161,7 +161,7 @@ def answer(channel, counts):
         signal.pause()
 
 try:
-    Crew(socket.create_server(("127.0.0.1", 0)), Tally(2), answer).run(lambda: None)
+    WorkerPool(socket.create_server(("127.0.0.1", 0)), SharedCounters(2), answer).run(lambda: None)
 except StoreUnavailable as error:
     print(error)
 """
@@ -176,7 +176,7 @@ def test_a_worker_that_hangs_after_it_said_why_it_cannot_begin_holds_nothing_up(
 
 
 def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
-    server = OurServer(tmp_path / "root", "--workers", 2, limits={"crew.DEAD_LOOKS": 5})
+    server = OurServer(tmp_path / "root", "--workers", 2, limits={"prefork.DEAD_LOOKS": 5})
     victim = server.workers()[0]
     os.kill(victim, signal.SIGSTOP)
     poll(lambda: not is_alive(victim), "it is killed")
@@ -188,7 +188,7 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
 
 def test_connections_that_no_worker_takes_in_wait_until_one_does(tmp_path):
     """More than wait on the way to a worker."""
-    limits = {"crew.DEAD_LOOKS": 10**6}
+    limits = {"prefork.DEAD_LOOKS": 10**6}
     server = OurServer(tmp_path / "root", "--workers", 1, limits=limits)
     (worker,) = server.workers()
     os.kill(worker, signal.SIGSTOP)
