@@ -134,7 +134,7 @@ def test_the_picture_is_drawn(arms: Arms, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_position_embeddings": 8192}, "set --prompt-tokens 8183 or less"),
+        ({"max_position_embeddings": 4096}, "set --prompt-tokens 4047 or less"),
         ({"vision_config": {}}, "does not support multimodal"),
     ],
     ids=["context", "kind"],

@@ -11,7 +11,7 @@ from enum import StrEnum
 from sglang_cake.core.counters import LATE
 from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
 from sglang_cake.stores.breaker import Breaker
-from sglang_cake.stores.timing import Pace, TimeoutLimits
+from sglang_cake.stores.timing import AdaptiveTimeout, TimeoutLimits
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Circuit:
         """
         self._where, self._kind, self._counters = where, kind, counters
         self._on_outage, self._clock = on_outage, clock
-        self._pace = Pace(patience)
+        self._pace = AdaptiveTimeout(patience)
         self._breaker = Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S)
         self._fault = ""  # what failed last
         self._failing_since_s: float | None = None

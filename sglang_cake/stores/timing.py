@@ -19,7 +19,7 @@ MOST_BACKOFF = 1024.0
 SLOWEST_BYTES_PER_S = 64 * 1024  # no link that is any slower is worth waiting for
 
 
-class Pace:
+class AdaptiveTimeout:
     """How long requests of one kind may take, as TCP does it for its retransmissions.
 
     A limit is SLACK times what a request of this size should take by the measured rate, deviation

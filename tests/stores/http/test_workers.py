@@ -258,7 +258,10 @@ def test_every_status_the_server_answers_with_is_counted_by_name():
     import sglang_cake.stores.http as package
 
     folder = Path(package.__path__[0])
-    files = [folder / f"{name}.py" for name in ("server", "server_blocks", "bodies", "refusal")]
+    files = [
+        folder / f"{name}.py"
+        for name in ("http_server", "server_blocks", "request_body", "error_responses")
+    ]
     text = "".join(path.read_text() for path in files)
     words = re.findall(r"(?:Refused|_error|status=|set_status)\(?(\d{3})", text)
     assert len(words) > 10
