@@ -137,11 +137,16 @@ def test_the_tables_of_what_is_lost_set_each_codec_beside_itself() -> None:
     assert codec_quality.ranks_agree([(a, -b) for a, b in pairs]) == pytest.approx(-1.0)
 
 
-def test_answers_end_where_the_model_thought_it_had_done(tmp_path: Path) -> None:
+def test_demo_answers_end_at_the_end_token(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     model = build_llama(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1)
-    ids = AutoTokenizer.from_pretrained(model)("They test.", add_special_tokens=False)["input_ids"]
-    arm = SimpleNamespace(mode="load", typical=SimpleNamespace(output_ids=ids))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(1)
+    tokenizer.save_pretrained(model)
+    ids = tokenizer("They test.", add_special_tokens=False)["input_ids"]
+    ends = SimpleNamespace(mode="load", typical=SimpleNamespace(output_ids=[*ids, 1, *ids]))
+    goes_on = SimpleNamespace(mode="both", typical=SimpleNamespace(output_ids=ids))
     setting: Any = SimpleNamespace(model=model)
-    assert demo._answers(setting, [arm]) == {"load": "They test."}  # type: ignore[arg-type]
+    found = demo._answers(setting, [ends, goes_on])  # type: ignore[list-item]
+    assert found == {"load": "They test.", "both": "They test."}
