@@ -35,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, FULL)
     parser.add_argument("--shares", type=stats.numbers, help="default 0.9,0.5,0.25,0.1")
     parser.add_argument("--link", type=float, help="ratio to the balanced one, default 1/3")
-    parser.add_argument("--docs", action="store_true", help="write tables and picture into docs/")
+    parser.add_argument("--docs", action="store_true", help="write tables and picture to reports/")
     args = checked(parser, argv, "codec-share", full=FULL, small=SMALL)
     if max(args.shares) > 1 or args.link <= 0:
         parser.error("shares are at most 1, and a link is faster than nothing")

@@ -1,6 +1,6 @@
-"""docs/eviction-tables.md and its pictures, from the result of bench_eviction.
+"""reports/eviction-tables.md, and pictures for docs/eviction.md, from the result of bench_eviction.
 
-python -m benchmarks.eviction_report [--result FILE] [--docs FOLDER]
+python -m benchmarks.eviction_report [--result FILE]
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.eviction_cells import CAPACITIES, TRACES, VARIANTS
-from benchmarks.facts import RESULTS, ROOT
+from benchmarks.facts import REPORTS, RESULTS, ROOT
 from sglang_cake.simulator.ttft import SHAPES
 from sglang_cake.stores.eviction import POLICIES
 
@@ -191,7 +191,7 @@ def draw(results: Results, folder: Path) -> None:
 HEAD = """# Eviction: the tables
 
 Made by `python -m benchmarks.eviction_report` from `benchmarks/results/eviction.json`, measured at
-{commits}. [eviction.md](eviction.md) says what the words mean. A dash was
+{commits}. [eviction.md](../../docs/eviction.md) says what the words mean. A dash was
 not measured. Capacities are blocks of 512 tokens, 32 times as many of the
 16-token blocks of A-like.
 """
@@ -200,7 +200,6 @@ not measured. Capacities are blocks of 512 tokens, 32 times as many of the
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--result", type=Path, default=RESULTS / "eviction.json")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     result = json.loads(args.result.read_text())
     replay = Results(result.get("replay", []))
@@ -211,8 +210,8 @@ def main() -> None:
     lines += ["\n## Every policy and capacity", *tables(replay)]
     lines += ["\n## Parts: hit ratio (seconds saved, 8b)", *variants(parts)]
     lines += ["\n## Admission", *writes(parts), "\n## An eviction", *pace(result.get("pace", []))]
-    (args.docs / "eviction-tables.md").write_text("\n".join(lines) + "\n")
-    draw(replay, args.docs / "img")
+    (REPORTS / "eviction-tables.md").write_text("\n".join(lines) + "\n")
+    draw(replay, ROOT / "docs" / "img")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from sglang_cake.core.atomic_write import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+REPORTS = ROOT / "benchmarks" / "reports"
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "sglang-cake")
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.documents import table
-from benchmarks.facts import RESULTS, ROOT
+from benchmarks.facts import REPORTS, RESULTS
 from benchmarks.paper.codecs import section53, section54
 from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 
-DOC = ROOT / "docs" / "evaluation.md"
-PICTURE = ROOT / "docs" / "img" / "codec-share.svg"
+DOC = REPORTS / "servers.md"
+PICTURE = REPORTS / "img" / "codec-share.svg"
 SIMULATED = RESULTS / "paper" / "anonymous8.json"
 LIKE_OURS = {"ktokens": 14, "gbps": 10.0}  # of the simulated cells: what is nearest to the link
 KV = {"raw": "raw", "int8": "8 bit", "cachegen2": "CacheGen"}  # as the paper calls them

@@ -14,7 +14,8 @@ from sglang_cake.core.config import NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))
-LINKED = [*DOCS, *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
+REPORTS = sorted(ROOT.glob("benchmarks/reports/*.md"))
+LINKED = [*DOCS, *REPORTS, *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
 LINKED += [ROOT / folder / "README.md" for folder in ("benchmarks", "patches")]
 LINKED += [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [path for path in LINKED if path.name != "CHANGELOG.md"]  # which names what has gone
@@ -40,7 +41,7 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCS, *REPORTS], ids=lambda path: path.name)
 def test_named_tests_exist(path: Path) -> None:
     for name in re.findall(r"`(test_\w+)`", path.read_text()):
         assert f"def {name}(" in TESTS + SHIPPED, name

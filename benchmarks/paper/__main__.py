@@ -1,7 +1,7 @@
 """Every table and figure of both Cake papers, simulated on costs fitted to what they print.
 
     python -m benchmarks.paper table3          # prints it, writes benchmarks/results/paper/
-    python -m benchmarks.paper all             # and the pictures and tables of docs/evaluation.md
+    python -m benchmarks.paper all             # and the pictures and tables of reports/papers.md
 
 Deterministic but for figure7, which times the decisions on this machine. No GPU and no model: the
 simulator runs the server's own decisions on a virtual clock.
@@ -18,7 +18,7 @@ from benchmarks.documents import update
 from benchmarks.paper import figures, pictures, report, tables
 
 NAMES = (*tables.TABLES, *figures.FIGURES)
-IMAGES = facts.ROOT / "docs" / "img"
+IMAGES = facts.REPORTS / "img"
 
 
 def experiment(name: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The experiments as Markdown, and their places in docs/evaluation.md."""
+"""The experiments as Markdown, and their places in benchmarks/reports/papers.md."""
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.documents import table
+from benchmarks.facts import REPORTS
 from benchmarks.paper import figures, tables
 from benchmarks.paper.costs import PRINTED
 
@@ -15,7 +15,7 @@ ARMS = {
     "our_kv": "ours, without its last step",
 }
 LOWER = ("both_lower", "one_lower")
-DOC = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
+DOC = REPORTS / "papers.md"
 
 
 def overview() -> str:

@@ -1,4 +1,4 @@
-"""The goals that docs/evaluation.md states, on the papers' tables: deterministic, no clock."""
+"""The goals that benchmarks/reports/papers.md states, on the papers' tables. Deterministic."""
 
 import json
 import re
@@ -151,7 +151,7 @@ def test_one_experiment_from_the_command_line(
 
 
 def test_the_document_says_what_the_tables_say() -> None:
-    text = (ROOT / "docs" / "evaluation.md").read_text()
+    text = (ROOT / "benchmarks" / "reports" / "papers.md").read_text()
     for name in tables.TABLES:
         assert report.tables.markdown(name) in text, f"run python -m benchmarks.paper all: {name}"
     assert report.overview() in text
