@@ -356,16 +356,18 @@ print(json.dumps({{
 
 
 def test_sglang_that_differs_is_refused_where_cake_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sglang_cake.integration import compat, flags
 
-    monkeypatch.setattr(compat, "differences", lambda: ["Scheduler.on_idle is missing"])
+    names = tmp_path / "compat.toml"
+    names.write_text('["sglang.srt.managers.scheduler.Scheduler"]\nno_such_name = ""\n')
+    monkeypatch.setattr(compat, "NAMES_FILE", names)
     record = SimpleNamespace(radix_cache_backend=None)
     with pytest.raises(SystemExit) as caught:
         flags.from_cli_args(lambda cls, args: record, object, Namespace(enable_cake=True))
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sglang-cake: error: cake was checked with SGLang ==0.5.23; ")
-    assert "Scheduler.on_idle is missing" in line
+    assert "managers.scheduler.Scheduler.no_such_name is missing" in line
     assert flags.from_cli_args(lambda cls, args: record, object, Namespace()) is record
