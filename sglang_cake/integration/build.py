@@ -84,7 +84,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
     _take_part(ctx, tree, engine, config)
     labels = scheduler_labels(ctx)
-    BOUNDARY.watch(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
+    BOUNDARY.attach(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
     return tree
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
-from sglang_cake.integration.boundary import BOUNDARY, Plain, register
+from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, register
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
@@ -36,7 +36,7 @@ def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerG
     return rows, CudaGate(pool, rows)
 
 
-def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     tree = ForwardProcess.tree
     if tree is None or args or getattr(worker, "is_draft_worker", False):
         return original(worker, batch, *args, **kwargs)
