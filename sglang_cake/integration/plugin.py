@@ -34,13 +34,13 @@ def register() -> None:
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
         from sglang_cake.integration import cached_tokens, response_hooks
-        from sglang_cake.integration.identity import weights
+        from sglang_cake.integration.identity import weight_hooks
         from sglang_cake.integration.overlap import forward_hook
         from sglang_cake.integration.scheduler import scheduler_hooks
 
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduler_hooks.install()
-        weights.install()
+        weight_hooks.install()
         response_hooks.install()
         forward_hook.install()
         cached_tokens.install()

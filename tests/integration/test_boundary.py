@@ -285,8 +285,8 @@ def test_new_weights_that_cannot_be_named_switch_off(
     """SGLang updates them once, whether cake fails before or after."""
     (target,) = (each for each in registry if each.endswith("update_weights_from_disk"))
     ((_, hook, _),) = registry[target]
-    place = SimpleNamespace(look=lambda: None, is_local=True)
-    identity = SimpleNamespace(place_of=lambda path: place if called else _raise(_raise)())
+    source = SimpleNamespace(weights_or_none=lambda: None, is_local=True)
+    identity = SimpleNamespace(update_source=lambda path: source if called else _raise(_raise)())
     holder: Any = CakeRadixCache.__new__(CakeRadixCache)
     holder.engine = SimpleNamespace(
         identity=identity, weights_changing=lambda: None, weights_changed=_raise(_raise)
