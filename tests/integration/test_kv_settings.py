@@ -13,7 +13,7 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.integration.identity import kv_settings
-from sglang_cake.integration.support_matrix import _RULES
+from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
 CLASSES = {"counted", "content", "replaced", "private", "rounding", "refused", "unrelated"}
@@ -139,7 +139,7 @@ def test_every_way_to_load_files_is_known_to_sglang() -> None:
 
 
 def test_what_is_refused_is_judged_as_refused() -> None:
-    assert {kv_settings.class_of(field) for field, _, _ in _RULES} <= {"refused", "replaced"}
+    assert {kv_settings.class_of(field) for field, _, _ in RULES} <= {"refused", "replaced"}
 
 
 def test_environment_variables_count_unless_they_are_known_to_be_unrelated(
