@@ -57,7 +57,7 @@ def test_an_encoded_prompt_is_loaded_and_says_how_much_was_lossy(coded: Live, pr
         header = read_header(file.read_bytes()[:HEADER_BYTES])
         assert header.codec == CODEC
         assert header.payload_bytes == file.stat().st_size - HEADER_BYTES
-    loaded = coded.again(ids)
+    loaded = coded.ask_flushed(ids)
     assert loaded.loaded >= 11 * BLOCK
     assert loaded.meta["cake"]["lossy_tokens"] == loaded.loaded
     # If nothing was lost, nothing was encoded.
@@ -97,9 +97,9 @@ def test_auto_gives_each_tier_the_form_that_suits_its_link(
 ) -> None:
     # Until it was read, the slow tier is taken to be as fast as it was written.
     first = prompt(BLOCKS * BLOCK + 5)
-    assert forms(choosing.keep(first)) == forms(stored(slow, first)) == {"raw"}
-    choosing.store.forget(*choosing.store.files(first))
-    assert choosing.again(first).loaded == BLOCKS * BLOCK
+    assert forms(choosing.ask_and_store(first)) == forms(stored(slow, first)) == {"raw"}
+    choosing.store.remove(*choosing.store.files(first))
+    assert choosing.ask_flushed(first).loaded == BLOCKS * BLOCK
 
     near, far = prompt(BLOCKS * BLOCK + 5), prompt(BLOCKS * BLOCK + 5)
     computed = {name: choosing.ask(ids) for name, ids in (("near", near), ("far", far))}
@@ -110,11 +110,11 @@ def test_auto_gives_each_tier_the_form_that_suits_its_link(
             error = relative_error(layout_of(one), opened(one)[0], opened(other)[0])
             assert 0 < error <= MAX_ERROR
 
-    slow.forget(*slow.files(near))
-    loaded = choosing.again(near)
+    slow.remove(*slow.files(near))
+    loaded = choosing.ask_flushed(near)
     assert_same(loaded, computed["near"])
-    choosing.store.forget(*choosing.store.files(far))
-    blurred = choosing.again(far)
+    choosing.store.remove(*choosing.store.files(far))
+    blurred = choosing.ask_flushed(far)
     assert loaded.loaded == blurred.loaded == BLOCKS * BLOCK
     assert distance(blurred.logprobs, computed["far"].logprobs) > TOLERANCE / 100
     for answer in (loaded, blurred):  # the namespace may hold either
@@ -131,7 +131,7 @@ def test_auto_gives_each_tier_the_form_that_suits_its_link(
 
 def stored(tier: StoreView, ids: list[int]) -> list[Path]:
     """The files of a prompt's blocks in a tier, once they are all there."""
-    until(tier.places, "a namespace in the tier")
+    until(tier.namespaces, "a namespace in the tier")
     return tier.until_stored(ids)
 
 

@@ -74,7 +74,7 @@ def test_a_fault_while_blocks_are_loaded_costs_the_store_and_no_answer(
         flushing = f"{live.url}/flush_cache?timeout={DEADLINE_S}"
         assert requests.post(flushing, headers=KEY, timeout=DEADLINE_S).status_code == 200
         answer = live.ask(ids)
-        assert_same(answer, plain.know(ids))
+        assert_same(answer, plain.reference(ids))
         return answer
 
     def failures() -> float:

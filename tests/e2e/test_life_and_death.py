@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import requests
-from live import BLOCK, Asking, Live, assert_same, request, until
+from live import BLOCK, Live, PendingRequest, assert_same, request, until
 
 Make = Callable[[int], list[int]]
 
@@ -25,7 +25,7 @@ STAGES = (
 def document(both: Live) -> list[int]:
     """A long stored prompt."""
     ids = [(7 * i * i + 3 * i) % 9973 for i in range(32 * BLOCK + 5)]
-    both.keep(ids)
+    both.ask_and_store(ids)
     return ids
 
 
@@ -37,7 +37,7 @@ def unharmed(both: Live, plain: Live, document: list[int]) -> Callable[[], None]
         both.flush()  # refused while anything runs; then SGLang's idle check looks at every slot
         both.check_log()
         answer = both.ask(document)
-        assert_same(answer, plain.know(document))
+        assert_same(answer, plain.reference(document))
         assert answer.loaded > 0 or both.races
         both.flush()
 
@@ -49,7 +49,7 @@ def test_aborts_at_every_stage_give_everything_back(
 ) -> None:
     for turn, (event, count) in enumerate(STAGES):
         both.flush()
-        asking = Asking(both, document, new_tokens=32, rid=f"abort-{turn}")
+        asking = PendingRequest(both, document, new_tokens=32, rid=f"abort-{turn}")
         asking.until(event, count)
         both.post("/abort_request", rid=asking.rid)
         assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
@@ -77,7 +77,7 @@ def test_aborting_all_with_a_queue_gives_everything_back(
     both: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()
-    asked = [Asking(both, document[i:], new_tokens=16, rid=f"all-{i}") for i in range(5)]
+    asked = [PendingRequest(both, document[i:], new_tokens=16, rid=f"all-{i}") for i in range(5)]
     asked[0].until("land")
     both.post("/abort_request", abort_all=True)
     for asking in asked:
@@ -89,10 +89,10 @@ def test_flushing_while_a_load_runs_is_refused_and_harms_nothing(
     both: Live, plain: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()
-    asking = Asking(both, document, rid="flush-while-loading")
+    asking = PendingRequest(both, document, rid="flush-while-loading")
     asking.until("land", 2)
     requests.post(both.url + "/flush_cache", timeout=60)
-    assert_same(asking.answer(), plain.know(document))
+    assert_same(asking.answer(), plain.reference(document))
     unharmed()
 
 
@@ -103,10 +103,12 @@ def test_two_requests_for_the_same_blocks_share_one_load(
     block_bytes = both.store.files(document)[0].stat().st_size - 4096
     before = {n: both.metric(n + "_total") for n in ("read_bytes", "loaded_tokens")}
     tails = [prompt(9), prompt(70)]
-    asked = [Asking(both, document + tail, rid=f"share-{i}") for i, tail in enumerate(tails)]
+    asked = [
+        PendingRequest(both, document + tail, rid=f"share-{i}") for i, tail in enumerate(tails)
+    ]
     answers = [asking.answer() for asking in asked]
     for tail, answer in zip(tails, answers, strict=True):
-        assert_same(answer, plain.know(document + tail))
+        assert_same(answer, plain.reference(document + tail))
     loaded = sum(answer.loaded for answer in answers)
     assert loaded > 0 or both.races
     until(
@@ -127,7 +129,7 @@ def test_a_store_whose_folder_vanishes_does_not_stop_the_server(
     root.rename(away)
     try:
         for ids in (document, prompt(5 * BLOCK)):
-            assert_same(both.ask(ids), plain.know(ids))
+            assert_same(both.ask(ids), plain.reference(ids))
     finally:
         away.rename(root)
     both.flush()
@@ -140,14 +142,16 @@ def test_many_requests_at_once_with_aborts_and_flushes(
     both.flush()
     starts = [0, 0, BLOCK, 1, 0, 2 * BLOCK, 1, BLOCK]
     # A prompt that does not start at the document's start shares nothing with it.
-    asked = [Asking(both, document[s : s + 1200], rid=f"many-{i}") for i, s in enumerate(starts)]
+    asked = [
+        PendingRequest(both, document[s : s + 1200], rid=f"many-{i}") for i, s in enumerate(starts)
+    ]
     for victim in (asked[1], asked[5]):
         both.post("/abort_request", rid=victim.rid)
     requests.post(both.url + "/flush_cache", timeout=60)
     for index, (asking, s) in enumerate(zip(asked, starts, strict=True)):
         answer = asking.answer()
         if index not in (1, 5):
-            assert_same(answer, plain.know(document[s : s + 1200]))
+            assert_same(answer, plain.reference(document[s : s + 1200]))
     unharmed()
 
 

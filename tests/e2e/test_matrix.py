@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, TOLERANCE, Answer, Asking, Live, Start, assert_same, falsify
+from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
 from warm import run_forked
 
 from sglang_cake.testing.models import build_llama
@@ -21,19 +21,21 @@ def _check_exactness(live: Live, prompt: Make, tolerance: float) -> None:
     document = prompt(10 * BLOCK)
     cold = live.ask(document, 1)
     files = live.store.until_stored(document)
-    warm = live.again(document, 1)
+    warm = live.ask_flushed(document, 1)
     assert warm.loaded > 0
     assert_same(warm, cold, tolerance)
     tails = [document + prompt(n) for n in (1, 70, 300)]
-    cold_tails = [live.again(ids, 1, cache_salt="cold") for ids in tails]
+    cold_tails = [live.ask_flushed(ids, 1, cache_salt="cold") for ids in tails]
     live.flush()
-    asked = [Asking(live, ids, new_tokens=1, rid=f"tail-{i}") for i, ids in enumerate(tails)]
+    asked = [
+        PendingRequest(live, ids, new_tokens=1, rid=f"tail-{i}") for i, ids in enumerate(tails)
+    ]
     for asking, reference in zip(asked, cold_tails, strict=True):
         assert_same(asking.answer(), reference, tolerance)
-    truth = live.again(document, cache_salt="cold")
+    truth = live.ask_flushed(document, cache_salt="cold")
     for file in files:
         falsify(file)
-    lie = live.again(document)
+    lie = live.ask_flushed(document)
     assert lie.loaded > 0
     with pytest.raises(AssertionError):
         assert_same(lie, truth, tolerance)
@@ -56,7 +58,7 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
 
 def test_two_ranks_with_pages_of_64_in_bfloat16(parallel: Live, prompt: Make) -> None:
     _check_exactness(parallel, prompt, HALF_TOLERANCE)
-    ranks = [json.loads(p.description.read_text())["tp_rank"] for p in parallel.store.places()]
+    ranks = [json.loads(p.description.read_text())["tp_rank"] for p in parallel.store.namespaces()]
     assert sorted(ranks) == ["0", "1"]
 
 
@@ -68,8 +70,8 @@ def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: 
     raw = bytearray(spoiled.read_bytes())
     raw[9000] ^= 1
     spoiled.write_bytes(raw)
-    parallel.store.forget(files[7])
-    warm = parallel.again(document, 1)
+    parallel.store.remove(files[7])
+    warm = parallel.ask_flushed(document, 1)
     assert_same(warm, cold, HALF_TOLERANCE)
     assert 0 < warm.loaded <= 10 * BLOCK
     assert parallel.store.set_aside(spoiled)
@@ -77,10 +79,10 @@ def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: 
 
 def test_two_ranks_survive_aborts(parallel: Live, prompt: Make) -> None:
     document = prompt(20 * BLOCK)
-    parallel.keep(document)
+    parallel.ask_and_store(document)
     for event in ("arrive", "land", "claim", "attach"):
         parallel.flush()
-        asking = Asking(parallel, document, new_tokens=8, rid=f"tp-{event}")
+        asking = PendingRequest(parallel, document, new_tokens=8, rid=f"tp-{event}")
         asking.until(event)
         parallel.post("/abort_request", rid=asking.rid)
         asking.answer()
@@ -104,7 +106,7 @@ def latent(
 
 def test_an_mla_model(latent: Live, prompt: Make) -> None:
     _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
-    layout = json.loads(json.loads(latent.store.places()[0].description.read_text())["layout"])
+    layout = json.loads(json.loads(latent.store.namespaces()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
 
 

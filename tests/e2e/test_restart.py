@@ -15,8 +15,8 @@ from live import (
     BLOCK,
     VOCAB,
     Answer,
-    Asking,
     Live,
+    PendingRequest,
     Start,
     StoreView,
     assert_same,
@@ -79,8 +79,8 @@ def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
         life.answers["kept"] = live.ask(KEPT)
         life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
         until(lambda: len(life.store.blocks()) >= 14 + 8, "both prompts in the store")
-        life.answers["again"] = live.again(KEPT)
-        asking = Asking(live, CUT_BY_TERM, new_tokens=1, rid="term")
+        life.answers["again"] = live.ask_flushed(KEPT)
+        asking = PendingRequest(live, CUT_BY_TERM, new_tokens=1, rid="term")
         asking.until("claim", 6)
     return life
 
@@ -94,7 +94,7 @@ def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> L
         life.answers["kept"] = live.ask(KEPT)
         life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
         life.answers["term"] = live.ask(CUT_BY_TERM)
-        asking = Asking(live, CUT_BY_KILL, new_tokens=1, rid="kill")
+        asking = PendingRequest(live, CUT_BY_KILL, new_tokens=1, rid="kill")
         asking.until("claim", 6)
         os.killpg(live.server._process.pid, signal.SIGKILL)
     return life
@@ -130,23 +130,23 @@ def reference(plain: Live) -> Live:
 
 def test_mode_compute_stores_and_never_loads(first: Life, reference: Live) -> None:
     for name in ("kept", "again"):
-        assert_same(first.answers[name], reference.know(KEPT))
+        assert_same(first.answers[name], reference.reference(KEPT))
         assert first.answers[name].loaded == 0
 
 
 def test_mode_load_loads_all_that_is_stored(second: Life, reference: Live) -> None:
-    assert_same(second.answers["kept"], reference.know(KEPT))
+    assert_same(second.answers["kept"], reference.reference(KEPT))
     assert second.answers["kept"].loaded >= len(KEPT) - 1
     assert second.answers["kept"].computed == 1
 
 
 def test_an_adapters_blocks_are_found_after_a_restart(second: Life, reference: Live) -> None:
-    assert_same(second.answers["adapter"], reference.know(WITH_ADAPTER, **ADAPTER))
+    assert_same(second.answers["adapter"], reference.reference(WITH_ADAPTER, **ADAPTER))
     assert second.answers["adapter"].loaded == 8 * BLOCK
 
 
 def test_a_prompt_cut_off_by_sigterm_is_right_afterwards(second: Life, reference: Live) -> None:
-    assert_same(second.answers["term"], reference.know(CUT_BY_TERM))
+    assert_same(second.answers["term"], reference.reference(CUT_BY_TERM))
 
 
 def test_a_kill_leaves_whole_blocks_only(second: Life) -> None:
@@ -177,9 +177,9 @@ def test_weights_that_come_back_find_their_blocks(
     third.flush()
     _become(third, models["first"])
     answer = third.ask(KEPT)
-    assert_same(answer, plain.know(KEPT))
+    assert_same(answer, plain.reference(KEPT))
     assert answer.loaded > 0
-    assert_same(third.ask(CUT_BY_KILL), plain.know(CUT_BY_KILL))
+    assert_same(third.ask(CUT_BY_KILL), plain.reference(CUT_BY_KILL))
 
 
 def test_other_weights_under_an_adapters_name_find_nothing(
@@ -188,7 +188,7 @@ def test_other_weights_under_an_adapters_name_find_nothing(
     _become(third, models["first"])
     answer = third.ask(WITH_ADAPTER, **ADAPTER)
     assert answer.loaded == 0
-    assert_same(answer, plain.know(WITH_ADAPTER, lora_path="a2"))
+    assert_same(answer, plain.reference(WITH_ADAPTER, lora_path="a2"))
     with pytest.raises(AssertionError):
         assert_same(answer, second.answers["adapter"])
 
@@ -198,7 +198,7 @@ def test_a_new_weight_version_is_a_new_namespace(
 ) -> None:
     _become(third, models["first"], weight_version="step-2")
     answer = third.ask(KEPT)
-    assert_same(answer, plain.know(KEPT))
+    assert_same(answer, plain.reference(KEPT))
     assert answer.loaded == 0
 
 

@@ -18,8 +18,8 @@ from live import (
     DEADLINE_S,
     VOCAB,
     Answer,
-    Asking,
     Live,
+    PendingRequest,
     Start,
     StoreView,
     assert_same,
@@ -103,7 +103,7 @@ def test_a_server_loads_what_another_has_computed(
     def computed() -> list[int]:
         """A new prompt whose blocks are in the shared store."""
         ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
-        assert_same(one.ask(ids), plain.know(ids))
+        assert_same(one.ask(ids), plain.reference(ids))
         for file in shared.view.until_stored(ids):  # written down in the background
             assert read_header(file.read_bytes()[:HEADER_BYTES]).codec == "zstd"
         return ids
@@ -115,9 +115,9 @@ def test_a_server_loads_what_another_has_computed(
             ids = computed()
             first = two.ask(ids)
             after_first = [file for file in two.store.files(ids) if file.exists()]
-            second = two.again(ids)
-            assert_same(first, plain.know(ids))
-            assert_same(second, plain.know(ids))
+            second = two.ask_flushed(ids)
+            assert_same(first, plain.reference(ids))
+            assert_same(second, plain.reference(ids))
             if first.loaded and second.loaded:
                 break
         assert first.loaded == second.loaded == 12 * BLOCK
@@ -145,7 +145,7 @@ def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     def again() -> Answer:
         flush()
         answer = one.ask(ids)
-        assert_same(answer, plain.know(ids))
+        assert_same(answer, plain.reference(ids))
         return answer
 
     def failures() -> float:
@@ -157,10 +157,10 @@ def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     assert failures() == 0
 
     flush()
-    loading = Asking(one, ids, rid="stopped while it loads")
+    loading = PendingRequest(one, ids, rid="stopped while it loads")
     loading.until("land")
     shared.send(signal.SIGSTOP)
-    assert_same(loading.answer(), plain.know(ids))
+    assert_same(loading.answer(), plain.reference(ids))
     assert again().loaded == 0  # stopped: whatever the answer is made of was computed
     shared.send(signal.SIGCONT)
     until(lambda: again().loaded > 0, "it is used again")
@@ -192,13 +192,13 @@ def test_a_data_parallel_worker_loads_what_another_has_computed(
         store=folder / "store-dp",
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     ) as live:
-        live.keep(ids, routed_dp_rank=1)
+        live.ask_and_store(ids, routed_dp_rank=1)
         here, there = (live.ask(ids, routed_dp_rank=rank) for rank in (0, 1))
         assert [here.meta["dp_rank"], there.meta["dp_rank"]] == [0, 1]
         assert here.loaded == 12 * BLOCK
         assert there.loaded == 0  # it is in its own tree
         assert there.cached >= 12 * BLOCK
         for answer in (here, there):
-            assert answer.tokens == plain.know(ids).tokens
+            assert answer.tokens == plain.reference(ids).tokens
         live.flush()  # both workers' trees
         assert live.ask(ids, routed_dp_rank=1).loaded == 12 * BLOCK

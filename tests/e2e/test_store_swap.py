@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import requests
-from live import BLOCK, DEADLINE_S, VOCAB, Asking, Live, Start, StoreView, assert_same, until
+from live import (
+    BLOCK,
+    DEADLINE_S,
+    VOCAB,
+    Live,
+    PendingRequest,
+    Start,
+    StoreView,
+    assert_same,
+    until,
+)
 
 from sglang_cake.simulator.request_traces import read_trace
 from sglang_cake.stores.file.folder import BlockFolder
@@ -56,15 +66,15 @@ def test_a_store_is_detached_swapped_and_attached_again(
 
     assert store(served, "DELETE").json()["attached"] is False
     answer = again(served, ids)
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert "cake" not in answer.meta or answer.loaded == 0
-    assert_same(again(served, other), plain.know(other))
+    assert_same(again(served, other), plain.reference(other))
 
     second = StoreView(folder / "swap-second")
     url = f"file://{second.root}?min_free=0&capacity=1GB"
     assert store(served, "PUT", store=url).json() == {"attached": True, "store": url}
     answer = again(served, ids)
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert answer.loaded == 0
     second.until_stored(ids)
     assert again(served, ids).loaded == 12 * BLOCK
@@ -76,7 +86,7 @@ def test_a_store_is_detached_swapped_and_attached_again(
     assert store(served, "PUT", store=first["store"]).status_code == 200
     answer = again(served, ids)
     assert answer.loaded == 12 * BLOCK
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     # What was computed while there was no store had not been stored anywhere.
     assert again(served, other).loaded == 0
 
@@ -89,13 +99,13 @@ def test_a_swap_while_a_prompt_loads_harms_nothing(served: Live, plain: Live, fo
     for new in (f"file://{folder}/swap-third?min_free=0", None, first):
         flush = f"{served.url}/flush_cache?timeout={DEADLINE_S}"
         requests.post(flush, headers=KEY, timeout=DEADLINE_S)
-        asking = Asking(served, ids, rid=f"swap-{new}")
+        asking = PendingRequest(served, ids, rid=f"swap-{new}")
         asking.until("land", 2)
         if new is None:
             assert store(served, "DELETE").status_code == 200
         else:
             assert store(served, "PUT", store=new).status_code == 200
-        assert_same(asking.answer(), plain.know(ids))
+        assert_same(asking.answer(), plain.reference(ids))
     served.check_log()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, CHUNK, Asking, Live, Start
+from live import BLOCK, CHUNK, Live, PendingRequest, Start
 
 Make = Callable[[int], list[int]]
 
@@ -43,16 +43,18 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
 ) -> None:
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
     short = [prompt(n) for n in (32, 100, 200, 300)]
-    live.keep(stored)
+    live.ask_and_store(stored)
     for turn in range(10):  # others that come too late find nobody to give way
         live.flush()
-        first = Asking(live, stored, rid=f"stored-{turn}", return_logprob=False)
+        first = PendingRequest(live, stored, rid=f"stored-{turn}", return_logprob=False)
         first.until("claim")
-        others = [Asking(live, ids, rid=f"{turn}-{i}") for i, ids in enumerate([long, *short])]
+        others = [
+            PendingRequest(live, ids, rid=f"{turn}-{i}") for i, ids in enumerate([long, *short])
+        ]
         for asking, ids in zip(others, [long, *short], strict=True):
-            assert asking.answer().tokens == plain.know(ids).tokens
+            assert asking.answer().tokens == plain.reference(ids).tokens
         answer = first.answer()
-        assert answer.tokens == plain.know(stored).tokens
+        assert answer.tokens == plain.reference(stored).tokens
         events = [event["event"] for event in live.events(first.rid)]
         if "yield" in events:
             break
@@ -65,19 +67,19 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
 
 def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make) -> None:
     stored = prompt(8 * CHUNK + 7)
-    live.keep(stored)
+    live.ask_and_store(stored)
     live.flush()
-    gone = Asking(live, stored, rid="gone", return_logprob=False)
+    gone = PendingRequest(live, stored, rid="gone", return_logprob=False)
     gone.until("claim")
     other = prompt(3 * CHUNK)
-    asking = Asking(live, other, rid="after")
+    asking = PendingRequest(live, other, rid="after")
     gone.until("yield")
     live.post("/abort_request", rid="gone")
-    assert asking.answer().tokens == plain.know(other).tokens
+    assert asking.answer().tokens == plain.reference(other).tokens
     gone.answer()
     live.flush()
     ids = prompt(2 * BLOCK)
-    assert live.ask(ids).tokens == plain.know(ids).tokens
+    assert live.ask(ids).tokens == plain.reference(ids).tokens
 
 
 @pytest.mark.parametrize("live", ["mixed"], indirect=True)
@@ -85,11 +87,11 @@ def test_who_has_a_priority_gives_way_to_nobody_below(
     live: Live, plain: Live, prompt: Make
 ) -> None:
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
-    live.keep(stored)
+    live.ask_and_store(stored)
     live.flush()
-    first = Asking(live, stored, rid="first", return_logprob=False, priority=5)
+    first = PendingRequest(live, stored, rid="first", return_logprob=False, priority=5)
     first.until("claim")
-    other = Asking(live, long, rid="below", priority=1)
-    assert first.answer().tokens == plain.know(stored).tokens
-    assert other.answer().tokens == plain.know(long).tokens
+    other = PendingRequest(live, long, rid="below", priority=1)
+    assert first.answer().tokens == plain.reference(stored).tokens
+    assert other.answer().tokens == plain.reference(long).tokens
     assert "yield" not in [event["event"] for event in live.events("first")]
