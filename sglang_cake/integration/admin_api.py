@@ -76,7 +76,7 @@ async def _serve(request: "Request") -> "Response":
         return JSONResponse({"error": str(error)}, status_code=400)
     except Exception as error:
         BOUNDARY.failed(PATH, error)
-        return JSONResponse({"error": "cake failed; the server's log says how"}, status_code=500)
+        return JSONResponse({"error": "cake failed; see the server's log"}, status_code=500)
     return JSONResponse({"attached": _EndpointState.attached, "store": _EndpointState.store})
 
 

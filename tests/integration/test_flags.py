@@ -120,14 +120,14 @@ def test_a_model_that_is_not_supported_is_refused_before_it_loads(tmp_path: Path
 
 
 def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
-    said = done.stdout
-    ours = [each for each in said.splitlines() if each.startswith("sglang-cake: error:")]
-    assert done.returncode == 2, said[-3000:]
+    output = done.stdout
+    ours = [each for each in output.splitlines() if each.startswith("sglang-cake: error:")]
+    assert done.returncode == 2, output[-3000:]
     assert len(ours) == 1
     assert line in ours[0]
-    assert "usage:" not in said
-    assert "Traceback" not in said
-    assert "Load weight" not in said
+    assert "usage:" not in output
+    assert "Traceback" not in output
+    assert "Load weight" not in output
 
 
 def test_help_shows_the_group(tmp_path: Path) -> None:

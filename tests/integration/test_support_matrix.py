@@ -211,7 +211,7 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         (GPU | {"tp_size": 2}, "set --tp-size 1"),
     ],
 )
-def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], advice: str) -> None:
+def test_a_server_that_cannot_be_a_member_is_refused(changes: dict[str, Any], advice: str) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
     args = SimpleNamespace(**MEMBER | changes)
     reason = unsupported_group(args, PLAIN, member)
