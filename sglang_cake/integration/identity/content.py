@@ -189,25 +189,18 @@ class DigestRecords:
                     file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def lock(self, state: FileState, *, wait: bool) -> Iterator[bool]:
-        """Of all processes of this user, let one hash a file. Yields whether it is this one."""
+    def lock(self, state: FileState) -> Iterator[None]:
+        """Inside, no other process of this user hashes the file, if the folder can have locks."""
         folder = self._folder()
-        fd = -1
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                path = folder / f"lock-{int(_name(state)[:4], 16) % _LOCKS}"
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            locked = True
-            if fd >= 0:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                except OSError:  # another process has it, or the file system has no locks
-                    locked = wait
-            yield locked
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        with contextlib.ExitStack() as stack:
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    path = folder / f"lock-{int(_name(state)[:4], 16) % _LOCKS}"
+                    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                    fd = os.open(path, flags, 0o600)
+                    stack.callback(os.close, fd)
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
 
     def _folder(self) -> Path | None:
         """The folder, made if necessary; None if there is none that only the user can enter."""
@@ -246,10 +239,7 @@ def content_digest(
         OSError.
     """
     progress = _Progress(files, cancelled or threading.Event())
-    digests: dict[Path, str] = {}
-    for wait in (False, True):  # first the files that no other process is hashing
-        left = {file: state for file, state in files.items() if file not in digests}
-        _hash_all(left, digests, records, progress, wait=wait)
+    digests = _file_digests(files, records, progress)
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
     for file in sorted(files, key=lambda path: path.name):
@@ -258,16 +248,9 @@ def content_digest(
     return whole.hexdigest()
 
 
-def _hash_all(
-    files: Files,
-    digests: dict[Path, str],
-    records: DigestRecords,
-    progress: "_Progress",
-    *,
-    wait: bool,
-) -> None:
-    """Add to `digests`: all files if `wait` is set, else those that no other process is hashing.
-    Raises: as `content_digest`."""
+def _file_digests(files: Files, records: DigestRecords, progress: "_Progress") -> dict[Path, str]:
+    """The digest of each file, computed in several threads. Raises: as `content_digest`."""
+    digests: dict[Path, str] = {}
     todo = list(files.items())
     failures: list[Exception] = []
 
@@ -276,9 +259,7 @@ def _hash_all(
             while todo and not failures:
                 with contextlib.suppress(IndexError):  # another thread took the last one
                     file, state = todo.pop()
-                    found = _file_digest(file, state, records, progress, wait=wait)
-                    if found is not None:
-                        digests[file] = found
+                    digests[file] = _file_digest(file, state, records, progress)
         except (ContentChanged, OSError) as error:
             failures.append(error)
 
@@ -292,6 +273,7 @@ def _hash_all(
         helper.join()
     if failures:
         raise failures[0]
+    return digests
 
 
 class _Progress:
@@ -329,18 +311,13 @@ class _Progress:
         )
 
 
-def _file_digest(
-    file: Path, state: FileState, records: DigestRecords, progress: _Progress, *, wait: bool
-) -> str | None:
-    """None if another process is hashing the file and `wait` is not set."""
+def _file_digest(file: Path, state: FileState, records: DigestRecords, progress: _Progress) -> str:
     if FileState.of(file.stat()) != state:
         raise ContentChanged(f"{file} changed")
     known = records.read(state)
     if known is not None:
         return known
-    with records.lock(state, wait=wait) as locked:
-        if not locked:
-            return None
+    with records.lock(state):
         known = records.read(state)  # another process may have written it in the meantime
         if known is None:
             known = _hash_file(file, state, progress)
