@@ -1,4 +1,4 @@
-"""Every way to ask a server, with prompts that are in the store."""
+"""Every endpoint of a server, with prompts that are in the store."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Make = Callable[[int], list[int]]
 
 @pytest.fixture
 def text(prompt: Make) -> str:
-    """A long text of one token per character, and one that is new in each test."""
+    """A long text of one token per character. Each test has its own."""
     return "".join(chr(ord("a") + token % 26) for token in prompt(10 * BLOCK))
 
 
@@ -43,7 +43,7 @@ def test_several_samples_of_one_prompt(both: Live, plain: Live, prompt: Make) ->
     samples = both.post("/generate", **request(ids, sampling={"n": 3})).json()
     assert [s["output_ids"] for s in samples] == [plain.reference(ids).tokens] * 3
     if not both.races:
-        # SGLang fills the tree by a request of its own first; that is the one which loads.
+        # SGLang first fills the tree by a request of its own, and that request loads.
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
@@ -84,7 +84,7 @@ def test_openai_endpoints_load_and_answer_alike(
         return choice["message"]["content"] if chat else choice["text"]
 
     assert said(cold) == said(warm) == said(reference)
-    if not chat and not both.races:  # else compute may be first everywhere
+    if not chat and not both.races:  # else all of it may be computed
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 

@@ -1,4 +1,4 @@
-"""The same tokens and logprobs with and without the store, whatever is stored of a prompt."""
+"""Tokens and logprobs are the same with and without the store, whichever blocks are stored."""
 
 import shutil
 from collections.abc import Callable
@@ -79,10 +79,10 @@ def test_the_device_holds_part_of_a_stored_prompt(
     both.ask_flushed(ids[:on_device], 1)
     answer = both.ask(ids)
     assert_same(answer, plain.reference(ids))
-    story = answer.meta["cake"]
-    assert story["matched_tokens"] >= on_device - 1
+    matched = answer.meta["cake"]["matched_tokens"]
+    assert matched >= on_device - 1
     assert answer.loaded > 0 or both.races
-    assert story["matched_tokens"] + answer.loaded + answer.computed == len(ids)
+    assert matched + answer.loaded + answer.computed == len(ids)
 
 
 def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt: Make) -> None:
@@ -147,7 +147,7 @@ def test_logprobs_of_the_prompt_are_the_same(
     both.ask_and_store(ids)
     answer = both.ask_flushed(ids, logprob_start_len=start_len)
     assert_same(answer, plain.ask_flushed(ids, logprob_start_len=start_len))
-    assert answer.loaded <= start_len  # what logprobs are wanted of must be computed
+    assert answer.loaded <= start_len  # tokens with logprobs must be computed
     assert len(answer.input_logprobs) == len(ids) - start_len
 
 
@@ -195,7 +195,8 @@ def test_one_prompt_is_computed_and_loaded_at_once(racing: Live, plain: Live, pr
 
 
 def _from_both_ends(live: Live, ids: list[int], tries: int = 20) -> Answer:
-    """Ask until each side had its part: on a busy machine all may be loaded before a chunk is."""
+    """Ask until a part is computed and a part is loaded. On a busy machine all blocks may be loaded
+    before the first chunk is computed."""
     for _ in range(tries):
         answer = live.ask_flushed(ids)
         if answer.computed >= CHUNK and answer.loaded >= 2 * BLOCK:

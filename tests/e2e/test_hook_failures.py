@@ -1,4 +1,4 @@
-"""A server in which every hook of cake raises, one after the other: it answers as without cake."""
+"""A server in which each hook of cake raises. It answers as without cake."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ Make = Callable[[int], list[int]]
 POOL = 2560
 KEY = "an admin key"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
-# What every request on a stored prompt passes, and a flush.
+# Hooks that a request on a stored prompt calls, or a flush.
 HOOKS = (
     "Scheduler._add_request_to_queue",
     "Scheduler._process_hicache_events",
@@ -48,7 +48,8 @@ class Faulty:
 
     @contextlib.contextmanager
     def failing(self, hook: str, number: int = 1) -> Iterator[None]:
-        """The body makes SGLang call the hook, whose failure is counted, and harms nobody."""
+        """The body makes SGLang call the hook. Checks that the failure is counted, and that the
+        server works afterwards."""
         before = self.live.metric("hook_failures_total", hook=hook)
         self.order(hook, number)
         yield
@@ -77,7 +78,7 @@ def faulty_server(
 def patient(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Faulty]:
-    """A server that is not switched off, however often cake fails."""
+    """A server on which no number of failures switches cake off."""
     store, env = folder / "store-faulty", {**standins, "CAKE_TEST_PATIENT": "1"}
     with faulty_server(start, models["first"], store, folder / "faults", env) as faulty:
         yield faulty
@@ -99,7 +100,7 @@ def test_a_hook_that_raises_changes_no_answer(
     live, stored = patient.live, prompt(14 * BLOCK)
     live.ask_and_store(stored)
     live.flush()
-    ids = stored + prompt(2 * CHUNK + 9)  # of which a part is computed in chunks
+    ids = stored + prompt(2 * CHUNK + 9)  # the rest is computed in chunks
     reference = plain.reference(ids)
     others = [prompt(9 * BLOCK) for _ in range(4)] if hook.endswith("evict") else []
     with patient.failing(hook):
@@ -131,7 +132,7 @@ def test_it_may_raise_in_the_middle_of_a_load(
         ]
         for i, asking in enumerate(asked):
             assert asking.answer().tokens == plain.reference(ids[: (30 - i) * BLOCK]).tokens
-        while (patient.folder / "order").exists():  # a load may have been over too soon
+        while (patient.folder / "order").exists():  # a load may have ended before the Nth call
             live.ask_flushed(ids, 1)
             live.ask(prompt(20 * BLOCK), 1)
 
@@ -147,7 +148,7 @@ def test_an_abort_whose_hook_raises_gives_everything_back(patient: Faulty, promp
             for asking in asked:
                 live.post("/abort_request", rid=asking.rid)
             for asking in asked:
-                with contextlib.suppress(AssertionError):  # one that never began is an error
+                with contextlib.suppress(AssertionError):  # aborted before it began
                     asking.answer()
 
 
@@ -166,7 +167,7 @@ def test_a_swap_of_the_store_that_raises_is_refused(
         store = {"store": f"file://{tmp_path}/other?min_free=0"}
         reply = _swap(live, "PUT", **store) if way == "attach" else _swap(live, "DELETE")
         assert reply.status_code == 400
-    live.ask_and_store(ids)  # in the store that it had
+    live.ask_and_store(ids)  # in the old store
     assert live.ask_flushed(ids).loaded > 0
 
 
@@ -193,7 +194,7 @@ def test_failures_that_repeat_switch_cake_off_for_good(
 def test_new_weights_that_cannot_be_named_switch_cake_off_and_nothing_else(
     patient: Faulty, models: dict[str, Path], prompt: Make
 ) -> None:
-    """As when the store's disk is full while the weights change. The last test of this server."""
+    """The last test of this server."""
     live, ids = patient.live, prompt(6 * BLOCK)
     live.ask_and_store(ids)
     first = live.ask_flushed(ids)

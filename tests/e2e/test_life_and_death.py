@@ -1,4 +1,4 @@
-"""Requests that end early, and what must not be lost with them. The log is the judge."""
+"""Requests that end early: nothing leaks, and the log has no alarm."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from live import BLOCK, Live, PendingRequest, assert_same, request, until
 
 Make = Callable[[int], list[int]]
 
-# Stages of a request by what its trace says: (event, how many of them).
+# Stages of a request: an event of its trace, and how often it has happened.
 STAGES = (
     ("arrive", 1),
     ("found", 1),
@@ -31,10 +31,10 @@ def document(both: Live) -> list[int]:
 
 @pytest.fixture
 def unharmed(both: Live, plain: Live, document: list[int]) -> Callable[[], None]:
-    """Says whether the server is as it was: idle, nothing leaked, right answers."""
+    """Checks that the server is idle, that nothing leaked, and that its answers are right."""
 
     def check() -> None:
-        both.flush()  # refused while anything runs; then SGLang's idle check looks at every slot
+        both.flush()  # waits until nothing runs; then SGLang checks every slot
         both.check_log()
         answer = both.ask(document)
         assert_same(answer, plain.reference(document))
@@ -64,7 +64,7 @@ def test_clients_that_hang_up_at_every_stage_give_everything_back(
         rid = f"hang-up-{turn}"
         body = request(document, 32, rid=rid, stream=True)
         with requests.post(both.url + "/generate", json=body, stream=True, timeout=60):
-            pass  # headers come with the first event or earlier; whatever runs is cut off
+            pass  # the connection is cut after the headers, while the request runs
 
         body["rid"] = rid = f"hang-up-late-{turn}"
         asking = _HangingUp(both, body)
@@ -116,8 +116,8 @@ def test_two_requests_for_the_same_blocks_share_one_load(
         "the counters are published",
     )
     blocks = len(document) // BLOCK
-    # What had landed for the first when the second arrived may be read again; never all of it
-    # (that reads are shared block by block is tests/loading/test_loader.py's).
+    # Blocks that had landed for the first before the second arrived may be read again, but not all
+    # blocks. tests/loading/test_loader.py tests that two requests share the read of a block.
     assert both.metric("read_bytes_total") - before["read_bytes"] < 2 * blocks * block_bytes
 
 
@@ -141,7 +141,7 @@ def test_many_requests_at_once_with_aborts_and_flushes(
 ) -> None:
     both.flush()
     starts = [0, 0, BLOCK, 1, 0, 2 * BLOCK, 1, BLOCK]
-    # A prompt that does not start at the document's start shares nothing with it.
+    # A prompt shares blocks with a document only if both start with the same tokens.
     asked = [
         PendingRequest(both, document[s : s + 1200], rid=f"many-{i}") for i, s in enumerate(starts)
     ]
@@ -161,7 +161,7 @@ def _seen(live: Live, rid: str, event: str, count: int) -> bool:
 
 
 class _HangingUp:
-    """A raw connection that is cut in the middle of a request."""
+    """A raw connection, cut in the middle of a request."""
 
     def __init__(self, live: Live, body: dict[str, object]) -> None:
         import json

@@ -1,4 +1,4 @@
-"""Other shapes of server: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
+"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
 
 import json
 import os
@@ -17,7 +17,7 @@ HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV 
 
 
 def _check_exactness(live: Live, prompt: Make, tolerance: float) -> None:
-    """Cold and stored answers agree, and would not if the KV were wrong."""
+    """Answers with and without stored KV agree. Control: with wrong KV they differ."""
     document = prompt(10 * BLOCK)
     cold = live.ask(document, 1)
     files = live.store.until_stored(document)
@@ -94,12 +94,12 @@ def test_two_ranks_survive_aborts(parallel: Live, prompt: Make) -> None:
 def latent(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:
-    """A tiny DeepSeek-V2, dense, whose KV is one latent row a layer."""
+    """A tiny dense DeepSeek-V2. Its KV is one latent row per layer."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
     flags += ("--sleep-on-idle",)
     model = build_deepseek(folder / "latent" / "model", tokenizer_of=models["first"])
     store = folder / "store-mla"
-    # One latent row is small: a narrow link, so that both sides take part.
+    # A latent row is small, so the link is slow: a part is loaded and a part is computed.
     with start(model, flags, store=store, bandwidth="600kB/s", env=standins) as live:
         yield live
 
@@ -144,7 +144,7 @@ def build_deepseek(path: Path, tokenizer_of: Path) -> Path:
         model = DeepseekV2ForCausalLM(config)
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(path)
-    # What SGLang reads and this version of transformers does not write.
+    # SGLang reads these fields, and this version of transformers does not write them.
     file = path / "config.json"
     facts = json.loads(file.read_text())
     scaling = {
@@ -209,7 +209,7 @@ if __name__ == "__main__":
 
 
 def test_an_engine_in_process_with_float16_kv(folder: Path, tmp_path: Path) -> None:
-    # Half precision on a CPU is slow: a smaller model does.
+    # The model is smaller since half precision is slow on a CPU.
     model = build_llama(folder / "half" / "model", hidden=128, layers=2, heads=4, kv_heads=2)
     program = tmp_path / "program.py"
     program.write_text(ENGINE)

@@ -1,6 +1,6 @@
-"""Servers that come and go on one store folder: what is found again, and what must not be.
+"""Three servers in a row on one store folder: the blocks that the next one must and must not find.
 
-Three servers in a row. Each fixture is one life; the tests look at what it said.
+Each fixture runs one server and returns its answers; the tests check them.
 """
 
 import os
@@ -47,7 +47,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Folders whose content changes between lives while their names stay."""
+    """Folders whose content changes between the servers while their names stay."""
 
     model: Path
     adapter: Path
@@ -72,7 +72,7 @@ def _flags(home: Home, mode: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
-    """Mode compute; ended by SIGTERM while it writes."""
+    """Mode compute. Ended by SIGTERM while it writes."""
     flags, stop = _flags(home, "compute"), signal.SIGTERM
     with start(home.model, flags, store=home.store, env=standins, stop=stop) as live:
         life = Life(live.store)
@@ -87,7 +87,7 @@ def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
 
 @pytest.fixture(scope="module")
 def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> Life:
-    """Mode load, the same folder; killed while it writes."""
+    """Mode load, the same folder. Killed while it writes."""
     flags = _flags(home, "load")
     with start(home.model, flags, store=home.store, env=standins) as live:
         life = Life(live.store)
@@ -109,7 +109,7 @@ def third(
     models: dict[str, Path],
     adapters: dict[str, Path],
 ) -> Iterator[Live]:
-    """Mode load, the same folders: in them another model of the same shape, another adapter."""
+    """Mode load, the same folders with another model of the same shape and another adapter."""
     for name, source in ((home.model, models["second"]), (home.adapter, adapters["a2"])):
         shutil.rmtree(name)
         shutil.copytree(source, name)
@@ -166,14 +166,14 @@ def test_another_model_in_the_same_folder_finds_nothing(
         assert_same(answer, plain.ask(KEPT))
     finally:
         _become(plain, models["first"])
-    with pytest.raises(AssertionError):  # the control: the models do differ
+    with pytest.raises(AssertionError):  # control: the models differ
         assert_same(answer, second.answers["kept"])
 
 
 def test_weights_that_come_back_find_their_blocks(
     third: Live, plain: Live, models: dict[str, Path]
 ) -> None:
-    """Update to the first model's weights: its blocks, those of the killed server among them."""
+    """An update to the first model's weights finds its blocks, also those of the killed server."""
     third.flush()
     _become(third, models["first"])
     answer = third.ask(KEPT)
@@ -209,7 +209,7 @@ def test_weights_that_change_under_a_tree_that_stays_are_not_stored(
     _become(third, models["first"])
     third.ask(ids[: 3 * BLOCK + 1], 1)
     _become(third, models["second"], flush_cache=False)
-    third.ask(ids, 1)  # half of it on KV of the other weights: that is what was asked for
+    third.ask(ids, 1)  # half of the prompt has KV of the other weights, as SGLang allows
     third.flush()
     answer = third.ask(ids)
     assert answer.loaded == 0

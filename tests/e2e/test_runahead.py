@@ -28,7 +28,7 @@ FLAGS = (
 
 
 class Pair:
-    """The owner loads nothing; the helper, when it owns a prompt itself, loads beside the chain."""
+    """Two servers. `owner` loads nothing; `helper` loads blocks of prompts that it owns itself."""
 
     def __init__(self, owner: Live, helper: Live, trouble: "Trouble") -> None:
         self.owner, self.helper, self.trouble = owner, helper, trouble
@@ -39,10 +39,10 @@ class Pair:
 
 
 def together(live: Live) -> bool:
-    """Whether the last news of the link is good. That a member is left out for a while is none."""
+    """Whether the last change of the connection was its start. Being left out is no change."""
     lines = live.server.logs().splitlines()
-    news = [line for line in lines if "runahead: member" in line and " is left out" not in line]
-    return bool(news) and news[-1].endswith("is here")
+    changes = [line for line in lines if "runahead: member" in line and " is left out" not in line]
+    return bool(changes) and changes[-1].endswith("is here")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def pair(
                     bandwidth="2MB/s",
                     env={
                         "XDG_CACHE_HOME": str(folder / "cache"),
-                        "XDG_CONFIG_HOME": str(folder / "config"),  # where the first makes a secret
+                        "XDG_CONFIG_HOME": str(
+                            folder / "config"
+                        ),  # the first server makes a secret here
                         **standins,
                         **({"CAKE_TEST_LAYERS": str(trouble.folder)} if rank else {}),
                     },
@@ -85,7 +87,7 @@ def ids(request: pytest.FixtureRequest) -> list[int]:
 
 
 def shared(inner: Sequence[int], stop: int = LONG) -> dict[str, Any]:
-    """Extra of a request that asks for this partition, as a search does."""
+    """Parameters of a request for this partition."""
     return {"sampling": {"custom_params": {"cake_runahead": [*inner, stop]}}}
 
 
@@ -102,8 +104,8 @@ def share(pair: Pair, ids: list[int], bounds: Sequence[int]) -> Answer:
 
 
 def until_helped(ask: Callable[[], Answer]) -> Answer:
-    """Ask until the other one had time to help: a busy machine may be late with its answer, and
-    who was late is left out for a while."""
+    """Ask until the other member helps. On a busy machine its answer may be late, and then it is
+    left out for a while."""
 
     def with_help() -> Answer | None:
         answer = ask()
@@ -124,7 +126,7 @@ def test_two_servers_give_the_tokens_of_one(
     assert_same(answer, plain.reference(ids))
     assert helped(answer) == split
     until(lambda: pair.owner.metric("helped_tokens_total") >= split, "it was counted")
-    again = pair.owner.ask(ids)  # what came from the other one is in the tree like any KV
+    again = pair.owner.ask(ids)  # received KV is in the tree like any KV
     assert again.cached >= LONG - 2 * PAGE
     assert_same(again, plain.reference(ids))
     on_helper = pair.helper.ask([*ids[:split], *ids[:8]], **alone())
@@ -132,7 +134,7 @@ def test_two_servers_give_the_tokens_of_one(
 
 
 def test_corrupt_kv_would_be_seen(pair: Pair, plain: Live, ids: list[int]) -> None:
-    """The control of the test above: with another first half the answer is another one."""
+    """Control of the test above: with another first half, the answer differs."""
     other = [*reversed(ids[:640]), *ids[640:]]
     assert pair.owner.ask(other).tokens != plain.reference(ids).tokens
 
@@ -173,14 +175,14 @@ def test_input_logprobs_of_the_front_are_computed_alone(
 
 
 def test_a_short_prompt_stays_local(pair: Pair, plain: Live, ids: list[int]) -> None:
-    short = ids[: BLOCK - 1]  # below --cake-min-load-tokens, whatever steps cost here
+    short = ids[: BLOCK - 1]  # below --cake-min-load-tokens
     answer = pair.owner.ask_flushed(short)
     assert_same(answer, plain.reference(short))
     assert helped(answer) == 0
 
 
 def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[int]) -> None:
-    loads, helps = pair.helper, pair.owner  # who loads owns the prompt here
+    loads, helps = pair.helper, pair.owner  # the member that loads owns this prompt
     assert loads.store is not None
     assert helps.store is not None
     before = len(loads.store.blocks()), len(helps.store.blocks())
@@ -234,7 +236,7 @@ def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) ->
 
 
 class Trouble:
-    """Makes the helper's next span end in a way of our choice, at a layer of our choice."""
+    """Makes the helper's next span fail at a given layer in a given way."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,7 +248,7 @@ class Trouble:
 
     @property
     def pid(self) -> int:
-        """Who has reached it: the process of the helper that computes."""
+        """The process of the helper that has reached the layer."""
         return int((self.folder / "reached").read_text())
 
     def order(self, what: str, layer: int) -> None:
@@ -261,7 +263,7 @@ class Trouble:
 
 
 def ask_into_trouble(pair: Pair, ids: list[int], what: str) -> PendingRequest:
-    """Ask the owner; when this returns, the helper is in the middle of its span, in trouble."""
+    """Ask the owner. When this returns, the helper's span fails at TROUBLE_LAYER."""
     pair.trouble.order(what, TROUBLE_LAYER)
     attempts = itertools.count()
 
@@ -278,8 +280,8 @@ def ask_into_trouble(pair: Pair, ids: list[int], what: str) -> PendingRequest:
 
 
 def failed(pair: Pair) -> float:
-    """Chains that the owner ended. On a busy machine any of them may have been late before it was
-    in trouble."""
+    """Chains that failed on the owner. On a busy machine a chain may be late before the helper
+    fails."""
     reasons = ("late", "broken")
     return sum(pair.owner.metric("runahead_failures_total", reason=each) for each in reasons)
 
@@ -292,12 +294,12 @@ def aborted(pair: Pair) -> float:
 def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
     pair: Pair, plain: Live, ids: list[int], what: str
 ) -> None:
-    """It runs out of memory; is too slow; hangs, so that its connections are silent."""
+    """The helper runs out of memory, is too slow, or hangs so that its connections are silent."""
     before = failed(pair)
     helped_before = pair.owner.metric("helped_tokens_total")
     asking = ask_into_trouble(pair, ids, what)
     try:
-        answer = asking.answer()  # while the helper still is where it was
+        answer = asking.answer()  # while the helper still is at that layer
         assert_same(answer, plain.reference(ids))
         assert helped(answer) == 0
         until(lambda: failed(pair) > before, "it was counted")
@@ -306,8 +308,8 @@ def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
         pair.trouble.go()
         os.kill(pair.trouble.pid, signal.SIGCONT)
     pair.until_together()
-    pair.helper.flush()  # which waits until nothing runs, and checks the books
-    assert_same(share(pair, ids, [640]), plain.reference(ids))  # it heals
+    pair.helper.flush()  # waits until nothing runs, and checks for leaks
+    assert_same(share(pair, ids, [640]), plain.reference(ids))  # the helper helps again
 
 
 def test_an_abort_in_the_middle_stops_owner_and_helper(
@@ -319,7 +321,7 @@ def test_an_abort_in_the_middle_stops_owner_and_helper(
     for _ in range(5):
         asking = ask_into_trouble(pair, ids, "hold")
         requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
-        answer = asking.answer()  # while the helper is held: nobody can have computed this
+        answer = asking.answer()  # while the helper is held
         pair.trouble.go()
         if not answer.tokens:
             break
@@ -330,7 +332,7 @@ def test_an_abort_in_the_middle_stops_owner_and_helper(
     until(lambda: pair.helper.server.logs().count(said) == ends + 1, "the helper has stopped")
     pair.owner.flush()
     pair.helper.flush()
-    assert pair.owner.ask(ids[:640], **alone()).cached == 0  # nothing of it is in the tree
+    assert pair.owner.ask(ids[:640], **alone()).cached == 0  # the tree has none of its KV
     pair.owner.flush()
     assert_same(share(pair, ids, [640]), plain.reference(ids))
 
@@ -343,13 +345,13 @@ def test_aborts_at_any_time_leave_nothing(pair: Pair, plain: Live, ids: list[int
             time.sleep(wait_s)
             requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
             asking.answer()
-    pair.owner.flush()  # which waits until nothing runs, and checks the books
+    pair.owner.flush()  # waits until nothing runs, and checks for leaks
     pair.helper.flush()
     assert_same(share(pair, ids, [640]), plain.reference(ids))
 
 
 def test_zz_a_helper_that_dies_in_the_middle(pair: Pair, plain: Live, ids: list[int]) -> None:
-    """The last test of the pair: the helper is gone for good."""
+    """The last test of the pair, since the helper is killed."""
     pair.helper.flush()
     pair.helper.check_log()
     pair.helper.killed = True

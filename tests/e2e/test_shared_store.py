@@ -1,6 +1,6 @@
-"""Two servers on two machines, as far as they can tell: what one has computed, the other loads.
+"""Two servers with folders of their own and a shared store: one loads what the other has computed.
 
-Blocks are stored with the codec that keeps every bit, so that it is seen to.
+Blocks are stored with a lossless codec, so answers must be equal.
 """
 
 import os
@@ -58,7 +58,7 @@ class SharedStore:
         self._port = self.url.rpartition(":")[2]
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to all of its processes."""
+        """Send a signal to all of its processes."""
         pid = self._process.pid
         workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for one in (pid, *map(int, workers)):
@@ -111,7 +111,7 @@ def test_a_server_loads_what_another_has_computed(
     with start(
         models["first"], (*FLAGS, "--cake-mode", "load"), store=folder / "tier-b", urls=[shared.url]
     ) as two:
-        for _ in range(3):  # a tier that answers late is passed over: then all is computed
+        for _ in range(3):  # a tier that answers late is skipped, and all is computed
             ids = computed()
             first = two.ask(ids)
             after_first = [file for file in two.store.files(ids) if file.exists()]
@@ -122,14 +122,14 @@ def test_a_server_loads_what_another_has_computed(
                 break
         assert first.loaded == second.loaded == 12 * BLOCK
         assert first.meta["cake"]["lossy_tokens"] == 0
-        assert after_first == []  # read once: the near tier is not filled for that
-        assert len(two.store.until_stored(ids)) == 12  # read twice: moved up
+        assert after_first == []  # a block that was read once is not copied to the first tier
+        assert len(two.store.until_stored(ids)) == 12  # a block that was read twice is
 
 
 def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     shared: SharedStore, one: Live, plain: Live
 ) -> None:
-    """With the HTTP store alone, no tier before it. Each time it is used again once it is well."""
+    """With the HTTP store alone. After each fault it is used again."""
     source = random.Random(13)
     ids = [source.randrange(VOCAB) for _ in range(16 * BLOCK + 5)]
     url = f"{shared.url}?bandwidth=10MB/s"
@@ -161,7 +161,7 @@ def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     loading.until("land")
     shared.send(signal.SIGSTOP)
     assert_same(loading.answer(), plain.reference(ids))
-    assert again().loaded == 0  # stopped: whatever the answer is made of was computed
+    assert again().loaded == 0  # the store is stopped, so all was computed
     shared.send(signal.SIGCONT)
     until(lambda: again().loaded > 0, "it is used again")
 

@@ -1,4 +1,4 @@
-"""A pool that is too small for everything: page 16, mixed chunks, no overlap scheduling, auto."""
+"""A pool that is too small for all requests: page 16, mixed chunks, no overlap scheduling, auto."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +18,8 @@ from live import (
 
 Make = Callable[[int], list[int]]
 POOL = 2048
-# SGLang sets aside all that a request with `ignore_eos` may generate, and then never retracts. (The
-# model has no end-of-sequence token: answers are of full length all the same.)
+# With `ignore_eos`, SGLang reserves slots for all tokens of an answer and never retracts. Answers
+# without it have their full length too, since the model has no end-of-sequence token.
 HOPEFUL = {"ignore_eos": False}
 
 
@@ -48,7 +48,7 @@ def test_auto_loads_what_is_stored_and_would_show_wrong_kv(
 
 
 def until_loaded(live: Live, ids: list[int], tries: int = 20) -> Answer:
-    """Ask until `auto` found it worth while: at first it has to learn what things cost."""
+    """Ask until `auto` loads: it has to measure its costs first."""
     for _ in range(tries):
         answer = live.ask_flushed(ids)
         if answer.loaded:
@@ -76,12 +76,12 @@ def test_retracted_requests_come_back_with_the_same_answers(
     for ids in prompts:
         small.ask_and_store(ids)
     small.flush()
-    # They leave 500 slots of the pool. The last one asks for so few that SGLang admits it also when
-    # the first ones have 200 by then; all three need more than there are before one has ended.
-    news = (300, 300, 200)
+    # 500 slots of the pool are left. The last request needs few enough that SGLang admits it when
+    # each of the others has 200. All three need more than 500 before one has ended.
+    new_tokens = (300, 300, 200)
     asked = []
-    for i, (ids, new) in enumerate(zip(prompts, news, strict=True)):
-        # One by one: together SGLang would not admit them all.
+    for i, (ids, new) in enumerate(zip(prompts, new_tokens, strict=True)):
+        # One by one, since SGLang would not admit all of them at once.
         asked.append(
             PendingRequest(small, ids, new_tokens=new, rid=f"retract-{i}", sampling=HOPEFUL)
         )
@@ -89,7 +89,8 @@ def test_retracted_requests_come_back_with_the_same_answers(
     answers = [asking.answer() for asking in asked]
     assert "Retract requests" in small.server.logs()
     references = [
-        PendingRequest(plain, ids, new_tokens=new) for ids, new in zip(prompts, news, strict=True)
+        PendingRequest(plain, ids, new_tokens=new)
+        for ids, new in zip(prompts, new_tokens, strict=True)
     ]
     for answer, reference in zip(answers, references, strict=True):
         assert answer.tokens == reference.answer().tokens
@@ -99,7 +100,7 @@ def test_retracted_requests_come_back_with_the_same_answers(
 def test_a_load_gives_way_when_running_requests_need_its_memory(
     small: Live, plain: Live, prompt: Make
 ) -> None:
-    """Long answers take the slots that a waiting prompt's blocks have landed in."""
+    """Long answers need the slots in which the blocks of a waiting prompt have landed."""
     stored = prompt(20 * BLOCK)
     small.ask_and_store(stored)
     small.flush()

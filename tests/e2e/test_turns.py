@@ -1,4 +1,4 @@
-"""Prompts that are being loaded let others go first, in a real server, and come out the same."""
+"""Prompts that are being loaded let others go first, in a real server. Answers stay the same."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ KINDS = {
 def live(
     request: pytest.FixtureRequest, start: Start, models: dict[str, Path], folder: Path
 ) -> Iterator[Live]:
-    # Who goes first must be the same on both ranks; they need a core each.
+    # Both ranks must schedule the same request first. Each rank needs a core.
     ranks = request.param == "overlap" and (os.cpu_count() or 1) >= 2
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
@@ -33,7 +33,7 @@ def live(
     )
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks else {}
     store = folder / f"store-turns-{request.param}"
-    # So slow a link that compute does most of a prompt, chunk after chunk.
+    # The link is so slow that most of a prompt is computed, chunk by chunk.
     with start(models["first"], flags, store=store, bandwidth="0.3MB/s", env=env) as live:
         yield live
 
@@ -44,7 +44,7 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
     short = [prompt(n) for n in (32, 100, 200, 300)]
     live.ask_and_store(stored)
-    for turn in range(10):  # others that come too late find nobody to give way
+    for turn in range(10):  # the others may arrive after the load has ended
         live.flush()
         first = PendingRequest(live, stored, rid=f"stored-{turn}", return_logprob=False)
         first.until("claim")
@@ -60,9 +60,9 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
             break
     assert "yield" in events
     assert answer.computed + answer.loaded == len(stored)
-    # What it computed itself before it gave way is no hit of a cache.
+    # Tokens that it computed before it yielded do not count as cached.
     assert answer.cached == answer.loaded
-    live.flush()  # and SGLang's books balance
+    live.flush()  # SGLang checks for leaks
 
 
 def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make) -> None:

@@ -1,4 +1,4 @@
-"""Keys follow the weights that a server computes with, however they came there; and nothing else.
+"""Keys depend on the weights that a server computes with, however they were loaded.
 
 Answers are compared with those of a server without cake that has the same weights. Every test has a
 control: weights differ enough that wrong KV would show.
@@ -51,7 +51,7 @@ def _update(live: Live, model: Path, **more: object) -> None:
 
 @contextlib.contextmanager
 def _with_weights(plain: Live, model: Path, before: Path) -> Iterator[Live]:
-    """The reference server with other weights for a while."""
+    """The reference server, with other weights inside the context."""
     _update(plain, model)
     try:
         yield plain
@@ -60,7 +60,7 @@ def _with_weights(plain: Live, model: Path, before: Path) -> Iterator[Live]:
 
 
 def _put(source: Path, target: Path) -> None:
-    """What a trainer does: the files of `source` under the names of before."""
+    """Copy the files of `source` over those of `target`, as a trainer does."""
     target.mkdir(exist_ok=True)
     for file in source.iterdir():
         shutil.copy(file, target / file.name)
@@ -89,7 +89,7 @@ def _same(one: Answer, other: Answer) -> bool:
 def trained(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:
-    """A server that is given new weights and adapters while it runs."""
+    """A server that loads new weights and adapters while it runs."""
     model = folder / "trained" / "model"
     model.parent.mkdir()
     _put(models["first"], model)
@@ -114,7 +114,7 @@ def test_weights_updated_twice_from_one_folder_never_serve_the_first_ones_kv(
         assert not _same(answer, plain.ask(_ids(2)))
     _put(models["second"], checkpoint)
     _update(trained, checkpoint)
-    again = trained.ask(ids)  # what was stored for the second is found again
+    again = trained.ask(ids)  # blocks of the second model are found again
     assert again.loaded > 0
     assert not _same(again, answer)
 
@@ -194,7 +194,7 @@ def test_an_adapter_overwritten_after_it_was_loaded_is_keyed_by_what_was_loaded(
     ids, path = _ids(6), folder / "trained" / "overwritten"
     _put(adapters["a"], path)
     _load_adapter(trained, path)
-    _put(adapters["b"], path)  # before the first request names it
+    _put(adapters["b"], path)  # before the first request with the adapter
     first = trained.ask(ids, lora_path="x")
     assert_same(first, plain.reference(ids, lora_path="a"))
     _stored(trained, ids, lora_path="x")
@@ -221,7 +221,7 @@ def test_an_adapter_whose_files_are_gone_is_served(
 
 @pytest.fixture(scope="module")
 def moved(start: Start, models: dict[str, Path], folder: Path, trained: Live) -> Iterator[Live]:
-    """The first model as another pod has it: other folder, name, times and context length."""
+    """The first model on another machine: other folder, name, times and context length."""
     model = folder / "elsewhere" / "another-name"
     model.parent.mkdir()
     _put(models["first"], model)
@@ -249,7 +249,7 @@ def test_dummy_weights_share_nothing_with_the_model_whose_folder_they_name(
     ids = _ids(9)
     flags = (*FLAGS, "--load-format", "dummy")
     with start(models["first"], flags, store=folder / "store-weights") as dummy:
-        _stored(dummy, ids)  # its own process may have them
+        _stored(dummy, ids)  # its own process finds them
     answer = moved.ask(ids)
     assert answer.loaded == 0
     assert_same(answer, plain.reference(ids))
@@ -268,7 +268,7 @@ def test_the_namespace_says_what_it_is_made_of(moved: Live, folder: Path) -> Non
         assert "context" not in str(each)
 
 
-# ---- a store that breaks meanwhile ----
+# ---- a store that fails during an update ----
 
 
 def test_a_full_disk_during_an_update_does_not_end_the_server(
