@@ -17,11 +17,11 @@ from pathlib import Path
 
 from benchmarks.facts import RESULTS, header, write
 from benchmarks.stats import spread
-from sglang_cake.integration.identity.content import READ_BYTES, content_digest, look
+from sglang_cake.integration.identity.content import READ_BYTES, content_digest, file_states
 
 
 def digest(files: list[Path]) -> None:
-    content_digest(look(files))
+    content_digest(file_states(files))
 
 
 def sha256_alone(files: list[Path]) -> None:

@@ -1,5 +1,5 @@
-"""`GET|PUT|DELETE /cake/store`: which store a running server uses, in the style of SGLang's own
-`/hicache/storage-backend`, whose way to the schedulers it shares; the server need not be idle.
+"""`GET|PUT|DELETE /cake/store`: reads or changes the store of a running server. The server need not
+be idle. The request reaches the schedulers like one to SGLang's own `/hicache/storage-backend`.
 
     curl -X PUT  http://127.0.0.1:30000/cake/store -H 'Authorization: Bearer <admin key>' \\
          -H 'Content-Type: application/json' -d '{"store": "file:///nvme/kv?capacity=500GB"}'
@@ -27,17 +27,18 @@ MAX_BODY_BYTES = 65_536
 
 
 def install(config: CakeConfig) -> None:
-    """Hook the process that serves HTTP; it knows that it does when plugins are long loaded."""
-    _StoreEndpoint.setting = config.store
+    """Install the hook of the HTTP server. Called late: when plugins are loaded, a process does not
+    know yet whether it serves HTTP."""
+    _EndpointState.store = config.store
     if not is_hooked(_SERVER):
         register(_SERVER, _add_route, HookType.BEFORE)
         HookRegistry.apply_hooks()
 
 
-class _StoreEndpoint:
-    """What the endpoint knows. One server runs in a process."""
+class _EndpointState:
+    """The answer to a GET. A process runs one server."""
 
-    setting: str | None = None
+    store: str | None = None
     attached = True
 
 
@@ -47,7 +48,7 @@ def _add_route(*args: Any, **kwargs: Any) -> None:
 
     app: FastAPI = http_server.app
     if not any(getattr(route, "path", None) == PATH for route in app.router.routes):
-        # FastAPI makes its checks from annotations, which are strings it cannot resolve here.
+        # FastAPI's own decorators would resolve the annotations, which are imported for mypy only.
         app.router.add_route(
             PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(_serve), methods=["GET", "PUT", "DELETE"]
         )
@@ -57,29 +58,30 @@ async def _serve(request: "Request") -> "Response":
     from fastapi.responses import JSONResponse
     from sglang.srt.runtime_context import get_serving
 
-    if not get_serving().admin_api_key:  # whoever may name a store may name any folder
+    if not get_serving().admin_api_key:  # a client that can set the store can name any folder
         missing: Response = answer_without_admin_key()
         return missing
     manager = tokenizer_manager()
     try:
         if request.method == "PUT":
-            setting = _setting_in(await _body(request))
-            await asyncio.to_thread(_check, setting)
-            await _tell(manager, setting)
-            _StoreEndpoint.setting, _StoreEndpoint.attached = setting, True
+            store = _parse(await _body(request))
+            await asyncio.to_thread(_check, store)
+            await _change_store(manager, store)
+            _EndpointState.store = store
+            _EndpointState.attached = True
         elif request.method == "DELETE":
-            await _tell(manager, None)
-            _StoreEndpoint.attached = False
+            await _change_store(manager, None)
+            _EndpointState.attached = False
     except CakeError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     except Exception as error:
         BOUNDARY.failed(PATH, error)
-        return JSONResponse({"error": "cake failed; the server's log says how"}, status_code=500)
-    return JSONResponse({"attached": _StoreEndpoint.attached, "store": _StoreEndpoint.setting})
+        return JSONResponse({"error": "cake failed; see the server's log"}, status_code=500)
+    return JSONResponse({"attached": _EndpointState.attached, "store": _EndpointState.store})
 
 
 async def _body(request: "Request") -> bytes:
-    """At most one piece more than MAX_BODY_BYTES. Raises: ConfigError if there is more."""
+    """Raises: ConfigError if there are more than MAX_BODY_BYTES."""
     body = b""
     async for piece in request.stream():
         body += piece
@@ -88,7 +90,8 @@ async def _body(request: "Request") -> bytes:
     return body
 
 
-def _setting_in(body: bytes) -> str:
+def _parse(body: bytes) -> str:
+    """The store in a body of PUT. Raises: ConfigError."""
     try:
         found = json.loads(body)
     except ValueError:
@@ -98,25 +101,25 @@ def _setting_in(body: bytes) -> str:
     return str(found["store"])
 
 
-def _check(setting: str) -> None:
-    for source in sources_of(setting, "lru"):
+def _check(store: str) -> None:
+    for source in sources_of(store, "lru"):
         source.check()
 
 
-async def _tell(manager: Any, setting: str | None) -> None:
-    """Reach every scheduler, in the same step on every rank of one. Raises: ConfigError if one
-    refuses."""
+async def _change_store(manager: Any, store: str | None) -> None:
+    """Attach the store in all schedulers, or detach it (None). All ranks of a scheduler do it in
+    the same step. Raises: ConfigError if a scheduler refuses."""
     from sglang.srt.managers.io_struct import (
         AttachHiCacheStorageReqInput,
         DetachHiCacheStorageReqInput,
     )
 
     manager.auto_create_handle_loop()
-    if setting is None:
+    if store is None:
         results = await manager.detach_hicache_storage_communicator(DetachHiCacheStorageReqInput())
     else:
         results = await manager.attach_hicache_storage_communicator(
-            AttachHiCacheStorageReqInput(hicache_storage_backend=setting)
+            AttachHiCacheStorageReqInput(hicache_storage_backend=store)
         )
     refused = [result.message for result in results if not result.success]
     if refused:

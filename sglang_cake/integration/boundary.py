@@ -1,11 +1,13 @@
 """The boundary between SGLang and cake: no exception of ours crosses it.
 
-SGLang calls cake in two ways: through hooks, which `register` puts into SGLang's registry, and
-through methods of classes of ours, which are `guarded`. Behind both is the same rule. An exception
-of ours is counted and logged (its traceback once for each place and type), the request that it
-concerns is computed without cake, and SGLang goes on with its own result. If failures repeat, or if
-one leaves behind a state that nobody can trust, cake is switched off for the life of the process.
-Exceptions of SGLang's own code pass, and so do KeyboardInterrupt and SystemExit.
+SGLang calls cake in two ways: through hooks, which `register` enters into SGLang's registry, and
+through methods of our classes, which are `guarded`. The same rules hold for both:
+
+- An exception of ours is counted and logged, with its traceback once for each hook and type.
+- The request that it concerns is computed without cake, and SGLang keeps its own result.
+- If failures repeat, or if the state after one cannot be trusted, cake is switched off for the life
+  of the process.
+- Exceptions of SGLang's own code pass, and so do KeyboardInterrupt and SystemExit.
 """
 
 import functools
@@ -21,51 +23,53 @@ logger = logging.getLogger("sglang_cake")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# SGLang sets it where it has metrics; before, nobody may import the client of Prometheus.
+# SGLang sets this variable if it has metrics. prometheus_client must not be imported before that.
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-MOST_FAILURES = 3  # so many of them ...
-AMONG_REQUESTS = 1000  # ... among so many requests, and cake is switched off
+# Cake is switched off after MOST_FAILURES failures among AMONG_REQUESTS requests.
+MOST_FAILURES = 3
+AMONG_REQUESTS = 1000
 
 
 class Health:
-    """Decides whether failures are too many. Not thread-safe."""
+    """Decides whether there are too many failures. Not thread-safe."""
 
     def __init__(self) -> None:
         self._requests = 0
-        self._failures: deque[int] = deque(maxlen=MOST_FAILURES)  # requests seen before each
+        # For each of the last failures, the number of requests that had arrived before it.
+        self._failures: deque[int] = deque(maxlen=MOST_FAILURES)
 
     def arrived(self) -> None:
-        """One more request has come."""
+        """A request has arrived."""
         self._requests += 1
 
     def failed(self) -> bool:
-        """One more failure. Returns whether that is too many."""
+        """A failure has happened. Returns whether there are too many now."""
         self._failures.append(self._requests)
         full = len(self._failures) == MOST_FAILURES
         return full and self._requests - self._failures[0] < AMONG_REQUESTS
 
 
-class Owner(Protocol):
-    """What holds the state of cake in a scheduler process: the tree."""
+class FailureHandler(Protocol):
+    """Takes requests away from cake after failures. The tree of a scheduler process does it."""
 
     def forget(self, rid: str) -> None:
-        """Compute this request without cake, and take back all that it holds."""
+        """Free all that cake holds for this request. SGLang computes it without cake."""
         ...
 
     def forget_all(self) -> None:
-        """The same for every request."""
+        """`forget` every request."""
         ...
 
     def switch_off(self) -> None:
-        """The same, and from now on no request is looked up and nothing is stored."""
+        """`forget` every request. From now on no request is looked up and nothing is stored."""
         ...
 
 
-class Meter(Protocol):
-    """Where failures are published."""
+class FailureCounter(Protocol):
+    """Publishes failures as metrics."""
 
     def failed(self, hook: str) -> None:
-        """A hook has failed once more."""
+        """A hook has failed."""
         ...
 
     def switched_off(self) -> None:
@@ -74,90 +78,101 @@ class Meter(Protocol):
 
 
 class Boundary:
-    """What became of the exceptions of this process. One scheduler runs in a process."""
+    """Handles the exceptions of cake in this process. A process runs at most one scheduler.
+
+    Attributes:
+        hooks: our functions that SGLang calls, by the name of the place.
+        counts: failures by the same name.
+        off: whether cake is switched off.
+        unsafe_hook_called: an unsafe hook was called since the last reset of this flag.
+    """
 
     def __init__(self) -> None:
-        # Every place where SGLang calls cake, by name, and what of ours is called there.
         self.hooks: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
         self.counts: Counter[str] = Counter()
         self.health = Health()
         self.off = False
-        self.touched = False  # an unsafe hook was called since this was looked at
-        self._owner: Owner | None = None
-        self._meter: Meter | None = None
-        self._told: set[tuple[str, type]] = set()
+        self.unsafe_hook_called = False
+        self._handler: FailureHandler | None = None
+        self._counter: FailureCounter | None = None
+        self._logged: set[tuple[str, type]] = set()
 
-    def watch(self, owner: Owner, meter: Meter | None) -> None:
-        """From now on failures end in `owner`, and are published by `meter`."""
-        self.health, self._owner, self._meter = Health(), owner, meter
-        if self.off:  # it failed before there was an owner, and nobody knows what was loaded
-            self._switch_off(owner)
+    def attach(self, handler: FailureHandler, counter: FailureCounter | None) -> None:
+        """From now on `handler` handles failures, and `counter` publishes them."""
+        self.health = Health()
+        self._handler = handler
+        self._counter = counter
+        if self.off:  # an unsafe hook failed before, so it is unknown what was loaded
+            self._switch_off(handler)
 
     def failed(
         self, hook: str, error: Exception, *, rid: str | None = None, unsafe: bool = False
     ) -> None:
-        """Count, tell and contain an exception of ours. Raises nothing.
+        """Count, log and handle an exception of ours. Raises nothing.
 
         Args:
-            rid: the request that it concerns; None: any.
-            unsafe: what cake would load or store after it cannot be trusted.
+            rid: the request that it concerns; None: it may concern any.
+            unsafe: after it, what cake would load or store cannot be trusted.
         """
         try:
-            self._tell(hook, error)
+            self._report(hook, error)
             self._contain(rid, off=unsafe or self.health.failed())
         except Exception:
             logger.exception("cake: a failure in %s could not be contained", hook)
 
-    def _tell(self, hook: str, error: Exception) -> None:
+    def _report(self, hook: str, error: Exception) -> None:
         self.counts[hook] += 1
-        if (hook, type(error)) not in self._told:
-            self._told.add((hook, type(error)))
+        if (hook, type(error)) not in self._logged:
+            self._logged.add((hook, type(error)))
             logger.error("cake: %s failed; SGLang goes on without it", hook, exc_info=error)
-        if self._meter is None and _MULTIPROCESS in os.environ:  # it is not a scheduler's process
+        if self._counter is None and _MULTIPROCESS in os.environ:  # not a scheduler process
             from sglang_cake.integration.metrics import FailureMetrics
 
-            self._meter = FailureMetrics({}, ())
-        if self._meter is not None:
-            self._meter.failed(hook)
+            self._counter = FailureMetrics({}, ())
+        if self._counter is not None:
+            self._counter.failed(hook)
 
     def _contain(self, rid: str | None, *, off: bool) -> None:
-        owner = self._owner
-        if owner is None:
+        handler = self._handler
+        if handler is None:
             self.off |= off
-        if owner is None or self.off:
+        if handler is None or self.off:
             return
         if not off:
             try:
                 if rid is None:
-                    owner.forget_all()
+                    handler.forget_all()
                 else:
-                    owner.forget(rid)
+                    handler.forget(rid)
             except Exception:
                 logger.exception("cake: a request could not be given up")
                 off = True
         if off:
-            self._switch_off(owner)
+            self._switch_off(handler)
 
-    def _switch_off(self, owner: Owner) -> None:
+    def _switch_off(self, handler: FailureHandler) -> None:
         self.off = True
         logger.error(
             "cake is switched off: it failed %d times; SGLang goes on without it until the server "
             "is started again",
             self.counts.total(),
         )
-        if self._meter is not None:
-            self._meter.switched_off()
-        owner.switch_off()
+        if self._counter is not None:
+            self._counter.switched_off()
+        handler.switch_off()
 
 
 BOUNDARY = Boundary()
 
 
 def guarded(name: str, default: object = None, *, unsafe: bool = False) -> Callable[[F], F]:
-    """A method of ours that SGLang calls, or a part of one: what it raises is contained, and it
-    returns `default`. The first argument that has a `rid` is the request that it concerns.
+    """Decorator of a method, or of a part of one, that SGLang calls. If it raises, the exception is
+    handled by the boundary, and `default` is returned. The exception concerns the request of the
+    first argument that has a `rid`.
 
-    Args: unsafe: as of `Boundary.failed`.
+    Args:
+        name: the key in `Boundary.hooks`.
+        unsafe: see `Boundary.failed`.
     """
 
     def guard(function: F) -> F:
@@ -183,11 +198,12 @@ def register(
     unsafe: bool = False,
     passes: type[Exception] | tuple[()] = (),
 ) -> None:
-    """Register a hook with SGLang, behind the boundary. The only way to register one.
+    """Register a hook with SGLang, behind the boundary. All hooks are registered here.
 
     Args:
-        unsafe: as of `Boundary.failed`.
-        passes: what it raises on purpose, for SGLang's caller.
+        target: dotted name of SGLang's function.
+        unsafe: see `Boundary.failed`.
+        passes: exceptions that the hook raises on purpose, for the caller of SGLang's function.
     """
     name = ".".join(target.split(".")[-2:])
 
@@ -195,37 +211,42 @@ def register(
         BOUNDARY.failed(name, error, rid=_rid(args), unsafe=unsafe)
 
     @functools.wraps(hook)
-    def beside(*args: Any, **kwargs: Any) -> Any:
-        BOUNDARY.touched |= unsafe
+    def before_or_after(*args: Any, **kwargs: Any) -> Any:
+        BOUNDARY.unsafe_hook_called |= unsafe
         try:
             return hook(*args, **kwargs)
         except passes:
             raise
         except Exception as error:
             failed(error, args)
-            return None  # for SGLang's registry: what there was before
+            return None  # SGLang's registry keeps the previous arguments or result
 
     @functools.wraps(hook)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        plain = Plain(original)
-        BOUNDARY.touched |= unsafe
+        recorded = OriginalFunction(original)
+        BOUNDARY.unsafe_hook_called |= unsafe
         try:
-            return hook(plain, *args, **kwargs)
+            return hook(recorded, *args, **kwargs)
         except passes:
             raise
         except Exception as error:
-            if plain.error is error:
+            if recorded.error is error:
                 raise
             failed(error, args)
-            return plain.outcome() if plain.called else original(*args, **kwargs)
+            return recorded.outcome() if recorded.called else original(*args, **kwargs)
 
-    behind = around if kind is HookType.AROUND else beside
-    BOUNDARY.hooks[name].append(behind)
-    HookRegistry.register(target, behind, kind)
+    guarded_hook = around if kind is HookType.AROUND else before_or_after
+    BOUNDARY.hooks[name].append(guarded_hook)
+    HookRegistry.register(target, guarded_hook, kind)
 
 
-class Plain:
-    """SGLang's own function behind an AROUND hook: what it returned or raised last is known."""
+class OriginalFunction:
+    """SGLang's own function as an AROUND hook gets it. It records the outcome of its last call.
+
+    Attributes:
+        called: whether it was called.
+        error: what the last call raised, or None.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -234,7 +255,8 @@ class Plain:
         self.error: Exception | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.called, self.error = True, None
+        self.called = True
+        self.error = None
         try:
             self._result = self._function(*args, **kwargs)
         except Exception as error:
@@ -243,7 +265,7 @@ class Plain:
         return self._result
 
     def outcome(self) -> Any:
-        """What the last call came to: its result, or its exception, raised."""
+        """Return the result of the last call, or raise its exception."""
         if self.error is not None:
             raise self.error
         return self._result

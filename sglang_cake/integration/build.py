@@ -26,7 +26,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.compat import reduce_in_attention_group
 from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.identity import Identity, rope_theta, server_facts
+from sglang_cake.integration.identity.identity import Identity, rope_theta, server_fields
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.device_slots import DeviceSlots
@@ -84,7 +84,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
     _take_part(ctx, tree, engine, config)
     labels = scheduler_labels(ctx)
-    BOUNDARY.watch(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
+    BOUNDARY.attach(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
     return tree
 
 
@@ -128,7 +128,7 @@ class Engine:
         self._ctx, self._tree, self._config = ctx, tree, config
         allocator = ctx.params.token_to_kv_pool_allocator
         self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
-        facts = server_facts(
+        facts = server_fields(
             ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
         )
         tenant_key()  # read now, and not by the first request that has a salt

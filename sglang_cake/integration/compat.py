@@ -1,12 +1,12 @@
-"""Which SGLang this package works with: its version, and every name of it that is used here.
+"""Which SGLang this package works with: the versions, and every name of it that is used here.
 
-`compat.toml` has the names: what is hooked, overridden, imported or read, with the parameters of
+`compat.toml` lists the names: what is hooked, overridden, imported or read, with the parameters of
 functions as they were in the checked versions. `require` compares them with the installed SGLang
-before anything is loaded. It parses SGLang's sources (1.6 s for 45 modules on two CPU cores) and
-imports nothing of them, so that it sees no patch of another plugin.
+before anything is loaded. It searches SGLang's sources, which takes 0.1 s, and imports
+nothing of them, so that it sees no patch of another plugin.
 
-Private names of SGLang are used in this module alone, each behind a function, but for methods that
-a class of ours overrides.
+Private names of SGLang are used in this module alone, each behind a function, except for methods
+that a class of this package overrides.
 
     python -m sglang_cake.integration.compat      writes compat.toml anew for the installed version
 """
@@ -15,8 +15,8 @@ import ast
 import functools
 import importlib.util
 import logging
+import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +38,19 @@ CHECKED = SpecifierSet("==0.5.23")
 """The versions that the whole test suite ran with."""
 
 NAMES_FILE = Path(__file__).with_name("compat.toml")
-ATTRIBUTE = ""  # stands for a name that is no function
+ATTRIBUTE = ""  # stands for a name that is not a function
 
 
 # ---- the check ----
 
 
-def require(version: str = sglang_version) -> None:
-    """Refuse an SGLang that lacks a name or has other parameters; one line of warning for a version
-    that was not checked and has them all.
+def require(version: str = sglang_version, names: dict[str, dict[str, str]] | None = None) -> None:
+    """Compare `names` (default: compat.toml) with the installed SGLang. Logs one warning for a
+    version that was not checked and has all of them.
 
     Raises: ConfigError, one line with all differences.
     """
-    found = differences()
-    _module.cache_clear()  # the trees of 45 modules
+    found = differences(names)
     if found:
         raise ConfigError(
             f"cake was checked with SGLang {CHECKED}; the installed {version} differs in "
@@ -67,16 +66,16 @@ def require(version: str = sglang_version) -> None:
 
 def differences(names: dict[str, dict[str, str]] | None = None) -> list[str]:
     """What of `names` (default: compat.toml) the installed SGLang lacks or has otherwise."""
-    told = []
+    found = []
     for owner, expected in (read_names() if names is None else names).items():
-        found = dict(members(owner))
         for name, parameters in expected.items():
             full = f"{owner.removeprefix('sglang.srt.')}.{name}"
-            if name not in found:
-                told.append(f"{full} is missing")
-            elif found[name] != parameters:
-                told.append(f"{full}{found[name] or ' (no function)'} instead of {parameters}")
-    return told
+            actual = signature(owner, name)
+            if actual is None:
+                found.append(f"{full} is missing")
+            elif actual != parameters:
+                found.append(f"{full}{actual or ' (no function)'} instead of {parameters}")
+    return found
 
 
 def read_names() -> dict[str, dict[str, str]]:
@@ -84,103 +83,81 @@ def read_names() -> dict[str, dict[str, str]]:
     return tomllib.loads(NAMES_FILE.read_text(encoding="utf-8"))
 
 
-def members(owner: str) -> Iterator[tuple[str, str]]:
-    """What a class (its bases included) or a module of SGLang has: name and parameters.
+def signature(owner: str, name: str) -> str | None:
+    """The parameters of a function of SGLang; ATTRIBUTE for another name; None if it is missing.
 
-    Args: owner: dotted, as `sglang.srt.managers.scheduler.Scheduler`.
+    Args: owner: class or module, dotted, as `sglang.srt.managers.scheduler.Scheduler`.
     """
-    yield from ((path.stem, ATTRIBUTE) for path in _place(owner).glob("*.py"))
-    module = _module(owner)
-    if module is not None:
-        yield from _module_members(module)
-        return
-    outer, _, name = owner.rpartition(".")
-    found = _class(outer, name)
-    if found is not None:
-        yield from _class_members(outer, found)
+    head = _members(owner).get(name)
+    return _parameters(head) if head else head
 
 
-@functools.cache
-def _module(name: str) -> ast.Module | None:
-    path = _place(name)
+def module_source(name: str) -> str | None:
+    """The text of a module of SGLang; None if there is no such module."""
+    path = _path(name)
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
-            return ast.parse(file.read_bytes())
+            return file.read_text(encoding="utf-8")
     return None
 
 
-def _place(name: str) -> Path:
-    """Where a package lies; with `.py`, a module."""
+def _path(name: str) -> Path:
     package = importlib.util.find_spec("sglang")
     assert package is not None
     root = next(iter(package.submodule_search_locations or []))
     return Path(root, *name.split(".")[1:])
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module or class, also below `if` and `try`."""
-    for each in body:
-        yield each
-        if isinstance(each, ast.If | ast.Try):
-            yield from _statements(each.body)
-            yield from _statements(each.orelse)
-            for handler in getattr(each, "handlers", ()):
-                yield from _statements(handler.body)
+# The sources are searched by regular expressions, since parsing 45 modules takes 1.6 s. So a name
+# counts as defined if a line looks like its definition. The expressions begin with a literal, which
+# makes them fast: `\n` is the start of a line.
+_NEXT_DEFINITION = re.compile(r"\n(?:@|class |def |async def )")
+_READ_FROM_SELF = re.compile(r"self\.(\w+)\b(?! *\()")
+_IMPORTED = re.compile(r"\n {0,4}(?:from \S+ )?import (\([^)]*\)|[^(\n]*)")
 
 
-def _module_members(module: ast.Module) -> Iterator[tuple[str, str]]:
-    for each in _statements(module.body):
-        if isinstance(each, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name, ATTRIBUTE) for alias in each.names)
-        else:
-            yield from _defined(each)
+@functools.cache
+def _members(owner: str) -> dict[str, str]:
+    """Name -> parameters of a function as they are written, with parentheses, or ATTRIBUTE."""
+    text = module_source(owner)
+    if text is not None or _path(owner).is_dir():
+        text = f"\n{text or ''}"
+        submodules = [file.stem for file in _path(owner).glob("*.py")]
+        imported = re.findall(r"\w+", " ".join(_IMPORTED.findall(text)))
+        return dict.fromkeys([*submodules, *imported], ATTRIBUTE) | _defined(text, indent=0)
+    module, _, name = owner.rpartition(".")
+    text = module_source(module) if module.startswith("sglang.") else None
+    head = re.search(rf"\nclass {name}\b([^:]*):", text or "")
+    if text is None or head is None:
+        return {}
+    following = _NEXT_DEFINITION.search(text, head.end())
+    body = text[head.end() : following.start() if following else len(text)]
+    found = dict.fromkeys(_READ_FROM_SELF.findall(body), ATTRIBUTE)
+    for base in re.findall(r"\w+", head[1]):
+        place = re.search(rf"\nfrom (\S+) import (?:\([^)]*|[^(\n]*)\b{base}\b", text)
+        found |= _members(f"{place[1] if place else module}.{base}")
+    return found | _defined(body, indent=4)
 
 
-def _class_members(module: str, found: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for base in found.bases:
-        if isinstance(base, ast.Name):
-            place, name = _imported(module, base.id)
-            above = _class(place, name)
-            if above is not None:
-                yield from _class_members(place, above)
-    for node in ast.walk(found):  # `self.name = ...` in a method
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr, ATTRIBUTE
-    for each in _statements(found.body):
-        yield from _defined(each)
+def _defined(text: str, *, indent: int) -> dict[str, str]:
+    """What statements at this indentation define, as `_members` has it."""
+    margin = " " * indent
+    found = dict.fromkeys(re.findall(rf"\n{margin}(?:class )?(\w+) *[:=(]", text), ATTRIBUTE)
+    three_levels = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"  # of parentheses
+    functions = re.finditer(
+        rf"\n((?:{margin}@.*\n)*){margin}(?:async )?def (\w+)({three_levels})", text
+    )
+    for decorators, name, parameters in (function.groups() for function in functions):
+        is_property = "property" in decorators or ".setter" in decorators
+        found[name] = ATTRIBUTE if is_property else parameters
+    return found
 
 
-def _defined(each: ast.stmt) -> Iterator[tuple[str, str]]:
-    if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-        is_value = any("property" in ast.unparse(mark) for mark in each.decorator_list)
-        yield each.name, ATTRIBUTE if is_value else _parameters(each.args)
-    elif isinstance(each, ast.ClassDef):
-        yield each.name, ATTRIBUTE
-    elif isinstance(each, ast.Assign | ast.AnnAssign):
-        targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-        yield from ((target.id, ATTRIBUTE) for target in targets if isinstance(target, ast.Name))
-
-
-def _class(module: str, name: str) -> ast.ClassDef | None:
-    tree = _module(module)
-    classes = () if tree is None else _statements(tree.body)
-    found = (each for each in classes if isinstance(each, ast.ClassDef) and each.name == name)
-    return next(found, None)
-
-
-def _imported(module: str, name: str) -> tuple[str, str]:
-    """Where a name that stands in a module comes from."""
-    tree = _module(module)
-    for each in () if tree is None else _statements(tree.body):
-        if isinstance(each, ast.ImportFrom) and each.module:
-            for alias in each.names:
-                if (alias.asname or alias.name) == name:
-                    return each.module, alias.name
-    return module, name
-
-
-def _parameters(args: ast.arguments) -> str:
+def _parameters(head: str) -> str:
     """As `(self, req, limit=, *, up_to, **kwargs)`: names, kinds, and which have a default."""
+    (function,) = ast.parse(f"def function{head}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    args = function.args
     plain = [*args.posonlyargs, *args.args]
     without = len(plain) - len(args.defaults)
     words = [arg.arg + ("=" if at >= without else "") for at, arg in enumerate(plain)]
@@ -215,7 +192,7 @@ def reduce_in_attention_group(
 
 
 def lock_node(adder: "PrefillAdder", node: Any) -> Any:
-    """A context manager: the nodes from `node` to the root are not evicted inside."""
+    """Context manager inside which the nodes from `node` to the root are not evicted."""
     return adder._lock_node(node)
 
 
@@ -225,33 +202,33 @@ def longest_prefix_tokens(req: "Req", tokens: int) -> int:
 
 
 def has_split_cached_tokens(req: "Req") -> bool:
-    """Whether SGLang has already split the request's cached tokens by where they were."""
+    """Whether SGLang has already split the request's cached tokens by device, host and storage."""
     return bool(req._cache_breakdown_computed)
 
 
 def take_deferred_requests(scheduler: "Scheduler") -> list[Any]:
-    """Receive what has come from outside, and keep it where the scheduler keeps what it defers: it
-    deals with it after the step. The list is the scheduler's own."""
+    """Receive new requests into the scheduler's list of deferred requests, which it handles after
+    the step. Returns that list, not a copy."""
     deferred: list[Any] = scheduler._deferred_input_requests
     deferred.extend(scheduler.request_receiver.recv_requests())
     return deferred
 
 
 def abort_chunked_request(scheduler: "Scheduler", req: "Req") -> None:
-    """If `req` is the request that is prefilled in chunks, it ends after the step under way."""
+    """Abort `req` after the step under way, if it is the request that is prefilled in chunks."""
     if scheduler.chunked_req is req:
         scheduler._pending_chunked_abort_req = req
 
 
 def tokenizer_manager() -> Any:
-    """Of the process that serves HTTP."""
+    """The tokenizer manager of the process that serves HTTP."""
     from sglang.srt.entrypoints import http_server
 
     return http_server._global_state.tokenizer_manager
 
 
 def answer_without_admin_key() -> Any:
-    """What SGLang answers where a server has no admin key."""
+    """SGLang's response if the server has no admin key."""
     from sglang.srt.entrypoints import http_server
 
     return http_server._admin_api_key_missing_response()
@@ -260,9 +237,10 @@ def answer_without_admin_key() -> Any:
 def _written(names: dict[str, dict[str, str]]) -> str:
     lines = ["# Names of SGLang that this package uses; written by compat.py."]
     for owner in sorted(names):
-        found = dict(members(owner))
         lines += ["", f'["{owner}"]']
-        lines += [f'{name} = "{found.get(name, "missing")}"' for name in sorted(names[owner])]
+        for name in sorted(names[owner]):
+            found = signature(owner, name)
+            lines.append(f'{name} = "{"missing" if found is None else found}"')
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,7 @@
-"""How the launching process tells its children what cake was asked to do: the environment.
+"""The launching process hands cake's settings to its children through the environment.
 
-Several engines may be built in one process, one after the other, so that what is written for one
-is taken back before the next is looked at: what the user set in the environment stays, what cake
-wrote there does not count as the user's.
+A process may build several engines, one after the other. So the variables written for one engine
+are removed before the next is configured, and never count as the user's.
 """
 
 import os
@@ -14,12 +13,12 @@ from sglang_cake.core.config import (
     to_environment,
 )
 
-# Variable -> (what we wrote, what stood there before or None), while a hand-over is in force.
+# Variables that are handed over now -> (the value written, the user's value or None).
 _written: dict[str, tuple[str, str | None]] = {}
 
 
 def hand_over(config: CakeConfig) -> None:
-    """Write what the children read. Replaces an earlier hand-over of this process."""
+    """Write the variables that the children read. Replaces an earlier call in this process."""
     withdraw()
     for variable, value in (to_environment(config) | {ENABLED_ENV: "1"}).items():
         _written[variable] = (value, os.environ.get(variable))
@@ -27,9 +26,9 @@ def hand_over(config: CakeConfig) -> None:
 
 
 def withdraw() -> None:
-    """Take back what was handed over, so that a server without cake inherits nothing."""
+    """Undo `hand_over`, so that a server without cake inherits nothing."""
     for variable, (value, before) in _written.items():
-        if os.environ.get(variable) == value:  # else the user has changed it since
+        if os.environ.get(variable) == value:  # else the user has changed it in the meantime
             if before is None:
                 del os.environ[variable]
             else:
@@ -39,7 +38,7 @@ def withdraw() -> None:
 
 
 def environment_of_user() -> dict[str, str]:
-    """The environment without what `hand_over` wrote."""
+    """The user's own variables of cake."""
     environ = {
         name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT_PREFIX)
     }
@@ -53,5 +52,5 @@ def environment_of_user() -> dict[str, str]:
 
 
 def is_handed_over() -> bool:
-    """Whether cake is on in this process: it is the child of a launcher that enabled it."""
+    """Whether this process is the child of a launcher that enabled cake."""
     return os.environ.get(ENABLED_ENV) == "1"

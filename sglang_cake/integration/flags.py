@@ -1,8 +1,9 @@
-"""The command line and `sglang.Engine`: cake's settings go in, one clear line comes out if wrong.
+"""Cake's settings on the command line and in `sglang.Engine`. A wrong one is reported in one line.
 
-A setting is checked when it is given (`from_cli_args`, or the keywords of `Engine`), and together
-with what SGLang made of its own settings and of the model's configuration when those are resolved
-(`resolve_once`). Both happen in the launching process, before anything is loaded.
+A setting is checked twice, both times in the launching process and before anything is loaded:
+
+- when it is given, in `from_cli_args` or in the keywords of `Engine`;
+- in `resolve_once`, together with SGLang's resolved settings and the model's configuration.
 """
 
 import argparse
@@ -30,12 +31,12 @@ from sglang_cake.stores.sources import sources_of
 
 BACKEND = "cake"
 
-_SETTINGS_FILE = "config"  # `--cake-config`: beside the settings, names a file of them
+_SETTINGS_FILE = "config"  # `--cake-config` names a file with settings
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER `ServerArgs.add_cli_args`: cake's flags. Their values are judged later, by us."""
+    """AFTER `ServerArgs.add_cli_args`: adds cake's flags. argparse does not check their values."""
     group = parser.add_argument_group(
         "sglang_cake", "KV cache that reaches to disk: computes and loads a long prompt at once."
     )
@@ -43,19 +44,19 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
         "--enable-cake", action="store_true", help="The same as --radix-cache-backend cake."
     )
     for name in NAMES:
-        told = help_of(name)
-        default = "" if told.default is None else f" Default: {told.default}."
-        group.add_argument(as_flag(name), metavar=told.value, help=told.text + default)
+        setting = help_of(name)
+        default = "" if setting.default is None else f" Default: {setting.default}."
+        group.add_argument(as_flag(name), metavar=setting.value, help=setting.text + default)
     group.add_argument(
         as_flag(_SETTINGS_FILE),
         metavar="FILE",
         help="TOML, JSON or YAML file with the same settings; flags and environment win over it.",
     )
-    _answer_in_one_line(parser)
+    _shorten_errors(parser)
 
 
 def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
-    """AROUND `ServerArgs.from_cli_args`: what was typed, checked. Exits with 2 if it is wrong."""
+    """AROUND `ServerArgs.from_cli_args`: checks cake's flags. Exits with 2 if one is wrong."""
     record = original(cls, args)
     given = {
         name: value
@@ -63,13 +64,13 @@ def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
         if (value := getattr(args, f"cake_{name}", None)) is not None
     }
     try:
-        return _ask(record, bool(getattr(args, "enable_cake", False)), given, on_cli=True)
+        return _configure(record, bool(getattr(args, "enable_cake", False)), given, on_cli=True)
     except ConfigError as error:
         _exit(error)
 
 
 def engine_args(server_args_class: Any, **kwargs: Any) -> Any:
-    """`ServerArgs(**kwargs)` for an `Engine`, whose keywords may be cake's too.
+    """`ServerArgs(**kwargs)` for an `Engine`. Cake's own keywords are taken out and checked.
 
     Raises: ConfigError.
     """
@@ -81,27 +82,27 @@ def engine_args(server_args_class: Any, **kwargs: Any) -> Any:
     enable = kwargs.pop("enable_cake", False)
     if type(enable) is not bool:
         raise ConfigError(f"enable_cake: {enable!r} is not possible, allowed: True, False")
-    return _ask(server_args_class(**kwargs), enable, given, on_cli=False)
+    return _configure(server_args_class(**kwargs), enable, given, on_cli=False)
 
 
 def resolve_once(original: Any, record: Any) -> None:
     """AROUND `ServerArgs.resolve_once`, which every launcher calls before it starts children.
 
-    Raises: ConfigError; from the command line it exits with 2 instead.
+    Raises: ConfigError. If the settings came from the command line, it exits with 2 instead.
     """
     try:
         if _wants_cake(record) and _config_of(record) is None:
-            _ask(record, False, {}, on_cli=False)  # a ServerArgs built by hand
+            _configure(record, False, {}, on_cli=False)  # a ServerArgs built by the user's code
         try:
             original(record)
         except (ValueError, AssertionError, NotImplementedError):
-            # SGLang has its own words for some models with any foreign backend; ours say more.
+            # SGLang refuses some models with any foreign backend; our reason is more precise.
             if _config_of(record) is not None:
                 _refuse(_reason_despite_failure(record))
             raise
         if _config_of(record) is not None and not getattr(record, "_cake_checked", False):
             _refuse(_reason_when_resolved(record))
-            _keep(record, "_cake_checked", True)
+            _set(record, "_cake_checked", True)
     except ConfigError as error:
         withdraw()
         if getattr(record, "_cake_on_cli", False):
@@ -116,8 +117,8 @@ def resolve_once(original: Any, record: Any) -> None:
         admin_api.install(config)
 
 
-def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
-    """Settle what cake is to do for this record, and keep it there."""
+def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
+    """Check cake's settings for this ServerArgs, store them in it, and hand them to children."""
     spell = as_flag if on_cli else _as_keyword
     switch = "--enable-cake" if on_cli else "enable_cake=True"
     if not enable and not _wants_cake(record):
@@ -137,13 +138,13 @@ def _ask(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> A
     config = resolve(given, environment_of_user(), file=file, spell=spell)
     _refuse(unsupported(record, None, config.block_tokens))
     check_installed(config.codec)
-    _check_places(config)
-    if not _wants_cake(record):  # a sealed record must not be written, not even with the same
+    _check_paths(config)
+    if not _wants_cake(record):  # a sealed record refuses to be written, even with an equal value
         record.radix_cache_backend = BACKEND
     if config.runahead_peers is not None and record.cuda_graph_backend_prefill is None:
         record.cuda_graph_backend_prefill = "disabled"  # a shared forward may end between layers
-    _keep(record, "_cake_config", config)
-    _keep(record, "_cake_on_cli", on_cli)
+    _set(record, "_cake_config", config)
+    _set(record, "_cake_on_cli", on_cli)
     hand_over(config)
     return record
 
@@ -164,27 +165,27 @@ def _reason_when_resolved(record: Any) -> str | None:
     view = resolving_view(record)
     config = _config_of(record)
     assert config is not None
-    facts = None
-    if view.model_path.lower() not in ("none", "dummy"):  # as SGLang spells "no model"
-        facts = ModelTraits.of(model_config_of(record))
-    reason = unsupported(view, facts, config.block_tokens)
-    return reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
+    traits = None
+    if view.model_path.lower() not in ("none", "dummy"):  # SGLang's spellings of "no model"
+        traits = ModelTraits.of(model_config_of(record))
+    reason = unsupported(view, traits, config.block_tokens)
+    return reason or unsupported_group(view, traits, config) or unsupported_codec(view, config)
 
 
 def _reason_despite_failure(record: Any) -> str | None:
     try:
         return _reason_when_resolved(record)
-    except Exception:  # whatever half-resolved settings do: SGLang's error is the one to show
+    except Exception:  # the settings are resolved in part only; SGLang's error is shown
         return None
 
 
-def _keep(record: Any, name: str, value: object) -> None:
-    # On the record, not beside it: it outlives copies, and each engine of a process has its own.
-    # SGLang keeps its own bookkeeping the same way; the seal on the record's fields lets it pass.
+def _set(record: Any, name: str, value: object) -> None:
+    # An attribute of the record is copied with it, and each engine of a process has its own.
+    # SGLang stores private attributes the same way: the seal guards the fields only.
     msgspec.Struct.__setattr__(record, name, value)
 
 
-def _check_places(config: CakeConfig) -> None:
+def _check_paths(config: CakeConfig) -> None:
     for source in sources_of(config.store, config.eviction_policy):
         source.check()
     group_setting(config)
@@ -202,20 +203,20 @@ def _as_keyword(name: str) -> str:
     return f"cake_{name}"
 
 
-def _answer_in_one_line(parser: argparse.ArgumentParser) -> None:
-    """argparse prints hundreds of lines of usage before an error; not for errors in our flags."""
-    usual = parser.error
+def _shorten_errors(parser: argparse.ArgumentParser) -> None:
+    """Report errors in cake's flags without the hundreds of lines of usage that argparse prints."""
+    original = parser.error
     flags = ["--enable-cake", *map(as_flag, (*NAMES, _SETTINGS_FILE))]
 
     def error(message: str) -> NoReturn:
         if _OURS.search(message):
             unknown = re.search(r"unrecognized arguments:.*?(--(?:enable-)?cake[^\s=]*)", message)
             near: list[str] = []
-            if unknown:  # a high cutoff: all our flags share their first letters
+            if unknown:  # the cutoff is high since all our flags share their first letters
                 near = difflib.get_close_matches(unknown[1], flags, n=1, cutoff=0.8)
             hint = f", did you mean {near[0]}?" if near else ""
             _exit(ConfigError(" ".join(message.split()) + hint))
-        usual(message)
+        original(message)
 
     parser.error = error  # type: ignore[method-assign]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", Counter, Gauge)
 
 PUBLISH_EVERY_S = 1.0
-NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
+NEWEST_ERROR_WEIGHT = 0.1  # of the newest prediction error in the moving average
 _HELP = {
     "loaded_tokens": "Prompt tokens whose KV came from the store.",
     "computed_tokens": "Prompt tokens whose KV was computed.",
@@ -57,10 +57,10 @@ _LABELS = {
 
 
 class Metrics:
-    """Publishes a scheduler process's counters. Scheduler thread.
+    """Publishes the counters of a scheduler process. Scheduler thread.
 
     Args:
-        labels: the label values that SGLang puts on its own cache metrics.
+        labels: the labels of SGLang's own cache metrics, with their values.
     """
 
     def __init__(self, counters: Counters, labels: dict[str, str]) -> None:
@@ -77,7 +77,7 @@ class Metrics:
             )
             for name in COUNTERS
         }
-        for name, values in COUNTERS.items():  # every label is there from the start, at zero
+        for name, values in COUNTERS.items():  # every label exists from the start, at zero
             for value in values:
                 self._child(name, value)
         self._meet = Histogram(
@@ -114,7 +114,10 @@ class Metrics:
         ).labels(**labels)
 
     def publish(self, *, costs: Costs, step_overhead_s: float | None) -> None:
-        """Once a step; counters go out once a second."""
+        """Called once a step. Counters and gauges are published every PUBLISH_EVERY_S.
+
+        Args: step_overhead_s: what cake added to the step; None if it had nothing to do.
+        """
         if step_overhead_s is not None:
             self._overhead.observe(step_overhead_s)
         now_s = time.monotonic()
@@ -123,28 +126,27 @@ class Metrics:
         self._next_s = now_s + PUBLISH_EVERY_S
         self._publish_costs(costs)
         counts = self._counters.snapshot()
-        news = {
-            name: counts[name, ""] - self._seen[name, ""] for name in ("read_blocks", "read_bytes")
-        }
-        if news["read_blocks"]:
-            self._bandwidth.set(news["read_bytes"] / news["read_blocks"] / costs.load.block_s)
+        read_blocks = counts["read_blocks", ""] - self._seen["read_blocks", ""]
+        read_bytes = counts["read_bytes", ""] - self._seen["read_bytes", ""]
+        if read_blocks:
+            self._bandwidth.set(read_bytes / read_blocks / costs.load.block_s)
         for (name, value), total in counts.items():
             self._child(name, value).inc(total - self._seen[name, value])
             self._seen[name, value] = total
 
-    def hurry(self) -> None:
-        """A request is over: counters go out with the next step, since there may be none for long
-        (`--sleep-on-idle`)."""
+    def publish_next_step(self) -> None:
+        """Publish with the next step. Called when a request ends: an idle server
+        (`--sleep-on-idle`) may have no later step for a long time."""
         self._next_s = 0.0
 
-    def met(self, fraction: float) -> None:
-        """A prompt's prefill is over; `fraction` of it lies before the meet."""
+    def observe_meet(self, fraction: float) -> None:
+        """The prefill of a prompt has ended; `fraction` of the prompt lies before the meet."""
         self._meet.observe(fraction)
 
-    def predicted(self, predicted_s: float, took_s: float) -> None:
-        """A prompt was predicted to be ready after `predicted_s`, and was after `took_s`."""
-        miss = min(1.0, abs(took_s - predicted_s) / took_s)
-        self._ttft_error += NEWEST_ERROR * (miss - self._ttft_error)
+    def observe_prediction(self, predicted_s: float, took_s: float) -> None:
+        """The prefill of a prompt was predicted to take `predicted_s`, and took `took_s`."""
+        error = min(1.0, abs(took_s - predicted_s) / took_s)
+        self._ttft_error += NEWEST_ERROR_WEIGHT * (error - self._ttft_error)
 
     def _publish_costs(self, costs: Costs) -> None:
         prefill, load = costs.prefill, costs.load
@@ -169,21 +171,22 @@ class Metrics:
 
 
 def _labels(name: str) -> tuple[str, ...]:
-    """What a counter of COUNTERS tells its values apart by."""
+    """The labels of a counter of COUNTERS."""
     return () if COUNTERS[name] == ("",) else _LABELS.get(name, ("reason",))
 
 
 class FailureMetrics:
-    """What the boundary to SGLang has caught, and whether cake is on. Any thread.
+    """Failures that the boundary to SGLang has handled, and whether cake is on. Any thread.
 
     Args:
-        labels: of the scheduler; empty in a process that has none, where cake is neither on nor
-            off.
-        hooks: every place that can fail; each is there from the start, at zero.
+        labels: of the scheduler; empty in a process without a scheduler. Such a process does not
+            publish whether cake is on.
+        hooks: every hook that can fail; its counter exists from the start, at zero.
     """
 
     def __init__(self, labels: dict[str, str], hooks: Iterable[str]) -> None:
-        self._labels, names = labels, list(labels)
+        self._labels = labels
+        names = list(labels)
         self._failures = Counter(
             "sglang:cake_hook_failures_total",
             "Exceptions of cake that were kept from SGLang, by hook.",
@@ -202,7 +205,7 @@ class FailureMetrics:
             self._failures.labels(**labels, hook=hook)
 
     def failed(self, hook: str) -> None:
-        """A hook has failed once more."""
+        """A hook has failed."""
         self._failures.labels(**self._labels, hook=hook).inc()
 
     def switched_off(self) -> None:
@@ -212,12 +215,13 @@ class FailureMetrics:
 
 
 class StoreMetrics:
-    """How full the store is and how its tiers are doing, asked of it now and then. I/O thread."""
+    """Publishes the use, the evictions and the tiers of the store. I/O thread."""
 
     def __init__(self, labels: dict[str, str], tiers: int) -> None:
-        """Args: tiers: of the store that comes first; 1 is a store without tiers."""
+        """Args: tiers: number of tiers of the first store; 1 is a store without tiers."""
         self._tiers = TierMetrics(labels, tiers)
-        self._labels, names = labels, list(labels)
+        self._labels = labels
+        names = list(labels)
         self._used = Gauge(
             "sglang:cake_store_used_bytes",
             "Bytes that the store holds, of all processes that share it.",
@@ -246,15 +250,15 @@ class StoreMetrics:
         self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})
 
     def publish_events(self, store: Store) -> None:
-        """What the store counts itself, also while it does not answer. Every name is there from
-        the first time on, at zero."""
+        """Publish what the store's own counters say, also while the store does not answer. Every
+        name exists from the first call on, at zero."""
         before = self._seen_events[1] if self._seen_events[0] is store else {}
         self._seen_events = (store, dict(events_of(store)))
         for name, count in self._seen_events[1].items():
             self._events.labels(**self._labels, event=name).inc(count - before.get(name, 0))
 
     def publish(self, store: Store, stats: StoreStats) -> None:
-        """Args: store: who said so; another one counts from zero."""
+        """Args: store: the source of `stats`. The counts of another store begin at zero."""
         self._tiers.publish(store, stats.tiers)
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
@@ -267,11 +271,12 @@ class StoreMetrics:
 
 
 class TierMetrics:
-    """What happened in each tier of a store of several; nothing of any other store. Tier 1 is the
-    fastest. I/O thread."""
+    """Publishes what happened in each tier of a tiered store. Tier 1 is the fastest. A store
+    without tiers publishes nothing here. I/O thread."""
 
     def __init__(self, labels: dict[str, str], tiers: int) -> None:
-        self._labels, names = labels, [*labels, "tier"]
+        self._labels = labels
+        names = [*labels, "tier"]
         self._blocks = Counter(
             "sglang:cake_tier_blocks_total",
             "Blocks of a tier, by what happened.",
@@ -297,7 +302,7 @@ class TierMetrics:
             self._make_known(tiers)
 
     def publish(self, store: Store, tiers: Sequence[TierStats]) -> None:
-        """Args: store: who said so; another one counts from zero."""
+        """Args: store: the source of `tiers`. The counts of another store begin at zero."""
         self._make_known(len(tiers))
         before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
         for number, (tier, seen) in enumerate(zip(tiers, before, strict=True), 1):
@@ -305,15 +310,12 @@ class TierMetrics:
                 self._counter(number, name).inc(count - seen.get(name, 0))
         self._seen = (store, [dict(tier.counts) for tier in tiers])
         for number in range(1, self._known + 1):
-            tier_or_none = tiers[number - 1] if number <= len(tiers) else None
-            reading, writing = (
-                (tier_or_none.reading, tier_or_none.writing) if tier_or_none else (False, False)
-            )
-            self._of(self._up, number, use="read").set(reading)
-            self._of(self._up, number, use="put").set(writing)
+            exists = number <= len(tiers)
+            self._of(self._up, number, use="read").set(exists and tiers[number - 1].reading)
+            self._of(self._up, number, use="put").set(exists and tiers[number - 1].writing)
 
     def _make_known(self, tiers: int) -> None:
-        """Every label is there from the start, at zero."""
+        """Create every label of new tiers, at zero."""
         for number in range(self._known + 1, tiers + 1):
             for field in fields(TierCounts):
                 self._counter(number, field.name)
@@ -322,7 +324,7 @@ class TierMetrics:
         self._known = max(self._known, tiers)
 
     def _counter(self, number: int, name: str) -> Counter:
-        """Where a count of `TierCounts` goes."""
+        """The counter that publishes a field of `TierCounts`."""
         if name.endswith("_bytes"):
             return self._of(self._bytes, number, way=name.removesuffix("_bytes"))
         if name.endswith("_blocks"):
@@ -335,7 +337,7 @@ class TierMetrics:
 
 
 def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
-    """The labels that SGLang puts on its own cache metrics; None if it is to have no metrics."""
+    """The labels of SGLang's own cache metrics, with their values; None if metrics are off."""
     if not ctx.params.enable_metrics:
         return None
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled

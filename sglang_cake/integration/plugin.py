@@ -20,9 +20,9 @@ _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 
 def register() -> None:
-    """Teach SGLang our flags; in a process that a server with cake started, the rest as well.
+    """Register the hooks for cake's flags; in a child of a server with cake, all other hooks too.
 
-    SGLang logs and swallows what is raised here, so nothing that can be wrong is checked here.
+    SGLang logs and ignores exceptions raised here, so no setting is checked here.
     """
     register_hook(f"{_SERVER_ARGS}.add_cli_args", flags.add_flags, HookType.AFTER)
     around = partial(register_hook, kind=HookType.AROUND, passes=ConfigError)
@@ -30,17 +30,17 @@ def register() -> None:
     around(f"{_SERVER_ARGS}.resolve_once", flags.resolve_once)
     _accept_engine_keywords()
     if is_handed_over():
-        # Only here: these imports are heavy, and a server without cake must stay as it is.
+        # Imported here since these imports are heavy, and a server without cake must not change.
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
         from sglang_cake.integration import cached_tokens, response_hooks
-        from sglang_cake.integration.identity import weights
+        from sglang_cake.integration.identity import weight_hooks
         from sglang_cake.integration.overlap import forward_hook
         from sglang_cake.integration.scheduler import scheduler_hooks
 
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduler_hooks.install()
-        weights.install()
+        weight_hooks.install()
         response_hooks.install()
         forward_hook.install()
         cached_tokens.install()
@@ -53,14 +53,15 @@ def _build(ctx: "TreeCacheBuildContext") -> "BasePrefixCache":
 
 
 def _accept_engine_keywords() -> None:
-    """`Engine` builds its ServerArgs through a class attribute, made for forks to replace.
+    """Replace the class attribute through which `Engine` makes its ServerArgs. It is there for
+    forks to replace.
 
-    `Engine.__init__` loads the plugins first, so that its module is there when it matters; for the
-    sake of the processes that have no engine it is not imported here.
+    `Engine.__init__` loads the plugins first, so its module is imported in a process with an
+    engine. In other processes it is not imported here.
     """
     module = sys.modules.get(_ENGINE_MODULE)
     engine = getattr(module, "Engine", None)
-    if engine is None:  # not imported, or this is in the middle of its import
+    if engine is None:  # not imported, or being imported
         return
-    plain = engine.server_args_class
-    engine.server_args_class = staticmethod(lambda **kwargs: flags.engine_args(plain, **kwargs))
+    original = engine.server_args_class
+    engine.server_args_class = staticmethod(lambda **kwargs: flags.engine_args(original, **kwargs))

@@ -1,4 +1,4 @@
-"""How the prompt was got, in the response: `meta_info["cake"]`, a plain dictionary."""
+"""`meta_info["cake"]` of a response: a dictionary with statistics of the request."""
 
 from typing import Any
 
@@ -11,19 +11,18 @@ _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request
 
 
 def install() -> None:
-    """Hook the process that answers requests; it knows that it does when plugins are long loaded.
-
-    Responses without a story pass untouched.
-    """
+    """Install the hook in the process that answers requests. Called late: when plugins are loaded,
+    a process does not know yet whether it answers requests."""
     if not is_hooked(_TARGET):
         register(_TARGET, _unwrap, HookType.AFTER)
         HookRegistry.apply_hooks()
 
 
 def _unwrap(_: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any) -> None:
-    # SGLang carries extra information as lists that grow with the output; ours is one fact.
-    story = state.customized_info_accumulated.get("cake")
-    if story:
-        meta_info["cake"] = story[0]
-        # Not one item per output token: incremental streams must not slice it.
+    # SGLang transports extra information as a list with an item per output token. This one has a
+    # single item.
+    statistics = state.customized_info_accumulated.get("cake")
+    if statistics:
+        meta_info["cake"] = statistics[0]
+        # Incremental streams must not slice the list by output tokens.
         state.customized_info_reported_keys.discard("cake")

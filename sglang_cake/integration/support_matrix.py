@@ -1,8 +1,9 @@
-"""What cake does not support in this version, said in one line before anything expensive happens.
+"""What cake does not support in this version. Each reason is one line, reported before a model is
+loaded.
 
-Known when: SGLang changes settings while it resolves them (page size, radix cache off for some
-models), so `unsupported` is asked twice, about what was typed and, still before a model is loaded,
-about what was resolved. `check_context` asks the scheduler once more, which knows its real pools.
+SGLang changes settings while it resolves them: the page size, and the radix cache, which is off for
+some models. So `unsupported` checks the settings as they were given, and again when they are
+resolved. `check_context` checks once more in the scheduler process, which has the actual pools.
 """
 
 from collections.abc import Callable
@@ -30,12 +31,12 @@ class ModelTraits:
     is_sparse: bool = False  # keeps an indexer's cache beside K and V
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
-    # Tokens from which on RoPE turns all prompts of a batch in another way (longrope); None: never.
+    # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
     longrope_tokens: int | None = None
 
     @classmethod
     def of(cls, model: "ModelConfig") -> "ModelTraits":
-        """Facts as SGLang itself derives them from the model's configuration."""
+        """The traits as SGLang itself derives them from the model's configuration."""
         from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
         from sglang.srt.configs.model_config import (
             AttentionArch,
@@ -52,17 +53,21 @@ class ModelTraits:
             is_sparse=bool(is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
-            longrope_tokens=_longrope_tokens(model),
+            longrope_tokens=longrope_tokens(model),
         )
 
 
-def _longrope_tokens(model: "ModelConfig") -> int | None:
-    """SGLang turns the keys of a whole batch by the long factors if one prompt of it is longer than
-    the original context (Phi3LongRoPEScaledRotaryEmbedding): equal tokens, unequal KV."""
+def longrope_tokens(model: "ModelConfig") -> int | None:
+    """The original context of a longrope model whose prompts may exceed it; None for other models.
+
+    If one prompt of a batch is longer than the original context, SGLang rotates the keys of the
+    whole batch by the long factors (Phi3LongRoPEScaledRotaryEmbedding). So equal tokens may have
+    unequal KV.
+    """
     config = model.hf_text_config
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
-    for rope in kinds:  # of the model, or of its kinds of layers
+    for rope in kinds:  # for the whole model, or one for each kind of layer
         if rope.get("rope_type", rope.get("type")) == "longrope":
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
@@ -71,9 +76,9 @@ def _longrope_tokens(model: "ModelConfig") -> int | None:
     return None
 
 
-# Fields of SGLang's ServerArgs -> when it is in the way, and what to say then.
+# Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
-_RULES: tuple[_Rule, ...] = (
+RULES: tuple[_Rule, ...] = (
     ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
     (
         "chunked_prefill_size",
@@ -124,7 +129,7 @@ _RULES: tuple[_Rule, ...] = (
         bool,
         "needs the KV cache: remove --prefill-only-disable-kv-cache",
     ),
-    # A session keeps its KV outside the tree, where an attach cannot put any.
+    # A session keeps its KV outside the tree, so loaded KV cannot be attached to it.
     (
         "enable_streaming_session",
         bool,
@@ -133,13 +138,13 @@ _RULES: tuple[_Rule, ...] = (
     ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
 )
 
-# How a member of a group computes: which attention passes a gate before it reads KV of a layer.
+# Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
 
 _MODEL_RULES: tuple[tuple[str, str], ...] = (
     ("is_encoder_decoder", "encoder-decoder models (cross-attention KV)"),
-    # SGLang keys image tokens by 64 bits of a hash of the features, which a caller may also set.
-    # That serves a cache for a process's life; it does not prove that stored KV is equal.
+    # SGLang's keys of image tokens have 64 bits of a hash of the features, and a client may set
+    # them. That is enough for a cache in memory, but does not prove that stored KV is equal.
     ("is_multimodal", "multimodal models (--language-model-only serves the text part)"),
     ("is_hybrid_ssm", "models with Mamba or linear attention (state beside KV)"),
     (
@@ -152,24 +157,25 @@ _MODEL_RULES: tuple[tuple[str, str], ...] = (
 
 
 def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str | None:
-    """Why cake cannot work with these settings, in one line; None if nothing speaks against it.
+    """Why cake does not support these settings, in one line; None if it does.
 
     Args:
         args: SGLang's ServerArgs or a view of it, raw or resolved.
         model: None while the model's configuration has not been read.
     """
-    # The model first: for some kinds SGLang itself turns off what the rules below ask for.
+    # The model is checked first: for some kinds SGLang turns off what the rules below require.
     kind = None if model is None else _unsupported_model(model)
     if kind is not None:
         return kind
-    for field, is_in_the_way, reason in _RULES:
-        if is_in_the_way(getattr(args, field)):
+    for field, is_unsupported, reason in RULES:
+        if is_unsupported(getattr(args, field)):
             return f"cake {reason}"
     return _page_mismatch(args.page_size, block_tokens)
 
 
 def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
-    """Why this server cannot be a member of the group that the settings name, if they name one.
+    """Why this server cannot be a member of a KV-Runahead group; None if it can, or if the settings
+    name no group.
 
     Args:
         args: resolved.
@@ -204,10 +210,10 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
 
 
 def unsupported_codec(args: Any, config: CakeConfig) -> str | None:
-    """Why the codec cannot take the KV cache that these settings ask for; None if it can.
+    """Why the codec cannot encode the KV cache that these settings make; None if it can.
 
-    A quantized checkpoint may bring a KV cache in 8 bits without being asked: that shows in the
-    scheduler only, where the store is opened.
+    A quantized checkpoint may imply an 8-bit KV cache without a flag. That is known only in the
+    scheduler process, where the codec is checked again.
 
     Args:
         args: resolved; `auto` is the model's own dtype.
@@ -221,7 +227,7 @@ def unsupported_codec(args: Any, config: CakeConfig) -> str | None:
 
 
 def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
-    """The last check, in a scheduler process, where nothing is a guess any more.
+    """The last check, in a scheduler process, with the actual settings and pools.
 
     Raises: ConfigError, one line.
     """
@@ -246,18 +252,25 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         reason = _unsupported_model(kinds)
     else:
         view = resolving_view(ctx.server_args)
-        facts = ModelTraits.of(ctx.model_config)
-        reason = unsupported(view, facts, config.block_tokens)
-        reason = reason or _page_mismatch(params.page_size, config.block_tokens)
-        reason = reason or unsupported_group(view, facts, config) or unsupported_codec(view, config)
+        traits = ModelTraits.of(ctx.model_config)
+        reason = (
+            unsupported(view, traits, config.block_tokens)
+            or _page_mismatch(params.page_size, config.block_tokens)
+            or unsupported_group(view, traits, config)
+            or unsupported_codec(view, config)
+        )
     if reason is not None:
         raise ConfigError(reason)
 
 
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
-    """Whether last steps may begin before the last loads are over: one rank decides for itself,
-    blocks come as they lie in memory, and attention passes a gate at each layer. The modes that
-    benchmarks compare with are left as the paper has them."""
+    """Whether a last step may begin before the last loads have ended. Conditions:
+
+    - The server has one rank, so no other rank has to agree.
+    - Stored blocks have the format of the memory.
+    - The attention backend passes the layer gate at each layer.
+    - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
+    """
     from sglang.srt.arg_groups.overrides import resolving_view
 
     if config.mode != "auto" or config.codec != RAW or ctx.tp_size > 1:

@@ -1,4 +1,4 @@
-"""Servers for the end-to-end tests: few, shared, and each one's log is read."""
+"""Servers for the end-to-end tests. Tests share them, and the log of each is checked."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(folder: Path) -> dict[str, Path]:
-    """Two models of one shape, both called `model`."""
+    """Two models of one shape. The folders of both are named `model`."""
     return {
         name: build_llama(
             folder / name / "model",
@@ -62,7 +62,7 @@ def models(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def standins(folder: Path) -> dict[str, str]:
-    """Environment of a server that needs tests/e2e/standins: see there."""
+    """Environment of a server that uses tests/e2e/standins."""
     info = folder / "plugins" / "cake_test_standins-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-test-standins\nVersion: 0\n")
@@ -114,23 +114,23 @@ def write_adapter(path: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tell_guard() -> Iterator[Callable[[int], None]]:
-    """Says to `guard` which server has started or ended."""
+def report_to_guard() -> Iterator[Callable[[int], None]]:
+    """Reports to `guard` that a server has started or, as a negative number, ended."""
     command = [sys.executable, str(Path(__file__).with_name("guard.py"))]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
-    def tell(group: int) -> None:
+    def report(group: int) -> None:
         assert guard.stdin is not None
         guard.stdin.write(f"{group}\n")
         guard.stdin.flush()
 
     with guard:
-        yield tell
+        yield report
 
 
 @pytest.fixture(scope="session")
-def start(folder: Path, tell_guard: Callable[[int], None]) -> Start:
-    """Starts servers; at the end of each its log is checked."""
+def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
+    """Starts servers. The log of each is checked when it has ended."""
     count = 0
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ def start(folder: Path, tell_guard: Callable[[int], None]) -> Start:
         bandwidth: str = "5MB/s",
         env: dict[str, str] | None = None,
         strict: bool = True,
-        warm: bool = True,  # forked from a process that has the imports behind it
+        warm: bool = True,  # forked from a process that has imported SGLang
         stop: signal.Signals = signal.SIGINT,
     ) -> Iterator[Live]:
         nonlocal count
@@ -164,7 +164,7 @@ def start(folder: Path, tell_guard: Callable[[int], None]) -> Start:
         def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
             process: Running = (Forked if warm else spawned)(command, env, out)
             started.append(process.pid)
-            tell_guard(process.pid)
+            report_to_guard(process.pid)
             return process
 
         server = Server(
@@ -180,8 +180,8 @@ def start(folder: Path, tell_guard: Callable[[int], None]) -> Start:
         with server:
             yield live
         for group in started:
-            tell_guard(-group)
-        if not live.killed:  # what it says while it ends counts, too
+            report_to_guard(-group)
+        if not live.killed:  # the check includes what it logged while it ended
             live.check_log()
             assert server.ended
 
@@ -192,7 +192,7 @@ def start(folder: Path, tell_guard: Callable[[int], None]) -> Start:
 def plain(
     start: Start, models: dict[str, Path], adapters: dict[str, Path], standins: dict[str, str]
 ) -> Iterator[Live]:
-    """A server without cake: its answers are the references."""
+    """A server without cake. Its answers are the references."""
     names = [f"{name}={path}" for name, path in adapters.items()]
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000"),
@@ -205,9 +205,8 @@ def plain(
 
 @pytest.fixture(scope="session")
 def racing(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
-    """Mode `both`: who provides a block is a matter of speed. Page size 1, overlap scheduling.
-
-    Started and ended as a user would.
+    """Mode `both`: speed decides whether a block is loaded or computed. Page size 1, overlap
+    scheduling. Started from the command line and ended by SIGTERM.
     """
     store, stop = folder / "store-both", signal.SIGTERM
     with start(models["first"], _flags("both"), store=store, warm=False, stop=stop) as live:
@@ -216,7 +215,7 @@ def racing(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live
 
 @pytest.fixture(scope="session")
 def loading(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
-    """Mode `load`: all that is stored is loaded."""
+    """Mode `load`: all stored blocks are loaded."""
     with start(models["first"], _flags("load"), store=folder / "store-load") as live:
         live.races = False
         yield live
@@ -231,14 +230,14 @@ def _flags(mode: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session", params=["racing", "loading"], ids=["both", "load"])
 def both(request: pytest.FixtureRequest) -> Live:
-    """Each of the two in turn."""
+    """`racing` and `loading`, in turn."""
     live: Live = request.getfixturevalue(request.param)
     return live
 
 
 @pytest.fixture
 def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
-    """Random prompts: each test has its own, the same in every run."""
+    """Random prompts. Each test has its own; they are the same in every run."""
     source = random.Random(request.node.nodeid)
 
     def make(tokens: int) -> list[int]:
@@ -248,8 +247,8 @@ def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def calm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test on the shared server: it is alive, and its log says nothing bad."""
+def no_alarm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checks the log of the shared server after each test."""
     yield
     if "both" in request.fixturenames:
         request.getfixturevalue("both").check_log()

@@ -1,7 +1,7 @@
-"""Run beside tests that start servers: ends those that are left when the tests were killed.
+"""Runs beside tests that start servers, and kills servers that are left when the tests were killed.
 
-It is told of servers through its standard input, a line each: the process group of one that has
-started, or minus that of one that has ended. When nobody is left who could tell, it kills the rest.
+Each line of its standard input is a process group: of a server that has started, or, as a negative
+number, of one that has ended. When its input ends, it kills all servers that have not ended.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Asking live servers, looking into their stores, and waiting without guessing."""
+"""Requests to running servers, access to the files of their stores, and waiting for conditions."""
 
 import contextlib
 import json
@@ -27,8 +27,8 @@ CHUNK = 256
 VOCAB = 32000  # as SGLang's own test kits expect
 NEW_TOKENS = 6
 DEADLINE_S = 120.0
-# Different chunk borders round differently: by about 1e-5 in float32. The controls, with wrong KV,
-# ask for twenty times the tolerance.
+# With other chunk borders, results are rounded differently, by about 1e-5 in float32. The controls,
+# with wrong KV, require a difference of twenty times the tolerance.
 TOLERANCE = 5e-4
 _ALARMS = re.compile(
     r"leak detected|exception in the scheduler|Scheduler hit an exception|SIGQUIT received"
@@ -41,7 +41,7 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
     """The first true value of `condition`; fails after the deadline."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s in vain: {what}"
+        assert time.monotonic() < end, f"not within {deadline_s:.0f} s: {what}"
         time.sleep(0.02)
     return value
 
@@ -52,7 +52,7 @@ Start = Callable[..., "AbstractContextManager[Live]"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request came back with."""
+    """The response to a request."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -66,8 +66,8 @@ class Answer:
         meta = body["meta_info"]
         details = meta.get("cached_tokens_details")
         if details is not None:
-            places = sum(details.get(place, 0) for place in ("device", "host", "storage"))
-            assert places == meta["cached_tokens"], meta
+            total = sum(details.get(tier, 0) for tier in ("device", "host", "storage"))
+            assert total == meta["cached_tokens"], meta
         return cls(
             tokens=body["output_ids"],
             logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
@@ -99,21 +99,21 @@ def assert_same(answer: Answer, reference: Answer, tolerance: float = TOLERANCE)
 
 @dataclass(slots=True)
 class StoreView:
-    """The files of a store, for tests that look at them or spoil them."""
+    """The files of a store, for tests that read or damage them."""
 
     root: Path
-    ranks: int = 1  # that store: each has a namespace, which is written down with its first block
+    ranks: int = 1  # that store; each has a namespace, described when its first block is stored
 
-    def places(self) -> list[NamespaceFolder]:
+    def namespaces(self) -> list[NamespaceFolder]:
         found = sorted(self.root.glob("*/namespace.json"))
         return [NamespaceFolder(self.root, Digest(bytes.fromhex(f.parent.name))) for f in found]
 
     def files(self, tokens: Sequence[int], **seed: str) -> list[Path]:
-        """Where the full blocks of `tokens` are or would be, of all namespaces; in order."""
+        """The paths of the full blocks of `tokens` in all namespaces, in order, stored or not."""
         return [
-            place.block(key)
-            for place in self.places()
-            for key in block_keys(KeySeed(place.digest, **seed), tokens, BLOCK)
+            namespace.block(key)
+            for namespace in self.namespaces()
+            for key in block_keys(KeySeed(namespace.digest, **seed), tokens, BLOCK)
         ]
 
     def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
@@ -122,14 +122,14 @@ class StoreView:
         with contextlib.closing(BlockFolder(self.root)) as folder:
             until(
                 lambda: (
-                    len(self.places()) >= self.ranks
-                    and all(_is_booked(folder, file) for file in self.files(tokens, **seed))
+                    len(self.namespaces()) >= self.ranks
+                    and all(_is_indexed(folder, file) for file in self.files(tokens, **seed))
                 ),
                 f"{len(tokens)} tokens in the store",
             )
         return self.files(tokens, **seed)
 
-    def forget(self, *files: Path) -> None:
+    def remove(self, *files: Path) -> None:
         """Remove blocks, as another process that shares the store may."""
         with contextlib.closing(BlockFolder(self.root)) as folder:
             for file in files:
@@ -139,27 +139,27 @@ class StoreView:
         return [f for f in self.root.glob("*/*/*/*") if len(f.name) == 64]
 
     def set_aside(self, file: Path) -> bool:
-        return any(place.corrupt.joinpath(file.name).exists() for place in self.places())
+        return any((each.corrupt / file.name).exists() for each in self.namespaces())
 
 
 def _names(file: Path) -> tuple[Digest, BlockKey]:
     return Digest(bytes.fromhex(file.parents[2].name)), BlockKey(bytes.fromhex(file.name))
 
 
-def _is_booked(folder: BlockFolder, file: Path) -> bool:
+def _is_indexed(folder: BlockFolder, file: Path) -> bool:
     digest, key = _names(file)
     try:
-        folder.stats()  # the books are open: what follows is their answer
-    except StoreUnavailable:  # they are not yet, on a busy disk
+        folder.stats()  # raises while the index is not open yet, on a busy disk
+    except StoreUnavailable:
         return False
     return folder.contains(digest, [key], 0, threading.Event()) == [True]
 
 
 def layout_of(file: Path) -> BlockLayout:
     description = json.loads((file.parents[2] / "namespace.json").read_text())
-    facts = json.loads(description["layout"])
-    parts = tuple((name, tuple(shape)) for name, shape in facts["parts"])
-    return BlockLayout(facts["layers"], parts, facts["dtype"], facts["block_tokens"])
+    layout = json.loads(description["layout"])
+    parts = tuple((name, tuple(shape)) for name, shape in layout["parts"])
+    return BlockLayout(layout["layers"], parts, layout["dtype"], layout["block_tokens"])
 
 
 def check_block(file: Path) -> None:
@@ -175,7 +175,7 @@ def check_block(file: Path) -> None:
 
 
 def falsify(file: Path) -> None:
-    """Make a valid block file of KV that is wrong: other tokens' and other planes'."""
+    """Replace a block file by a valid one with wrong KV: tokens and planes are permuted."""
     layout = layout_of(file)
     payload = np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.uint8)
     planes, offset = [], 0
@@ -197,16 +197,22 @@ def falsify(file: Path) -> None:
 
 @dataclass(slots=True)
 class Live:
-    """A server that runs, and what it was started with."""
+    """A running server, its store and its trace.
+
+    Attributes:
+        references: answers of `reference`.
+        races: whether loading and computing race, so that no block is certain to be loaded.
+        headers: of every request.
+        killed: a test has killed the server, so its log may have errors.
+    """
 
     server: Server
     store: StoreView | None = None
     trace: Path | None = None
-    known: dict[str, Answer] = field(default_factory=dict)
-    # Whether compute may overtake any load, so that nothing is certain to come from the store.
+    references: dict[str, Answer] = field(default_factory=dict)
     races: bool = True
-    headers: dict[str, str] = field(default_factory=dict)  # of every request
-    killed: bool = False  # by a test, on purpose: what its log says after that is no alarm
+    headers: dict[str, str] = field(default_factory=dict)
+    killed: bool = False
 
     @property
     def url(self) -> str:
@@ -216,30 +222,30 @@ class Live:
         return requests.post(self.url + path, json=body, headers=self.headers, timeout=timeout_s)
 
     def ask(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
-        """Greedy, with the logprobs of what was generated."""
+        """The answer to a greedy request, with the logprobs of the generated tokens."""
         reply = self.post("/generate", **request(ids, new_tokens, **extra))
         assert reply.status_code == 200, reply.text[:500]
         return Answer.of(reply.json())
 
-    def know(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
-        """The same, asked once: for servers whose answers are references."""
+    def reference(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
+        """`ask`, with a cache of the answers: for servers whose answers are references."""
         name = json.dumps([list(ids), new_tokens, extra], sort_keys=True)
-        if name not in self.known:
-            self.known[name] = self.ask(ids, new_tokens, **extra)
-        return self.known[name]
+        if name not in self.references:
+            self.references[name] = self.ask(ids, new_tokens, **extra)
+        return self.references[name]
 
     def flush(self) -> None:
-        """Empty the tree, once everything that runs has ended."""
+        """Wait until all requests have ended, and empty the tree."""
         reply = self.post(f"/flush_cache?timeout={DEADLINE_S}")
         assert reply.status_code == 200, reply.text
 
-    def again(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
-        """Ask with an empty tree: what is not computed comes from the store."""
+    def ask_flushed(self, ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
+        """`ask` with an empty tree: KV that is not computed comes from the store."""
         self.flush()
         return self.ask(ids, new_tokens, **extra)
 
-    def keep(self, ids: Sequence[int], **extra: Any) -> list[Path]:
-        """Have the blocks of a prompt in the store."""
+    def ask_and_store(self, ids: Sequence[int], **extra: Any) -> list[Path]:
+        """Ask for a prompt, and wait until its blocks are stored. Returns their files."""
         assert self.store is not None
         seed = {"cache_salt": extra["cache_salt"]} if "cache_salt" in extra else {}
         self.ask(ids, 1, **extra)
@@ -276,8 +282,8 @@ def request(ids: Sequence[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> d
     }
 
 
-class Asking:
-    """A request under way in a thread of its own."""
+class PendingRequest:
+    """A request in a thread of its own."""
 
     def __init__(self, live: Live, ids: Sequence[int], **extra: Any) -> None:
         self.rid = str(extra.get("rid"))
@@ -287,7 +293,7 @@ class Asking:
         self._thread.start()
 
     @property
-    def under_way(self) -> bool:
+    def is_running(self) -> bool:
         return self._thread.is_alive()
 
     def answer(self) -> Answer:
@@ -298,7 +304,7 @@ class Asking:
         return self._result
 
     def until(self, event: str, count: int = 1) -> None:
-        """Wait until the trace has `count` such events of this request, or it has ended."""
+        """Wait for `count` such events of this request in the trace, or for the request to end."""
 
         def seen() -> bool:
             events = self._live.events(self.rid)

@@ -29,8 +29,8 @@ def test_what_was_in_memory_is_device_and_what_was_loaded_is_storage(
     loading: Live, prompt: Make
 ) -> None:
     ids = prompt(12 * BLOCK)
-    loading.keep(ids)
-    loading.again(ids[: 4 * BLOCK])  # in memory now, and loaded itself
+    loading.ask_and_store(ids)
+    loading.ask_flushed(ids[: 4 * BLOCK])  # in memory now, and loaded itself
     before = by_source(loading)
     answer = loading.ask(ids + prompt(7))
     assert answer.cached == 12 * BLOCK
@@ -42,12 +42,11 @@ def test_what_was_in_memory_is_device_and_what_was_loaded_is_storage(
 def test_a_prompt_that_is_computed_and_loaded_in_several_steps(both: Live, prompt: Make) -> None:
     """Islands join a request that runs as well as one that waits."""
     ids = prompt(30 * BLOCK)
-    both.keep(ids)
+    both.ask_and_store(ids)
     for tail in (0, 2 * CHUNK + 9):
-        answer = both.again(ids + prompt(tail))
-        story = answer.meta["cake"]
-        assert answer.cached == story["loaded_tokens"] > 0
-        assert answer.meta["cached_tokens_details"] == details(0, story["loaded_tokens"])
+        answer = both.ask_flushed(ids + prompt(tail))
+        assert answer.cached == answer.loaded > 0
+        assert answer.meta["cached_tokens_details"] == details(0, answer.loaded)
 
 
 def _stream(live: Live, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -61,14 +60,14 @@ def _stream(live: Live, path: str, body: dict[str, Any]) -> Iterator[dict[str, A
 
 def test_every_chunk_of_a_stream_says_so(loading: Live, prompt: Make) -> None:
     ids = prompt(6 * BLOCK)
-    loading.keep(ids)
+    loading.ask_and_store(ids)
     loading.flush()
     sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     chunks = list(_stream(loading, "/generate", {"input_ids": ids, "sampling_params": sampling}))
-    told = [chunk["meta_info"]["cached_tokens_details"] for chunk in chunks]
+    found = [chunk["meta_info"]["cached_tokens_details"] for chunk in chunks]
     loaded = chunks[-1]["meta_info"]["cake"]["loaded_tokens"]
     assert loaded >= 5 * BLOCK
-    assert told == [details(0, loaded)] * len(chunks)
+    assert found == [details(0, loaded)] * len(chunks)
 
 
 @pytest.mark.parametrize("stream", [False, True])

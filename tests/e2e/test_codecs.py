@@ -1,4 +1,4 @@
-"""A server whose blocks lose bits: what comes back, and what it says about that.
+"""A server with a lossy codec: its answers, and what it reports about lossy tokens.
 
 `test_shared_store` has servers with a codec that keeps every bit.
 """
@@ -28,7 +28,7 @@ from sglang_cake.core.codec_names import CODECS
 
 Make = Callable[[int], list[int]]
 
-CODEC = "kvquant3"  # the one that must know most of the model: its heads, and its RoPE
+CODEC = "kvquant3"  # it depends on the most traits of the model: its heads and its RoPE
 MAX_ERROR = 0.02  # of `auto`: more than int8 loses, less than all others do
 # Far below what a busy machine writes to a file, far above the slow tier.
 DECODERS_BYTES_PER_S, SLOW_LINK = 1e6, "0.25MB/s"
@@ -57,7 +57,7 @@ def test_an_encoded_prompt_is_loaded_and_says_how_much_was_lossy(coded: Live, pr
         header = read_header(file.read_bytes()[:HEADER_BYTES])
         assert header.codec == CODEC
         assert header.payload_bytes == file.stat().st_size - HEADER_BYTES
-    loaded = coded.again(ids)
+    loaded = coded.ask_flushed(ids)
     assert loaded.loaded >= 11 * BLOCK
     assert loaded.meta["cake"]["lossy_tokens"] == loaded.loaded
     # If nothing was lost, nothing was encoded.
@@ -75,7 +75,7 @@ def slow(folder: Path) -> StoreView:
 def choosing(
     start: Start, models: dict[str, Path], folder: Path, slow: StoreView, standins: dict[str, str]
 ) -> Iterator[Live]:
-    """Codec `auto`; below a folder that nothing holds up, the folder `slow`."""
+    """Codec `auto`. The tier `slow` is below a fast folder."""
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "8000", "--cake-mode", "load"),
         *("--cake-codec", "auto", "--cake-max-error", str(MAX_ERROR)),
@@ -95,11 +95,11 @@ def choosing(
 def test_auto_gives_each_tier_the_form_that_suits_its_link(
     choosing: Live, slow: StoreView, prompt: Make
 ) -> None:
-    # Until it was read, the slow tier is taken to be as fast as it was written.
+    # Until the slow tier is read, its write speed is the estimate of its read speed.
     first = prompt(BLOCKS * BLOCK + 5)
-    assert forms(choosing.keep(first)) == forms(stored(slow, first)) == {"raw"}
-    choosing.store.forget(*choosing.store.files(first))
-    assert choosing.again(first).loaded == BLOCKS * BLOCK
+    assert forms(choosing.ask_and_store(first)) == forms(stored(slow, first)) == {"raw"}
+    choosing.store.remove(*choosing.store.files(first))
+    assert choosing.ask_flushed(first).loaded == BLOCKS * BLOCK
 
     near, far = prompt(BLOCKS * BLOCK + 5), prompt(BLOCKS * BLOCK + 5)
     computed = {name: choosing.ask(ids) for name, ids in (("near", near), ("far", far))}
@@ -110,11 +110,11 @@ def test_auto_gives_each_tier_the_form_that_suits_its_link(
             error = relative_error(layout_of(one), opened(one)[0], opened(other)[0])
             assert 0 < error <= MAX_ERROR
 
-    slow.forget(*slow.files(near))
-    loaded = choosing.again(near)
+    slow.remove(*slow.files(near))
+    loaded = choosing.ask_flushed(near)
     assert_same(loaded, computed["near"])
-    choosing.store.forget(*choosing.store.files(far))
-    blurred = choosing.again(far)
+    choosing.store.remove(*choosing.store.files(far))
+    blurred = choosing.ask_flushed(far)
     assert loaded.loaded == blurred.loaded == BLOCKS * BLOCK
     assert distance(blurred.logprobs, computed["far"].logprobs) > TOLERANCE / 100
     for answer in (loaded, blurred):  # the namespace may hold either
@@ -130,8 +130,8 @@ def test_auto_gives_each_tier_the_form_that_suits_its_link(
 
 
 def stored(tier: StoreView, ids: list[int]) -> list[Path]:
-    """The files of a prompt's blocks in a tier, once they are all there."""
-    until(tier.places, "a namespace in the tier")
+    """The files of a prompt's blocks in a tier. Waits until all are stored."""
+    until(tier.namespaces, "a namespace in the tier")
     return tier.until_stored(ids)
 
 
@@ -143,7 +143,7 @@ def opened(file: Path) -> tuple[memoryview, Chain]:
 
 
 def forms(files: list[Path]) -> set[str]:
-    """The codecs that made what is in these files."""
+    """The codecs of the blocks in these files."""
     assert all(read_header(file.read_bytes()[:HEADER_BYTES]).codec == "auto" for file in files)
     by_chain = {chain_of(name, layout_of(files[0])): name for name in CODECS}
     return {by_chain[replace(opened(file)[1], leading=None)] for file in files}

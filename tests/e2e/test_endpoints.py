@@ -1,4 +1,4 @@
-"""Every way to ask a server, with prompts that are in the store."""
+"""Every endpoint of a server, with prompts that are in the store."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Make = Callable[[int], list[int]]
 
 @pytest.fixture
 def text(prompt: Make) -> str:
-    """A long text of one token per character, and one that is new in each test."""
+    """A long text of one token per character. Each test has its own."""
     return "".join(chr(ord("a") + token % 26) for token in prompt(10 * BLOCK))
 
 
@@ -23,38 +23,38 @@ def _text_ids(live: Live, text: str) -> list[int]:
     return list(live.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"])
 
 
-def test_streaming_gives_the_same_tokens_and_the_story(
+def test_streaming_gives_the_same_tokens_and_the_statistics(
     both: Live, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(14 * BLOCK)
-    both.keep(ids)
+    both.ask_and_store(ids)
     both.flush()
     reply = generate(both.url, ids, max_new_tokens=12)
-    assert reply.output_ids == plain.know(ids, 12).tokens
+    assert reply.output_ids == plain.reference(ids, 12).tokens
     assert reply.cake["loaded_tokens"] > 0 or both.races
     assert set(reply.cake) >= {"computed_tokens", "loaded_tokens", "matched_tokens", "meet_token"}
 
 
 def test_several_samples_of_one_prompt(both: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(12 * BLOCK + 3)
-    both.keep(ids)
+    both.ask_and_store(ids)
     both.flush()
     before = both.metric("loaded_tokens_total")
     samples = both.post("/generate", **request(ids, sampling={"n": 3})).json()
-    assert [s["output_ids"] for s in samples] == [plain.know(ids).tokens] * 3
+    assert [s["output_ids"] for s in samples] == [plain.reference(ids).tokens] * 3
     if not both.races:
-        # SGLang fills the tree by a request of its own first; that is the one which loads.
+        # SGLang first fills the tree by a request of its own, and that request loads.
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
 def test_a_batch_in_one_request(both: Live, plain: Live, prompt: Make) -> None:
     shared = prompt(8 * BLOCK)
     batch = [shared + prompt(n) for n in (3, 80)] + [prompt(30)]
-    both.keep(shared)
+    both.ask_and_store(shared)
     both.flush()
     sampling = request(shared)["sampling_params"]
     answers = both.post("/generate", input_ids=batch, sampling_params=sampling).json()
-    assert [a["output_ids"] for a in answers] == [plain.know(ids).tokens for ids in batch]
+    assert [a["output_ids"] for a in answers] == [plain.reference(ids).tokens for ids in batch]
 
 
 def _completion(live: Live, body: dict[str, Any], path: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_openai_endpoints_load_and_answer_alike(
         return choice["message"]["content"] if chat else choice["text"]
 
     assert said(cold) == said(warm) == said(reference)
-    if not chat and not both.races:  # else compute may be first everywhere
+    if not chat and not both.races:  # else all of it may be computed
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
@@ -136,14 +136,14 @@ def test_a_program_of_sglangs_frontend(both: Live, plain: Live, text: str) -> No
 
 def test_cache_salts_and_extra_keys_share_nothing(both: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(6 * BLOCK + 1)
-    both.keep(ids)
-    reference = plain.know(ids)
+    both.ask_and_store(ids)
+    reference = plain.reference(ids)
     for extra in ({"cache_salt": "mine"}, {"extra_key": "mine"}, {"cache_salt": "other"}):
-        answer = both.again(ids, **extra)
+        answer = both.ask_flushed(ids, **extra)
         assert_same(answer, reference)
         assert (answer.loaded, answer.cached) == (0, 0)
     both.store.until_stored(ids, cache_salt="mine")
     both.store.until_stored(ids, extra_key="mine")
-    again = both.again(ids, cache_salt="mine")
+    again = both.ask_flushed(ids, cache_salt="mine")
     assert_same(again, reference)
     assert again.loaded > 0 or both.races

@@ -1,4 +1,4 @@
-"""The same tokens and logprobs with and without the store, whatever is stored of a prompt."""
+"""Tokens and logprobs are the same with and without the store, whichever blocks are stored."""
 
 import shutil
 from collections.abc import Callable
@@ -28,10 +28,10 @@ def test_a_stored_prompt_gives_the_answer_of_a_server_without_cake(
     both: Live, plain: Live, prompt: Make, tokens: int
 ) -> None:
     ids = prompt(tokens)
-    reference = plain.know(ids)
+    reference = plain.reference(ids)
     assert_same(both.ask(ids), reference)
     both.store.until_stored(ids)
-    answer = both.again(ids)
+    answer = both.ask_flushed(ids)
     assert_same(answer, reference)
     if tokens > 2 * BLOCK:
         assert answer.loaded > 0 or both.races
@@ -41,8 +41,8 @@ def test_a_stored_prompt_gives_the_answer_of_a_server_without_cake(
 
 def test_the_last_token_of_a_wholly_stored_prompt_is_computed(both: Live, prompt: Make) -> None:
     ids = prompt(6 * BLOCK)
-    both.keep(ids)
-    answer = both.again(ids)
+    both.ask_and_store(ids)
+    answer = both.ask_flushed(ids)
     assert answer.loaded > 0 or both.races
     assert answer.computed >= 1
 
@@ -52,10 +52,10 @@ def test_a_new_question_follows_a_stored_document(
     both: Live, plain: Live, prompt: Make, tail: int
 ) -> None:
     document = prompt(10 * BLOCK + 11)
-    both.keep(document)
+    both.ask_and_store(document)
     ids = document + prompt(tail)
-    answer = both.again(ids)
-    assert_same(answer, plain.know(ids))
+    answer = both.ask_flushed(ids)
+    assert_same(answer, plain.reference(ids))
     assert answer.loaded > 0 or both.races
 
 
@@ -63,11 +63,11 @@ def test_prompts_that_share_a_stored_document_differ_after_it(
     both: Live, plain: Live, prompt: Make
 ) -> None:
     document = prompt(12 * BLOCK)
-    both.keep(document)
+    both.ask_and_store(document)
     both.flush()
     for tail in (5, 90, 300):
         ids = document + prompt(tail)
-        assert_same(both.ask(ids), plain.know(ids))
+        assert_same(both.ask(ids), plain.reference(ids))
 
 
 @pytest.mark.parametrize("on_device", [BLOCK // 2, 3 * BLOCK, 5 * BLOCK + 1])
@@ -75,22 +75,22 @@ def test_the_device_holds_part_of_a_stored_prompt(
     both: Live, plain: Live, prompt: Make, on_device: int
 ) -> None:
     ids = prompt(16 * BLOCK + 3)
-    both.keep(ids)
-    both.again(ids[:on_device], 1)
+    both.ask_and_store(ids)
+    both.ask_flushed(ids[:on_device], 1)
     answer = both.ask(ids)
-    assert_same(answer, plain.know(ids))
-    story = answer.meta["cake"]
-    assert story["matched_tokens"] >= on_device - 1
+    assert_same(answer, plain.reference(ids))
+    matched = answer.meta["cake"]["matched_tokens"]
+    assert matched >= on_device - 1
     assert answer.loaded > 0 or both.races
-    assert story["matched_tokens"] + answer.loaded + answer.computed == len(ids)
+    assert matched + answer.loaded + answer.computed == len(ids)
 
 
 def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(24 * BLOCK + 9)
-    files = both.keep(ids)
-    both.store.forget(*(files[block] for block in (7, 12, 13, 18, 22)))
-    answer = both.again(ids)
-    assert_same(answer, plain.know(ids))
+    files = both.ask_and_store(ids)
+    both.store.remove(*(files[block] for block in (7, 12, 13, 18, 22)))
+    answer = both.ask_flushed(ids)
+    assert_same(answer, plain.reference(ids))
     attaches = [e for e in both.events(answer.meta["id"]) if e["event"] == "attach"]
     assert len(attaches) >= 2 or both.races
     both.store.until_stored(ids)  # the holes are filled again
@@ -102,29 +102,29 @@ def test_a_corrupt_block_is_computed_counted_and_set_aside(
     if both.races:
         pytest.skip("that each block is read is certain in mode load only")
     ids = prompt(20 * BLOCK + 1)
-    files = both.keep(ids)
+    files = both.ask_and_store(ids)
     before = both.metric("load_failures_total", reason="corrupt")
     payload, header = files[18], files[19]
     for file, offset in ((payload, 5000), (header, 50)):
         raw = bytearray(file.read_bytes())
         raw[offset] ^= 1
         file.write_bytes(raw)
-    assert_same(both.again(ids), plain.know(ids))
+    assert_same(both.ask_flushed(ids), plain.reference(ids))
     assert both.store.set_aside(payload)
     assert both.store.set_aside(header)
     until(lambda: both.metric("load_failures_total", reason="corrupt") >= before + 2, "counted")
     both.store.until_stored(ids)
-    assert_same(both.again(ids), plain.know(ids))
+    assert_same(both.ask_flushed(ids), plain.reference(ids))
 
 
 def test_a_block_cut_short_is_computed_and_healed(both: Live, plain: Live, prompt: Make) -> None:
     if both.races:
         pytest.skip("that each block is read is certain in mode load only")
     ids = prompt(10 * BLOCK + 1)
-    files = both.keep(ids)
+    files = both.ask_and_store(ids)
     whole = files[8].stat().st_size
     files[8].write_bytes(files[8].read_bytes()[: whole // 2])
-    assert_same(both.again(ids), plain.know(ids))
+    assert_same(both.ask_flushed(ids), plain.reference(ids))
     until(lambda: files[8].stat().st_size == whole, "the block is whole again")
 
 
@@ -132,10 +132,10 @@ def test_a_folder_missing_in_the_middle_costs_its_blocks_only(
     both: Live, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(18 * BLOCK + 5)
-    files = both.keep(ids)
+    files = both.ask_and_store(ids)
     shutil.rmtree(files[14].parents[1])
-    answer = both.again(ids)
-    assert_same(answer, plain.know(ids))
+    answer = both.ask_flushed(ids)
+    assert_same(answer, plain.reference(ids))
     assert answer.loaded > 0 or both.races
 
 
@@ -144,10 +144,10 @@ def test_logprobs_of_the_prompt_are_the_same(
     both: Live, plain: Live, prompt: Make, start_len: int
 ) -> None:
     ids = prompt(12 * BLOCK + 2)
-    both.keep(ids)
-    answer = both.again(ids, logprob_start_len=start_len)
-    assert_same(answer, plain.again(ids, logprob_start_len=start_len))
-    assert answer.loaded <= start_len  # what logprobs are wanted of must be computed
+    both.ask_and_store(ids)
+    answer = both.ask_flushed(ids, logprob_start_len=start_len)
+    assert_same(answer, plain.ask_flushed(ids, logprob_start_len=start_len))
+    assert answer.loaded <= start_len  # tokens with logprobs must be computed
     assert len(answer.input_logprobs) == len(ids) - start_len
 
 
@@ -157,8 +157,8 @@ def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, pr
     conversation = ids + first.tokens[:-1]
     both.store.until_stored(conversation)
     turn = conversation + first.tokens[-1:] + prompt(20)
-    answer = both.again(turn)
-    assert_same(answer, plain.know(turn))
+    answer = both.ask_flushed(turn)
+    assert_same(answer, plain.reference(turn))
     assert answer.loaded > 0 or both.races
     found = next(e for e in both.events(answer.meta["id"]) if e["event"] == "found")
     assert found["stored_blocks"] >= len(conversation) // BLOCK
@@ -169,10 +169,10 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
     if both.races:
         pytest.skip("how many blocks are loaded is certain in mode load only")
     ids = prompt(12 * BLOCK)
-    files = both.keep(ids)
-    loaded = both.again(ids, 1)
+    files = both.ask_and_store(ids)
+    loaded = both.ask_flushed(ids, 1)
     stored = [file.read_bytes() for file in files]
-    both.store.forget(*files)
+    both.store.remove(*files)
     assert both.ask(ids, 1).cached == len(ids) - 1  # from the device
     both.store.until_stored(ids)
     first = -(-loaded.meta["cake"]["meet_token"] // BLOCK)
@@ -183,21 +183,22 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
 
 def test_one_prompt_is_computed_and_loaded_at_once(racing: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(40 * BLOCK + 5)
-    files = racing.keep(ids)
+    files = racing.ask_and_store(ids)
     answer = _from_both_ends(racing, ids)
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert CHUNK <= answer.meta["cake"]["meet_token"] < len(ids)
     for file in files:  # the control
         falsify(file)
     lie = _from_both_ends(racing, ids)
-    racing.store.forget(*files)
-    assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+    racing.store.remove(*files)
+    assert distance(lie.logprobs, plain.reference(ids).logprobs) > 20 * TOLERANCE
 
 
 def _from_both_ends(live: Live, ids: list[int], tries: int = 20) -> Answer:
-    """Ask until each side had its part: on a busy machine all may be loaded before a chunk is."""
+    """Ask until a part is computed and a part is loaded. On a busy machine all blocks may be loaded
+    before the first chunk is computed."""
     for _ in range(tries):
-        answer = live.again(ids)
+        answer = live.ask_flushed(ids)
         if answer.computed >= CHUNK and answer.loaded >= 2 * BLOCK:
             return answer
     raise AssertionError("never from both ends")
@@ -208,14 +209,14 @@ def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt
     if both.races:
         pytest.skip("that wrong blocks are used is certain in mode load only")
     ids = prompt(14 * BLOCK)
-    files = both.keep(ids)
-    reference = plain.know(ids)
+    files = both.ask_and_store(ids)
+    reference = plain.reference(ids)
     for file in files:
         falsify(file)
-    lie = both.again(ids)
-    both.store.forget(*files)
+    lie = both.ask_flushed(ids)
+    both.store.remove(*files)
     assert lie.loaded > 0
     assert distance(lie.logprobs, reference.logprobs) > 20 * TOLERANCE
     with pytest.raises(AssertionError):
         assert_same(lie, reference)
-    assert_same(both.again(ids), reference)
+    assert_same(both.ask_flushed(ids), reference)

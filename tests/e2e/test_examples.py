@@ -50,7 +50,7 @@ def quickstart(folder: Path, models: dict[str, Path]) -> Iterator[dict[str, str]
         yield {**os.environ, **env, "PORT": server.base_url.rpartition(":")[2]}
 
 
-def told(output: str, name: str) -> list[int]:
+def printed(output: str, name: str) -> list[int]:
     return [int(number) for number in re.findall(rf"'{name}': (\d+)", output)]
 
 
@@ -65,7 +65,7 @@ def test_quickstart_last_answer_loads_from_the_store(quickstart: dict[str, str])
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    *before, last = told(done.stdout, "loaded_tokens")
+    *before, last = printed(done.stdout, "loaded_tokens")
     assert before[0] == 0
     assert last > 0
 
@@ -89,6 +89,6 @@ def test_engine_example_last_prompt_loads_from_the_store(
     command = [sys.executable, script, str(models["first"]), url, "--cpu"]
     done = run_forked(command, env, tmp_path, LIMIT_S)
     assert done.returncode == 0, done.stdout
-    *before, last = told(done.stdout, "loaded_tokens")
+    *before, last = printed(done.stdout, "loaded_tokens")
     assert before[0] == 0
     assert last > 0

@@ -1,5 +1,5 @@
-"""A server whose only store is behind a faulty link, in mode `load`, which computes nothing that it
-can load: every answer is right and comes, the log names the fault, and the store is used again.
+"""A server in mode `load` whose only store is behind a faulty link. Every request has the right
+answer, the log names the fault, and the store is used again afterwards.
 
 The whole table, with times and S3 beside HTTP, is `python -m benchmarks faults`.
 """
@@ -17,7 +17,7 @@ from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 
 KEY = {"Authorization": "Bearer for-admins"}
 BLOCKS = 16
-# Each with what the log calls it.
+# The faults, and their names in the log.
 TRIED = {
     "trickling": "timed out",
     "stalled": "timed out",
@@ -74,7 +74,7 @@ def test_a_fault_while_blocks_are_loaded_costs_the_store_and_no_answer(
         flushing = f"{live.url}/flush_cache?timeout={DEADLINE_S}"
         assert requests.post(flushing, headers=KEY, timeout=DEADLINE_S).status_code == 200
         answer = live.ask(ids)
-        assert_same(answer, plain.know(ids))
+        assert_same(answer, plain.reference(ids))
         return answer
 
     def failures() -> float:

@@ -1,4 +1,4 @@
-"""A server in which every hook of cake raises, one after the other: it answers as without cake."""
+"""A server in which each hook of cake raises. It answers as without cake."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import requests
-from live import BLOCK, CHUNK, DEADLINE_S, Asking, Live, Start, assert_same, until
+from live import BLOCK, CHUNK, DEADLINE_S, Live, PendingRequest, Start, assert_same, until
 
 Make = Callable[[int], list[int]]
 POOL = 2560
 KEY = "an admin key"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
-# What every request on a stored prompt passes, and a flush.
+# Hooks that a request on a stored prompt calls, or a flush.
 HOOKS = (
     "Scheduler._add_request_to_queue",
     "Scheduler._process_hicache_events",
@@ -48,7 +48,8 @@ class Faulty:
 
     @contextlib.contextmanager
     def failing(self, hook: str, number: int = 1) -> Iterator[None]:
-        """The body makes SGLang call the hook, whose failure is counted, and harms nobody."""
+        """The body makes SGLang call the hook. Checks that the failure is counted, and that the
+        server works afterwards."""
         before = self.live.metric("hook_failures_total", hook=hook)
         self.order(hook, number)
         yield
@@ -77,7 +78,7 @@ def faulty_server(
 def patient(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Faulty]:
-    """A server that is not switched off, however often cake fails."""
+    """A server on which no number of failures switches cake off."""
     store, env = folder / "store-faulty", {**standins, "CAKE_TEST_PATIENT": "1"}
     with faulty_server(start, models["first"], store, folder / "faults", env) as faulty:
         yield faulty
@@ -97,10 +98,10 @@ def test_a_hook_that_raises_changes_no_answer(
     patient: Faulty, plain: Live, prompt: Make, hook: str
 ) -> None:
     live, stored = patient.live, prompt(14 * BLOCK)
-    live.keep(stored)
+    live.ask_and_store(stored)
     live.flush()
-    ids = stored + prompt(2 * CHUNK + 9)  # of which a part is computed in chunks
-    reference = plain.know(ids)
+    ids = stored + prompt(2 * CHUNK + 9)  # the rest is computed in chunks
+    reference = plain.reference(ids)
     others = [prompt(9 * BLOCK) for _ in range(4)] if hook.endswith("evict") else []
     with patient.failing(hook):
         for other in others:  # more than the pool holds
@@ -108,7 +109,7 @@ def test_a_hook_that_raises_changes_no_answer(
         assert_same(live.ask(ids), reference)
         if hook.endswith("reset"):
             live.flush()
-    again = live.again(ids)
+    again = live.ask_flushed(ids)
     assert_same(again, reference)
     assert again.loaded > 0  # cake goes on
 
@@ -122,16 +123,17 @@ def test_it_may_raise_in_the_middle_of_a_load(
     patient: Faulty, plain: Live, prompt: Make, hook: str, number: int
 ) -> None:
     live, ids = patient.live, prompt(30 * BLOCK)
-    live.keep(ids)
+    live.ask_and_store(ids)
     live.flush()
     with patient.failing(hook, number):
         asked = [
-            Asking(live, ids[: (30 - i) * BLOCK], rid=f"{hook}-{number}-{i}") for i in range(3)
+            PendingRequest(live, ids[: (30 - i) * BLOCK], rid=f"{hook}-{number}-{i}")
+            for i in range(3)
         ]
         for i, asking in enumerate(asked):
-            assert asking.answer().tokens == plain.know(ids[: (30 - i) * BLOCK]).tokens
-        while (patient.folder / "order").exists():  # a load may have been over too soon
-            live.again(ids, 1)
+            assert asking.answer().tokens == plain.reference(ids[: (30 - i) * BLOCK]).tokens
+        while (patient.folder / "order").exists():  # a load may have ended before the Nth call
+            live.ask_flushed(ids, 1)
             live.ask(prompt(20 * BLOCK), 1)
 
 
@@ -140,12 +142,13 @@ def test_an_abort_whose_hook_raises_gives_everything_back(patient: Faulty, promp
     with patient.failing("CakeRadixCache.release_aborted_request"):
         while (patient.folder / "order").exists():
             asked = [
-                Asking(live, prompt(20 * BLOCK), new_tokens=64, rid=f"a-{i}") for i in range(4)
+                PendingRequest(live, prompt(20 * BLOCK), new_tokens=64, rid=f"a-{i}")
+                for i in range(4)
             ]
             for asking in asked:
                 live.post("/abort_request", rid=asking.rid)
             for asking in asked:
-                with contextlib.suppress(AssertionError):  # one that never began is an error
+                with contextlib.suppress(AssertionError):  # aborted before it began
                     asking.answer()
 
 
@@ -164,24 +167,24 @@ def test_a_swap_of_the_store_that_raises_is_refused(
         store = {"store": f"file://{tmp_path}/other?min_free=0"}
         reply = _swap(live, "PUT", **store) if way == "attach" else _swap(live, "DELETE")
         assert reply.status_code == 400
-    live.keep(ids)  # in the store that it had
-    assert live.again(ids).loaded > 0
+    live.ask_and_store(ids)  # in the old store
+    assert live.ask_flushed(ids).loaded > 0
 
 
 def test_failures_that_repeat_switch_cake_off_for_good(
     impatient: Faulty, plain: Live, prompt: Make
 ) -> None:
     live, ids = impatient.live, prompt(14 * BLOCK)
-    live.keep(ids)
-    assert live.again(ids).loaded > 0
+    live.ask_and_store(ids)
+    assert live.ask_flushed(ids).loaded > 0
     assert live.metric("on") == 1
     for hook in HOOKS[:3]:
         with impatient.failing(hook):
-            assert_same(live.again(ids), plain.know(ids))
+            assert_same(live.ask_flushed(ids), plain.reference(ids))
     assert live.metric("on") == 0
     assert live.server.logs().count("cake is switched off") == 1
-    after = live.again(ids)
-    assert_same(after, plain.know(ids))
+    after = live.ask_flushed(ids)
+    assert_same(after, plain.reference(ids))
     assert after.cached == 0
     assert "cake" not in after.meta
     assert _swap(live, "PUT", store="file:///tmp/x").status_code == 400
@@ -191,15 +194,15 @@ def test_failures_that_repeat_switch_cake_off_for_good(
 def test_new_weights_that_cannot_be_named_switch_cake_off_and_nothing_else(
     patient: Faulty, models: dict[str, Path], prompt: Make
 ) -> None:
-    """As when the store's disk is full while the weights change. The last test of this server."""
+    """The last test of this server."""
     live, ids = patient.live, prompt(6 * BLOCK)
-    live.keep(ids)
-    first = live.again(ids)
+    live.ask_and_store(ids)
+    first = live.ask_flushed(ids)
     assert first.loaded > 0
     with patient.failing("SchedulerWeightUpdaterManager.update_weights_from_disk"):
         reply = live.post("/update_weights_from_disk", model_path=str(models["second"]))
         assert reply.json()["success"], reply.text
     assert live.metric("on") == 0
-    second = live.again(ids)
+    second = live.ask_flushed(ids)
     assert second.cached == 0  # nothing of the old weights
     assert second.tokens != first.tokens

@@ -1,7 +1,7 @@
-"""Last steps that begin while the last blocks are still on their way, in a real server.
+"""Last steps that begin before their last blocks have arrived, in a real server.
 
-Its layers are slowed down, so that a step takes longer than the last blocks do: loads win, and the
-last step may begin as soon as the last blocks have begun to come.
+The layers of the server are slowed down, so a step takes longer than loading the last blocks. The
+last step can begin when the first bytes of the last blocks have arrived.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from live import (
     DEADLINE_S,
     TOLERANCE,
     Answer,
-    Asking,
     Live,
+    PendingRequest,
     Start,
     assert_same,
     distance,
@@ -41,7 +41,7 @@ class Remote:
     link: SlowLink
 
     def until_repeated(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask until a last step lacked what had begun to come."""
+        """Ask until a block of a last step that had begun failed to arrive."""
         before = self.live.metric("overlap_failures_total")
 
         def repeated() -> Answer | None:
@@ -52,7 +52,7 @@ class Remote:
 
 
 def last_loaded(answer: Answer) -> int:
-    """The block that came last: loads come from the end."""
+    """The block that was loaded last: loading begins at the end."""
     return int(answer.meta["cake"]["meet_token"]) // BLOCK
 
 
@@ -77,8 +77,8 @@ def overlapped(answer: Answer) -> int:
 
 
 def until_overlapped(ask: Callable[[], Answer]) -> Answer:
-    """Ask until loads have won: at first the server has to learn what things cost, and on a busy
-    machine they do not win each time."""
+    """Ask until a last step overlaps with loads. The server has to measure its costs first, and on
+    a busy machine not every request has such a step."""
 
     def early() -> Answer | None:
         answer = ask()
@@ -92,78 +92,78 @@ def test_a_last_step_that_begins_early_gives_the_same_answer(
     eager: Live, plain: Live, prompt: Make, tail: int
 ) -> None:
     document = prompt(DOCUMENT)
-    eager.keep(document)
+    eager.ask_and_store(document)
     ids = document + prompt(tail)
 
     def ask() -> Answer:
         eager.flush()
         assert eager.store is not None
-        eager.store.forget(*eager.store.files(ids)[DOCUMENT // BLOCK :])
+        eager.store.remove(*eager.store.files(ids)[DOCUMENT // BLOCK :])
         return eager.ask(ids)
 
     answer = until_overlapped(ask)
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert answer.loaded + answer.computed == len(ids)
     assert answer.cached == answer.loaded
     assert overlapped(answer) <= answer.loaded
-    # What came so late is in the tree like any KV.
+    # KV that arrived during the step is in the tree like any KV.
     more = ids + prompt(9)
     again = eager.ask(more)
     assert again.cached >= len(ids) - 1
-    assert_same(again, plain.know(more))
+    assert_same(again, plain.reference(more))
 
 
 def test_a_step_between_chunks_may_be_the_last_one(eager: Live, plain: Live, prompt: Make) -> None:
-    """What is not stored at the front is computed first: the request has its row by then."""
+    """The first tokens are not stored and are computed first, so the request has its row."""
     ids = prompt(DOCUMENT + 30)
-    files = eager.keep(ids)
-    eager.store.forget(*files[: CHUNK // BLOCK])  # type: ignore[union-attr]
+    files = eager.ask_and_store(ids)
+    eager.store.remove(*files[: CHUNK // BLOCK])  # type: ignore[union-attr]
 
     def ask() -> Answer:
-        answer = eager.again(ids)
-        eager.store.forget(*files[: CHUNK // BLOCK])  # type: ignore[union-attr]
+        answer = eager.ask_flushed(ids)
+        eager.store.remove(*files[: CHUNK // BLOCK])  # type: ignore[union-attr]
         return answer
 
     answer = until_overlapped(ask)
     assert answer.computed >= CHUNK
-    assert_same(answer, plain.know(ids))
-    assert_same(eager.ask(ids), plain.know(ids))
+    assert_same(answer, plain.reference(ids))
+    assert_same(eager.ask(ids), plain.reference(ids))
 
 
 def test_what_the_tree_has_is_not_loaded(eager: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(DOCUMENT + 7)
-    eager.keep(ids)
+    eager.ask_and_store(ids)
 
     def ask() -> Answer:
-        eager.again(ids[: 2 * BLOCK + 11])
+        eager.ask_flushed(ids[: 2 * BLOCK + 11])
         return eager.ask(ids)
 
     answer = until_overlapped(ask)
     assert answer.meta["cake"]["matched_tokens"] == 2 * BLOCK + 11
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
 
 
 def test_wrong_kv_would_be_seen(eager: Live, plain: Live, prompt: Make) -> None:
     """The control."""
     ids = prompt(DOCUMENT + 12)
-    for file in eager.keep(ids):
+    for file in eager.ask_and_store(ids):
         falsify(file)
-    lie = until_overlapped(lambda: eager.again(ids))
-    assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+    lie = until_overlapped(lambda: eager.ask_flushed(ids))
+    assert distance(lie.logprobs, plain.reference(ids).logprobs) > 20 * TOLERANCE
 
 
 def test_who_is_not_alone_waits_for_all(eager: Live, plain: Live, prompt: Make) -> None:
-    """The device is for the others meanwhile; answers are the same."""
+    """Other requests use the device in the meantime, and all answers are the same."""
     ids, other = prompt(DOCUMENT + 25), prompt(40)
-    eager.keep(ids)
-    until_overlapped(lambda: eager.again(ids))
+    eager.ask_and_store(ids)
+    until_overlapped(lambda: eager.ask_flushed(ids))
     eager.flush()
-    long = Asking(eager, other, new_tokens=60, rid="long")
+    long = PendingRequest(eager, other, new_tokens=60, rid="long")
     long.until("arrive")
     answer = eager.ask(ids)
-    decoding = long.under_way
-    assert_same(answer, plain.know(ids))
-    assert_same(long.answer(), plain.know(other, 60))
+    decoding = long.is_running
+    assert_same(answer, plain.reference(ids))
+    assert_same(long.answer(), plain.reference(other, 60))
     if decoding:
         assert overlapped(answer) == 0
 
@@ -191,10 +191,10 @@ def test_blocks_that_share_a_link_all_come_while_the_step_runs(
     remote: Remote, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(DOCUMENT + 100)
-    remote.live.keep(ids)
-    answer = until_overlapped(lambda: remote.live.again(ids))
-    assert_same(answer, plain.know(ids))
-    assert_same(remote.live.ask(ids), plain.know(ids))
+    remote.live.ask_and_store(ids)
+    answer = until_overlapped(lambda: remote.live.ask_flushed(ids))
+    assert_same(answer, plain.reference(ids))
+    assert_same(remote.live.ask(ids), plain.reference(ids))
 
 
 def one_bit(payload: bytes) -> bytes:
@@ -202,45 +202,45 @@ def one_bit(payload: bytes) -> bytes:
 
 
 def no_numbers(payload: bytes) -> bytes:
-    return b"\xff" * len(payload)  # NaN, of which a sampler would not choose
+    return b"\xff" * len(payload)  # NaN, which a sampler would reject
 
 
 @pytest.mark.parametrize("spoiled", [one_bit, no_numbers])
 def test_a_last_block_that_turns_out_wrong_is_computed(
     remote: Remote, plain: Live, prompt: Make, spoiled: Callable[[bytes], bytes]
 ) -> None:
-    """Its first layers were used by then."""
+    """Its first layers have been used when the check fails."""
     ids = prompt(DOCUMENT + 40)
-    files = remote.live.keep(ids)
+    files = remote.live.ask_and_store(ids)
 
     def ask() -> Answer:
-        last = last_loaded(until_overlapped(lambda: remote.live.again(ids)))
+        last = last_loaded(until_overlapped(lambda: remote.live.ask_flushed(ids)))
         good = files[last].read_bytes()
         files[last].write_bytes(good[:HEADER_BYTES] + spoiled(good[HEADER_BYTES:]))
-        remote.live.again(ids, 1, sampling={"temperature": 1.0, "top_p": 0.9})
-        # It may be set aside from now on, at any time, and maybe after the server has found that
-        # it need not be stored again: so it goes, and is stored anew.
-        remote.live.store.forget(files[last])  # type: ignore[union-attr]
+        remote.live.ask_flushed(ids, 1, sampling={"temperature": 1.0, "top_p": 0.9})
+        # The bad block may be set aside at any time from now on, also after the server has found
+        # that it is stored. So the test removes it and has it stored again.
+        remote.live.store.remove(files[last])  # type: ignore[union-attr]
         remote.live.flush()
-        remote.live.keep(ids)
+        remote.live.ask_and_store(ids)
         return remote.live.ask([*ids, 1, 2, 3])
 
     more = [*ids, 1, 2, 3]
-    assert_same(remote.until_repeated(ask), plain.know(more))
+    assert_same(remote.until_repeated(ask), plain.reference(more))
 
 
 def test_a_connection_that_breaks_in_the_middle_changes_nothing(
     remote: Remote, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(DOCUMENT + 60)
-    files = remote.live.keep(ids)
+    files = remote.live.ask_and_store(ids)
     block_bytes = files[0].stat().st_size
 
     def ask() -> Answer:
-        blocks = until_overlapped(lambda: remote.live.again(ids)).loaded // BLOCK
+        blocks = until_overlapped(lambda: remote.live.ask_flushed(ids)).loaded // BLOCK
         remote.live.flush()
         remote.link.cut_after(blocks * block_bytes - block_bytes // 2)
         return remote.live.ask(ids)
 
-    assert_same(remote.until_repeated(ask), plain.know(ids))
-    assert_same(remote.live.ask(ids), plain.know(ids))
+    assert_same(remote.until_repeated(ask), plain.reference(ids))
+    assert_same(remote.live.ask(ids), plain.reference(ids))

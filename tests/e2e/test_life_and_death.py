@@ -1,14 +1,14 @@
-"""Requests that end early, and what must not be lost with them. The log is the judge."""
+"""Requests that end early: nothing leaks, and the log has no alarm."""
 
 from collections.abc import Callable
 
 import pytest
 import requests
-from live import BLOCK, Asking, Live, assert_same, request, until
+from live import BLOCK, Live, PendingRequest, assert_same, request, until
 
 Make = Callable[[int], list[int]]
 
-# Stages of a request by what its trace says: (event, how many of them).
+# Stages of a request: an event of its trace, and how often it has happened.
 STAGES = (
     ("arrive", 1),
     ("found", 1),
@@ -25,19 +25,19 @@ STAGES = (
 def document(both: Live) -> list[int]:
     """A long stored prompt."""
     ids = [(7 * i * i + 3 * i) % 9973 for i in range(32 * BLOCK + 5)]
-    both.keep(ids)
+    both.ask_and_store(ids)
     return ids
 
 
 @pytest.fixture
 def unharmed(both: Live, plain: Live, document: list[int]) -> Callable[[], None]:
-    """Says whether the server is as it was: idle, nothing leaked, right answers."""
+    """Checks that the server is idle, that nothing leaked, and that its answers are right."""
 
     def check() -> None:
-        both.flush()  # refused while anything runs; then SGLang's idle check looks at every slot
+        both.flush()  # waits until nothing runs; then SGLang checks every slot
         both.check_log()
         answer = both.ask(document)
-        assert_same(answer, plain.know(document))
+        assert_same(answer, plain.reference(document))
         assert answer.loaded > 0 or both.races
         both.flush()
 
@@ -49,7 +49,7 @@ def test_aborts_at_every_stage_give_everything_back(
 ) -> None:
     for turn, (event, count) in enumerate(STAGES):
         both.flush()
-        asking = Asking(both, document, new_tokens=32, rid=f"abort-{turn}")
+        asking = PendingRequest(both, document, new_tokens=32, rid=f"abort-{turn}")
         asking.until(event, count)
         both.post("/abort_request", rid=asking.rid)
         assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
@@ -64,7 +64,7 @@ def test_clients_that_hang_up_at_every_stage_give_everything_back(
         rid = f"hang-up-{turn}"
         body = request(document, 32, rid=rid, stream=True)
         with requests.post(both.url + "/generate", json=body, stream=True, timeout=60):
-            pass  # headers come with the first event or earlier; whatever runs is cut off
+            pass  # the connection is cut after the headers, while the request runs
 
         body["rid"] = rid = f"hang-up-late-{turn}"
         asking = _HangingUp(both, body)
@@ -77,7 +77,7 @@ def test_aborting_all_with_a_queue_gives_everything_back(
     both: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()
-    asked = [Asking(both, document[i:], new_tokens=16, rid=f"all-{i}") for i in range(5)]
+    asked = [PendingRequest(both, document[i:], new_tokens=16, rid=f"all-{i}") for i in range(5)]
     asked[0].until("land")
     both.post("/abort_request", abort_all=True)
     for asking in asked:
@@ -89,10 +89,10 @@ def test_flushing_while_a_load_runs_is_refused_and_harms_nothing(
     both: Live, plain: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()
-    asking = Asking(both, document, rid="flush-while-loading")
+    asking = PendingRequest(both, document, rid="flush-while-loading")
     asking.until("land", 2)
     requests.post(both.url + "/flush_cache", timeout=60)
-    assert_same(asking.answer(), plain.know(document))
+    assert_same(asking.answer(), plain.reference(document))
     unharmed()
 
 
@@ -103,10 +103,12 @@ def test_two_requests_for_the_same_blocks_share_one_load(
     block_bytes = both.store.files(document)[0].stat().st_size - 4096
     before = {n: both.metric(n + "_total") for n in ("read_bytes", "loaded_tokens")}
     tails = [prompt(9), prompt(70)]
-    asked = [Asking(both, document + tail, rid=f"share-{i}") for i, tail in enumerate(tails)]
+    asked = [
+        PendingRequest(both, document + tail, rid=f"share-{i}") for i, tail in enumerate(tails)
+    ]
     answers = [asking.answer() for asking in asked]
     for tail, answer in zip(tails, answers, strict=True):
-        assert_same(answer, plain.know(document + tail))
+        assert_same(answer, plain.reference(document + tail))
     loaded = sum(answer.loaded for answer in answers)
     assert loaded > 0 or both.races
     until(
@@ -114,8 +116,8 @@ def test_two_requests_for_the_same_blocks_share_one_load(
         "the counters are published",
     )
     blocks = len(document) // BLOCK
-    # What had landed for the first when the second arrived may be read again; never all of it
-    # (that reads are shared block by block is tests/loading/test_loader.py's).
+    # Blocks that had landed for the first before the second arrived may be read again, but not all
+    # blocks. tests/loading/test_loader.py tests that two requests share the read of a block.
     assert both.metric("read_bytes_total") - before["read_bytes"] < 2 * blocks * block_bytes
 
 
@@ -127,7 +129,7 @@ def test_a_store_whose_folder_vanishes_does_not_stop_the_server(
     root.rename(away)
     try:
         for ids in (document, prompt(5 * BLOCK)):
-            assert_same(both.ask(ids), plain.know(ids))
+            assert_same(both.ask(ids), plain.reference(ids))
     finally:
         away.rename(root)
     both.flush()
@@ -139,15 +141,17 @@ def test_many_requests_at_once_with_aborts_and_flushes(
 ) -> None:
     both.flush()
     starts = [0, 0, BLOCK, 1, 0, 2 * BLOCK, 1, BLOCK]
-    # A prompt that does not start at the document's start shares nothing with it.
-    asked = [Asking(both, document[s : s + 1200], rid=f"many-{i}") for i, s in enumerate(starts)]
+    # A prompt shares blocks with a document only if both start with the same tokens.
+    asked = [
+        PendingRequest(both, document[s : s + 1200], rid=f"many-{i}") for i, s in enumerate(starts)
+    ]
     for victim in (asked[1], asked[5]):
         both.post("/abort_request", rid=victim.rid)
     requests.post(both.url + "/flush_cache", timeout=60)
     for index, (asking, s) in enumerate(zip(asked, starts, strict=True)):
         answer = asking.answer()
         if index not in (1, 5):
-            assert_same(answer, plain.know(document[s : s + 1200]))
+            assert_same(answer, plain.reference(document[s : s + 1200]))
     unharmed()
 
 
@@ -157,7 +161,7 @@ def _seen(live: Live, rid: str, event: str, count: int) -> bool:
 
 
 class _HangingUp:
-    """A raw connection that is cut in the middle of a request."""
+    """A raw connection, cut in the middle of a request."""
 
     def __init__(self, live: Live, body: dict[str, object]) -> None:
         import json

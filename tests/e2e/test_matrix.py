@@ -1,4 +1,4 @@
-"""Other shapes of server: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
+"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, TOLERANCE, Answer, Asking, Live, Start, assert_same, falsify
+from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
 from warm import run_forked
 
 from sglang_cake.testing.models import build_llama
@@ -17,23 +17,25 @@ HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV 
 
 
 def _check_exactness(live: Live, prompt: Make, tolerance: float) -> None:
-    """Cold and stored answers agree, and would not if the KV were wrong."""
+    """Answers with and without stored KV agree. Control: with wrong KV they differ."""
     document = prompt(10 * BLOCK)
     cold = live.ask(document, 1)
     files = live.store.until_stored(document)
-    warm = live.again(document, 1)
+    warm = live.ask_flushed(document, 1)
     assert warm.loaded > 0
     assert_same(warm, cold, tolerance)
     tails = [document + prompt(n) for n in (1, 70, 300)]
-    cold_tails = [live.again(ids, 1, cache_salt="cold") for ids in tails]
+    cold_tails = [live.ask_flushed(ids, 1, cache_salt="cold") for ids in tails]
     live.flush()
-    asked = [Asking(live, ids, new_tokens=1, rid=f"tail-{i}") for i, ids in enumerate(tails)]
+    asked = [
+        PendingRequest(live, ids, new_tokens=1, rid=f"tail-{i}") for i, ids in enumerate(tails)
+    ]
     for asking, reference in zip(asked, cold_tails, strict=True):
         assert_same(asking.answer(), reference, tolerance)
-    truth = live.again(document, cache_salt="cold")
+    truth = live.ask_flushed(document, cache_salt="cold")
     for file in files:
         falsify(file)
-    lie = live.again(document)
+    lie = live.ask_flushed(document)
     assert lie.loaded > 0
     with pytest.raises(AssertionError):
         assert_same(lie, truth, tolerance)
@@ -56,7 +58,7 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
 
 def test_two_ranks_with_pages_of_64_in_bfloat16(parallel: Live, prompt: Make) -> None:
     _check_exactness(parallel, prompt, HALF_TOLERANCE)
-    ranks = [json.loads(p.description.read_text())["tp_rank"] for p in parallel.store.places()]
+    ranks = [json.loads(p.description.read_text())["tp_rank"] for p in parallel.store.namespaces()]
     assert sorted(ranks) == ["0", "1"]
 
 
@@ -68,8 +70,8 @@ def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: 
     raw = bytearray(spoiled.read_bytes())
     raw[9000] ^= 1
     spoiled.write_bytes(raw)
-    parallel.store.forget(files[7])
-    warm = parallel.again(document, 1)
+    parallel.store.remove(files[7])
+    warm = parallel.ask_flushed(document, 1)
     assert_same(warm, cold, HALF_TOLERANCE)
     assert 0 < warm.loaded <= 10 * BLOCK
     assert parallel.store.set_aside(spoiled)
@@ -77,10 +79,10 @@ def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: 
 
 def test_two_ranks_survive_aborts(parallel: Live, prompt: Make) -> None:
     document = prompt(20 * BLOCK)
-    parallel.keep(document)
+    parallel.ask_and_store(document)
     for event in ("arrive", "land", "claim", "attach"):
         parallel.flush()
-        asking = Asking(parallel, document, new_tokens=8, rid=f"tp-{event}")
+        asking = PendingRequest(parallel, document, new_tokens=8, rid=f"tp-{event}")
         asking.until(event)
         parallel.post("/abort_request", rid=asking.rid)
         asking.answer()
@@ -92,19 +94,19 @@ def test_two_ranks_survive_aborts(parallel: Live, prompt: Make) -> None:
 def latent(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:
-    """A tiny DeepSeek-V2, dense, whose KV is one latent row a layer."""
+    """A tiny dense DeepSeek-V2. Its KV is one latent row per layer."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
     flags += ("--sleep-on-idle",)
     model = build_deepseek(folder / "latent" / "model", tokenizer_of=models["first"])
     store = folder / "store-mla"
-    # One latent row is small: a narrow link, so that both sides take part.
+    # A latent row is small, so the link is slow: a part is loaded and a part is computed.
     with start(model, flags, store=store, bandwidth="600kB/s", env=standins) as live:
         yield live
 
 
 def test_an_mla_model(latent: Live, prompt: Make) -> None:
     _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
-    layout = json.loads(json.loads(latent.store.places()[0].description.read_text())["layout"])
+    layout = json.loads(json.loads(latent.store.namespaces()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
 
 
@@ -142,7 +144,7 @@ def build_deepseek(path: Path, tokenizer_of: Path) -> Path:
         model = DeepseekV2ForCausalLM(config)
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(path)
-    # What SGLang reads and this version of transformers does not write.
+    # SGLang reads these fields, and this version of transformers does not write them.
     file = path / "config.json"
     facts = json.loads(file.read_text())
     scaling = {
@@ -207,7 +209,7 @@ if __name__ == "__main__":
 
 
 def test_an_engine_in_process_with_float16_kv(folder: Path, tmp_path: Path) -> None:
-    # Half precision on a CPU is slow: a smaller model does.
+    # The model is smaller since half precision is slow on a CPU.
     model = build_llama(folder / "half" / "model", hidden=128, layers=2, heads=4, kv_heads=2)
     program = tmp_path / "program.py"
     program.write_text(ENGINE)

@@ -1,4 +1,4 @@
-"""The plugin is installed, and nobody asked for cake: SGLang is as it was."""
+"""The plugin is installed but cake is not enabled: SGLang is unchanged."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Servers that come and go on one store folder: what is found again, and what must not be.
+"""Three servers in a row on one store folder: the blocks that the next one must and must not find.
 
-Three servers in a row. Each fixture is one life; the tests look at what it said.
+Each fixture runs one server and returns its answers; the tests check them.
 """
 
 import os
@@ -15,8 +15,8 @@ from live import (
     BLOCK,
     VOCAB,
     Answer,
-    Asking,
     Live,
+    PendingRequest,
     Start,
     StoreView,
     assert_same,
@@ -47,7 +47,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Folders whose content changes between lives while their names stay."""
+    """Folders whose content changes between the servers while their names stay."""
 
     model: Path
     adapter: Path
@@ -72,29 +72,29 @@ def _flags(home: Home, mode: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
-    """Mode compute; ended by SIGTERM while it writes."""
+    """Mode compute. Ended by SIGTERM while it writes."""
     flags, stop = _flags(home, "compute"), signal.SIGTERM
     with start(home.model, flags, store=home.store, env=standins, stop=stop) as live:
         life = Life(live.store)
         life.answers["kept"] = live.ask(KEPT)
         life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
         until(lambda: len(life.store.blocks()) >= 14 + 8, "both prompts in the store")
-        life.answers["again"] = live.again(KEPT)
-        asking = Asking(live, CUT_BY_TERM, new_tokens=1, rid="term")
+        life.answers["again"] = live.ask_flushed(KEPT)
+        asking = PendingRequest(live, CUT_BY_TERM, new_tokens=1, rid="term")
         asking.until("claim", 6)
     return life
 
 
 @pytest.fixture(scope="module")
 def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> Life:
-    """Mode load, the same folder; killed while it writes."""
+    """Mode load, the same folder. Killed while it writes."""
     flags = _flags(home, "load")
     with start(home.model, flags, store=home.store, env=standins) as live:
         life = Life(live.store)
         life.answers["kept"] = live.ask(KEPT)
         life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
         life.answers["term"] = live.ask(CUT_BY_TERM)
-        asking = Asking(live, CUT_BY_KILL, new_tokens=1, rid="kill")
+        asking = PendingRequest(live, CUT_BY_KILL, new_tokens=1, rid="kill")
         asking.until("claim", 6)
         os.killpg(live.server._process.pid, signal.SIGKILL)
     return life
@@ -109,7 +109,7 @@ def third(
     models: dict[str, Path],
     adapters: dict[str, Path],
 ) -> Iterator[Live]:
-    """Mode load, the same folders: in them another model of the same shape, another adapter."""
+    """Mode load, the same folders with another model of the same shape and another adapter."""
     for name, source in ((home.model, models["second"]), (home.adapter, adapters["a2"])):
         shutil.rmtree(name)
         shutil.copytree(source, name)
@@ -130,23 +130,23 @@ def reference(plain: Live) -> Live:
 
 def test_mode_compute_stores_and_never_loads(first: Life, reference: Live) -> None:
     for name in ("kept", "again"):
-        assert_same(first.answers[name], reference.know(KEPT))
+        assert_same(first.answers[name], reference.reference(KEPT))
         assert first.answers[name].loaded == 0
 
 
 def test_mode_load_loads_all_that_is_stored(second: Life, reference: Live) -> None:
-    assert_same(second.answers["kept"], reference.know(KEPT))
+    assert_same(second.answers["kept"], reference.reference(KEPT))
     assert second.answers["kept"].loaded >= len(KEPT) - 1
     assert second.answers["kept"].computed == 1
 
 
 def test_an_adapters_blocks_are_found_after_a_restart(second: Life, reference: Live) -> None:
-    assert_same(second.answers["adapter"], reference.know(WITH_ADAPTER, **ADAPTER))
+    assert_same(second.answers["adapter"], reference.reference(WITH_ADAPTER, **ADAPTER))
     assert second.answers["adapter"].loaded == 8 * BLOCK
 
 
 def test_a_prompt_cut_off_by_sigterm_is_right_afterwards(second: Life, reference: Live) -> None:
-    assert_same(second.answers["term"], reference.know(CUT_BY_TERM))
+    assert_same(second.answers["term"], reference.reference(CUT_BY_TERM))
 
 
 def test_a_kill_leaves_whole_blocks_only(second: Life) -> None:
@@ -166,20 +166,20 @@ def test_another_model_in_the_same_folder_finds_nothing(
         assert_same(answer, plain.ask(KEPT))
     finally:
         _become(plain, models["first"])
-    with pytest.raises(AssertionError):  # the control: the models do differ
+    with pytest.raises(AssertionError):  # control: the models differ
         assert_same(answer, second.answers["kept"])
 
 
 def test_weights_that_come_back_find_their_blocks(
     third: Live, plain: Live, models: dict[str, Path]
 ) -> None:
-    """Update to the first model's weights: its blocks, those of the killed server among them."""
+    """An update to the first model's weights finds its blocks, also those of the killed server."""
     third.flush()
     _become(third, models["first"])
     answer = third.ask(KEPT)
-    assert_same(answer, plain.know(KEPT))
+    assert_same(answer, plain.reference(KEPT))
     assert answer.loaded > 0
-    assert_same(third.ask(CUT_BY_KILL), plain.know(CUT_BY_KILL))
+    assert_same(third.ask(CUT_BY_KILL), plain.reference(CUT_BY_KILL))
 
 
 def test_other_weights_under_an_adapters_name_find_nothing(
@@ -188,7 +188,7 @@ def test_other_weights_under_an_adapters_name_find_nothing(
     _become(third, models["first"])
     answer = third.ask(WITH_ADAPTER, **ADAPTER)
     assert answer.loaded == 0
-    assert_same(answer, plain.know(WITH_ADAPTER, lora_path="a2"))
+    assert_same(answer, plain.reference(WITH_ADAPTER, lora_path="a2"))
     with pytest.raises(AssertionError):
         assert_same(answer, second.answers["adapter"])
 
@@ -198,7 +198,7 @@ def test_a_new_weight_version_is_a_new_namespace(
 ) -> None:
     _become(third, models["first"], weight_version="step-2")
     answer = third.ask(KEPT)
-    assert_same(answer, plain.know(KEPT))
+    assert_same(answer, plain.reference(KEPT))
     assert answer.loaded == 0
 
 
@@ -209,7 +209,7 @@ def test_weights_that_change_under_a_tree_that_stays_are_not_stored(
     _become(third, models["first"])
     third.ask(ids[: 3 * BLOCK + 1], 1)
     _become(third, models["second"], flush_cache=False)
-    third.ask(ids, 1)  # half of it on KV of the other weights: that is what was asked for
+    third.ask(ids, 1)  # half of the prompt has KV of the other weights, as SGLang allows
     third.flush()
     answer = third.ask(ids)
     assert answer.loaded == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import requests
-from live import BLOCK, DEADLINE_S, VOCAB, Answer, Asking, Live, Start, assert_same, until
+from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, PendingRequest, Start, assert_same, until
 
 from sglang_cake.cli import main
 from sglang_cake.runahead.table import load_table
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 class Pair:
-    """The owner loads nothing; the helper, when it owns a prompt itself, loads beside the chain."""
+    """Two servers. `owner` loads nothing; `helper` loads blocks of prompts that it owns itself."""
 
     def __init__(self, owner: Live, helper: Live, trouble: "Trouble") -> None:
         self.owner, self.helper, self.trouble = owner, helper, trouble
@@ -39,10 +39,10 @@ class Pair:
 
 
 def together(live: Live) -> bool:
-    """Whether the last news of the link is good. That a member is left out for a while is none."""
+    """Whether the last change of the connection was its start. Being left out is no change."""
     lines = live.server.logs().splitlines()
-    news = [line for line in lines if "runahead: member" in line and " is left out" not in line]
-    return bool(news) and news[-1].endswith("is here")
+    changes = [line for line in lines if "runahead: member" in line and " is left out" not in line]
+    return bool(changes) and changes[-1].endswith("is here")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def pair(
                     bandwidth="2MB/s",
                     env={
                         "XDG_CACHE_HOME": str(folder / "cache"),
-                        "XDG_CONFIG_HOME": str(folder / "config"),  # where the first makes a secret
+                        "XDG_CONFIG_HOME": str(
+                            folder / "config"
+                        ),  # the first server makes a secret here
                         **standins,
                         **({"CAKE_TEST_LAYERS": str(trouble.folder)} if rank else {}),
                     },
@@ -85,7 +87,7 @@ def ids(request: pytest.FixtureRequest) -> list[int]:
 
 
 def shared(inner: Sequence[int], stop: int = LONG) -> dict[str, Any]:
-    """Extra of a request that asks for this partition, as a search does."""
+    """Parameters of a request for this partition."""
     return {"sampling": {"custom_params": {"cake_runahead": [*inner, stop]}}}
 
 
@@ -96,14 +98,14 @@ def alone() -> dict[str, Any]:
 def share(pair: Pair, ids: list[int], bounds: Sequence[int]) -> Answer:
     def ask() -> Answer:
         pair.helper.flush()
-        return pair.owner.again(ids, **shared(bounds))
+        return pair.owner.ask_flushed(ids, **shared(bounds))
 
     return until_helped(ask)
 
 
 def until_helped(ask: Callable[[], Answer]) -> Answer:
-    """Ask until the other one had time to help: a busy machine may be late with its answer, and
-    who was late is left out for a while."""
+    """Ask until the other member helps. On a busy machine its answer may be late, and then it is
+    left out for a while."""
 
     def with_help() -> Answer | None:
         answer = ask()
@@ -121,33 +123,33 @@ def test_two_servers_give_the_tokens_of_one(
     pair: Pair, plain: Live, ids: list[int], split: int
 ) -> None:
     answer = share(pair, ids, [split])
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert helped(answer) == split
     until(lambda: pair.owner.metric("helped_tokens_total") >= split, "it was counted")
-    again = pair.owner.ask(ids)  # what came from the other one is in the tree like any KV
+    again = pair.owner.ask(ids)  # received KV is in the tree like any KV
     assert again.cached >= LONG - 2 * PAGE
-    assert_same(again, plain.know(ids))
+    assert_same(again, plain.reference(ids))
     on_helper = pair.helper.ask([*ids[:split], *ids[:8]], **alone())
     assert on_helper.cached == split
 
 
 def test_corrupt_kv_would_be_seen(pair: Pair, plain: Live, ids: list[int]) -> None:
-    """The control of the test above: with another first half the answer is another one."""
+    """Control of the test above: with another first half, the answer differs."""
     other = [*reversed(ids[:640]), *ids[640:]]
-    assert pair.owner.ask(other).tokens != plain.know(ids).tokens
+    assert pair.owner.ask(other).tokens != plain.reference(ids).tokens
 
 
 def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: list[int]) -> None:
     pair.helper.ask(ids[:800], **alone())
 
     def ask() -> Answer:
-        pair.owner.again(ids[:512], **alone())
+        pair.owner.ask_flushed(ids[:512], **alone())
         return pair.owner.ask(ids, **shared([640]))
 
     answer = until_helped(ask)
     assert answer.cached == 512
     assert helped(answer) == 128
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     # 4 layers, K and V, 2 heads of 32 dimensions in float32
     assert answer.meta["cake"]["received_bytes"] == 128 * 4 * 2 * 2 * 32 * 4
     until(lambda: pair.helper.metric("runahead_sent_bytes_total") > 0, "it was counted")
@@ -155,39 +157,39 @@ def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: li
 
 def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
     pair.helper.flush()
-    pair.owner.again(ids[:512], **alone())
+    pair.owner.ask_flushed(ids[:512], **alone())
     answer = pair.owner.ask(ids, **shared([640]))
     assert helped(answer) == 0
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
 
 
 def test_input_logprobs_of_the_front_are_computed_alone(
     pair: Pair, plain: Live, ids: list[int]
 ) -> None:
     extra = {"logprob_start_len": 100}
-    answer = pair.owner.again(ids, **shared([640]), **extra)
+    answer = pair.owner.ask_flushed(ids, **shared([640]), **extra)
     assert helped(answer) == 0
     assert_same(answer, plain.ask(ids, **extra))
     tail = {"logprob_start_len": LONG - 20}
-    assert_same(pair.owner.again(ids, **shared([640]), **tail), plain.ask(ids, **tail))
+    assert_same(pair.owner.ask_flushed(ids, **shared([640]), **tail), plain.ask(ids, **tail))
 
 
 def test_a_short_prompt_stays_local(pair: Pair, plain: Live, ids: list[int]) -> None:
-    short = ids[: BLOCK - 1]  # below --cake-min-load-tokens, whatever steps cost here
-    answer = pair.owner.again(short)
-    assert_same(answer, plain.know(short))
+    short = ids[: BLOCK - 1]  # below --cake-min-load-tokens
+    answer = pair.owner.ask_flushed(short)
+    assert_same(answer, plain.reference(short))
     assert helped(answer) == 0
 
 
 def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[int]) -> None:
-    loads, helps = pair.helper, pair.owner  # who loads owns the prompt here
+    loads, helps = pair.helper, pair.owner  # the member that loads owns this prompt
     assert loads.store is not None
     assert helps.store is not None
     before = len(loads.store.blocks()), len(helps.store.blocks())
 
     def ask(*inner: int, stop: int = LONG) -> Answer:
         helps.flush()
-        return loads.again(ids, **shared(inner, stop=stop))
+        return loads.ask_flushed(ids, **shared(inner, stop=stop))
 
     until_helped(lambda: ask(640))
     loads.store.until_stored(ids)
@@ -196,7 +198,7 @@ def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[in
 
     def beside_loads() -> Answer | None:
         answer = until_helped(lambda: ask(256, stop=512))
-        assert_same(answer, plain.know(ids))
+        assert_same(answer, plain.reference(ids))
         return answer if answer.loaded else None
 
     answer = until(beside_loads, "an answer with help and loads")
@@ -219,7 +221,7 @@ def test_a_search_is_used_at_once(
     def shared_as() -> object:
         pair.helper.flush()
         asked = {"sampling": {"custom_params": {"cake_runahead": "table"}}}
-        return pair.owner.again(ids[:512], **asked).meta["cake"].get("bounds")
+        return pair.owner.ask_flushed(ids[:512], **asked).meta["cake"].get("bounds")
 
     until(lambda: shared_as() == [0, first, 512], "the owner has read the table")
 
@@ -228,13 +230,13 @@ def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) ->
     for _ in range(3):
         pair.owner.flush()
         pair.helper.flush()
-        asked = [Asking(live, ids, **shared([640])) for live in (pair.owner, pair.helper)]
+        asked = [PendingRequest(live, ids, **shared([640])) for live in (pair.owner, pair.helper)]
         for each in asked:
-            assert_same(each.answer(), plain.know(ids))
+            assert_same(each.answer(), plain.reference(ids))
 
 
 class Trouble:
-    """Makes the helper's next span end in a way of our choice, at a layer of our choice."""
+    """Makes the helper's next span fail at a given layer in a given way."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,7 +248,7 @@ class Trouble:
 
     @property
     def pid(self) -> int:
-        """Who has reached it: the process of the helper that computes."""
+        """The process of the helper that has reached the layer."""
         return int((self.folder / "reached").read_text())
 
     def order(self, what: str, layer: int) -> None:
@@ -260,15 +262,15 @@ class Trouble:
         (self.folder / "go").touch()
 
 
-def ask_into_trouble(pair: Pair, ids: list[int], what: str) -> Asking:
-    """Ask the owner; when this returns, the helper is in the middle of its span, in trouble."""
+def ask_into_trouble(pair: Pair, ids: list[int], what: str) -> PendingRequest:
+    """Ask the owner. When this returns, the helper's span fails at TROUBLE_LAYER."""
     pair.trouble.order(what, TROUBLE_LAYER)
     attempts = itertools.count()
 
-    def ask() -> Asking | None:
+    def ask() -> PendingRequest | None:
         pair.owner.flush()
-        asking = Asking(pair.owner, ids, rid=f"{what}-{next(attempts)}", **shared([640]))
-        until(lambda: pair.trouble.reached or not asking.under_way, f"{what}, or an answer")
+        asking = PendingRequest(pair.owner, ids, rid=f"{what}-{next(attempts)}", **shared([640]))
+        until(lambda: pair.trouble.reached or not asking.is_running, f"{what}, or an answer")
         if pair.trouble.reached:
             return asking
         pair.helper.flush()
@@ -278,8 +280,8 @@ def ask_into_trouble(pair: Pair, ids: list[int], what: str) -> Asking:
 
 
 def failed(pair: Pair) -> float:
-    """Chains that the owner ended. On a busy machine any of them may have been late before it was
-    in trouble."""
+    """Chains that failed on the owner. On a busy machine a chain may be late before the helper
+    fails."""
     reasons = ("late", "broken")
     return sum(pair.owner.metric("runahead_failures_total", reason=each) for each in reasons)
 
@@ -292,13 +294,13 @@ def aborted(pair: Pair) -> float:
 def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
     pair: Pair, plain: Live, ids: list[int], what: str
 ) -> None:
-    """It runs out of memory; is too slow; hangs, so that its connections are silent."""
+    """The helper runs out of memory, is too slow, or hangs so that its connections are silent."""
     before = failed(pair)
     helped_before = pair.owner.metric("helped_tokens_total")
     asking = ask_into_trouble(pair, ids, what)
     try:
-        answer = asking.answer()  # while the helper still is where it was
-        assert_same(answer, plain.know(ids))
+        answer = asking.answer()  # while the helper still is at that layer
+        assert_same(answer, plain.reference(ids))
         assert helped(answer) == 0
         until(lambda: failed(pair) > before, "it was counted")
         assert pair.owner.metric("helped_tokens_total") == helped_before
@@ -306,8 +308,8 @@ def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
         pair.trouble.go()
         os.kill(pair.trouble.pid, signal.SIGCONT)
     pair.until_together()
-    pair.helper.flush()  # which waits until nothing runs, and checks the books
-    assert_same(share(pair, ids, [640]), plain.know(ids))  # it heals
+    pair.helper.flush()  # waits until nothing runs, and checks for leaks
+    assert_same(share(pair, ids, [640]), plain.reference(ids))  # the helper helps again
 
 
 def test_an_abort_in_the_middle_stops_owner_and_helper(
@@ -319,45 +321,45 @@ def test_an_abort_in_the_middle_stops_owner_and_helper(
     for _ in range(5):
         asking = ask_into_trouble(pair, ids, "hold")
         requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
-        answer = asking.answer()  # while the helper is held: nobody can have computed this
+        answer = asking.answer()  # while the helper is held
         pair.trouble.go()
         if not answer.tokens:
             break
-        time.sleep(2.5)  # it had waited long enough before it heard: the helper is left out
+        share(pair, ids, [640])  # the owner was faster than the abort: wait until it asks again
     assert answer.meta["finish_reason"]["type"] == "abort"
     assert answer.tokens == []
     until(lambda: aborted(pair) == before + 1, "it was counted")
     until(lambda: pair.helper.server.logs().count(said) == ends + 1, "the helper has stopped")
     pair.owner.flush()
     pair.helper.flush()
-    assert pair.owner.ask(ids[:640], **alone()).cached == 0  # nothing of it is in the tree
+    assert pair.owner.ask(ids[:640], **alone()).cached == 0  # the tree has none of its KV
     pair.owner.flush()
-    assert_same(share(pair, ids, [640]), plain.know(ids))
+    assert_same(share(pair, ids, [640]), plain.reference(ids))
 
 
 def test_aborts_at_any_time_leave_nothing(pair: Pair, plain: Live, ids: list[int]) -> None:
     for wait_s in (0.0, 0.02, 0.1):
         pair.owner.flush()
         with contextlib.suppress(Exception):
-            asking = Asking(pair.owner, ids, rid=f"aborted-{wait_s}", **shared([640]))
+            asking = PendingRequest(pair.owner, ids, rid=f"aborted-{wait_s}", **shared([640]))
             time.sleep(wait_s)
             requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
             asking.answer()
-    pair.owner.flush()  # which waits until nothing runs, and checks the books
+    pair.owner.flush()  # waits until nothing runs, and checks for leaks
     pair.helper.flush()
-    assert_same(share(pair, ids, [640]), plain.know(ids))
+    assert_same(share(pair, ids, [640]), plain.reference(ids))
 
 
 def test_zz_a_helper_that_dies_in_the_middle(pair: Pair, plain: Live, ids: list[int]) -> None:
-    """The last test of the pair: the helper is gone for good."""
+    """The last test of the pair, since the helper is killed."""
     pair.helper.flush()
     pair.helper.check_log()
     pair.helper.killed = True
     before = failed(pair)
     answer = ask_into_trouble(pair, ids, "kill").answer()
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert helped(answer) == 0
     until(lambda: failed(pair) > before, "it was counted")
-    answer = pair.owner.again(ids, **shared([640]))
+    answer = pair.owner.ask_flushed(ids, **shared([640]))
     assert helped(answer) == 0
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))

@@ -90,7 +90,7 @@ def test_a_prompt_is_got_back_after_a_flush(racing: Live) -> None:
     """As `test_l3_prefetch_full_prefix_hit_after_flush` of the kit, which takes a whole load."""
     rng = random.Random(987)
     ids = [rng.randint(1, 30000) for _ in range(1024)]
-    racing.keep(ids)
+    racing.ask_and_store(ids)
     racing.flush()
     reply = requests.post(
         racing.url + "/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 4}}

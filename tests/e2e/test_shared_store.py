@@ -1,6 +1,6 @@
-"""Two servers on two machines, as far as they can tell: what one has computed, the other loads.
+"""Two servers with folders of their own and a shared store: one loads what the other has computed.
 
-Blocks are stored with the codec that keeps every bit, so that it is seen to.
+Blocks are stored with a lossless codec, so answers must be equal.
 """
 
 import os
@@ -18,8 +18,8 @@ from live import (
     DEADLINE_S,
     VOCAB,
     Answer,
-    Asking,
     Live,
+    PendingRequest,
     Start,
     StoreView,
     assert_same,
@@ -58,7 +58,7 @@ class SharedStore:
         self._port = self.url.rpartition(":")[2]
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to all of its processes."""
+        """Send a signal to all of its processes."""
         pid = self._process.pid
         workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for one in (pid, *map(int, workers)):
@@ -103,7 +103,7 @@ def test_a_server_loads_what_another_has_computed(
     def computed() -> list[int]:
         """A new prompt whose blocks are in the shared store."""
         ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
-        assert_same(one.ask(ids), plain.know(ids))
+        assert_same(one.ask(ids), plain.reference(ids))
         for file in shared.view.until_stored(ids):  # written down in the background
             assert read_header(file.read_bytes()[:HEADER_BYTES]).codec == "zstd"
         return ids
@@ -111,25 +111,25 @@ def test_a_server_loads_what_another_has_computed(
     with start(
         models["first"], (*FLAGS, "--cake-mode", "load"), store=folder / "tier-b", urls=[shared.url]
     ) as two:
-        for _ in range(3):  # a tier that answers late is passed over: then all is computed
+        for _ in range(3):  # a tier that answers late is skipped, and all is computed
             ids = computed()
             first = two.ask(ids)
             after_first = [file for file in two.store.files(ids) if file.exists()]
-            second = two.again(ids)
-            assert_same(first, plain.know(ids))
-            assert_same(second, plain.know(ids))
+            second = two.ask_flushed(ids)
+            assert_same(first, plain.reference(ids))
+            assert_same(second, plain.reference(ids))
             if first.loaded and second.loaded:
                 break
         assert first.loaded == second.loaded == 12 * BLOCK
         assert first.meta["cake"]["lossy_tokens"] == 0
-        assert after_first == []  # read once: the near tier is not filled for that
-        assert len(two.store.until_stored(ids)) == 12  # read twice: moved up
+        assert after_first == []  # a block that was read once is not copied to the first tier
+        assert len(two.store.until_stored(ids)) == 12  # a block that was read twice is
 
 
 def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     shared: SharedStore, one: Live, plain: Live
 ) -> None:
-    """With the HTTP store alone, no tier before it. Each time it is used again once it is well."""
+    """With the HTTP store alone. After each fault it is used again."""
     source = random.Random(13)
     ids = [source.randrange(VOCAB) for _ in range(16 * BLOCK + 5)]
     url = f"{shared.url}?bandwidth=10MB/s"
@@ -145,7 +145,7 @@ def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     def again() -> Answer:
         flush()
         answer = one.ask(ids)
-        assert_same(answer, plain.know(ids))
+        assert_same(answer, plain.reference(ids))
         return answer
 
     def failures() -> float:
@@ -157,11 +157,11 @@ def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
     assert failures() == 0
 
     flush()
-    loading = Asking(one, ids, rid="stopped while it loads")
+    loading = PendingRequest(one, ids, rid="stopped while it loads")
     loading.until("land")
     shared.send(signal.SIGSTOP)
-    assert_same(loading.answer(), plain.know(ids))
-    assert again().loaded == 0  # stopped: whatever the answer is made of was computed
+    assert_same(loading.answer(), plain.reference(ids))
+    assert again().loaded == 0  # the store is stopped, so all was computed
     shared.send(signal.SIGCONT)
     until(lambda: again().loaded > 0, "it is used again")
 
@@ -192,13 +192,13 @@ def test_a_data_parallel_worker_loads_what_another_has_computed(
         store=folder / "store-dp",
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     ) as live:
-        live.keep(ids, routed_dp_rank=1)
+        live.ask_and_store(ids, routed_dp_rank=1)
         here, there = (live.ask(ids, routed_dp_rank=rank) for rank in (0, 1))
         assert [here.meta["dp_rank"], there.meta["dp_rank"]] == [0, 1]
         assert here.loaded == 12 * BLOCK
         assert there.loaded == 0  # it is in its own tree
         assert there.cached >= 12 * BLOCK
         for answer in (here, there):
-            assert answer.tokens == plain.know(ids).tokens
+            assert answer.tokens == plain.reference(ids).tokens
         live.flush()  # both workers' trees
         assert live.ask(ids, routed_dp_rank=1).loaded == 12 * BLOCK

@@ -1,15 +1,25 @@
-"""A pool that is too small for everything: page 16, mixed chunks, no overlap scheduling, auto."""
+"""A pool that is too small for all requests: page 16, mixed chunks, no overlap scheduling, auto."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, TOLERANCE, Answer, Asking, Live, Start, assert_same, distance, falsify
+from live import (
+    BLOCK,
+    TOLERANCE,
+    Answer,
+    Live,
+    PendingRequest,
+    Start,
+    assert_same,
+    distance,
+    falsify,
+)
 
 Make = Callable[[int], list[int]]
 POOL = 2048
-# SGLang sets aside all that a request with `ignore_eos` may generate, and then never retracts. (The
-# model has no end-of-sequence token: answers are of full length all the same.)
+# With `ignore_eos`, SGLang reserves slots for all tokens of an answer and never retracts. Answers
+# without it have their full length too, since the model has no end-of-sequence token.
 HOPEFUL = {"ignore_eos": False}
 
 
@@ -28,19 +38,19 @@ def test_auto_loads_what_is_stored_and_would_show_wrong_kv(
     small: Live, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(24 * BLOCK + 9)
-    files = small.keep(ids)
-    assert_same(until_loaded(small, ids), plain.know(ids))
+    files = small.ask_and_store(ids)
+    assert_same(until_loaded(small, ids), plain.reference(ids))
     for file in files:  # the control
         falsify(file)
     lie = until_loaded(small, ids)
-    small.store.forget(*files)
-    assert distance(lie.logprobs, plain.know(ids).logprobs) > 20 * TOLERANCE
+    small.store.remove(*files)
+    assert distance(lie.logprobs, plain.reference(ids).logprobs) > 20 * TOLERANCE
 
 
 def until_loaded(live: Live, ids: list[int], tries: int = 20) -> Answer:
-    """Ask until `auto` found it worth while: at first it has to learn what things cost."""
+    """Ask until `auto` loads: it has to measure its costs first."""
     for _ in range(tries):
-        answer = live.again(ids)
+        answer = live.ask_flushed(ids)
         if answer.loaded:
             return answer
     raise AssertionError("nothing was ever loaded")
@@ -48,12 +58,14 @@ def until_loaded(live: Live, ids: list[int], tries: int = 20) -> Answer:
 
 def test_mixed_chunks_give_the_same_answers(small: Live, plain: Live, prompt: Make) -> None:
     document = prompt(9 * BLOCK + 20)
-    small.keep(document)
+    small.ask_and_store(document)
     small.flush()
     prompts = [document + prompt(n) for n in (1, 40, 70)]
-    asked = [Asking(small, ids, new_tokens=24, rid=f"mixed-{i}") for i, ids in enumerate(prompts)]
+    asked = [
+        PendingRequest(small, ids, new_tokens=24, rid=f"mixed-{i}") for i, ids in enumerate(prompts)
+    ]
     for asking, ids in zip(asked, prompts, strict=True):
-        assert_same(asking.answer(), plain.know(ids, 24))
+        assert_same(asking.answer(), plain.reference(ids, 24))
 
 
 def test_retracted_requests_come_back_with_the_same_answers(
@@ -62,20 +74,23 @@ def test_retracted_requests_come_back_with_the_same_answers(
     """Three requests that outgrow the pool together, each over a stored prompt."""
     prompts = [prompt(8 * BLOCK + i) for i in range(3)]
     for ids in prompts:
-        small.keep(ids)
+        small.ask_and_store(ids)
     small.flush()
-    # They leave 500 slots of the pool. The last one asks for so few that SGLang admits it also when
-    # the first ones have 200 by then; all three need more than there are before one has ended.
-    news = (300, 300, 200)
+    # 500 slots of the pool are left. The last request needs few enough that SGLang admits it when
+    # each of the others has 200. All three need more than 500 before one has ended.
+    new_tokens = (300, 300, 200)
     asked = []
-    for i, (ids, new) in enumerate(zip(prompts, news, strict=True)):
-        # One by one: together SGLang would not admit them all.
-        asked.append(Asking(small, ids, new_tokens=new, rid=f"retract-{i}", sampling=HOPEFUL))
+    for i, (ids, new) in enumerate(zip(prompts, new_tokens, strict=True)):
+        # One by one, since SGLang would not admit all of them at once.
+        asked.append(
+            PendingRequest(small, ids, new_tokens=new, rid=f"retract-{i}", sampling=HOPEFUL)
+        )
         asked[-1].until("done")
     answers = [asking.answer() for asking in asked]
     assert "Retract requests" in small.server.logs()
     references = [
-        Asking(plain, ids, new_tokens=new) for ids, new in zip(prompts, news, strict=True)
+        PendingRequest(plain, ids, new_tokens=new)
+        for ids, new in zip(prompts, new_tokens, strict=True)
     ]
     for answer, reference in zip(answers, references, strict=True):
         assert answer.tokens == reference.answer().tokens
@@ -85,19 +100,19 @@ def test_retracted_requests_come_back_with_the_same_answers(
 def test_a_load_gives_way_when_running_requests_need_its_memory(
     small: Live, plain: Live, prompt: Make
 ) -> None:
-    """Long answers take the slots that a waiting prompt's blocks have landed in."""
+    """Long answers need the slots in which the blocks of a waiting prompt have landed."""
     stored = prompt(20 * BLOCK)
-    small.keep(stored)
+    small.ask_and_store(stored)
     small.flush()
     runners, new = [prompt(4 * BLOCK) for _ in range(3)], 50
     asked = [
-        Asking(small, ids, new_tokens=new, rid=f"runner-{i}", sampling=HOPEFUL)
+        PendingRequest(small, ids, new_tokens=new, rid=f"runner-{i}", sampling=HOPEFUL)
         for i, ids in enumerate(runners)
     ]
     asked[-1].until("done")
-    late = Asking(small, stored, rid="late")
-    assert_same(late.answer(), plain.know(stored))
-    references = [Asking(plain, ids, new_tokens=new) for ids in runners]
+    late = PendingRequest(small, stored, rid="late")
+    assert_same(late.answer(), plain.reference(stored))
+    references = [PendingRequest(plain, ids, new_tokens=new) for ids in runners]
     for asking, reference in zip(asked, references, strict=True):
         assert asking.answer().tokens == reference.answer().tokens
     small.flush()
@@ -105,21 +120,21 @@ def test_a_load_gives_way_when_running_requests_need_its_memory(
 
 def test_a_prompt_that_fills_the_pool(small: Live, plain: Live, prompt: Make) -> None:
     ids = prompt(POOL - 3 * BLOCK)
-    small.keep(ids)
-    answer = small.again(ids)
-    assert_same(answer, plain.know(ids))
+    small.ask_and_store(ids)
+    answer = small.ask_flushed(ids)
+    assert_same(answer, plain.reference(ids))
     tail = prompt(7 * BLOCK)
-    small.keep(tail)  # evicts
-    small.again(tail)
-    assert_same(small.ask(ids), plain.know(ids))
+    small.ask_and_store(tail)  # evicts
+    small.ask_flushed(tail)
+    assert_same(small.ask(ids), plain.reference(ids))
     small.flush()
 
 
 def test_an_abort_while_the_pool_is_full_gives_everything_back(small: Live, prompt: Make) -> None:
     ids = prompt(24 * BLOCK)
-    small.keep(ids)
+    small.ask_and_store(ids)
     small.flush()
-    asked = [Asking(small, ids[i:], new_tokens=64, rid=f"full-{i}") for i in range(3)]
+    asked = [PendingRequest(small, ids[i:], new_tokens=64, rid=f"full-{i}") for i in range(3)]
     asked[0].until("land", 2)
     for asking in asked:
         small.post("/abort_request", rid=asking.rid)

@@ -1,4 +1,4 @@
-"""The store of a running server, exchanged under its feet: `/cake/store`."""
+"""`/cake/store`: another store for a running server."""
 
 import contextlib
 import random
@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import requests
-from live import BLOCK, DEADLINE_S, VOCAB, Asking, Live, Start, StoreView, assert_same, until
+from live import (
+    BLOCK,
+    DEADLINE_S,
+    VOCAB,
+    Live,
+    PendingRequest,
+    Start,
+    StoreView,
+    assert_same,
+    until,
+)
 
 from sglang_cake.simulator.request_traces import read_trace
 from sglang_cake.stores.file.folder import BlockFolder
@@ -56,19 +66,19 @@ def test_a_store_is_detached_swapped_and_attached_again(
 
     assert store(served, "DELETE").json()["attached"] is False
     answer = again(served, ids)
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert "cake" not in answer.meta or answer.loaded == 0
-    assert_same(again(served, other), plain.know(other))
+    assert_same(again(served, other), plain.reference(other))
 
     second = StoreView(folder / "swap-second")
     url = f"file://{second.root}?min_free=0&capacity=1GB"
     assert store(served, "PUT", store=url).json() == {"attached": True, "store": url}
     answer = again(served, ids)
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
     assert answer.loaded == 0
     second.until_stored(ids)
     assert again(served, ids).loaded == 12 * BLOCK
-    # Said every few seconds; that of the first store had no capacity.
+    # The capacity is published every few seconds. The first store had none.
     until(lambda: served.metric("store_capacity_bytes") == 1e9, "the new store's capacity")
     assert served.metric("store_used_bytes") > 12 * BLOCK
     assert served.metric("store_evicted_bytes_total") == 0
@@ -76,8 +86,8 @@ def test_a_store_is_detached_swapped_and_attached_again(
     assert store(served, "PUT", store=first["store"]).status_code == 200
     answer = again(served, ids)
     assert answer.loaded == 12 * BLOCK
-    assert_same(answer, plain.know(ids))
-    # What was computed while there was no store had not been stored anywhere.
+    assert_same(answer, plain.reference(ids))
+    # Blocks that were computed while the store was detached were not stored.
     assert again(served, other).loaded == 0
 
 
@@ -89,13 +99,13 @@ def test_a_swap_while_a_prompt_loads_harms_nothing(served: Live, plain: Live, fo
     for new in (f"file://{folder}/swap-third?min_free=0", None, first):
         flush = f"{served.url}/flush_cache?timeout={DEADLINE_S}"
         requests.post(flush, headers=KEY, timeout=DEADLINE_S)
-        asking = Asking(served, ids, rid=f"swap-{new}")
+        asking = PendingRequest(served, ids, rid=f"swap-{new}")
         asking.until("land", 2)
         if new is None:
             assert store(served, "DELETE").status_code == 200
         else:
             assert store(served, "PUT", store=new).status_code == 200
-        assert_same(asking.answer(), plain.know(ids))
+        assert_same(asking.answer(), plain.reference(ids))
     served.check_log()
 
 
@@ -122,7 +132,7 @@ def test_a_store_that_cannot_be_used_is_refused_in_one_line(
 
 def test_without_the_admin_key_nobody_gets_in(served: Live, loading: Live) -> None:
     assert requests.get(served.url + "/cake/store", timeout=DEADLINE_S).status_code == 401
-    # A server without such a key offers this to nobody.
+    # A server without an admin key refuses the request.
     assert requests.get(loading.url + "/cake/store", timeout=DEADLINE_S).status_code == 400
 
 
@@ -131,7 +141,7 @@ def test_requests_are_recorded_and_the_store_knows_what_they_are_for(
 ) -> None:
     ids = prompt(4, 5 * BLOCK + 3)
     file, before = folder / "recorded.jsonl", store(served, "GET").json()["store"]
-    root = folder / "swap-told"
+    root = folder / "swap-recorded"
     assert store(served, "PUT", store=f"file://{root}?min_free=0").status_code == 200
     served.ask(ids, 1, sampling={"custom_params": {"cake_workload": "agent"}}, cache_salt="alice")
     StoreView(root).until_stored(ids, cache_salt="alice")

@@ -1,11 +1,11 @@
-"""Prompts that are being loaded let others go first, in a real server, and come out the same."""
+"""Prompts that are being loaded let others go first, in a real server. Answers stay the same."""
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, CHUNK, Asking, Live, Start
+from live import BLOCK, CHUNK, Live, PendingRequest, Start
 
 Make = Callable[[int], list[int]]
 
@@ -23,7 +23,7 @@ KINDS = {
 def live(
     request: pytest.FixtureRequest, start: Start, models: dict[str, Path], folder: Path
 ) -> Iterator[Live]:
-    # Who goes first must be the same on both ranks; they need a core each.
+    # Both ranks must schedule the same request first. Each rank needs a core.
     ranks = request.param == "overlap" and (os.cpu_count() or 1) >= 2
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
@@ -33,7 +33,7 @@ def live(
     )
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks else {}
     store = folder / f"store-turns-{request.param}"
-    # So slow a link that compute does most of a prompt, chunk after chunk.
+    # The link is so slow that most of a prompt is computed, chunk by chunk.
     with start(models["first"], flags, store=store, bandwidth="0.3MB/s", env=env) as live:
         yield live
 
@@ -43,41 +43,43 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
 ) -> None:
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
     short = [prompt(n) for n in (32, 100, 200, 300)]
-    live.keep(stored)
-    for turn in range(10):  # others that come too late find nobody to give way
+    live.ask_and_store(stored)
+    for turn in range(10):  # the others may arrive after the load has ended
         live.flush()
-        first = Asking(live, stored, rid=f"stored-{turn}", return_logprob=False)
+        first = PendingRequest(live, stored, rid=f"stored-{turn}", return_logprob=False)
         first.until("claim")
-        others = [Asking(live, ids, rid=f"{turn}-{i}") for i, ids in enumerate([long, *short])]
+        others = [
+            PendingRequest(live, ids, rid=f"{turn}-{i}") for i, ids in enumerate([long, *short])
+        ]
         for asking, ids in zip(others, [long, *short], strict=True):
-            assert asking.answer().tokens == plain.know(ids).tokens
+            assert asking.answer().tokens == plain.reference(ids).tokens
         answer = first.answer()
-        assert answer.tokens == plain.know(stored).tokens
+        assert answer.tokens == plain.reference(stored).tokens
         events = [event["event"] for event in live.events(first.rid)]
         if "yield" in events:
             break
     assert "yield" in events
     assert answer.computed + answer.loaded == len(stored)
-    # What it computed itself before it gave way is no hit of a cache.
+    # Tokens that it computed before it yielded do not count as cached.
     assert answer.cached == answer.loaded
-    live.flush()  # and SGLang's books balance
+    live.flush()  # SGLang checks for leaks
 
 
 def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make) -> None:
     stored = prompt(8 * CHUNK + 7)
-    live.keep(stored)
+    live.ask_and_store(stored)
     live.flush()
-    gone = Asking(live, stored, rid="gone", return_logprob=False)
+    gone = PendingRequest(live, stored, rid="gone", return_logprob=False)
     gone.until("claim")
     other = prompt(3 * CHUNK)
-    asking = Asking(live, other, rid="after")
+    asking = PendingRequest(live, other, rid="after")
     gone.until("yield")
     live.post("/abort_request", rid="gone")
-    assert asking.answer().tokens == plain.know(other).tokens
+    assert asking.answer().tokens == plain.reference(other).tokens
     gone.answer()
     live.flush()
     ids = prompt(2 * BLOCK)
-    assert live.ask(ids).tokens == plain.know(ids).tokens
+    assert live.ask(ids).tokens == plain.reference(ids).tokens
 
 
 @pytest.mark.parametrize("live", ["mixed"], indirect=True)
@@ -85,11 +87,11 @@ def test_who_has_a_priority_gives_way_to_nobody_below(
     live: Live, plain: Live, prompt: Make
 ) -> None:
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
-    live.keep(stored)
+    live.ask_and_store(stored)
     live.flush()
-    first = Asking(live, stored, rid="first", return_logprob=False, priority=5)
+    first = PendingRequest(live, stored, rid="first", return_logprob=False, priority=5)
     first.until("claim")
-    other = Asking(live, long, rid="below", priority=1)
-    assert first.answer().tokens == plain.know(stored).tokens
-    assert other.answer().tokens == plain.know(long).tokens
+    other = PendingRequest(live, long, rid="below", priority=1)
+    assert first.answer().tokens == plain.reference(stored).tokens
+    assert other.answer().tokens == plain.reference(long).tokens
     assert "yield" not in [event["event"] for event in live.events("first")]

@@ -1,4 +1,4 @@
-"""Keys follow the weights that a server computes with, however they came there; and nothing else.
+"""Keys depend on the weights that a server computes with, however they were loaded.
 
 Answers are compared with those of a server without cake that has the same weights. Every test has a
 control: weights differ enough that wrong KV would show.
@@ -51,7 +51,7 @@ def _update(live: Live, model: Path, **more: object) -> None:
 
 @contextlib.contextmanager
 def _with_weights(plain: Live, model: Path, before: Path) -> Iterator[Live]:
-    """The reference server with other weights for a while."""
+    """The reference server, with other weights inside the context."""
     _update(plain, model)
     try:
         yield plain
@@ -60,7 +60,7 @@ def _with_weights(plain: Live, model: Path, before: Path) -> Iterator[Live]:
 
 
 def _put(source: Path, target: Path) -> None:
-    """What a trainer does: the files of `source` under the names of before."""
+    """Copy the files of `source` over those of `target`, as a trainer does."""
     target.mkdir(exist_ok=True)
     for file in source.iterdir():
         shutil.copy(file, target / file.name)
@@ -69,7 +69,7 @@ def _put(source: Path, target: Path) -> None:
 def _stored(live: Live, ids: list[int], **extra: str) -> Answer:
     """Ask with an empty tree until KV comes from the store."""
     return until(
-        lambda: answer if (answer := live.again(ids, **extra)).loaded else None,
+        lambda: answer if (answer := live.ask_flushed(ids, **extra)).loaded else None,
         "blocks in the store",
     )
 
@@ -89,7 +89,7 @@ def _same(one: Answer, other: Answer) -> bool:
 def trained(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:
-    """A server that is given new weights and adapters while it runs."""
+    """A server that loads new weights and adapters while it runs."""
     model = folder / "trained" / "model"
     model.parent.mkdir()
     _put(models["first"], model)
@@ -114,7 +114,7 @@ def test_weights_updated_twice_from_one_folder_never_serve_the_first_ones_kv(
         assert not _same(answer, plain.ask(_ids(2)))
     _put(models["second"], checkpoint)
     _update(trained, checkpoint)
-    again = trained.ask(ids)  # what was stored for the second is found again
+    again = trained.ask(ids)  # blocks of the second model are found again
     assert again.loaded > 0
     assert not _same(again, answer)
 
@@ -122,7 +122,7 @@ def test_weights_updated_twice_from_one_folder_never_serve_the_first_ones_kv(
 def test_weights_of_which_a_folder_holds_a_part_are_of_this_process_alone(
     trained: Live, models: dict[str, Path], third_model: Path, folder: Path
 ) -> None:
-    """The rest stays as it was, so the folder does not say what the model is."""
+    """The other tensors keep their values, so the folder does not tell the content of the model."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -155,11 +155,11 @@ def test_a_failed_update_is_followed_by_no_wrong_hit(
     reply = trained.post("/update_weights_from_disk", model_path=str(empty))
     assert not reply.json()["success"]
     trained.flush()
-    assert trained.ask(ids).loaded == 0  # nobody can say what the weights are now
+    assert trained.ask(ids).loaded == 0  # the weights are unknown now
     _update(trained, models["first"])
     answer = trained.ask(ids)
     assert answer.loaded > 0
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
 
 
 def _load_adapter(live: Live, path: Path) -> None:
@@ -176,14 +176,14 @@ def test_an_adapter_replaced_under_its_path_never_serves_the_old_ones_kv(
     _put(adapters["a"], path)
     _load_adapter(trained, path)
     first = trained.ask(ids, lora_path="x")
-    assert_same(first, plain.know(ids, lora_path="a"))
+    assert_same(first, plain.reference(ids, lora_path="a"))
     again = _stored(trained, ids, lora_path="x")
     assert_same(again, first)
     _put(adapters["a2"], path)
     _load_adapter(trained, path)
-    answer = trained.again(ids, lora_path="x")
+    answer = trained.ask_flushed(ids, lora_path="x")
     assert answer.loaded == 0
-    assert_same(answer, plain.know(ids, lora_path="a2"))
+    assert_same(answer, plain.reference(ids, lora_path="a2"))
     assert not _same(answer, first)
 
 
@@ -194,14 +194,14 @@ def test_an_adapter_overwritten_after_it_was_loaded_is_keyed_by_what_was_loaded(
     ids, path = _ids(6), folder / "trained" / "overwritten"
     _put(adapters["a"], path)
     _load_adapter(trained, path)
-    _put(adapters["b"], path)  # before the first request names it
+    _put(adapters["b"], path)  # before the first request with the adapter
     first = trained.ask(ids, lora_path="x")
-    assert_same(first, plain.know(ids, lora_path="a"))
+    assert_same(first, plain.reference(ids, lora_path="a"))
     _stored(trained, ids, lora_path="x")
     _load_adapter(trained, path)
-    answer = trained.again(ids, lora_path="x")
+    answer = trained.ask_flushed(ids, lora_path="x")
     assert answer.loaded == 0
-    assert_same(answer, plain.know(ids, lora_path="b"))
+    assert_same(answer, plain.reference(ids, lora_path="b"))
 
 
 def test_an_adapter_whose_files_are_gone_is_served(
@@ -212,8 +212,8 @@ def test_an_adapter_whose_files_are_gone_is_served(
     _put(adapters["b"], path)
     _load_adapter(trained, path)
     shutil.rmtree(path)
-    assert_same(trained.ask(ids, lora_path="x"), plain.know(ids, lora_path="b"))
-    assert_same(trained.ask(ids), plain.know(ids))
+    assert_same(trained.ask(ids, lora_path="x"), plain.reference(ids, lora_path="b"))
+    assert_same(trained.ask(ids), plain.reference(ids))
 
 
 # ---- servers that share a store ----
@@ -221,7 +221,7 @@ def test_an_adapter_whose_files_are_gone_is_served(
 
 @pytest.fixture(scope="module")
 def moved(start: Start, models: dict[str, Path], folder: Path, trained: Live) -> Iterator[Live]:
-    """The first model as another pod has it: other folder, name, times and context length."""
+    """The first model on another machine: other folder, name, times and context length."""
     model = folder / "elsewhere" / "another-name"
     model.parent.mkdir()
     _put(models["first"], model)
@@ -240,7 +240,7 @@ def test_equal_weights_elsewhere_share_the_store(
     _stored(trained, ids)
     answer = moved.ask(ids)
     assert answer.loaded > 0
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
 
 
 def test_dummy_weights_share_nothing_with_the_model_whose_folder_they_name(
@@ -249,25 +249,26 @@ def test_dummy_weights_share_nothing_with_the_model_whose_folder_they_name(
     ids = _ids(9)
     flags = (*FLAGS, "--load-format", "dummy")
     with start(models["first"], flags, store=folder / "store-weights") as dummy:
-        _stored(dummy, ids)  # its own process may have them
+        _stored(dummy, ids)  # its own process finds them
     answer = moved.ask(ids)
     assert answer.loaded == 0
-    assert_same(answer, plain.know(ids))
+    assert_same(answer, plain.reference(ids))
 
 
 def test_the_namespace_says_what_it_is_made_of(moved: Live, folder: Path) -> None:
     assert moved.store is not None
-    told = [
-        json.loads((place.folder / "namespace.json").read_text()) for place in moved.store.places()
+    descriptions = [
+        json.loads((namespace.folder / "namespace.json").read_text())
+        for namespace in moved.store.namespaces()
     ]
-    assert {"trained", "elsewhere"}.isdisjoint("".join(map(str, told)).split("/"))
-    for each in told:
+    assert {"trained", "elsewhere"}.isdisjoint("".join(map(str, descriptions)).split("/"))
+    for each in descriptions:
         assert each["tp_size"] == "1"
         assert "transformers" not in str(each)
         assert "context" not in str(each)
 
 
-# ---- a store that breaks meanwhile ----
+# ---- a store that fails during an update ----
 
 
 def test_a_full_disk_during_an_update_does_not_end_the_server(
@@ -281,7 +282,7 @@ def test_a_full_disk_during_an_update_does_not_end_the_server(
     try:
         ids = _ids(10)
         with start(models["first"], FLAGS, store=disk / "kv") as live:
-            live.keep(ids)
+            live.ask_and_store(ids)
             with (disk / "filler").open("wb") as file, contextlib.suppress(OSError):
                 while True:
                     file.write(b"\0" * (1 << 16))
@@ -292,7 +293,7 @@ def test_a_full_disk_during_an_update_does_not_end_the_server(
             _update(live, models["first"])
             answer = live.ask(ids)
             assert answer.loaded > 0
-            assert_same(answer, plain.know(ids))
+            assert_same(answer, plain.reference(ids))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -302,11 +303,11 @@ def test_a_store_that_vanished_during_an_update_does_not_end_the_server(
 ) -> None:
     root, ids = folder / "store-vanishes", _ids(11)
     with start(models["first"], FLAGS, store=root) as live:
-        live.keep(ids)
+        live.ask_and_store(ids)
         root.rename(folder / "store-gone")
         root.write_text("in its place")
         _update(live, models["second"])
         with _with_weights(plain, models["second"], models["first"]) as reference:
             assert_same(live.ask(ids), reference.ask(ids))
         _update(live, models["first"])
-        assert_same(live.ask(ids), plain.know(ids))
+        assert_same(live.ask(ids), plain.reference(ids))

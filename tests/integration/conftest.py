@@ -1,4 +1,4 @@
-"""What one test makes fail is no matter of the next."""
+"""Failures of one test do not count in the next."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def calm_boundary() -> Iterator[None]:
-    """The boundary of a process that has no tree and never failed."""
+    """The boundary is reset after each test: no tree, no failures."""
     pytest.importorskip("sglang")
     from sglang_cake.integration.boundary import BOUNDARY, Boundary
 

@@ -1,4 +1,4 @@
-"""Makes what stands behind the boundary raise."""
+"""Makes functions behind the boundary raise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ class Fault(Exception):
 
 
 def replace(guarded: Callable[..., Any], make: Callable[[Callable[..., Any]], Any]) -> None:
-    """Put `make(own)` in the place of the function of ours that a guarded one calls."""
+    """Replace the function of ours that `guarded` calls by `make(own)`."""
     own: Any = guarded.__wrapped__  # type: ignore[attr-defined]
     for cell in guarded.__closure__ or ():  # type: ignore[attr-defined]
         if cell.cell_contents is own:

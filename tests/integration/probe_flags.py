@@ -1,10 +1,13 @@
-"""Run as a script by test_flags: many cases in one process, since importing SGLang takes seconds.
+"""A script that test_flags runs: many cases in one process, since importing SGLang takes seconds.
 
-Reads JSON lists of cases from stdin, a line each, and answers each with a line, `answer ` and a
-JSON list of what became of them. A case is
-{"argv": [...]} for the command line, {"engine": {...}} for the keywords of `sglang.Engine`, or
-{"raw": {...}} for a ServerArgs built by hand; "env" is set for it, "resolve" goes on to where the
-launcher resolves its settings.
+Each line of stdin is a JSON list of cases. The script answers it with a line: `answer ` and a JSON
+list of results. A case is one of these:
+
+- {"argv": [...]}, a command line;
+- {"engine": {...}}, keywords of `sglang.Engine`;
+- {"raw": {...}}, keywords of ServerArgs.
+
+With "env", these variables are set; with "resolve", the settings are resolved as by the launcher.
 """
 
 import contextlib

@@ -20,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from test_coordinator import BLOCK, Desk, FakeReq, req_of
 
 import sglang_cake
+from sglang_cake.core.config import ENABLED_ENV
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.integration import admin_api, plugin, response_hooks
 from sglang_cake.integration.boundary import (
@@ -38,7 +39,7 @@ PACKAGE = Path(sglang_cake.__file__).parent
 
 
 class Tree:
-    """What failures end in."""
+    """Records what the boundary asks of the tree."""
 
     def __init__(self) -> None:
         self.calls: list[str | None] = []
@@ -56,7 +57,7 @@ class Tree:
 @pytest.fixture
 def tree() -> Tree:
     made = Tree()
-    BOUNDARY.watch(made, None)
+    BOUNDARY.attach(made, None)
     return made
 
 
@@ -70,7 +71,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> "dict[str, list[Any]]":
     parts = {name: list(places) for name, places in BOUNDARY.hooks.items()}
     monkeypatch.setattr(BOUNDARY, "hooks", defaultdict(list, parts))
     monkeypatch.setattr("sglang.srt.mem_cache.registry._RADIX_CACHE_REGISTRY", {})
-    monkeypatch.setattr(plugin, "is_handed_over", lambda: True)
+    monkeypatch.setenv(ENABLED_ENV, "1")
     plugin.register()
     response_hooks.install()
     admin_api.install(SimpleNamespace(store=None))  # type: ignore[arg-type]
@@ -88,11 +89,11 @@ def _raise(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_every_hook_of_ours_is_registered_behind_the_boundary(registry: Any) -> None:
-    behind = [each for places in BOUNDARY.hooks.values() for each in places]
+    guarded = [each for places in BOUNDARY.hooks.values() for each in places]
     assert len(registry) >= 15
     for target, hooks in registry.items():
         for _, hook, _ in hooks:
-            assert hook in behind, target
+            assert hook in guarded, target
 
 
 def test_nobody_else_registers_hooks() -> None:
@@ -109,8 +110,9 @@ def test_a_hook_that_raises_leaves_sglang_its_own_result(registry: Any, tree: Tr
     for target, hooks in registry.items():
         for kind, hook, _ in hooks:
             replace(hook, _raise)
-            BOUNDARY.watch(Tree(), None)
-            name, calls = ".".join(target.split(".")[-2:]), []
+            BOUNDARY.attach(Tree(), None)
+            name = ".".join(target.split(".")[-2:])
+            calls: list[Any] = []
             before = BOUNDARY.counts[name]
             if kind is HookType.AROUND:
 
@@ -125,9 +127,7 @@ def test_a_hook_that_raises_leaves_sglang_its_own_result(registry: Any, tree: Tr
             assert BOUNDARY.counts[name] == before + 1, target
 
 
-def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with(
-    tree: Tree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with() -> None:
     """All guarded parts of classes of ours that SGLang calls."""
     seen = 0
     for name, places in list(BOUNDARY.hooks.items()):
@@ -138,10 +138,11 @@ def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with(
             before = BOUNDARY.counts[name]
             replace(guarded, _raise)
             try:
-                BOUNDARY.watch(Tree(), None)
+                handler = Tree()
+                BOUNDARY.attach(handler, None)
                 assert not guarded("self", SimpleNamespace(rid="r"))
                 assert BOUNDARY.counts[name] == before + 1
-                assert BOUNDARY._owner.calls == ["r"]  # type: ignore[union-attr]
+                assert handler.calls == ["r"]
                 seen += 1
             finally:
                 for cell in guarded.__closure__:  # type: ignore[attr-defined]
@@ -220,9 +221,9 @@ def test_an_end_of_the_process_passes(registry: Any, tree: Tree, error: type) ->
         raise error
 
     register("a.b.C.other", hook, HookType.AFTER)
-    for behind in (_around(hook, registry), registry["a.b.C.other"][0][1]):
+    for guarded in (_around(hook, registry), registry["a.b.C.other"][0][1]):
         with pytest.raises(error):
-            behind(lambda: None)
+            guarded(lambda: None)
     assert tree.calls == []
 
 
@@ -234,7 +235,7 @@ def test_a_mistake_of_the_user_passes_where_it_may(registry: Any, tree: Tree) ->
         _around(hook, registry, passes=ConfigError)(lambda: None)
 
 
-# ---- when it is too much ----
+# ---- when cake is switched off ----
 
 
 @given(st.lists(st.integers(0, 2 * AMONG_REQUESTS), max_size=12))
@@ -284,8 +285,8 @@ def test_new_weights_that_cannot_be_named_switch_off(
     """SGLang updates them once, whether cake fails before or after."""
     (target,) = (each for each in registry if each.endswith("update_weights_from_disk"))
     ((_, hook, _),) = registry[target]
-    place = SimpleNamespace(look=lambda: None, is_local=True)
-    identity = SimpleNamespace(place_of=lambda path: place if called else _raise(_raise)())
+    source = SimpleNamespace(weights_or_none=lambda: None, is_local=True)
+    identity = SimpleNamespace(update_source=lambda path: source if called else _raise(_raise)())
     holder: Any = CakeRadixCache.__new__(CakeRadixCache)
     holder.engine = SimpleNamespace(
         identity=identity, weights_changing=lambda: None, weights_changed=_raise(_raise)
@@ -336,10 +337,11 @@ def test_an_idle_rank_asks_the_others_once_after_an_unsafe_hook_before_it_reduce
 
 
 def test_what_failed_before_there_is_a_tree_leaves_cake_off() -> None:
-    here, tree = Boundary(), Tree()
-    here.failed("ModelRunner.load_model", Fault(), unsafe=True)
-    here.watch(tree, None)
-    assert tree.calls == ["off"]
+    boundary = Boundary()
+    handler = Tree()
+    boundary.failed("ModelRunner.load_model", Fault(), unsafe=True)
+    boundary.attach(handler, None)
+    assert handler.calls == ["off"]
 
 
 def test_a_layer_that_fails_in_our_hands_is_known_for_ours(tree: Tree) -> None:
@@ -416,7 +418,7 @@ def _run_with(bomb: Bomb) -> None:
         desk.settle_io()
         desk.cake.poll([])
         desk.settle_io()
-        if "discard" not in bomb.where:  # that is what gives them back
+        if "discard" not in bomb.where:  # `discard` itself frees them
             assert desk.cake.held_tokens == 0, bomb.where
             assert desk.allocator.available_size() == desk.size, bomb.where
     finally:

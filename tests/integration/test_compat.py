@@ -50,17 +50,16 @@ def read_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, used) -> N
     kinds = {}
     for arg in (*function.args.args, *function.args.kwonlyargs):
         if arg.annotation is not None:
-            told = ast.unparse(arg.annotation).strip("'\"").removesuffix(" | None")
-            if told in TYPES:
-                kinds[arg.arg] = TYPES[told]
+            annotation = ast.unparse(arg.annotation).strip("'\"").removesuffix(" | None")
+            if annotation in TYPES:
+                kinds[arg.arg] = TYPES[annotation]
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and (owner := kinds.get(ast.unparse(node.value))):
             used[owner].add(node.attr)
 
 
 def read_subclass(found: ast.ClassDef, base: str, used) -> None:
-    """What it overrides, and what it takes from `self` that is not its own."""
-    theirs = dict(compat.members(base))
+    """The names of the base that it overrides, or reads from `self` or `super()`."""
     for node in ast.walk(found):
         name = None
         if isinstance(node, ast.FunctionDef):
@@ -69,12 +68,13 @@ def read_subclass(found: ast.ClassDef, base: str, used) -> None:
             name = node.attr if node.value.id == "self" else None
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()":
             name = node.attr
-        if name in theirs:
+        if name is not None and compat.signature(base, name) is not None:
             used[base].add(name)
 
 
 def read_hooks(path: Path, tree: ast.Module, used) -> None:
-    """Every text that names a function of SGLang, whole or behind a constant of the module."""
+    """Every string that is the dotted name of a function of SGLang. Such a name may begin with a
+    constant of the module."""
     known = {
         ast.unparse(node.targets[0]): node.value.value
         for node in tree.body
@@ -89,12 +89,12 @@ def read_hooks(path: Path, tree: ast.Module, used) -> None:
             ):
                 texts.append(start + "".join(part.value for part in node.values[1:]))
     for text in texts:
-        if text.startswith("sglang.") and compat._module(text) is None and "/" not in text:
+        if text.startswith("sglang.") and "/" not in text and compat.module_source(text) is None:
             owner, _, name = text.rpartition(".")
             used[owner].add(name)
 
 
-def test_names_that_are_used_are_in_the_table() -> None:
+def test_used_names_are_in_the_table() -> None:
     table = compat.read_names()
     missing = {
         owner: names - table.get(owner, {}).keys()
@@ -104,7 +104,7 @@ def test_names_that_are_used_are_in_the_table() -> None:
     assert not missing
 
 
-def test_private_names_are_used_in_compat_alone() -> None:
+def test_private_names_are_used_only_in_compat() -> None:
     private = {
         name
         for owner, names in compat.read_names().items()
@@ -123,7 +123,7 @@ def test_installed_version_has_every_name_as_it_was_checked() -> None:
     assert compat.differences() == []
 
 
-def test_differences_are_all_told_at_once() -> None:
+def test_differences_are_all_reported_at_once() -> None:
     names = {
         "sglang.srt.managers.scheduler.Scheduler": {
             "waiting_queue": "",
@@ -132,8 +132,8 @@ def test_differences_are_all_told_at_once() -> None:
         },
         "sglang.srt.no_such_module": {"anything": ""},
     }
-    told = compat.differences(names)
-    assert [line.split()[0].partition("(")[0] for line in told] == [
+    found = compat.differences(names)
+    assert [line.split()[0].partition("(")[0] for line in found] == [
         "managers.scheduler.Scheduler.run_batch",
         "managers.scheduler.Scheduler.no_such_method",
         "no_such_module.anything",
@@ -150,9 +150,14 @@ def test_unchecked_version_with_all_names_runs_with_one_warning(
     assert "0.6.0" in record.getMessage()
 
 
-def test_version_with_differences_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "differences", lambda: ["a.b is missing", "c() instead of (self)"])
+def test_version_with_differences_is_refused_in_one_line() -> None:
+    names = {
+        "sglang.version": {"no_such_name": ""},
+        "sglang.srt.runtime_context": {"get_parallel": "(surprise)"},
+    }
     with pytest.raises(ConfigError) as error:
-        compat.require("0.6.0")
-    assert "a.b is missing; c() instead of (self)" in str(error.value)
+        compat.require("0.6.0", names)
+    missing = "sglang.version.no_such_name is missing"
+    changed = "runtime_context.get_parallel() instead of (surprise)"
+    assert f"{missing}; {changed}" in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The digest of a model's files: all bytes, once, and nothing but the bytes."""
+"""The digest of a model's files depends on all bytes and names, and on nothing else."""
 
 import os
 import shutil
@@ -15,19 +15,21 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import (
     ContentChanged,
+    DigestRecords,
+    Files,
     content_digest,
-    look,
+    file_states,
     unhashed_bytes,
 )
 
-LARGE_BYTES = (1 << 30) + (8 << 20)  # what was hashed by samples once
+LARGE_BYTES = (1 << 30) + (8 << 20)
+RECORDS = DigestRecords(settled_s=-1.0)  # for files of any age
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, where digests of files of any age are remembered."""
+    """The folder of records; each test has its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(content, "SETTLED_S", -1.0)
     return tmp_path / "cache" / "sglang_cake" / "content"
 
 
@@ -38,8 +40,12 @@ def _write(folder: Path, **files: bytes) -> Path:
     return folder
 
 
+def _states(folder: Path) -> Files:
+    return file_states(folder.glob("*"))
+
+
 def _digest(folder: Path) -> str:
-    return content_digest(look(folder.glob("*")))
+    return content_digest(_states(folder), records=RECORDS)
 
 
 def _flip(path: Path, at: int) -> None:
@@ -99,31 +105,30 @@ def test_names_and_borders_of_files_count(tmp_path: Path) -> None:
 
 def test_a_file_that_was_hashed_is_not_read_again(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", a=b"1" * 5000, b=b"2" * 700)
-    files = look(folder.glob("*"))
-    assert unhashed_bytes(files) == 5700
-    first = content_digest(files)
-    assert unhashed_bytes(files) == 0
-    assert content_digest(files) == first
+    files = _states(folder)
+    assert unhashed_bytes(files, RECORDS) == 5700
+    first = content_digest(files, records=RECORDS)
+    assert unhashed_bytes(files, RECORDS) == 0
+    assert content_digest(files, records=RECORDS) == first
     _flip(folder / "a.safetensors", 0)
-    assert unhashed_bytes(look(folder.glob("*"))) == 5000
+    assert unhashed_bytes(_states(folder), RECORDS) == 5000
 
 
-def test_a_file_that_changed_lately_is_hashed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may change once more with the same times: clocks of file systems are coarse."""
-    monkeypatch.setattr(content, "SETTLED_S", 3600.0)
-    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
-    content_digest(files)
-    assert unhashed_bytes(files) == 1
+def test_a_file_that_changed_lately_is_hashed_again(tmp_path: Path) -> None:
+    """Clocks of file systems are coarse, so it may change again without a change of its times."""
+    records = DigestRecords(settled_s=3600.0)
+    files = _states(_write(tmp_path / "m", a=b"1"))
+    content_digest(files, records=records)
+    assert unhashed_bytes(files, records) == 1
 
 
 @pytest.mark.parametrize("change", ["content", "longer", "shorter", "replaced", "gone"])
-def test_files_that_changed_since_they_were_looked_at_have_no_digest(
+def test_files_that_changed_since_their_state_was_recorded_have_no_digest(
     tmp_path: Path, change: str
 ) -> None:
     folder = _write(tmp_path / "m", a=b"1" * 1000, b=b"2")
-    file, files = folder / "a.safetensors", look(folder.glob("*"))
+    file = folder / "a.safetensors"
+    files = _states(folder)
     if change == "content":
         _flip(file, 3)
     elif change == "replaced":
@@ -134,7 +139,7 @@ def test_files_that_changed_since_they_were_looked_at_have_no_digest(
     else:
         os.truncate(file, 2000 if change == "longer" else 10)
     with pytest.raises((ContentChanged, OSError)):
-        content_digest(files)
+        content_digest(files, records=RECORDS)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
@@ -145,11 +150,11 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
         _digest(folder)
 
 
-def test_a_search_that_is_over_ends(tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(ContentChanged, match="ends"):
-        content_digest(look(_write(tmp_path / "m", a=b"1").glob("*")), stop)
+def test_cancelled_work_ends(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(ContentChanged, match="cancelled"):
+        content_digest(_states(_write(tmp_path / "m", a=b"1")), cancelled)
 
 
 def _records(cache: Path) -> list[Path]:
@@ -158,8 +163,8 @@ def _records(cache: Path) -> list[Path]:
 
 @pytest.mark.parametrize("damage", ["empty", "short", "text", "link", "folder"])
 def test_a_record_that_is_damaged_is_not_believed(tmp_path: Path, cache: Path, damage: str) -> None:
-    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
-    right = content_digest(files)
+    files = _states(_write(tmp_path / "m", a=b"1"))
+    right = content_digest(files, records=RECORDS)
     (record,) = _records(cache)
     kept = record.read_text()
     record.unlink()
@@ -170,18 +175,18 @@ def test_a_record_that_is_damaged_is_not_believed(tmp_path: Path, cache: Path, d
         record.mkdir()
     else:
         record.write_text({"empty": "", "short": kept[:40], "text": "z" * 64}[damage])
-    assert content_digest(files) == right
+    assert content_digest(files, records=RECORDS) == right
 
 
 def test_records_of_a_folder_that_others_may_write_are_not_believed(
     tmp_path: Path, cache: Path
 ) -> None:
-    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
-    right = content_digest(files)
+    files = _states(_write(tmp_path / "m", a=b"1"))
+    right = content_digest(files, records=RECORDS)
     (record,) = _records(cache)
     record.write_text("0" * 64)
     cache.chmod(0o777)
-    assert content_digest(files) == right
+    assert content_digest(files, records=RECORDS) == right
 
 
 def test_records_are_the_users_alone(tmp_path: Path, cache: Path) -> None:
@@ -191,20 +196,19 @@ def test_records_are_the_users_alone(tmp_path: Path, cache: Path) -> None:
 
 
 def test_without_a_home_all_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = look(_write(tmp_path / "m", a=b"1").glob("*"))
-    right = content_digest(files)
+    files = _states(_write(tmp_path / "m", a=b"1"))
+    right = content_digest(files, records=RECORDS)
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert content_digest(files) == right
+    assert content_digest(files, records=RECORDS) == right
 
 
-def test_the_number_of_records_is_bounded(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(content, "MAX_RECORDS", 8)
+def test_the_number_of_records_is_bounded(tmp_path: Path, cache: Path) -> None:
+    records = DigestRecords(settled_s=-1.0, max_records=8)
     for number in range(30):
-        _digest(_write(tmp_path / str(number), a=b"%d" % number))
+        folder = _write(tmp_path / str(number), a=b"%d" % number)
+        content_digest(_states(folder), records=records)
         assert len(_records(cache)) <= 8
 
 
@@ -212,9 +216,9 @@ def test_processes_that_ask_at_once_agree(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", **{f"f{i}": bytes([i]) * (1 << 20) for i in range(8)})
     program = (
         "import sys, pathlib\n"
-        "from sglang_cake.integration.identity import content\n"
-        "content.SETTLED_S = -1.0\n"
-        "print(content.content_digest(content.look(pathlib.Path(sys.argv[1]).glob('*'))))\n"
+        "from sglang_cake.integration.identity.content import *\n"
+        "files = file_states(pathlib.Path(sys.argv[1]).glob('*'))\n"
+        "print(content_digest(files, records=DigestRecords(settled_s=-1.0)))\n"
     )
     running = [
         subprocess.Popen(
@@ -222,17 +226,21 @@ def test_processes_that_ask_at_once_agree(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    said = {process.communicate(timeout=120)[0] for process in running}
-    assert said == {_digest(folder) + "\n"}
+    printed = {process.communicate(timeout=120)[0] for process in running}
+    assert printed == {_digest(folder) + "\n"}
 
 
 def test_what_counts_of_a_models_folder(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", model=b"1")
-    names = [
-        *("config.json", "quantize_config.json", "model.safetensors.index.json"),
-        *("tokenizer.json", "generation_config.json", "modeling.py", "README.md"),
-    ]
-    for name in names:
+    for name in (
+        "config.json",
+        "quantize_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "modeling.py",
+        "README.md",
+    ):
         (folder / name).write_text("{}")
     weights = {file.name for file in content.weight_files(str(folder), folder)}
     assert weights == {"model.safetensors", "model.safetensors.index.json"}

@@ -187,7 +187,7 @@ def test_a_step_that_ran_past_cake_joins_no_tree_and_gives_no_answer(
     assert restore is not None
     restore.overlap = SimpleNamespace(slots=None)  # type: ignore[assignment]
     tree, req, off = door.adder.tree_cache, door.req, []
-    BOUNDARY.watch(SimpleNamespace(switch_off=lambda: off.append(True)), None)
+    BOUNDARY.attach(SimpleNamespace(switch_off=lambda: off.append(True)), None)
     req.finished = lambda: finished
     req.finished_reason = req.to_finish = None
     tree.checkpoint(req, up_to=10)

@@ -120,14 +120,14 @@ def test_a_model_that_is_not_supported_is_refused_before_it_loads(tmp_path: Path
 
 
 def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
-    said = done.stdout
-    ours = [each for each in said.splitlines() if each.startswith("sglang-cake: error:")]
-    assert done.returncode == 2, said[-3000:]
+    output = done.stdout
+    ours = [each for each in output.splitlines() if each.startswith("sglang-cake: error:")]
+    assert done.returncode == 2, output[-3000:]
     assert len(ours) == 1
     assert line in ours[0]
-    assert "usage:" not in said
-    assert "Traceback" not in said
-    assert "Load weight" not in said
+    assert "usage:" not in output
+    assert "Traceback" not in output
+    assert "Load weight" not in output
 
 
 def test_help_shows_the_group(tmp_path: Path) -> None:
@@ -356,16 +356,18 @@ print(json.dumps({{
 
 
 def test_sglang_that_differs_is_refused_where_cake_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sglang_cake.integration import compat, flags
 
-    monkeypatch.setattr(compat, "differences", lambda: ["Scheduler.on_idle is missing"])
+    names = tmp_path / "compat.toml"
+    names.write_text('["sglang.srt.managers.scheduler.Scheduler"]\nno_such_name = ""\n')
+    monkeypatch.setattr(compat, "NAMES_FILE", names)
     record = SimpleNamespace(radix_cache_backend=None)
     with pytest.raises(SystemExit) as caught:
         flags.from_cli_args(lambda cls, args: record, object, Namespace(enable_cake=True))
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sglang-cake: error: cake was checked with SGLang ==0.5.23; ")
-    assert "Scheduler.on_idle is missing" in line
+    assert "managers.scheduler.Scheduler.no_such_name is missing" in line
     assert flags.from_cli_args(lambda cls, args: record, object, Namespace()) is record

@@ -1,7 +1,6 @@
-"""Every fact that changes what KV bytes mean makes another namespace, and no other fact does."""
+"""A setting changes the namespace exactly if it changes the meaning of KV."""
 
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,13 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.integration.identity import identity, searches
-from sglang_cake.integration.identity.content import look
+from sglang_cake.integration.identity.content import file_states
+from sglang_cake.integration.identity.identity import (
+    Identity,
+    LoadedFiles,
+    ModelSource,
+    server_fields,
+)
 
 LAYOUT = BlockLayout(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
 
@@ -72,7 +76,7 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
         params=SimpleNamespace(page_size=facts["page_size"]),
         tp_worker=SimpleNamespace(model_runner=runner),
     )
-    found = identity.server_facts(ctx, facts["layout"], codec=facts["codec"])
+    found = server_fields(ctx, facts["layout"], codec=facts["codec"])
     return Namespace(tuple((found | facts["content"]).items())).digest()
 
 
@@ -154,34 +158,43 @@ def test_the_context_length_counts_for_a_model_that_reads_it(
     assert digests[0] != digests[1]
 
 
-# ---- what the namespace says while weights and adapters come and go ----
+# ---- the namespace while weights and adapters change ----
 
 
 class Named:
-    """An `Identity` beside a model in a folder; every namespace that it has named."""
+    """An `Identity` for a model in a folder, and all namespaces that it has published.
 
-    def __init__(self, folder: Path, **args: Any) -> None:
-        self.folder, self.said = folder, list[Namespace]()
+    Attributes:
+        identity: takes results at once if `reduce_min` is None, else in `poll`.
+    """
+
+    def __init__(self, folder: Path, *, reduce_min: Any = None) -> None:
+        self.published: list[Namespace] = []
         ctx: Any = SimpleNamespace(
-            server_args=ServerArgs(model_path=str(folder), **args),
+            server_args=ServerArgs(model_path=str(folder)),
             model_config=SimpleNamespace(model_path=str(folder), revision=None),
         )
-        searches.LOADED.looked = True
-        searches.LOADED.weights = searches.ModelPlace(str(folder)).look()
-        facts = {"format": "auto", "weight_version": "default", "layout": "l"}
-        self.identity = identity.Identity(ctx, facts, reduce_min=None, on_known=self.said.append)
+        self.loaded = LoadedFiles(True, ModelSource(str(folder)).weights_or_none())
+        self.identity = Identity(
+            ctx,
+            {"format": "auto", "weight_version": "default", "layout": "l"},
+            reduce_min=reduce_min,
+            on_known=self.published.append,
+            loaded=self.loaded,
+        )
+
+    @property
+    def digest(self) -> bytes:
+        return self.published[-1].digest()
 
     @property
     def weights(self) -> str:
-        return self.said[-1].describe()["weights"]
+        return self.published[-1].describe()["weights"]
 
 
-@pytest.fixture
-def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(searches, "LOADED", searches._Loaded())
-    monkeypatch.setattr(identity, "LOADED", searches.LOADED)
-    return Named
 
 
 def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
@@ -192,71 +205,61 @@ def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
     return folder
 
 
-def test_a_model_is_named_when_it_starts(tmp_path: Path, named: Any) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
+def test_a_model_is_named_when_it_starts(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.identity.start()
-    same = named(_checkpoint(tmp_path / "b", 1.0))
+    same = Named(_checkpoint(tmp_path / "b", 1.0))
     same.identity.start()
-    other = named(_checkpoint(tmp_path / "c", 2.0))
+    other = Named(_checkpoint(tmp_path / "c", 2.0))
     other.identity.start()
-    assert one.said[-1].digest() == same.said[-1].digest() != other.said[-1].digest()
+    assert one.digest == same.digest != other.digest
     assert not one.identity.is_private
 
 
-def test_a_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path, named: Any) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
+def test_a_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
     _checkpoint(tmp_path / "a", 2.0)
     one.identity.start()
     assert one.identity.is_private
 
 
-def test_a_load_that_nobody_saw_is_private(tmp_path: Path, named: Any) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
-    searches.LOADED.looked = False
+def test_a_load_that_was_not_observed_is_private(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    one.loaded.model_recorded = False
     one.identity.start()
     assert one.identity.is_private
 
 
-def test_an_update_names_the_new_weights_and_keeps_the_configuration(
-    tmp_path: Path, named: Any
-) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
+def test_an_update_names_the_new_weights_and_keeps_the_configuration(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.identity.start()
     new = _checkpoint(tmp_path / "new", 2.0)
     (new / "config.json").write_text('{"rope_theta": 7}')  # SGLang does not read it again
-    one.identity.weights_changed(look(new.glob("*.safetensors")), "auto", None)
-    started = named(_checkpoint(tmp_path / "b", 2.0))
+    one.identity.weights_changed(file_states(new.glob("*.safetensors")), "auto", None)
+    started = Named(_checkpoint(tmp_path / "b", 2.0))
     started.identity.start()
-    assert one.said[-1].digest() == started.said[-1].digest()
-    with_new_config = named(new)
+    assert one.digest == started.digest
+    with_new_config = Named(new)
     with_new_config.identity.start()
-    assert one.said[-1].digest() != with_new_config.said[-1].digest()
+    assert one.digest != with_new_config.digest
 
 
-def test_a_digest_of_the_start_that_is_ready_after_weights_began_to_change_names_nothing(
-    tmp_path: Path, named: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_digest_that_is_ready_after_weights_began_to_change_names_nothing(
+    tmp_path: Path,
 ) -> None:
-    """Weights are pushed over many steps, in which the model is neither the old nor the new one."""
-    go = threading.Event()
-    monkeypatch.setattr(searches, "SHORT_BYTES", -1)
-    monkeypatch.setattr(searches, "content_digest", lambda *_: str(go.wait(60)))
-    one = named(_checkpoint(tmp_path / "a", 1.0))
+    """Weights are pushed over many steps. Between them the model is neither the old nor the new."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0), reduce_min=lambda tensor: None)
     one.identity.start()
-    pending = one.identity._searches._open["weights"]
     one.identity.weights_changing()
-    go.set()
-    assert pending.done.wait(60)
     one.identity.poll()
-    assert one.said == []
+    assert one.published == []
 
 
 @pytest.mark.parametrize("load_format", ["dummy", None])
-def test_an_update_in_an_unknown_format_is_private(
-    tmp_path: Path, named: Any, load_format: str | None
-) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
+def test_an_update_in_an_unknown_format_is_private(tmp_path: Path, load_format: str | None) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.identity.start()
-    files = look((tmp_path / "a").glob("*.safetensors"))
+    files = file_states((tmp_path / "a").glob("*.safetensors"))
     one.identity.weights_changed(files, load_format, None)
     first = one.weights
     one.identity.weights_changed(files, load_format, None)
@@ -265,33 +268,29 @@ def test_an_update_in_an_unknown_format_is_private(
 
 
 def test_a_model_whose_configuration_is_unknown_stays_private(
-    tmp_path: Path, named: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0), quantization_param_path=str(tmp_path / "none"))
-    monkeypatch.setattr(searches.content, "config_files", _unreadable)
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    (tmp_path / "a" / "generation.json").symlink_to(tmp_path / "no such file")
     one.identity.start()
     assert one.identity.is_private
-    one.identity.weights_changed(look((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
     assert one.identity.is_private
 
 
-def _unreadable(*args: Any, **kwargs: Any) -> Any:
-    raise PermissionError("config.json")
-
-
-def test_an_adapter_is_known_by_what_was_loaded(tmp_path: Path, named: Any) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
+def test_an_adapter_is_known_by_what_was_loaded(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
     for name, value in (("x", 1.0), ("y", 2.0), ("z", 1.0)):
-        searches.LOADED.adapters[name] = look(_checkpoint(tmp_path / name, value).glob("*"))
+        one.loaded.adapters[name] = file_states(_checkpoint(tmp_path / name, value).glob("*"))
     one.identity.start()
     found = {name: one.identity.adapter(name) for name in "xyz"}
     assert found["x"] == found["z"] != found["y"]
     assert one.identity.adapter("unknown") is None
 
 
-def test_an_adapter_that_was_pushed_is_like_no_other(tmp_path: Path, named: Any) -> None:
-    one = named(_checkpoint(tmp_path / "a", 1.0))
-    searches.LOADED.adapters.update(x=None, y=None)
+def test_an_adapter_that_was_pushed_is_like_no_other(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    one.loaded.adapters.update(x=None, y=None)
     one.identity.start()
     assert None not in (one.identity.adapter("x"), one.identity.adapter("y"))
     assert one.identity.adapter("x") != one.identity.adapter("y")

@@ -21,7 +21,7 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.spans import Span
-from sglang_cake.integration.boundary import BOUNDARY, Plain
+from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction
 from sglang_cake.integration.overlap import overlapped_step as module
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.overlapped_step import LastStep
@@ -154,7 +154,7 @@ class Stage:
 
     def run(self, batch: Any) -> None:
         assert self.last.is_due(batch)
-        self.last.forward(Plain(self._forward), None, batch)
+        self.last.forward(OriginalFunction(self._forward), None, batch)
         assert not self.last.is_due(batch)
 
     def _forward(self, worker: Any, batch: Any) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
-from sglang_cake.integration.boundary import Plain
+from sglang_cake.integration.boundary import OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead import runahead_owner as module
@@ -174,7 +174,7 @@ class Setup:
             seq_lens=torch.tensor([STOP]),
             seq_lens_cpu=torch.tensor([STOP]),
         )
-        found: tuple[int, int] = self.owner.forward(Plain(self.compute), None, batch)
+        found: tuple[int, int] = self.owner.forward(OriginalFunction(self.compute), None, batch)
         return found
 
     def compute(self, worker: object, part: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.support_matrix import (
     ModelTraits,
     check_context,
+    longrope_tokens,
     unsupported,
     unsupported_codec,
     unsupported_group,
@@ -54,10 +55,9 @@ def test_defaults_are_supported() -> None:
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
-    from sglang_cake.integration.support_matrix import _longrope_tokens
-
     text = SimpleNamespace(max_position_embeddings=131072, **config)
-    return _longrope_tokens(SimpleNamespace(hf_text_config=text, context_len=context_tokens))
+    model: Any = SimpleNamespace(hf_text_config=text, context_len=context_tokens)
+    return longrope_tokens(model)
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
@@ -211,7 +211,7 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         (GPU | {"tp_size": 2}, "set --tp-size 1"),
     ],
 )
-def test_who_cannot_be_a_member_of_a_group_is_refused(changes: dict[str, Any], advice: str) -> None:
+def test_a_server_that_cannot_be_a_member_is_refused(changes: dict[str, Any], advice: str) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
     args = SimpleNamespace(**MEMBER | changes)
     reason = unsupported_group(args, PLAIN, member)

@@ -1,1 +1,1 @@
-"""What decides the meaning of KV: weights, settings, environment."""
+"""The namespace: weights, settings and environment that decide the meaning of KV."""

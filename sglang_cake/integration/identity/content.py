@@ -1,8 +1,8 @@
-"""What the files of a model or an adapter hold: SHA-256 over every byte, computed once.
+"""The content of the files of a model or an adapter: SHA-256 over every byte, computed once.
 
-A digest is remembered in the user's cache folder under the file's device, inode, size, mtime and
-ctime. It is not kept in the model's folder: whoever may write an adapter there could name another
-adapter's digest for it, and would be served that one's KV.
+A digest is recorded in the user's cache folder under the file's device, inode, size, mtime and
+ctime. The model's folder is not used for that: an author of adapters there could record the digest
+of another adapter, and would be served that adapter's KV.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from sglang_cake.core.errors import ConfigError
 logger = logging.getLogger("sglang_cake")
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
-# JSON files that say nothing of how KV is computed: keys are token ids already.
+# JSON files without effect on KV. Keys are made of token ids, so those of the tokenizer are here.
 _TEXT_JSON = {
     "added_tokens.json",
     "chat_template.json",
@@ -41,22 +41,18 @@ _TEXT_JSON = {
 }
 READ_BYTES = 1 << 20
 MAX_THREADS = 8
-TELL_EVERY_S = 5.0
-TELL_BYTES = 1 << 30
-# A file that changed this lately may change again with the same times: clocks of file systems are
-# coarse. Its digest is used, and not remembered.
-SETTLED_S = 2.0
-MAX_RECORDS = 4096
+LOG_EVERY_S = 5.0
+LOG_BYTES = 1 << 30  # work of this size is logged when it is finished
 _LOCKS = 64
 
 
 class ContentChanged(Exception):
-    """A file changed while it was being identified: nobody can say what was loaded from it."""
+    """A file changed after its state was recorded, so it is unknown what was loaded from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """One file as the file system describes it; equal states are equal content."""
+    """A file's metadata. Equal states mean equal content."""
 
     device: int
     inode: int
@@ -71,24 +67,24 @@ class FileState:
         )
 
 
-# Path -> state, by name. Links are followed: a snapshot of Hugging Face's cache is made of them.
+# Links are followed, since a snapshot in Hugging Face's cache consists of links.
 Files = dict[Path, FileState]
 
 
-def look(paths: Iterable[Path]) -> Files:
-    """The states of files. Raises: OSError if one cannot be read."""
+def file_states(paths: Iterable[Path]) -> Files:
+    """The current states of files, sorted by path. Raises: OSError if one cannot be read."""
     return {path: FileState.of(path.stat()) for path in sorted(paths)}
 
 
 def model_folder(path: str, *, revision: str | None, download_dir: str | None) -> Path:
-    """Where SGLang loads the model `path` from: a folder, or the local snapshot of a model on
-    Hugging Face.
+    """The folder that SGLang loads the model `path` from: that folder itself, the folder of that
+    file, or the local snapshot of a model on Hugging Face.
 
-    Raises: ConfigError if nothing is there.
+    Raises: ConfigError if there is none.
     """
-    place = Path(path)
-    if place.exists():
-        return place if place.is_dir() else place.parent
+    local = Path(path)
+    if local.exists():
+        return local if local.is_dir() else local.parent
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -103,7 +99,7 @@ def model_folder(path: str, *, revision: str | None, download_dir: str | None) -
 
 
 def weight_files(path: str, folder: Path) -> list[Path]:
-    """The files that hold the weights, and the index that says which tensor is in which.
+    """The files with the weights, and the index that assigns tensors to files.
 
     Raises: ConfigError if there is none.
     """
@@ -116,9 +112,9 @@ def weight_files(path: str, folder: Path) -> list[Path]:
 
 
 def config_files(folder: Path, *, code: bool) -> list[Path]:
-    """The files that say what is computed with the weights.
+    """The files that define the computation with the weights.
 
-    Args: code: Python files in the folder may be run (`--trust-remote-code`).
+    Args: code: include Python files, which the server may run (`--trust-remote-code`).
     """
     found = [file for file in folder.glob("*.json") if file.name not in _TEXT_JSON]
     return [
@@ -133,7 +129,7 @@ def all_files(path: Path) -> list[Path]:
 
 
 def tensor_names(files: Iterable[Path]) -> frozenset[str] | None:
-    """Names of all tensors in safetensors files; None if some weights are in another format.
+    """Names of all tensors in safetensors files; None if a file of weights has another format.
 
     Raises: OSError, ValueError.
     """
@@ -151,24 +147,99 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str] | None:
     return frozenset(names - {"__metadata__"})
 
 
-def unhashed_bytes(files: Files) -> int:
-    """How much of the files would have to be read for a digest."""
-    return sum(state.size_bytes for state in files.values() if _recall(state) is None)
+class DigestRecords:
+    """Digests that were computed before: one file each, in a folder that only the user can enter.
+
+    Args:
+        settled_s: the digest of a file that changed within this time is not recorded. Clocks of
+            file systems are coarse, so the file may change again without a change of its times.
+        max_records: if there are more, the oldest quarter is removed.
+    """
+
+    def __init__(self, *, settled_s: float = 2.0, max_records: int = 4096) -> None:
+        self._settled_s = settled_s
+        self._max_records = max_records
+
+    def read(self, state: FileState) -> str | None:
+        """The recorded digest of a file; None if there is none, or if the record is damaged."""
+        folder = self._folder()
+        if folder is None:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            fd = os.open(folder / _name(state), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                text = os.read(fd, 100).decode("ascii")
+            finally:
+                os.close(fd)
+            if len(bytes.fromhex(text)) == hashlib.sha256().digest_size:
+                return text
+        return None
+
+    def write(self, state: FileState, digest: str) -> None:
+        """Record a digest. Nothing is synced, since losing a record costs only time."""
+        folder = self._folder()
+        if folder is None or time.time() - state.ctime_ns / 1e9 < self._settled_s:
+            return
+        with contextlib.suppress(OSError):
+            atomic_write(folder / _name(state), digest.encode())
+            records = [file for file in folder.iterdir() if not file.name.startswith("lock-")]
+            if len(records) > self._max_records:
+                records.sort(key=lambda file: file.stat().st_mtime)
+                for file in records[: len(records) - self._max_records * 3 // 4]:
+                    file.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self, state: FileState) -> Iterator[None]:
+        """Inside, no other process of this user hashes the file, if the folder can have locks."""
+        folder = self._folder()
+        with contextlib.ExitStack() as stack:
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    path = folder / f"lock-{int(_name(state)[:4], 16) % _LOCKS}"
+                    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                    fd = os.open(path, flags, 0o600)
+                    stack.callback(os.close, fd)
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+
+    def _folder(self) -> Path | None:
+        """The folder, made if necessary; None if there is none that only the user can enter."""
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = cache_folder() / "content"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+            private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            if stat.S_ISDIR(status.st_mode) and private:
+                return folder
+        return None
 
 
-def content_digest(files: Files, stop: threading.Event | None = None) -> str:
+def _name(state: FileState) -> str:
+    return hashlib.sha256(repr(astuple(state)).encode()).hexdigest()
+
+
+RECORDS = DigestRecords()
+
+
+def unhashed_bytes(files: Files, records: DigestRecords = RECORDS) -> int:
+    """How many bytes have to be read for the digest of the files."""
+    return sum(state.size_bytes for state in files.values() if records.read(state) is None)
+
+
+def content_digest(
+    files: Files, cancelled: threading.Event | None = None, records: DigestRecords = RECORDS
+) -> str:
     """SHA-256, in hex, over the names of the files and the SHA-256 of each.
 
-    Several processes that ask for the same files share the work. Long work logs its progress and
-    its rate.
+    Several processes that need the same files share the work. Long work logs its progress and its
+    rate.
 
-    Args: stop: set by another thread, it ends the work.
-    Raises: ContentChanged if a file is not, or does not stay, as `files` says; OSError.
+    Args: cancelled: another thread may set it to end the work.
+    Raises: ContentChanged if the state of a file differs from `files`, or if the work is cancelled;
+        OSError.
     """
-    progress = _Progress(files, stop or threading.Event())
-    digests: dict[Path, str] = {}
-    for wait in (False, True):  # first what no other process hashes now, then what is left
-        _hash_all({f: s for f, s in files.items() if f not in digests}, digests, progress, wait)
+    progress = _Progress(files, cancelled or threading.Event())
+    digests = _file_digests(files, records, progress)
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
     for file in sorted(files, key=lambda path: path.name):
@@ -177,22 +248,22 @@ def content_digest(files: Files, stop: threading.Event | None = None) -> str:
     return whole.hexdigest()
 
 
-def _hash_all(files: Files, digests: dict[Path, str], progress: "_Progress", wait: bool) -> None:
-    """Put into `digests` what can be had; all of it, if `wait` is set. Raises: see above."""
-    todo, failures = list(files.items()), list[Exception]()
+def _file_digests(files: Files, records: DigestRecords, progress: "_Progress") -> dict[Path, str]:
+    """The digest of each file, computed in several threads. Raises: as `content_digest`."""
+    digests: dict[Path, str] = {}
+    todo = list(files.items())
+    failures: list[Exception] = []
 
     def work() -> None:
         try:
             while todo and not failures:
-                with contextlib.suppress(IndexError):  # another thread took the last
+                with contextlib.suppress(IndexError):  # another thread took the last one
                     file, state = todo.pop()
-                    found = _file_digest(file, state, progress, wait=wait)
-                    if found is not None:
-                        digests[file] = found
+                    digests[file] = _file_digest(file, state, records, progress)
         except (ContentChanged, OSError) as error:
             failures.append(error)
 
-    # Daemons, not a pool: a hung disk must not keep the process from ending.
+    # Daemon threads instead of a pool: a hung disk must not keep the process from ending.
     count = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(todo))
     helpers = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
     for helper in helpers:
@@ -202,31 +273,34 @@ def _hash_all(files: Files, digests: dict[Path, str], progress: "_Progress", wai
         helper.join()
     if failures:
         raise failures[0]
+    return digests
 
 
 class _Progress:
-    """Tells the log how far hashing is. Any thread."""
+    """Logs the progress of hashing. Any thread."""
 
-    def __init__(self, files: Files, stop: threading.Event) -> None:
+    def __init__(self, files: Files, cancelled: threading.Event) -> None:
         self._total = sum(state.size_bytes for state in files.values())
-        self._lock, self._stop = threading.Lock(), stop
+        self._lock = threading.Lock()
+        self._cancelled = cancelled
         self._read_bytes = 0
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = time.monotonic()
+        self._logged_s = self._began_s
 
     def read(self, size_bytes: int) -> None:
-        """Raises: ContentChanged if the work is to end."""
-        if self._stop.is_set():
-            raise ContentChanged("the process ends")
+        """Count bytes that were hashed. Raises: ContentChanged if the work is cancelled."""
+        if self._cancelled.is_set():
+            raise ContentChanged("cancelled")
         with self._lock:
             self._read_bytes += size_bytes
             now_s = time.monotonic()
-            if now_s - self._told_s < TELL_EVERY_S:
+            if now_s - self._logged_s < LOG_EVERY_S:
                 return
-            self._told_s = now_s
+            self._logged_s = now_s
         logger.info("cake: hashing weights, %s", self._text())
 
     def finished(self) -> None:
-        if self._read_bytes >= TELL_BYTES:
+        if self._read_bytes >= LOG_BYTES:
             logger.info("cake: hashed weights, %s", self._text())
 
     def _text(self) -> str:
@@ -237,29 +311,28 @@ class _Progress:
         )
 
 
-def _file_digest(file: Path, state: FileState, progress: _Progress, *, wait: bool) -> str | None:
-    """None if another process hashes the file now and `wait` is not set."""
+def _file_digest(file: Path, state: FileState, records: DigestRecords, progress: _Progress) -> str:
     if FileState.of(file.stat()) != state:
         raise ContentChanged(f"{file} changed")
-    if (known := _recall(state)) is not None:
+    known = records.read(state)
+    if known is not None:
         return known
-    with _claim(state, wait=wait) as mine:
-        if not mine:
-            return None
-        if (known := _recall(state)) is not None:
-            return known
-        found = _hash_file(file, state, progress)
-        _remember(state, found)
-        return found
+    with records.lock(state):
+        known = records.read(state)  # another process may have written it in the meantime
+        if known is None:
+            known = _hash_file(file, state, progress)
+            records.write(state, known)
+        return known
 
 
 def _hash_file(file: Path, state: FileState, progress: _Progress) -> str:
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not hang us
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or FileState.of(status) != state:
             raise ContentChanged(f"{file} changed")
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(READ_BYTES))
         while size_bytes := os.readv(fd, [buffer]):
             digest.update(buffer[:size_bytes])
             progress.read(size_bytes)
@@ -268,77 +341,3 @@ def _hash_file(file: Path, state: FileState, progress: _Progress) -> str:
         return digest.hexdigest()
     finally:
         os.close(fd)
-
-
-# ---- digests that were computed before ----
-
-
-def _records() -> Path | None:
-    """The folder of records, made here; None if there can be none that is the user's alone."""
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = cache_folder() / "content"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-        if stat.S_ISDIR(status.st_mode) and private:
-            return folder
-    return None
-
-
-def _name(state: FileState) -> str:
-    return hashlib.sha256(repr(astuple(state)).encode()).hexdigest()
-
-
-def _recall(state: FileState) -> str | None:
-    folder = _records()
-    if folder is None:
-        return None
-    with contextlib.suppress(OSError, ValueError):
-        fd = os.open(folder / _name(state), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            text = os.read(fd, 100).decode("ascii")
-        finally:
-            os.close(fd)
-        if len(bytes.fromhex(text)) == hashlib.sha256().digest_size:
-            return text
-    return None
-
-
-def _remember(state: FileState, digest: str) -> None:
-    """Losing a record costs time only, so nothing is synced; a name appears with its content."""
-    folder = _records()
-    if folder is None or time.time() - state.ctime_ns / 1e9 < SETTLED_S:
-        return
-    with contextlib.suppress(OSError):
-        atomic_write(folder / _name(state), digest.encode())
-        _forget_oldest(folder)
-
-
-def _forget_oldest(folder: Path) -> None:
-    records = [file for file in folder.iterdir() if not file.name.startswith("lock-")]
-    if len(records) > MAX_RECORDS:
-        ages = sorted((file.stat().st_mtime, file) for file in records)
-        for _, file in ages[: len(ages) - MAX_RECORDS * 3 // 4]:
-            file.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _claim(state: FileState, *, wait: bool) -> Iterator[bool]:
-    """Among the processes of this user, one hashes a file; it is ours if this yields True."""
-    folder = _records()
-    fd = -1
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            lock = folder / f"lock-{int(_name(state)[:4], 16) % _LOCKS}"
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        mine = True
-        if fd >= 0:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError:  # somebody else has it, or the file system knows no locks
-                mine = wait
-        yield mine
-    finally:
-        if fd >= 0:
-            os.close(fd)

@@ -1,58 +1,73 @@
-"""The facts of the namespace: what the server computes KV with, read from it and from its files.
+"""The fields of the namespace: what the server computes KV with, read from it and from its files.
 
-The digest of the weights is computed in the background, if that takes more than a moment; nothing
-is loaded or stored before it is known. If it cannot be known, the namespace is this process's own.
+Digests of weights and adapters are computed in the background if that takes more than a moment.
+All ranks of a group learn a digest in the same step. Nothing is loaded or stored before the digest
+of the weights is known. If it cannot be known, the namespace belongs to this process alone.
 """
 
 import hashlib
 import inspect
+import logging
 import os
+import queue
 import sys
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
-from sglang_cake.integration.identity import kv_facts
-from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.searches import (
-    LOADED,
-    PRIVATE,
-    WEIGHTS,
-    Facts,
-    ModelPlace,
-    Search,
-    Searches,
-    adapter_search,
-    model_search,
-    private_name,
-    update_search,
-)
+from sglang_cake.integration.identity import content, kv_settings
+from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-MAX_ADAPTERS = 4096  # whose digests are remembered
+logger = logging.getLogger("sglang_cake")
+
+NamespaceFields = dict[str, str]
+PRIVATE = "private-"
+MAX_ADAPTERS = 4096  # adapters whose digests are kept
+# Files of up to this size in all are hashed at once, which takes about a quarter of a second. So
+# the digests of small models and of adapters are known when the first request comes.
+SHORT_BYTES = 256 << 20
+WEIGHTS = "weights"  # name of the job that computes the digest of the model
 
 
-def server_facts(ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: str) -> Facts:
-    """All facts but those about content.
+def private_name() -> str:
+    """A new name for content that is unknown. No other process has it."""
+    return f"{PRIVATE}{uuid.uuid4().hex}"
 
-    Args: layout: of this rank's pool. codec: the blocks' encoding.
+
+# ---- what the server was started with ----
+
+
+def server_fields(
+    ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: str
+) -> NamespaceFields:
+    """All fields except those about the content of files.
+
+    Args:
+        layout: of this rank's pool.
+        codec: the encoding of the blocks.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
-    values, model, defaults = resolving_view(ctx.server_args), ctx.model_config, _defaults(ctx)
-    parallel, served = get_parallel(), type(ctx.tp_worker.model_runner.model)
-    facts: dict[str, object] = {
+    values = resolving_view(ctx.server_args)
+    model = ctx.model_config
+    parallel = get_parallel()
+    model_class = type(ctx.tp_worker.model_runner.model)
+    fields: dict[str, object] = {
         LABEL: os.path.basename(os.path.normpath(model.model_path)),
-        "format": kv_facts.file_format(values.load_format),
-        "implementation": _implementation(served),
+        "format": kv_settings.file_format(values.load_format),
+        "implementation": _implementation(model_class),
         "weight_version": values.weight_version,
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "layout": layout.describe(),
@@ -61,20 +76,20 @@ def server_facts(ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: st
         "tp_size": parallel.attn_tp_size,
         "codec": codec,
     }
-    if "context_len" in _source(served):  # few models read it, for their RoPE
-        facts["context_length"] = model.context_len
-    if values.enable_deterministic_inference:  # equal to the last bit, or not at all
+    if "context_len" in _source(model_class):  # few models read it, for their RoPE
+        fields["context_length"] = model.context_len
+    if values.enable_deterministic_inference:  # KV is shared only if it is equal bit by bit
         from sglang.version import __version__
 
-        facts["software"] = f"sglang {__version__}, torch {torch.__version__}"
-        facts["device"] = _device_name(ctx)
-    facts |= kv_facts.counted_arguments(values, defaults)
-    facts |= kv_facts.counted_environment(os.environ)
-    return {name: str(value) for name, value in facts.items()}
+        fields["software"] = f"sglang {__version__}, torch {torch.__version__}"
+        fields["device"] = _device_name(ctx)
+    fields |= kv_settings.counted_arguments(values, _defaults(ctx))
+    fields |= kv_settings.counted_environment(os.environ)
+    return {name: str(value) for name, value in fields.items()}
 
 
 def rope_theta(config: Any) -> float | None:
-    """The base of the model's RoPE; None if it has none, or turns only a part of each head."""
+    """The base of the model's RoPE; None without RoPE, or if RoPE rotates only a part of a head."""
     found = getattr(config, "rope_parameters", None) or {}
     theta = found.get("rope_theta", getattr(config, "rope_theta", None))
     share = found.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
@@ -88,12 +103,12 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
     return torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
 
 
-def _implementation(model: type) -> str:
-    """The model's class; with a digest of its code if SGLang did not bring it."""
-    name, module = model.__name__, model.__module__
-    if module.split(".")[0] == "sglang":
+def _implementation(model_class: type) -> str:
+    """The name of the model's class, with a digest of its code if it is not part of SGLang."""
+    name = model_class.__name__
+    if model_class.__module__.split(".")[0] == "sglang":
         return name
-    file = inspect.getsourcefile(model)
+    file = inspect.getsourcefile(model_class)
     code = sorted(Path(file).parent.glob("*.py")) if file is not None else []
     if not code:
         return f"{name} {uuid.uuid4().hex}"
@@ -101,38 +116,302 @@ def _implementation(model: type) -> str:
     return f"{name} {digest.hexdigest()}"
 
 
-def _source(model: type) -> str:
+def _source(model_class: type) -> str:
     try:
-        return inspect.getsource(sys.modules[model.__module__])
+        return inspect.getsource(sys.modules[model_class.__module__])
     except (OSError, TypeError):
-        return "context_len"  # it cannot be seen: count it
+        return "context_len"  # the source is not available, so the length counts
+
+
+def _defaults(ctx: "TreeCacheBuildContext") -> dict[str, object]:
+    from sglang.srt.arg_groups.arg_utils import record_fields
+
+    return {each.name: each.default for each in record_fields(type(ctx.server_args))}
+
+
+# ---- the files that SGLang loads ----
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where SGLang loads a model's weights from."""
+
+    path: str  # a folder, a file, or a name on Hugging Face
+    revision: str | None = None
+    download_dir: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the files are there before the model is loaded."""
+        return Path(self.path).exists()
+
+    def folder(self) -> Path:
+        """Raises: ConfigError if there is no local copy, or if it comes from ModelScope."""
+        modelscope = os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
+        if modelscope and not self.is_local:
+            raise ConfigError(f"{self.path!r} comes from ModelScope")
+        return content.model_folder(
+            self.path, revision=self.revision, download_dir=self.download_dir
+        )
+
+    def weights(self) -> Files:
+        """The weight files as they are now. Raises: ConfigError, OSError."""
+        return content.file_states(content.weight_files(self.path, self.folder()))
+
+    def weights_or_none(self) -> Files | None:
+        """`weights`, or None if there are none or they cannot be read."""
+        try:
+            return self.weights()
+        except (ConfigError, OSError):
+            return None
+
+
+@dataclass(slots=True)
+class LoadedFiles:
+    """Files as they were when SGLang loaded them. The hooks of loading write it, also before there
+    is a tree.
+
+    Attributes:
+        model_recorded: whether the load of the model was observed.
+        weights: the weight files before the load; None if the load had to download them.
+        adapters: files by LoRA id; None if they are unknown.
+        on_adapter: called with each LoRA id that is loaded.
+    """
+
+    model_recorded: bool = False
+    weights: Files | None = None
+    adapters: dict[str, Files | None] = field(default_factory=dict)
+    on_adapter: Callable[[str], None] | None = None
+
+
+LOADED = LoadedFiles()  # a process has one model
+
+
+# ---- digests, computed in the background ----
+
+
+@dataclass(slots=True)
+class DigestJob:
+    """Computes namespace fields that depend on the content of files.
+
+    Attributes:
+        name: for the log. Of two jobs with one name, only the later one counts.
+        compute: returns the fields. Raises ContentChanged, ConfigError, OSError or ValueError if
+            they cannot be known.
+        size_bytes: how much `compute` reads.
+        adapter: the LoRA id, if the files are those of an adapter.
+        fields: the result; None if the fields cannot be known.
+        tensors: names of all tensors of a model, if known.
+    """
+
+    name: str
+    compute: Callable[["DigestJob"], NamespaceFields]
+    size_bytes: int = 0
+    adapter: str | None = None
+    fields: NamespaceFields | None = None
+    tensors: frozenset[str] | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Set `fields`, if they can be known, and `done`."""
+        try:
+            self.fields = self.compute(self)
+        except (ContentChanged, ConfigError, OSError, ValueError) as error:
+            if not self.cancelled.is_set():
+                logger.warning("cake: the content of the %s is unknown: %s", self.name, error)
+        except Exception:
+            logger.exception("cake: the content of the %s is unknown", self.name)
+        finally:
+            self.done.set()
+
+
+class DigestJobs:
+    """The unfinished jobs of this process. All ranks of a group start the same jobs in the same
+    order, and receive the results in the same step. The scheduler thread owns it.
+
+    Args:
+        reduce_min: in-place MIN over an int64 CPU tensor across the ranks; None for a single rank.
+    """
+
+    def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
+        self._reduce_min = reduce_min
+        self._unfinished: dict[str, DigestJob] = {}
+        self._queue: queue.SimpleQueue[DigestJob] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_single_rank(self) -> bool:
+        """Whether the group has one rank."""
+        return self._reduce_min is None
+
+    def start(self, job: DigestJob) -> None:
+        """Run the job: at once if there is little to read, else in the background. Cancels an
+        unfinished job of the same name."""
+        self.cancel(job.name)
+        self._unfinished[job.name] = job
+        if job.size_bytes <= SHORT_BYTES:
+            job.run()
+            return
+        if self._thread is None:  # a daemon: a hung disk must not keep the process from ending
+            self._thread = threading.Thread(target=self._work, name="cake-identify", daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+
+    def wait(self) -> None:
+        """Return when all jobs of this rank are done."""
+        for job in self._unfinished.values():
+            job.done.wait()
+
+    def cancel(self, name: str) -> None:
+        """Stop the job of this name, if there is one. Its result is never returned."""
+        job = self._unfinished.pop(name, None)
+        if job is not None:
+            job.cancelled.set()
+
+    def close(self) -> None:
+        """Cancel all jobs without waiting for them."""
+        for name in list(self._unfinished):
+            self.cancel(name)
+
+    def take_finished(self) -> list[DigestJob]:
+        """Jobs that are done on every rank, each returned once. `fields` is None on all ranks if
+        one rank does not know them.
+
+        Every rank must call this at the same point of the same step.
+        """
+        if not self._unfinished:
+            return []
+        jobs = list(self._unfinished.values())
+        # 0: running; 1: done, the fields are unknown; 2: done, the fields are known.
+        levels = [j.done.is_set() + (j.done.is_set() and j.fields is not None) for j in jobs]
+        if self._reduce_min is not None:
+            tensor = torch.tensor(levels, dtype=torch.int64)
+            self._reduce_min(tensor)
+            levels = tensor.tolist()
+        finished = []
+        for job, level in zip(jobs, levels, strict=True):
+            if level:
+                del self._unfinished[job.name]
+                job.fields = job.fields if level == 2 else None
+                finished.append(job)
+        return finished
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get().run()
+
+
+def model_job(
+    source: ModelSource, values: Any, defaults: Mapping[str, object], loaded: LoadedFiles
+) -> DigestJob:
+    """The job for the model that the server was started with.
+
+    Args:
+        values: server arguments, resolved.
+        defaults: of all server arguments.
+    """
+    weights = Files()
+    configs = Files()
+    beside: list[Files] = []
+    private = kv_settings.private_reason(values, defaults)
+    unreadable: str | None = None
+    try:
+        weights = source.weights()
+        if not loaded.model_recorded or loaded.weights not in (None, weights):
+            private = private or "files changed while they were loaded"
+        code = bool(values.trust_remote_code)
+        configs = content.file_states(content.config_files(source.folder(), code=code))
+        for path in kv_settings.content_paths(values):
+            beside.append(content.file_states(content.all_files(path)))
+    except (ConfigError, OSError) as error:
+        unreadable = str(error)
+    if private is not None:
+        logger.warning(
+            "cake: the content of the weights is unknown, so no other process uses their KV: %s",
+            private,
+        )
+
+    def compute(job: DigestJob) -> NamespaceFields:
+        if unreadable is not None:
+            raise ConfigError(unreadable)
+        job.tensors = content.tensor_names(weights)
+        fields = {"weights": private_name()}
+        if private is None:
+            fields = {"weights": content_digest(weights, job.cancelled)}
+        fields["config"] = content_digest(configs, job.cancelled)
+        if beside:
+            fields["beside"] = " ".join(content_digest(each, job.cancelled) for each in beside)
+        return fields
+
+    hashed = [configs, *beside] if private is not None else [weights, configs, *beside]
+    return DigestJob(WEIGHTS, compute, sum(map(content.unhashed_bytes, hashed)))
+
+
+def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJob:
+    """The job for weights that were loaded into the running server.
+
+    Args:
+        files: the same before and after the load; None if the source is unknown.
+        complete: names of all tensors of the model. If the files lack one of them, it keeps its old
+            value, so the files do not tell the content of the model.
+    """
+
+    def compute(job: DigestJob) -> NamespaceFields:
+        if files is None:
+            return {"weights": private_name()}
+        names = content.tensor_names(files)
+        if names is None or complete is None or not names >= complete:
+            raise ContentChanged("the files do not hold all of the model's tensors")
+        return {"weights": content_digest(files, job.cancelled)}
+
+    return DigestJob(WEIGHTS, compute, 0 if files is None else content.unhashed_bytes(files))
+
+
+def adapter_job(lora_id: str, files: Files | None, settings: str) -> DigestJob:
+    """The job for an adapter: its files, and the settings that it was loaded with."""
+
+    def compute(job: DigestJob) -> NamespaceFields:
+        if files is None:
+            return {"adapter": private_name()}
+        return {"adapter": f"{content_digest(files, job.cancelled)} {settings}".strip()}
+
+    size_bytes = 0 if files is None else content.unhashed_bytes(files)
+    return DigestJob(f"files of adapter {lora_id}", compute, size_bytes, adapter=lora_id)
+
+
+# ---- the namespace of this process ----
 
 
 class Identity:
-    """Keeps the namespace true: what it names is what this process computes with now.
+    """Keeps the namespace up to date with what this process computes with.
 
-    The scheduler thread owns it; all ranks of a group call it alike.
+    The scheduler thread owns it. All ranks of a group make the same calls.
     """
 
     def __init__(
         self,
         ctx: "TreeCacheBuildContext",
-        facts: Facts,
+        fields: NamespaceFields,
         *,
         reduce_min: Callable[[torch.Tensor], None] | None,
         on_known: Callable[[Namespace], None],
+        loaded: LoadedFiles = LOADED,
     ) -> None:
         """Args:
-        facts: of the server, as `server_facts` gives them.
-        reduce_min: see `Searches`.
-        on_known: called by `poll` when content became known.
+        fields: of the server, from `server_fields`.
+        reduce_min: see `DigestJobs`.
+        on_known: called by `poll` with each new namespace.
+        loaded: the files that SGLang has loaded.
         """
         from sglang.srt.arg_groups.overrides import resolving_view
 
-        self._facts, self._on_known = facts, on_known
+        self._fields = fields
+        self._on_known = on_known
+        self._loaded = loaded
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
-        self._searches = Searches(reduce_min)
+        self._jobs = DigestJobs(reduce_min)
         self._tensors: frozenset[str] | None = None
         self._adapters: dict[str, str] = {}
         self._model = ctx.model_config.model_path
@@ -140,87 +419,84 @@ class Identity:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether SGLang has a copy of weights whose memory is given up."""
+        """Whether SGLang restores weights whose memory was released from a copy on the CPU."""
         return bool(self._values.enable_weights_cpu_backup)
 
     @property
     def is_private(self) -> bool:
-        """Whether no other process can have KV of this one's namespace."""
-        return self._facts["weights"].startswith(PRIVATE)
+        """Whether the namespace belongs to this process alone."""
+        return self._fields["weights"].startswith(PRIVATE)
 
     def wait(self) -> None:
-        """Return when all that is looked for is known."""
-        self._searches.wait()
+        """Wait for all jobs, and take their results."""
+        self._jobs.wait()
         self.poll()
 
     def start(self) -> None:
-        """Look for what SGLang has loaded by now."""
-        place = ModelPlace(self._model, self._revision, self._values.download_dir)
-        self._begin(model_search(place, self._values, self._defaults))
-        LOADED.on_adapter = self.adapter_loaded
-        for lora_id in LOADED.adapters:
+        """Start the jobs for the model and the adapters that SGLang has loaded so far."""
+        source = ModelSource(self._model, self._revision, self._values.download_dir)
+        self._start(model_job(source, self._values, self._defaults, self._loaded))
+        self._loaded.on_adapter = self.adapter_loaded
+        for lora_id in self._loaded.adapters:
             self.adapter_loaded(lora_id)
 
-    def place_of(self, path: str) -> ModelPlace:
-        """Where an update of weights loads from: SGLang asks the default cache of Hugging Face."""
-        return ModelPlace(path, self._revision)
+    def update_source(self, path: str) -> ModelSource:
+        """Where an update of weights is loaded from. For it, SGLang uses the default cache of
+        Hugging Face."""
+        return ModelSource(path, self._revision)
 
     def weights_changing(self) -> None:
-        """Other weights are about to be loaded: what is still looked for is not what will be."""
-        self._searches.end(WEIGHTS)
+        """Other weights are about to be loaded, so the digest of the old ones is not needed."""
+        self._jobs.cancel(WEIGHTS)
 
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None
     ) -> None:
-        """Other weights were loaded: from `files`, or nobody can say from where (None).
+        """Other weights were loaded.
 
-        Args: version: the user's name for them; None: that of the start.
+        Args:
+            files: the source of the weights; None if it is unknown.
+            load_format: as in `--load-format`; None if it is unknown.
+            version: the user's name for the weights; None: that of the start.
         """
-        self._facts["weight_version"] = version or str(self._values.weight_version)
-        known = None if load_format is None else kv_facts.file_format(load_format)
+        self._fields["weight_version"] = version or str(self._values.weight_version)
+        known = None if load_format is None else kv_settings.file_format(load_format)
         if known is None:
             files = None
         else:
-            self._facts["format"] = known
-        self._begin(update_search(files, self._tensors))
+            self._fields["format"] = known
+        self._start(update_job(files, self._tensors))
 
     def adapter_loaded(self, lora_id: str) -> None:
         """SGLang has loaded a LoRA adapter."""
         self._adapters.pop(lora_id, None)
-        settings = kv_facts.adapter_settings(self._values, self._defaults)
-        self._begin(adapter_search(lora_id, LOADED.adapters[lora_id], settings))
+        settings = kv_settings.adapter_settings(self._values, self._defaults)
+        self._start(adapter_job(lora_id, self._loaded.adapters[lora_id], settings))
 
     def adapter(self, lora_id: str) -> str | None:
-        """What stands for the adapter in keys; None while that is not known."""
+        """The digest of the adapter, for keys; None while it is not known."""
         return self._adapters.get(lora_id)
 
     def poll(self) -> None:
-        """Learn what was found. Once a step, on all ranks."""
-        for search in self._searches.ended():
-            if search.adapter is not None:
-                self._adapters[search.adapter] = (search.facts or {}).get("adapter", private_name())
+        """Take the results of finished jobs. Called once a step, on all ranks."""
+        for job in self._jobs.take_finished():
+            if job.adapter is not None:
+                self._adapters[job.adapter] = (job.fields or {}).get("adapter", private_name())
                 if len(self._adapters) > MAX_ADAPTERS:
                     del self._adapters[next(iter(self._adapters))]
                 continue
-            self._tensors = search.tensors or self._tensors
-            self._facts |= search.facts or {"weights": private_name()}
-            if "config" not in self._facts:  # nor will it be: nobody knows what the model computes
-                self._facts["weights"] = private_name()
-            self._on_known(Namespace(tuple(self._facts.items())))
+            self._tensors = job.tensors or self._tensors
+            self._fields |= job.fields or {"weights": private_name()}
+            if "config" not in self._fields:  # the configuration will never be known
+                self._fields["weights"] = private_name()
+            self._on_known(Namespace(tuple(self._fields.items())))
 
     def close(self) -> None:
-        """Look for nothing any more."""
-        LOADED.on_adapter = None
-        self._searches.close()
+        """Cancel all jobs."""
+        self._loaded.on_adapter = None
+        self._jobs.close()
 
-    def _begin(self, begun: tuple[Search, int]) -> None:
-        search, size_bytes = begun
-        self._searches.begin(search, size_bytes=size_bytes)
-        if self._searches.alone:  # ranks learn in their next step, if all of them are on then
-            self.poll()  # what was short is known at once
-
-
-def _defaults(ctx: "TreeCacheBuildContext") -> dict[str, object]:
-    from sglang.srt.arg_groups.arg_utils import record_fields
-
-    return {each.name: each.default for each in record_fields(type(ctx.server_args))}
+    def _start(self, job: DigestJob) -> None:
+        self._jobs.start(job)
+        if self._jobs.is_single_rank:  # several ranks take the result in their next step
+            self.poll()

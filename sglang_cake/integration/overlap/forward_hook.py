@@ -1,11 +1,11 @@
-"""The hook around SGLang's forward, for those that have a hand in it, and the gate inside of it."""
+"""The hook around SGLang's forward, for the overlapped last step and for KV-Runahead."""
 
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
-from sglang_cake.integration.boundary import BOUNDARY, Plain, register
+from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, register
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
@@ -15,7 +15,7 @@ _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation
 
 
 class ForwardProcess:
-    """Whose forwards run in this process. One scheduler runs in it."""
+    """The tree whose forwards run in this process, which has one scheduler."""
 
     tree: CakeRadixCache | None = None
 
@@ -26,9 +26,9 @@ def install() -> None:
 
 
 def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:
-    """Layers of a pool, and its gate: a pool has one.
+    """The rows of a pool by layer, and its layer gate. Called once for a pool.
 
-    Args: on_device: on a GPU, what comes and goes does so in its memory.
+    Args: on_device: KV is received and sent in GPU memory. No effect on a CPU.
     """
     if kv.device.type == "cpu":
         return PoolRows(kv), LayerGate(pool)
@@ -36,7 +36,7 @@ def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerG
     return rows, CudaGate(pool, rows)
 
 
-def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     tree = ForwardProcess.tree
     if tree is None or args or getattr(worker, "is_draft_worker", False):
         return original(worker, batch, *args, **kwargs)
@@ -52,4 +52,4 @@ def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any
             if original.error is error and not isinstance(error, CakeError):
                 raise
             BOUNDARY.failed("TpModelWorker.forward_batch_generation", error)
-    return original(worker, batch, **kwargs)  # all of it: the batch has slots for that
+    return original(worker, batch, **kwargs)  # the whole batch; it has slots for all its tokens

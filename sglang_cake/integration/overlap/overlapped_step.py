@@ -17,7 +17,7 @@ import torch
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
 from sglang_cake.core.spans import Span
-from sglang_cake.integration.boundary import BOUNDARY, Plain, guarded
+from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_batch import part_before, run_part
@@ -130,7 +130,7 @@ class LastStep:
         """Whether a batch is the step that was scheduled."""
         return self.due is not None and batch is not None and self.due in batch.reqs
 
-    def forward(self, original: Plain, worker: Any, batch: Any, **kwargs: Any) -> Any:
+    def forward(self, original: OriginalFunction, worker: Any, batch: Any, **kwargs: Any) -> Any:
         """AROUND a worker's `forward_batch_generation`, of a batch that is due. Raises: what SGLang
         raises. If something of ours fails, what was to come is computed; if that cannot be done
         either, the request ends without an answer."""
@@ -155,7 +155,7 @@ class LastStep:
     # ---- inside ----
 
     def _overlap(
-        self, original: Plain, worker: Any, batch: Any, kwargs: dict[str, Any]
+        self, original: OriginalFunction, worker: Any, batch: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StreamedBlocks, Collection[int]]:
         """The step, once more if something did not come. Returns its result, and the blocks that
         have come."""

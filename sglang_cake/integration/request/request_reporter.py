@@ -60,14 +60,14 @@ class RequestReporter:
         )
         if self._metrics is not None and any(restore.stored):
             meet = len(restore.tokens) if restore.meet_token is None else restore.meet_token
-            self._metrics.met(meet / max(1, len(restore.tokens)))
+            self._metrics.observe_meet(meet / max(1, len(restore.tokens)))
             if restore.predicted_s and restore.prefill_s:
-                self._metrics.predicted(restore.predicted_s, restore.prefill_s)
+                self._metrics.observe_prediction(restore.predicted_s, restore.prefill_s)
 
     def ended(self, restore: Restore) -> None:
         """The request is over; says so in one line if anything of it was stored."""
         if self._metrics is not None:
-            self._metrics.hurry()
+            self._metrics.publish_next_step()
         if not self._speaks or not any(restore.stored):
             return
         logger.info(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.spans import Span
-from sglang_cake.integration.boundary import BOUNDARY, Plain, guarded
+from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_batch import part_of, run_part
 from sglang_cake.integration.request.restore import Restore
@@ -193,7 +193,7 @@ class Runahead:
 
     # ---- the forward ----
 
-    def forward(self, original: Plain, worker: Any, batch: Any, **kwargs: Any) -> Any:
+    def forward(self, original: OriginalFunction, worker: Any, batch: Any, **kwargs: Any) -> Any:
         """AROUND a worker's `forward_batch_generation`. Raises: what SGLang raises; if something of
         ours fails, all is computed here."""
         mine = self._mine
@@ -320,7 +320,7 @@ class Runahead:
         self.member.end_owned(mine.owned, outcome, reason)
 
     def _forward_alone(
-        self, original: Plain, worker: Any, batch: Any, span: Span, kwargs: Any
+        self, original: OriginalFunction, worker: Any, batch: Any, span: Span, kwargs: Any
     ) -> Any:
         """All of it, in steps of what one forward may compute."""
         start = span.start

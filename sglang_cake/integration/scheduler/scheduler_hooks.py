@@ -60,8 +60,12 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     started_s = time.perf_counter()
     # While no prompt is left to prefill nothing is decided, and ranks reduce only to learn what an
     # unsafe hook has loaded. It may have failed on one of them, which then has nothing to reduce.
-    asked = scheduler.chunked_req is not None or bool(scheduler.waiting_queue) or BOUNDARY.touched
-    BOUNDARY.touched = False
+    asked = (
+        scheduler.chunked_req is not None
+        or bool(scheduler.waiting_queue)
+        or BOUNDARY.unsafe_hook_called
+    )
+    BOUNDARY.unsafe_hook_called = False
     if (asked or coordinator.left) and not coordinator.together():
         tree.let_go()
         return

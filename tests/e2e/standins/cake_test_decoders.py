@@ -1,7 +1,6 @@
-"""Decoders of a stated speed, for `--cake-codec auto`; a plugin of SGLang, for tests alone.
+"""Decoders of a fixed speed, for `--cake-codec auto`. A plugin of SGLang, used only by tests.
 
-CAKE_TEST_DECODERS says how many bytes a second every codec is found to decode: what a machine
-really manages is not the same twice.
+CAKE_TEST_DECODERS is the speed of every codec in bytes per second. A measured speed would vary.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Hooks of cake that raise; a plugin of SGLang, for tests alone.
+"""Makes hooks of cake raise. A plugin of SGLang, used only by tests.
 
-In the folder that CAKE_TEST_FAULTS names, `order` names a hook as `boundary.BOUNDARY.hooks` does,
-and a number N: the Nth call of it from then on takes the order away, writes `reached`, and raises.
-With CAKE_TEST_PATIENT, no number of failures switches cake off.
+The file `order` in the folder CAKE_TEST_FAULTS holds the name of a hook, as in
+`boundary.BOUNDARY.hooks`, and a number N. The Nth call of the hook from then on removes the file,
+writes the file `reached`, and raises. With CAKE_TEST_PATIENT, no number of failures switches cake
+off.
 """
 
 import os
@@ -27,32 +28,34 @@ def register() -> None:
 
     if "CAKE_TEST_PATIENT" in os.environ:
         boundary.MOST_FAILURES = 10**6
-    apply, watch = HookRegistry.apply_hooks, boundary.Boundary.watch
+    apply = HookRegistry.apply_hooks
+    attach = boundary.Boundary.attach
 
     def apply_hooks() -> None:
         _replace_all(Path(folder))
         apply()
 
-    def watched(*args: Any) -> None:  # by now everything is imported
+    def attach_handler(*args: Any) -> None:  # when this is called, everything is imported
         _replace_all(Path(folder))
-        watch(*args)
+        attach(*args)
 
     HookRegistry.apply_hooks = apply_hooks  # type: ignore[assignment]
-    boundary.Boundary.watch = watched  # type: ignore[method-assign]
+    boundary.Boundary.attach = attach_handler  # type: ignore[method-assign]
 
 
 def _replace_all(folder: Path) -> None:
     from sglang_cake.integration.boundary import BOUNDARY
 
-    for name, places in BOUNDARY.hooks.items():
-        for behind in places:
-            if id(behind) not in _replaced:
-                _replaced.add(id(behind))
-                _replace(behind, name, folder)
+    for name, functions in BOUNDARY.hooks.items():
+        for guarded in functions:
+            if id(guarded) not in _replaced:
+                _replaced.add(id(guarded))
+                _replace(guarded, name, folder)
 
 
-def _replace(behind: Any, name: str, folder: Path) -> None:
-    own, calls = behind.__wrapped__, 0
+def _replace(guarded: Any, name: str, folder: Path) -> None:
+    own = guarded.__wrapped__
+    calls = 0
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -66,8 +69,8 @@ def _replace(behind: Any, name: str, folder: Path) -> None:
                 raise Fault(name)
         return own(*args, **kwargs)
 
-    _cell(behind, own).cell_contents = faulty
+    _cell(guarded, own).cell_contents = faulty
 
 
-def _cell(behind: Callable[..., Any], own: Callable[..., Any]) -> Any:
-    return next(cell for cell in behind.__closure__ if cell.cell_contents is own)  # type: ignore
+def _cell(guarded: Callable[..., Any], own: Callable[..., Any]) -> Any:
+    return next(cell for cell in guarded.__closure__ if cell.cell_contents is own)  # type: ignore

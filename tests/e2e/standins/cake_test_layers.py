@@ -1,8 +1,9 @@
-"""Trouble at a chosen layer of a KV-Runahead forward; a plugin of SGLang, for tests alone.
+"""Failures at a chosen layer of a KV-Runahead forward. A plugin of SGLang, used only by tests.
 
-In the folder that CAKE_TEST_LAYERS names, `order` says `WHAT LAYER`. The next shared forward that
-comes to that layer takes the order away, writes its process id to `reached`, and does it: `stop`
-and `kill` its own process, `raise` as if memory ran out, or `hold` until there is a file `go`.
+The file `order` in the folder CAKE_TEST_LAYERS holds `WHAT LAYER`. The next shared forward that
+reaches the layer removes the file, writes its process id to the file `reached`, and then does one
+of these: `stop` or `kill` its own process, `raise` as if memory ran out, or `hold` until there is a
+file `go`.
 """
 
 import os

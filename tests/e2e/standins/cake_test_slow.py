@@ -1,5 +1,5 @@
-"""A device that takes its time: each layer of each forward takes CAKE_TEST_LAYER_S longer, twice,
-once for K and once for V. A plugin of SGLang, for tests alone."""
+"""A slow device: each layer of each forward takes CAKE_TEST_LAYER_S longer for K, and again for V.
+A plugin of SGLang, used only by tests."""
 
 import os
 import time

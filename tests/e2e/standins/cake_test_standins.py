@@ -1,8 +1,8 @@
-"""What SGLang 0.5.23 lacks on a CPU, and only these tests need; a plugin of SGLang.
+"""Parts that SGLang 0.5.23 lacks on a CPU. A plugin of SGLang, used only by tests.
 
-LoRA asks for pinned memory, which needs an accelerator: ordinary memory does as well here. MLA
-under `torch_native` is sent to a prefill path which that backend does not have: the absorbed path,
-which attends to the latent KV of the pool, works.
+LoRA needs pinned memory, which needs an accelerator; ordinary memory replaces it. For MLA with
+`torch_native`, SGLang chooses a prefill path that the backend does not have. It is replaced by the
+absorbed path, which attends to the latent KV of the pool.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Which settings of SGLang change the bytes of KV: server arguments as kv_facts.toml classes them,
-environment variables by the patterns below."""
+"""Which settings of SGLang change the bytes of KV: server arguments as kv_settings.toml classifies
+them, environment variables by the patterns below."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from typing import Any, Final
 _CLASSES: Final[dict[str, frozenset[str]]] = {
     name: frozenset(names.split())
     for name, names in tomllib.loads(
-        files(__package__).joinpath("kv_facts.toml").read_text("utf-8")
+        files(__package__).joinpath("kv_settings.toml").read_text("utf-8")
     ).items()
 }
 
-# Formats whose tensors all come from files of the model's folder that `content.weight_files` lists.
-# Those of one line read the same files to the same weights.
+# Load formats that read only files which `content.weight_files` lists. Formats with an equal value
+# read the same weights from the same files.
 FILE_FORMATS = {
     "auto": "auto",
     "safetensors": "safetensors",
@@ -35,8 +35,8 @@ FILE_FORMATS = {
     "sharded_state": "sharded_state",
 }
 
-# Environment variables count by value, if they are set, unless they match: these say where things
-# are, what is logged, traced, tested or timed, or belong to modes that are refused.
+# A variable that matches _ENVIRONMENT counts, unless it matches _UNRELATED_ENVIRONMENT: places,
+# logs, traces, tests, timeouts, and modes that are refused.
 _ENVIRONMENT = re.compile(r"(SGLANG|SGL)_|FLASHINFER_NVFP4_|DEEP_NORMAL_MODE_USE_INT8_QUANT$")
 _UNRELATED_ENVIRONMENT = re.compile(
     r"""SGL(ANG)?_(
@@ -63,7 +63,7 @@ _UNRELATED_ENVIRONMENT = re.compile(
 
 
 def class_of(argument: str) -> str | None:
-    """The class of kv_facts.toml that names the server argument."""
+    """The class of a server argument in kv_settings.toml; None if the file does not have it."""
     for name, members in _CLASSES.items():
         if argument in members:
             return name
@@ -74,11 +74,12 @@ def class_of(argument: str) -> str | None:
 
 
 def counted_arguments(values: Any, defaults: Mapping[str, object]) -> dict[str, str]:
-    """Server arguments that the namespace has by value.
+    """Server arguments that are fields of the namespace. An unclassified argument is a field too,
+    with a digest of its value.
 
     Args:
-        values: resolved, one attribute each.
-        defaults: of every argument that SGLang has.
+        values: resolved; an attribute for each argument.
+        defaults: of all arguments of SGLang.
     """
     classes = {"counted", None}
     if values.enable_deterministic_inference:
@@ -92,7 +93,8 @@ def counted_arguments(values: Any, defaults: Mapping[str, object]) -> dict[str, 
 
 
 def adapter_settings(values: Any, defaults: Mapping[str, object]) -> str:
-    """Server arguments that change what an adapter's files mean, where they are not the default."""
+    """Server arguments that change the meaning of an adapter's files, without those that have their
+    default value."""
     names = (
         "experts_shared_outer_loras",
         "lora_strict_loading",
@@ -105,8 +107,8 @@ def adapter_settings(values: Any, defaults: Mapping[str, object]) -> str:
 
 
 def counted_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that the namespace has, with a digest of each value: a description of a
-    namespace may lie on another machine."""
+    """Environment variables that are fields of the namespace, with a digest of each value. The
+    values themselves are not stored, since the store may be on another machine."""
     return {
         name: _digest(value)
         for name, value in sorted(environ.items())
@@ -117,7 +119,7 @@ def counted_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_default(variable: str) -> bool:
-    """SGLang itself sets some of its variables, to what they are without."""
+    """Whether the variable has SGLang's default value. SGLang sets some variables to it itself."""
     from sglang.srt.environ import EnvField, envs
 
     found = getattr(type(envs), variable, None)
@@ -125,13 +127,13 @@ def _is_default(variable: str) -> bool:
 
 
 def file_format(load_format: object) -> str | None:
-    """Load formats of one name load the same weights from the same files; None: the weights do not
-    come from files that can be named."""
+    """A name for the load format. Formats with one name load the same weights from the same files.
+    None: the weights do not come from files that `content.weight_files` lists."""
     return FILE_FORMATS.get(_text(load_format))
 
 
 def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
-    """Why nobody can say what the server's weights are; None if their files say it."""
+    """Why the content of the weights is unknown; None if the model's files determine it."""
     if file_format(values.load_format) is None:
         return f"--load-format {_text(values.load_format)} does not load the model's files"
     for name in sorted(_CLASSES["private"] & set(defaults)):
@@ -144,13 +146,13 @@ def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
 
 
 def content_paths(values: Any) -> list[Path]:
-    """Files and folders beside the model that its weights or configuration come from."""
+    """Files and folders outside the model's folder that its weights or configuration come from."""
     named = (getattr(values, name, None) for name in sorted(_CLASSES["content"]))
     return [Path(path) for path in named if path]
 
 
 def _only_speed(extra: Any) -> bool:
-    """Whether a loader's extra configuration is about threads and nothing else."""
+    """Whether a loader's extra configuration only changes how fast it reads."""
     try:
         options = extra if isinstance(extra, dict) else json.loads(extra)
     except ValueError:

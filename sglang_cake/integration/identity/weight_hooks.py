@@ -1,4 +1,4 @@
-"""Hooks where SGLang loads weights and adapters: the files are noted as they are at that moment."""
+"""Hooks where SGLang loads weights and adapters. They record the files as they are at that time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.identity import MAX_ADAPTERS
-from sglang_cake.integration.identity.searches import LOADED, ModelPlace
+from sglang_cake.integration.identity.identity import LOADED, MAX_ADAPTERS, ModelSource
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
 if TYPE_CHECKING:
@@ -30,14 +29,14 @@ def install() -> None:
         f"{_LORA}._load_lora_adapter": _load_adapter,
         f"{_LORA}._load_lora_adapter_from_tensors": _push_adapter,
         f"{_UPDATER}.update_weights_from_disk": _update_from_disk,
-        # Updates that push weights happen between these two, or, of one kind, alone.
+        # Weights are pushed between begin and end, or by update_weights_from_ipc alone.
         f"{_UPDATER}.begin_weight_update": _begin_update,
         f"{_UPDATER}.end_weight_update": _push,
         f"{_UPDATER}.update_weights_from_ipc": _push,
         f"{_UPDATER}.resume_memory_occupation": _resume,
     }
     for target, hook in around.items():
-        # What KV means is unknown after a failure: nothing may be loaded or stored any more.
+        # After a failure the meaning of KV is unknown, so nothing may be loaded or stored.
         register(target, hook, HookType.AROUND, unsafe=True)
 
 
@@ -47,34 +46,35 @@ def _load_model(original: Any, runner: Any) -> Any:
     if not runner.is_draft_worker:
         model = runner.model_config
         folder = resolving_view(runner.server_args).download_dir
-        LOADED.weights = ModelPlace(model.model_path, model.revision, folder).look()
-        LOADED.looked = True
+        LOADED.weights = ModelSource(model.model_path, model.revision, folder).weights_or_none()
+        LOADED.model_recorded = True
     return original(runner)
 
 
 def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
-    """An id that is loaded again, with other files, is of nobody: the tree knows it by its id."""
     before = _adapter_files(ref.lora_path)
     result = original(manager, ref)
     if result.success:
-        _leave_files(manager.loras[ref.lora_id])
+        _copy_out_of_files(manager.loras[ref.lora_id])
         after = _adapter_files(ref.lora_path)
-        if before is None and not Path(ref.lora_path).exists():  # it was brought by the load
+        if before is None and not Path(ref.lora_path).exists():  # the load has downloaded it
             before = after
-        known = LOADED.adapters.get(ref.lora_id, after)
-        _note_adapter(ref.lora_id, after if before == after == known else None)
+        # SGLang's tree has KV under the LoRA id. An id that is loaded again from other files must
+        # have no digest.
+        earlier = LOADED.adapters.get(ref.lora_id, after)
+        _record_adapter(ref.lora_id, after if before == after == earlier else None)
     return result
 
 
 def _push_adapter(original: Any, manager: Any, ref: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(manager, ref, *args, **kwargs)
     if result.success:
-        _note_adapter(ref.lora_id, None)
+        _record_adapter(ref.lora_id, None)
     return result
 
 
-def _leave_files(adapter: Any) -> None:
-    """SGLang's tensors may be the mapped file: written over in place, it would change them."""
+def _copy_out_of_files(adapter: Any) -> None:
+    """Copy tensors that may be a mapped file. Writing to the file would change them."""
     for layer in adapter.layers:
         _clone_all(layer.weights)
     _clone_all(adapter.embedding_layers)
@@ -91,14 +91,14 @@ def _adapter_files(path: str) -> Files | None:
     try:
         folder = content.model_folder(path, revision=None, download_dir=None)
         files = content.weight_files(path, folder)
-        return content.look([*files, *content.config_files(folder, code=False)])
+        return content.file_states([*files, *content.config_files(folder, code=False)])
     except (ConfigError, OSError):
         return None
 
 
-def _note_adapter(lora_id: str, files: Files | None) -> None:
+def _record_adapter(lora_id: str, files: Files | None) -> None:
     LOADED.adapters[lora_id] = files
-    if LOADED.on_adapter is not None:  # else there is no tree yet; `Identity.start` looks here
+    if LOADED.on_adapter is not None:  # else there is no tree yet, and `Identity.start` reads it
         LOADED.on_adapter(lora_id)
     if len(LOADED.adapters) > MAX_ADAPTERS:
         del LOADED.adapters[next(iter(LOADED.adapters))]
@@ -113,15 +113,16 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
     engine = _engine(updater)
     if engine is None:
         return original(updater, request)
-    place = engine.identity.place_of(request.model_path)
-    before, was_local = place.look(), place.is_local
+    source = engine.identity.update_source(request.model_path)
+    before = source.weights_or_none()
+    was_local = source.is_local
     engine.weights_changing()
     files: Files | None = None
     try:
         result = original(updater, request)
-        after = place.look()
+        after = source.weights_or_none()
         if result.success and (before == after or (before is None and not was_local)):
-            files = after  # a failed update may have changed half of the weights
+            files = after  # after a failed update, a part of the weights may have changed
     finally:
         _changed(engine, updater, request, files, request.load_format)
     return result
@@ -130,7 +131,7 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
 def _changed(
     engine: "Engine", updater: Any, request: Any, files: Files | None, load_format: str | None
 ) -> None:
-    # A request that runs puts KV of the old weights into the tree, though that may be empty now.
+    # A running request adds KV of the old weights to the tree, even if the tree is empty now.
     idle = updater.is_fully_idle(ignore_waiting=True)
     version = getattr(request, "weight_version", None)
     engine.weights_changed(files, load_format, version, idle=idle)
@@ -155,11 +156,11 @@ def _push(original: Any, updater: Any, request: Any) -> Any:
 
 
 def _resume(original: Any, updater: Any, request: Any) -> Any:
-    """Weights whose memory was given up are anything now, unless SGLang kept a copy."""
+    """Weights whose memory was released have unknown values, unless SGLang kept a copy."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
-    engine, tags = _engine(updater), request.tags
-    lost = not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
+    engine = _engine(updater)
+    lost = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
     if engine is None or not lost or engine.identity.keeps_weights:
         return original(updater, request)
     return _push(original, updater, request)

@@ -1,4 +1,4 @@
-"""What is looked for in the background is known in the same step on every rank, or to nobody."""
+"""All ranks receive a digest in the same step, or no rank does."""
 
 import threading
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_cake.integration.identity import content
-from sglang_cake.integration.identity.content import ContentChanged, Files, look
-from sglang_cake.integration.identity.searches import (
+from sglang_cake.integration.identity.content import ContentChanged, Files, file_states
+from sglang_cake.integration.identity.identity import (
     PRIVATE,
     SHORT_BYTES,
-    ModelPlace,
-    Search,
-    Searches,
-    adapter_search,
-    update_search,
+    DigestJob,
+    DigestJobs,
+    ModelSource,
+    adapter_job,
+    update_job,
 )
 
 LONG = SHORT_BYTES + 1
@@ -29,8 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """Two ranks whose reductions happen one after the other in this thread: `other` says what the
-    rank that is not here contributes."""
+    """Two ranks, one of which is simulated: `other` returns its tensor for each reduction."""
 
     def __init__(self) -> None:
         self.other: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
@@ -39,92 +38,90 @@ class Ranks:
         tensor.copy_(torch.minimum(tensor, self.other(tensor)))
 
 
-def _search(name: str = "weights", **facts: str) -> Search:
-    return Search(name, lambda search: facts)
+def _job(size_bytes: int = 0, **fields: str) -> DigestJob:
+    return DigestJob("weights", lambda job: fields, size_bytes)
 
 
-def _names(ended: list[Search]) -> list[str]:
-    return [search.name for search in ended]
+def test_a_short_job_runs_at_once() -> None:
+    jobs = DigestJobs(None)
+    jobs.start(_job(SHORT_BYTES, weights="w"))
+    (finished,) = jobs.take_finished()
+    assert finished.fields == {"weights": "w"}
+    assert jobs.take_finished() == []
 
 
-def test_what_is_short_is_known_at_once() -> None:
-    searches = Searches(None)
-    searches.begin(_search(weights="w"), size_bytes=SHORT_BYTES)
-    (ended,) = searches.ended()
-    assert ended.facts == {"weights": "w"}
-    assert searches.ended() == []
+def test_a_long_job_runs_in_the_background() -> None:
+    go = threading.Event()
+    jobs = DigestJobs(None)
 
-
-def test_what_is_long_is_known_when_it_is_found() -> None:
-    go, searches = threading.Event(), Searches(None)
-
-    def find(search: Search) -> dict[str, str]:
+    def compute(job: DigestJob) -> dict[str, str]:
         assert go.wait(60)
         return {"weights": "w"}
 
-    search = Search("weights", find)
-    searches.begin(search, size_bytes=LONG)
-    assert searches.ended() == []
+    job = DigestJob("weights", compute, LONG)
+    jobs.start(job)
+    assert jobs.take_finished() == []
     go.set()
-    assert search.done.wait(60)
-    assert _names(searches.ended()) == ["weights"]
+    jobs.wait()
+    assert jobs.take_finished() == [job]
 
 
 def test_a_rank_that_is_ready_waits_for_the_others() -> None:
     ranks = Ranks()
-    searches = Searches(ranks.reduce_min)
-    searches.begin(_search(weights="w"), size_bytes=0)
+    jobs = DigestJobs(ranks.reduce_min)
+    job = _job(weights="w")
+    jobs.start(job)
     ranks.other = torch.zeros_like
-    assert searches.ended() == []
+    assert jobs.take_finished() == []
     ranks.other = lambda tensor: torch.full_like(tensor, 2)
-    assert _names(searches.ended()) == ["weights"]
+    assert jobs.take_finished() == [job]
 
 
-def test_what_one_rank_cannot_know_no_rank_knows() -> None:
+def test_fields_that_one_rank_does_not_know_are_unknown_to_all() -> None:
     ranks = Ranks()
-    searches = Searches(ranks.reduce_min)
-    searches.begin(_search(weights="w"), size_bytes=0)
+    jobs = DigestJobs(ranks.reduce_min)
+    jobs.start(_job(weights="w"))
     ranks.other = torch.ones_like
-    (ended,) = searches.ended()
-    assert ended.facts is None
+    (finished,) = jobs.take_finished()
+    assert finished.fields is None
 
 
-def test_ranks_reduce_only_while_something_is_looked_for() -> None:
+def test_ranks_reduce_only_while_a_job_is_unfinished() -> None:
     def never(tensor: torch.Tensor) -> None:
-        raise AssertionError("nobody else reduces now")
+        raise AssertionError("no other rank reduces now")
 
-    assert Searches(never).ended() == []
+    assert DigestJobs(never).take_finished() == []
 
 
 @pytest.mark.parametrize(
     "error", [ContentChanged("c"), OSError("o"), ValueError("v"), RuntimeError("a bug")]
 )
-def test_a_search_that_fails_ends_without_facts(error: Exception) -> None:
-    def find(search: Search) -> dict[str, str]:
+def test_a_job_that_fails_is_done_without_fields(error: Exception) -> None:
+    def compute(job: DigestJob) -> dict[str, str]:
         raise error
 
-    searches = Searches(None)
-    searches.begin(Search("weights", find), size_bytes=0)
-    (ended,) = searches.ended()
-    assert ended.facts is None
+    jobs = DigestJobs(None)
+    jobs.start(DigestJob("weights", compute))
+    (finished,) = jobs.take_finished()
+    assert finished.fields is None
 
 
-def test_a_newer_search_takes_the_place_of_an_older_one() -> None:
-    go, searches = threading.Event(), Searches(None)
+def test_a_newer_job_replaces_an_older_one() -> None:
+    jobs = DigestJobs(None)
 
-    def slow(search: Search) -> dict[str, str]:
-        assert search.stop.wait(60)
-        go.set()
-        raise ContentChanged("it was told to stop")
+    def compute(job: DigestJob) -> dict[str, str]:
+        assert job.cancelled.wait(60)
+        return {"weights": "older"}
 
-    searches.begin(Search("weights", slow), size_bytes=LONG)
-    searches.begin(_search(weights="newer"), size_bytes=0)
-    assert go.wait(60)
-    (ended,) = searches.ended()
-    assert ended.facts == {"weights": "newer"}
+    older = DigestJob("weights", compute, LONG)
+    jobs.start(older)
+    jobs.start(_job(weights="newer"))
+    assert older.done.wait(60)
+    (finished,) = jobs.take_finished()
+    assert finished.fields == {"weights": "newer"}
 
 
-# ---- what is found ----
+# ---- results ----
 
 
 def _checkpoint(folder: Path, **tensors: float) -> Path:
@@ -134,15 +131,14 @@ def _checkpoint(folder: Path, **tensors: float) -> Path:
     return folder
 
 
-def _found(begun: tuple[Search, int]) -> dict[str, str] | None:
-    search, size_bytes = begun
-    assert size_bytes <= SHORT_BYTES
-    search.run()
-    return search.facts
+def _fields(job: DigestJob) -> dict[str, str] | None:
+    assert job.size_bytes <= SHORT_BYTES
+    job.run()
+    return job.fields
 
 
 def _files(folder: Path) -> Files:
-    return look(folder.glob("*"))
+    return file_states(folder.glob("*"))
 
 
 def test_weights_that_were_updated_twice_from_one_folder_have_two_digests(tmp_path: Path) -> None:
@@ -150,15 +146,15 @@ def test_weights_that_were_updated_twice_from_one_folder_have_two_digests(tmp_pa
     digests = []
     for step in (1.0, 2.0):
         files = _files(_checkpoint(place, a=step, b=0.0))
-        digests.append(_found(update_search(files, complete)))
+        digests.append(_fields(update_job(files, complete)))
     assert None not in digests
     assert digests[0] != digests[1]
     _checkpoint(place, a=1.0, b=0.0)
-    assert _found(update_search(_files(place), complete)) == digests[0]
+    assert _fields(update_job(_files(place), complete)) == digests[0]
 
 
 def test_weights_that_were_pushed_are_private(tmp_path: Path) -> None:
-    one, other = (_found(update_search(None, frozenset({"a"}))) for _ in range(2))
+    one, other = (_fields(update_job(None, frozenset({"a"}))) for _ in range(2))
     assert one is not None
     assert other is not None
     assert one["weights"].startswith(PRIVATE)
@@ -167,9 +163,9 @@ def test_weights_that_were_pushed_are_private(tmp_path: Path) -> None:
 
 def test_an_update_from_a_part_of_the_tensors_has_no_digest(tmp_path: Path) -> None:
     files = _files(_checkpoint(tmp_path / "ckpt", a=1.0))
-    assert _found(update_search(files, frozenset({"a", "b"}))) is None
-    assert _found(update_search(files, None)) is None
-    assert _found(update_search(files, frozenset({"a"}))) is not None
+    assert _fields(update_job(files, frozenset({"a", "b"}))) is None
+    assert _fields(update_job(files, None)) is None
+    assert _fields(update_job(files, frozenset({"a"}))) is not None
 
 
 def test_an_adapter_is_its_content_and_its_settings(tmp_path: Path) -> None:
@@ -177,7 +173,7 @@ def test_an_adapter_is_its_content_and_its_settings(tmp_path: Path) -> None:
     elsewhere = _files(_checkpoint(tmp_path / "b", a=1.0))
     changed = _files(_checkpoint(tmp_path / "c", a=2.0))
     found = [
-        _found(adapter_search("id", each, settings))
+        _fields(adapter_job("id", each, settings))
         for each, settings in (
             (files, ""),
             (elsewhere, ""),
@@ -192,14 +188,14 @@ def test_an_adapter_is_its_content_and_its_settings(tmp_path: Path) -> None:
     assert None not in found
 
 
-def test_a_place_is_looked_at_without_errors(tmp_path: Path) -> None:
-    assert ModelPlace(str(tmp_path / "none")).look() is None
-    assert ModelPlace(str(tmp_path)).look() is None
+def test_a_source_without_weights_is_none(tmp_path: Path) -> None:
+    assert ModelSource(str(tmp_path / "none")).weights_or_none() is None
+    assert ModelSource(str(tmp_path)).weights_or_none() is None
     _checkpoint(tmp_path, a=1.0)
-    assert ModelPlace(str(tmp_path)).look() == _files(tmp_path)
+    assert ModelSource(str(tmp_path)).weights_or_none() == _files(tmp_path)
 
 
-def test_a_model_in_another_cache_is_looked_for_there(
+def test_a_model_in_the_download_folder_is_read_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--download-dir`: the default cache of Hugging Face may hold another revision."""
@@ -216,7 +212,7 @@ def test_a_model_in_another_cache_is_looked_for_there(
     snapshot(tmp_path / "here", 1.0)
     snapshot(tmp_path / "there", 2.0)
     found = [
-        content.content_digest(ModelPlace("some/model", None, str(tmp_path / name)).weights())
+        content.content_digest(ModelSource("some/model", None, str(tmp_path / name)).weights())
         for name in ("here", "there")
     ]
     assert found[0] != found[1]
@@ -229,4 +225,4 @@ def test_a_model_of_modelscope_is_not_taken_for_one_of_hugging_face(
 
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
     with pytest.raises(ConfigError, match="ModelScope"):
-        ModelPlace("some/model").folder()
+        ModelSource("some/model").folder()

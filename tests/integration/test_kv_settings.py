@@ -1,4 +1,4 @@
-"""Every setting of SGLang that may change the bytes of KV is judged, and the namespace follows."""
+"""Every setting of SGLang is classified by its effect on KV, and the namespace follows."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
-from sglang_cake.integration.identity import kv_facts
-from sglang_cake.integration.support_matrix import _RULES
+from sglang_cake.integration.identity import kv_settings
+from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
 CLASSES = {"counted", "content", "replaced", "private", "rounding", "refused", "unrelated"}
@@ -25,22 +25,23 @@ def _values(**changed: Any) -> SimpleNamespace:
 
 
 def test_every_server_argument_is_judged() -> None:
-    unknown = [name for name in DEFAULTS if kv_facts.class_of(name) not in CLASSES]
-    assert not unknown, f"judge these in kv_facts.toml, and in docs/security.md: {unknown}"
+    unknown = [name for name in DEFAULTS if kv_settings.class_of(name) not in CLASSES]
+    assert not unknown, f"classify these in kv_settings.toml and docs/security.md: {unknown}"
 
 
 def test_every_environment_variable_of_sglang_was_looked_at() -> None:
     names = sorted(name for name in dir(type(envs)) if name.isupper())
     assert names == REVIEWED, (
-        "look whether these change KV; kv_facts.py counts what it does not know"
+        "check whether these change KV; kv_settings.py counts variables that it does not know"
     )
 
 
 def test_an_argument_that_nobody_judged_counts_without_telling_its_value() -> None:
     defaults = {**DEFAULTS, "brand_new_flag": None}
-    assert not kv_facts.counted_arguments(_values(brand_new_flag=None), defaults)
+    assert not kv_settings.counted_arguments(_values(brand_new_flag=None), defaults)
     one, other = (
-        kv_facts.counted_arguments(_values(brand_new_flag=value), defaults) for value in ("a", "b")
+        kv_settings.counted_arguments(_values(brand_new_flag=value), defaults)
+        for value in ("a", "b")
     )
     assert one.keys() == other.keys() == {"brand_new_flag"}
     assert one != other
@@ -59,8 +60,8 @@ def test_an_argument_that_nobody_judged_counts_without_telling_its_value() -> No
     ],
 )
 def test_an_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
-    assert kv_facts.counted_arguments(_values(), DEFAULTS) == {}
-    assert kv_facts.counted_arguments(_values(**{argument: value}), DEFAULTS) == {
+    assert kv_settings.counted_arguments(_values(), DEFAULTS) == {}
+    assert kv_settings.counted_arguments(_values(**{argument: value}), DEFAULTS) == {
         argument: str(value)
     }
 
@@ -80,13 +81,13 @@ def test_an_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
     ],
 )
 def test_an_argument_that_does_not_change_kv_does_not_count(argument: str, value: Any) -> None:
-    assert kv_facts.counted_arguments(_values(**{argument: value}), DEFAULTS) == {}
+    assert kv_settings.counted_arguments(_values(**{argument: value}), DEFAULTS) == {}
 
 
 def test_kernels_count_where_bits_are_promised() -> None:
     same = {"attention_backend": "fa3"}
     promised = _values(enable_deterministic_inference=True, **same)
-    assert kv_facts.counted_arguments(promised, DEFAULTS).keys() >= {
+    assert kv_settings.counted_arguments(promised, DEFAULTS).keys() >= {
         "attention_backend",
         "enable_deterministic_inference",
     }
@@ -111,8 +112,8 @@ def test_kernels_count_where_bits_are_promised() -> None:
     ids=str,
 )
 def test_weights_that_files_do_not_say_are_private(changed: dict[str, Any]) -> None:
-    assert kv_facts.private_reason(_values(), DEFAULTS) is None
-    assert kv_facts.private_reason(_values(**changed), DEFAULTS) is not None
+    assert kv_settings.private_reason(_values(), DEFAULTS) is None
+    assert kv_settings.private_reason(_values(**changed), DEFAULTS) is not None
 
 
 @pytest.mark.parametrize(
@@ -127,18 +128,18 @@ def test_weights_that_files_do_not_say_are_private(changed: dict[str, Any]) -> N
     ids=str,
 )
 def test_faster_ways_to_read_the_same_files_are_not_private(changed: dict[str, Any]) -> None:
-    assert kv_facts.private_reason(_values(**changed), DEFAULTS) is None
+    assert kv_settings.private_reason(_values(**changed), DEFAULTS) is None
 
 
 def test_every_way_to_load_files_is_known_to_sglang() -> None:
     from sglang.srt.configs.load_config import LoadFormat
 
     known = {each.value for each in LoadFormat}
-    assert kv_facts.FILE_FORMATS.keys() <= known
+    assert kv_settings.FILE_FORMATS.keys() <= known
 
 
 def test_what_is_refused_is_judged_as_refused() -> None:
-    assert {kv_facts.class_of(field) for field, _, _ in _RULES} <= {"refused", "replaced"}
+    assert {kv_settings.class_of(field) for field, _, _ in RULES} <= {"refused", "replaced"}
 
 
 def test_environment_variables_count_unless_they_are_known_to_be_unrelated(
@@ -153,7 +154,7 @@ def test_environment_variables_count_unless_they_are_known_to_be_unrelated(
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = kv_facts.counted_environment(given)
+    found = kv_settings.counted_environment(given)
     assert found.keys() == {"SGLANG_FP8_IGNORED_LAYERS", "SGLANG_OF_TOMORROW"}
     assert "s3cret" not in str(found)
 
@@ -162,18 +163,18 @@ def test_a_variable_that_is_set_to_its_default_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")
-    assert kv_facts.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "0"}) == {}
+    assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "0"}) == {}
     monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "1")
-    assert kv_facts.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "1"})
+    assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "1"})
 
 
 def test_content_beside_the_model_is_named_by_its_path_arguments() -> None:
     values = _values(quantization_param_path="/scales.json", kt_weight_path="/experts")
-    assert set(kv_facts.content_paths(values)) == {Path("/scales.json"), Path("/experts")}
+    assert set(kv_settings.content_paths(values)) == {Path("/scales.json"), Path("/experts")}
 
 
 def test_adapter_settings_are_empty_by_default() -> None:
-    assert kv_facts.adapter_settings(_values(), DEFAULTS) == ""
-    assert "lora_strict_loading=True" in kv_facts.adapter_settings(
+    assert kv_settings.adapter_settings(_values(), DEFAULTS) == ""
+    assert "lora_strict_loading=True" in kv_settings.adapter_settings(
         _values(lora_strict_loading=True), DEFAULTS
     )
