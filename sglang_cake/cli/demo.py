@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
-from sglang_cake.core.codec_names import CHOICES, RAW, check_installed
+from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.sources import parse_sources
@@ -98,7 +98,10 @@ def add_parser(subparsers: Any) -> None:
         "--store", metavar="URL[,URL]", help="where KV goes (default: a folder below --out)"
     )
     parser.add_argument(
-        "--codec", default=RAW, choices=CHOICES, help="how KV is stored (default: %(default)s)"
+        "--codec",
+        default=RAW,
+        choices=(*CHOICES, *own_names()),
+        help="how KV is stored (default: %(default)s)",
     )
     parser.add_argument("--out", type=Path, default=Path(".demo"), help="folder for all files")
     parser.set_defaults(run=run)

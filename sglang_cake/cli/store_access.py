@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_cake.codecs import encrypted_frame
+from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
@@ -80,7 +80,7 @@ def frame_of(stored: StoredNamespace) -> BlockFrame:
     namespace = Namespace(tuple(fields.items()))
     if namespace.digest() != stored.digest:
         raise ValueError("its description is of another namespace")
-    return encrypted_frame.frame_of(namespace, layout)
+    return frames.frame_of(namespace, layout)
 
 
 async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]:

@@ -129,7 +129,7 @@ class Metrics:
         if news["read_blocks"]:
             self._bandwidth.set(news["read_bytes"] / news["read_blocks"] / costs.load.block_s)
         for (name, value), total in counts.items():
-            self._child(name, value).inc(total - self._seen[name, value])
+            self._child(name, value).inc(total - self._seen.get((name, value), 0))
             self._seen[name, value] = total
 
     def hurry(self) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import zstandard
+
 from sglang_cake.core.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
@@ -73,16 +75,12 @@ def read_trace(path: Path) -> Trace:
 def _opened(path: Path) -> TextIO:
     if path.suffix != ".zst":
         return path.open(encoding="utf-8")
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"{path}: needs zstandard: pip install zstandard") from None
     stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
     return io.TextIOWrapper(io.BufferedReader(_Checked(stream)), encoding="utf-8")
 
 
 class _Checked(io.RawIOBase):
-    """Damage in a compressed file is an OSError, as it is in any other."""
+    """Raises OSError for damage in a compressed file."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -91,8 +89,6 @@ class _Checked(io.RawIOBase):
         return True
 
     def readinto(self, out: Any) -> int:
-        import zstandard
-
         try:
             return int(self._stream.readinto(out))
         except zstandard.ZstdError as error:

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.blocks import Block, relative_error
 from sglang_cake.codecs.catalogue import decode, parse
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.relative_error import relative_error
 from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
@@ -99,8 +98,8 @@ class CodecContract:
 
     def round_trip(self, layout: BlockLayout, block: bytes) -> tuple[bytes, bytes]:
         """Payload, and the block that comes out of it; memory behind both must stay as it is."""
-        payload = bytearray(b"\xa5" * (layout.block_bytes + HEAD_BYTES + 64))
-        view = memoryview(payload)[: layout.block_bytes + HEAD_BYTES]
+        payload = bytearray(b"\xa5" * (layout.block_bytes + ENCODED_HEAD_BYTES + 64))
+        view = memoryview(payload)[: layout.block_bytes + ENCODED_HEAD_BYTES]
         size = self.chain(layout).encode(layout, memoryview(block), view)
         assert 0 < size <= len(view)
         assert payload[len(view) :] == b"\xa5" * 64
@@ -138,7 +137,7 @@ class CodecContract:
         for plane in source.planes():
             plane[:1] = plane[:1] ^ plane.dtype.type(1 << (4 * plane.itemsize))
         chain = self.chain(layout).of_first()
-        payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+        payload = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
         size = chain.encode(layout, whole, payload)
         out = memoryview(bytearray(layout.block_bytes))
         assert decode(layout, payload[:size], out) in (chain, Chain())
