@@ -44,7 +44,7 @@ from sglang_cake.codecs.pipeline import Chain, Raw
 from sglang_cake.codecs.zstd import BytePlanes, Zstd
 from sglang_cake.core.codec_names import CODECS, LOSSY, RAW
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.testing.smollm2 import NAME, smollm2
+from sglang_cake.demo.smollm2 import NAME, smollm2
 
 COPY = "plain copy"
 PARTS = ("structure", "quality", "speed")

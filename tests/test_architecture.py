@@ -18,8 +18,9 @@ MAY_IMPORT = {
     "writeback": {"core", "codecs", "stores", "writeback"},
     "runahead": {"core", "loading", "runahead"},
     "simulator": {"core", "loading", "stores", "simulator"},
+    "demo": {"core", "demo"},
     "testing": {"core", "codecs", "stores", "testing"},
-    "cli": SHARED | {"testing", "cli"},
+    "cli": SHARED | {"demo", "cli"},
     "integration": SHARED | {"integration"},
 }
 # `config` checks store URLs and codecs of other packages, so that a bad one fails before anything

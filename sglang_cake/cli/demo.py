@@ -21,10 +21,9 @@ from typing import Any
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
 from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.stores.sources import parse_sources
-from sglang_cake.testing.models import build_llama, kv_token_bytes
-from sglang_cake.testing.server import (
+from sglang_cake.demo.event_trace import TRACE_ENV
+from sglang_cake.demo.models import build_llama, kv_token_bytes
+from sglang_cake.demo.sglang_server import (
     Reply,
     Server,
     ServerDied,
@@ -33,9 +32,10 @@ from sglang_cake.testing.server import (
     generate,
     has_gpu,
 )
-from sglang_cake.testing.smollm2 import NAME as SMOLLM2
-from sglang_cake.testing.smollm2 import smollm2
-from sglang_cake.testing.trace import TRACE_ENV
+from sglang_cake.demo.smollm2 import NAME as SMOLLM2
+from sglang_cake.demo.smollm2 import smollm2
+from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.stores.sources import parse_sources
 
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512
@@ -183,9 +183,16 @@ def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
     for source in parse_sources(",".join(_held(stores, 1e6))):
         source.check()
     return Setting(
-        *(model.resolve(), gpu, args.dtype or dtype, prompt, asks),
-        *(new_tokens, args.repeats, out),
-        *(args.codec, tuple(stores)),
+        model=model.resolve(),
+        gpu=gpu,
+        dtype=args.dtype or dtype,
+        prompt=prompt,
+        asks=asks,
+        new_tokens=new_tokens,
+        repeats=args.repeats,
+        out=out,
+        codec=args.codec,
+        stores=tuple(stores),
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_cake.cli.plots import TracedRequest, plot_meet
+from sglang_cake.demo.event_trace import RequestTrace, read_event_trace
+from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.simulator.ideal import ComputeCurve, Ideal, ideal_meet
-from sglang_cake.testing.server import Reply
-from sglang_cake.testing.trace import RequestTrace, read_trace
 
 # Equal runs on a quiet machine differ by a few percent; beyond this the arms, which run one after
 # the other, are not comparable.
@@ -44,7 +44,7 @@ class Arm:
     def trace(self) -> RequestTrace:
         """The trace of the typical run."""
         reply = self.typical
-        return read_trace(self.trace_file, reply.meta["id"], reply.first_token_s)
+        return read_event_trace(self.trace_file, reply.meta["id"], reply.first_token_s)
 
 
 class Arms(NamedTuple):

@@ -170,7 +170,7 @@ def _table_of(story: dict[str, Any]) -> Path:
 
 
 def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
-    from sglang_cake.testing.server import generate
+    from sglang_cake.demo.sglang_server import generate
 
     # New text every time: nothing of it is cached anywhere.
     prompt = random.Random().choices(range(_TOKEN_VALUES), k=tokens)

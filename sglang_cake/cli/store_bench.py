@@ -30,10 +30,10 @@ from sglang_cake.core.errors import ConfigError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
+from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.stores.base import Store, remove_description
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.stores.url import parse_size
-from sglang_cake.testing.models import kv_token_bytes
 
 DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"
 DEFAULT_DEPTHS = "1,4,16"

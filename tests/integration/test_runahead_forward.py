@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.boundary import Plain
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
@@ -24,7 +25,6 @@ from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Mes
 from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.server import free_port
 
 HELPER, OWNER = 0, 1
 LAYERS, SPLIT, STOP = 3, 64, 128

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from sglang_cake.core.keys import Digest
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake import MooncakeEngine
 from sglang_cake.runahead.ring import Engine, RingTransport, apart
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.server import free_port
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = Digest(bytes(range(32)))

@@ -61,7 +61,7 @@ class RequestTrace:
         return min(self.stored_blocks * self.block_tokens, self.prompt_tokens - 1)
 
 
-def read_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace:
+def read_event_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace:
     """The trace of request `rid`. Raises: ValueError when the file says nothing about it."""
     lines = path.read_text().splitlines() if path.exists() else []
     events = [event for event in map(json.loads, lines) if event["rid"] == rid]
