@@ -133,7 +133,7 @@ def search_one(
         min_stride_tokens=max(page_tokens, tokens // 128),
         page_tokens=page_tokens,
         points=points,
-        told=lambda stride, best: say(
+        report=lambda stride, best: say(
             f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
         ),
     )

@@ -1,6 +1,6 @@
-"""Mooncake's transfer engine, as `ring.py` writes parts with it: between host memory.
+"""Mooncake's transfer engine for `ring.py`: it writes parts from host memory to host memory.
 
-The engine lets everybody who reaches its port write into the slots (docs/security.md).
+Any process that reaches the engine's port can write into the slots (docs/security.md).
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def check_installed() -> None:
 
 
 class MooncakeEngine:
-    """Mooncake's engine, and the memory that it reads and writes. It ends with the process.
+    """Implements `WriteEngine`: Mooncake's engine and its memory. It ends with the process.
 
     Raises: OSError if it cannot start, or does not take memory.
     """
@@ -49,7 +49,7 @@ class MooncakeEngine:
         self.session = f"{shown}:{self._engine.get_rpc_port()}"
 
     def lend(self) -> tuple[int, memoryview]:
-        """Pages cost memory once they are used."""
+        """See `WriteEngine.lend`. Pages cost memory only once they are used."""
         memory = mmap.mmap(-1, RING_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if self._engine.register_memory(address, len(memory)) != 0:
@@ -63,7 +63,7 @@ class MooncakeEngine:
         slot[:] = payload
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
-        """Without the GIL."""
+        """See `WriteEngine.write`. Releases the GIL."""
         return int(self._engine.transfer_sync_write(session, source, target, size_bytes)) == 0
 
     def checksum(self, payload: memoryview) -> int:

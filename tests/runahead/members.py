@@ -13,7 +13,7 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import Engine, RingTransport, apart
+from sglang_cake.runahead.ring import RingTransport, WriteEngine, apart
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
 
@@ -87,12 +87,12 @@ def mooncake_group(size: int) -> list[Transport]:
     return ring_group(size, engine)
 
 
-def ring_group(size: int, engine_of: Callable[[int], Engine]) -> list[Transport]:
+def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[Transport]:
     peers = addresses(size)
     return [ring_member(rank, peers, engine_of(rank)) for rank in range(size)]
 
 
-def ring_member(rank: int, peers: list[tuple[str, int]], engine: Engine) -> RingTransport:
+def ring_member(rank: int, peers: list[tuple[str, int]], engine: WriteEngine) -> RingTransport:
     def connect(greeting: Callable[[int], Message]) -> ZmqTransport:
         return member(rank, peers, namespace=apart(NAMESPACE, "ring"), greeting=greeting)
 

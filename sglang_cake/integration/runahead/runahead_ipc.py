@@ -21,7 +21,7 @@ _HANDLE = (int, bytes, int, int, bytes, int, bytes, bool)
 
 
 class IpcEngine:
-    """`ring.Engine` between GPUs. Ends with the process.
+    """`ring.WriteEngine` between GPUs. Ends with the process.
 
     Args:
         device: this process's.
