@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.store_tables import table
-from sglang_cake.core.cache_folder import cache_folder
 from sglang_cake.core.errors import ConfigError, RunaheadError
+from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.search import Journal, Searched, grid_search

@@ -2,7 +2,7 @@
 
 A setting has one name, spelled `--cake-block-tokens` as a flag, `SGLANG_CAKE_BLOCK_TOKENS` in the
 environment, `cake_block_tokens` for `sglang.Engine`, and `block_tokens` (or with `-`) in a file.
-Where several of them are given: flag before environment before file before default.
+A flag overrides the environment, which overrides the file, which overrides the default.
 """
 
 import difflib
@@ -52,10 +52,10 @@ def _one_of(*allowed: str) -> Callable[[str, object], str]:
 def _integer(low: int, high: int) -> Callable[[str, object], int]:
     def read(spelled: str, value: object) -> int:
         number = value
-        # Not int(): that takes " 12" and "1_2" too, which are slips more often than numbers.
+        # Not int(): it also takes " 12" and "1_2", which are mistakes more often than numbers.
         if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
             number = int(value)
-        # bool is an int for Python, not for somebody who writes `queue_depth = true`.
+        # For Python bool is an int, but `queue_depth = true` is a mistake.
         if type(number) is not int or not low <= number <= high:
             raise _bad(spelled, value, f"a whole number from {low} to {high}")
         return number

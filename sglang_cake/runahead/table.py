@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_cake.core.atomic_write import atomic_write
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.local_files import atomic_write
 from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import Partition, scaled
 
