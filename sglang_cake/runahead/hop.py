@@ -30,7 +30,6 @@ from sglang_cake.runahead.transport import MAX_PART_BYTES, Payload
 
 logger = logging.getLogger("sglang_cake")
 
-# How long a part may wait for a forward to begin. The sender waits meanwhile.
 BIND_TIMEOUT_S = 3.0
 _LOOK_S = 0.05  # how often a waiting thread checks whether it should go on waiting
 
@@ -119,9 +118,17 @@ class Inflow:
 
     Args:
         sources: the workers before this one, first of the chain first; their spans touch.
+        bind_timeout_s: how long a part may wait for `bind`. The sender waits meanwhile.
     """
 
-    def __init__(self, rows: Rows, sources: Sequence[Source]) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        sources: Sequence[Source],
+        *,
+        bind_timeout_s: float = BIND_TIMEOUT_S,
+    ) -> None:
+        self._bind_timeout_s = bind_timeout_s
         self._rows = rows
         self._sources = tuple(sources)
         self._span = span = Span(sources[0].span.start, sources[-1].span.stop)
@@ -156,7 +163,9 @@ class Inflow:
         if len(payload) != span.tokens * self._rows.token_bytes:
             raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens", before)
         with self._changed:
-            self._changed.wait_for(lambda: self._slots is not None or self._broken, BIND_TIMEOUT_S)
+            self._changed.wait_for(
+                lambda: self._slots is not None or self._broken, self._bind_timeout_s
+            )
             if self._slots is None or self._broken:
                 raise Broken(self._broken or "nobody began to compute")
             if self._got_of(part.layer, span):
@@ -251,6 +260,7 @@ class Outflow:
     Args:
         send: to the next worker, see `Transport.send_part`.
         failed: called if sending failed, from the sender's thread.
+        part_bytes: most bytes of an own part.
     """
 
     def __init__(
@@ -259,12 +269,14 @@ class Outflow:
         job: str,
         send: Callable[[LayerPart, Payload], None],
         failed: Callable[[Exception], None],
+        *,
+        part_bytes: int = MAX_PART_BYTES,
     ) -> None:
         self._rows = rows
         self._job = job
         self._send = send
         self._failed = failed
-        self._part_tokens = max(1, MAX_PART_BYTES // rows.token_bytes)
+        self._part_tokens = max(1, part_bytes // rows.token_bytes)
         self._changed = threading.Condition()
         self._slots: Slots = None
         self._span = Span(0, 0)

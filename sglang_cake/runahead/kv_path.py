@@ -20,7 +20,6 @@ import zmq
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import (
     KEY_BYTES,
     PATH_BYTES,
@@ -40,11 +39,14 @@ _LOOK_S = 0.05  # how often a waiting sender checks whether the peer is still th
 class Outlet:
     """The sender's end of a path. Any thread; one part at a time.
 
-    Args: name, key: from the receiver's Hello.
+    Args:
+        name, key: from the receiver's Hello.
+        timeout_s: in which the receiver must accept a part.
     """
 
-    def __init__(self, name: bytes, key: bytes) -> None:
+    def __init__(self, name: bytes, key: bytes, timeout_s: float) -> None:
         self.name: Final = name
+        self._timeout_s = timeout_s
         self.over = False  # the receiver is gone, or has another path
         self._lock = threading.Lock()
         self._seal = _Seal(key)
@@ -56,7 +58,7 @@ class Outlet:
         with self._lock:
             if self.over:
                 raise PeerGone("it does not take KV")
-            end_s = time.monotonic() + transport.SEND_TIMEOUT_S
+            end_s = time.monotonic() + self._timeout_s
             if len(self._sealed) < len(payload) + TAG_BYTES:
                 self._sealed = bytearray(MAX_PART_BYTES + TAG_BYTES)
             sealed = memoryview(self._sealed)[: len(payload) + TAG_BYTES]

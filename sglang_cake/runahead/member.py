@@ -19,11 +19,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.spans import Span
-from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Rows, Source
+from sglang_cake.runahead.hop import BIND_TIMEOUT_S, Hop, Inflow, Outflow, Rows, Source
 from sglang_cake.runahead.messages import (
     Accept,
     Cancel,
@@ -36,7 +36,7 @@ from sglang_cake.runahead.messages import (
     new_job,
 )
 from sglang_cake.runahead.partition import Partition
-from sglang_cake.runahead.transport import PeerGone, Transport
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
 
 logger = logging.getLogger("sglang_cake")
 
@@ -44,10 +44,21 @@ Outcome = Literal["done", "cancelled"]
 
 MAX_OFFERS = 16  # that wait for the scheduler
 MAX_OVER = 256  # ended jobs that are remembered
-LEFT_OUT_S = (2.0, 120.0)  # after the first failure, and at most
-BUSY_S = 0.25  # pause after a refusal: the member is healthy, but busy
-FIRST_WAIT_S = 1.0  # how long a part waits whose offer was not accepted yet
 HELPER_PATIENCE_S = 60.0  # an upper bound: a helper waits as long as its owner does
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSettings:
+    """Times of a member in seconds, and the size of its parts."""
+
+    left_out_s: tuple[float, float] = (2.0, 120.0)  # after the first failure, and at most
+    busy_s: float = 0.25  # pause after a refusal: the member is healthy, but busy
+    first_wait_s: float = 1.0  # how long a part waits whose offer was not accepted yet
+    bind_timeout_s: float = BIND_TIMEOUT_S  # as of `Inflow`
+    part_bytes: int = MAX_PART_BYTES  # as of `Outflow`
+
+
+MEMBER_SETTINGS: Final = MemberSettings()
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +105,18 @@ class Member:
     """
 
     def __init__(
-        self, rank: int, transport: Transport, rows: Rows, wake: Callable[[], None]
+        self,
+        rank: int,
+        transport: Transport,
+        rows: Rows,
+        wake: Callable[[], None],
+        *,
+        settings: MemberSettings = MEMBER_SETTINGS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
+        self._settings = settings
+        self._clock = clock
         self._transport = transport
         self._rows = rows
         self._wake = wake
@@ -112,12 +132,17 @@ class Member:
 
     def helpers(self) -> tuple[int, ...]:
         """Ranks that may be asked now; none while this member is busy itself."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         with self._lock:
             if self._owned is not None or self._helping is not None or self._offers:
                 return ()
             present = self._transport.reachable()
             return tuple(sorted(r for r in present if self._out.get(r, (0.0, 0.0))[0] <= now_s))
+
+    def failed(self) -> frozenset[int]:
+        """Ranks of members that have failed, and have not helped since."""
+        with self._lock:
+            return frozenset(rank for rank, (_, pause_s) in self._out.items() if pause_s > 0)
 
     def bytes_per_s(self) -> float | None:
         """Throughput of the slowest link to this member; None if none was measured."""
@@ -145,7 +170,7 @@ class Member:
             job,
             before=chain[-2],
             after=None,
-            inflow=Inflow(self._rows, _sources(chain, partition, len(chain) - 1)),
+            inflow=self._inflow(_sources(chain, partition, len(chain) - 1)),
             outflow=None,
             patience_s=patience_s,
         )
@@ -209,7 +234,7 @@ class Member:
         before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
         inflow = None
         if before is not None:
-            inflow = Inflow(self._rows, _sources(offer.chain, offer.partition, place))
+            inflow = self._inflow(_sources(offer.chain, offer.partition, place))
         hop = Hop(
             offer.job,
             before=before,
@@ -225,6 +250,7 @@ class Member:
             lambda error: hop.break_off(
                 str(error) or repr(error), after if isinstance(error, RunaheadError) else None
             ),
+            part_bytes=self._settings.part_bytes,
         )
         helping = Helping(hop, offer, owner, offer.partition.spans[place])
         with self._lock:
@@ -295,7 +321,9 @@ class Member:
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
         with self._lock:
             # A part of the previous worker may arrive before the offer of the owner.
-            self._lock.wait_for(lambda: part.job in self._over or self._hop(part.job), FIRST_WAIT_S)
+            self._lock.wait_for(
+                lambda: part.job in self._over or self._hop(part.job), self._settings.first_wait_s
+            )
             hop = self._hop(part.job)
         if hop is not None and hop.before == rank:  # otherwise the job has ended
             hop.on_part(part, payload)
@@ -332,6 +360,9 @@ class Member:
         else:
             self.refuse(rank, offer, reason)
 
+    def _inflow(self, sources: list[Source]) -> Inflow:
+        return Inflow(self._rows, sources, bind_timeout_s=self._settings.bind_timeout_s)
+
     def _hop(self, job: str) -> Hop | None:
         for each in (self._owned, self._helping):
             if each is not None and each.hop.job == job:
@@ -345,13 +376,14 @@ class Member:
     def _pause(self, rank: int) -> None:
         """Do not ask it again at once. Earlier failures still count."""
         until_s, last_s = self._out.get(rank, (0.0, 0.0))
-        self._out[rank] = (max(until_s, time.monotonic() + BUSY_S), last_s)
+        self._out[rank] = (max(until_s, self._clock() + self._settings.busy_s), last_s)
 
     def _leave_out(self, rank: int) -> None:
         with self._lock:
             last_s = self._out.get(rank, (0.0, 0.0))[1]
-            pause_s = min(2 * last_s or LEFT_OUT_S[0], LEFT_OUT_S[1])
-            self._out[rank] = (time.monotonic() + pause_s, pause_s)
+            first_s, most_s = self._settings.left_out_s
+            pause_s = min(2 * last_s or first_s, most_s)
+            self._out[rank] = (self._clock() + pause_s, pause_s)
         logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
 
     def _tell(self, rank: int, message: Message) -> None:

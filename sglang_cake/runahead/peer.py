@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-RETRY_S = (0.1, 2.0)  # between attempts to connect: at first, and at most
-DIAL_S = 10.0  # timeout of connecting: ZeroMQ does not report all failures
-PATIENCE_S = 5.0  # after which a connected peer should have sent something
 _LOOK_MS = 1000  # how often an idle thread sends Hello again, and checks whether to end
 _AGAIN_MS = 50  # how often it tries to send Hello to a peer that has not connected yet
 _MESSAGES_AT_ONCE = 100  # that are read before other events
@@ -83,7 +80,8 @@ class Peer:
         self._poller = zmq.Poller()
         self._host = ""  # the numeric address of the connection
         self._dials = 0
-        self._pause_s = RETRY_S[0]
+        self._times = owner.times
+        self._pause_s = self._times.retry_s[0]
         self._said = ""
         self._session = 0  # 0: not connected
         self._heard = False  # whether anything arrived on this connection
@@ -141,16 +139,16 @@ class Peer:
             self._forget(reason)
             self._greet()
             self._owner.closed.wait(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, RETRY_S[1])
+            self._pause_s = min(2 * self._pause_s, self._times.retry_s[1])
 
     def _listen(self) -> None:
         """One connection, to its end. Raises: RunaheadError, zmq.ZMQError, OSError."""
         found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
         self._host = str(found[self._dials % len(found)][4][0])
         self._dials += 1
-        dialed = _Connection(
-            self._owner.listener(), endpoint(self._host, self._address[1]), self._poller
-        )
+        address = endpoint(self._host, self._address[1])
+        listener = self._owner.listener()
+        dialed = _Connection(listener, address, self._poller, self._times.connect_s)
         try:
             while not self._owner.closed.is_set():
                 self._look(dialed)
@@ -166,7 +164,7 @@ class Peer:
             raise LeftOut(OTHER_SECRET) from None
         if dialed.is_up and not self._session:
             self._session = secrets.randbits(61) + 1
-            self._patience_end_s = time.monotonic() + PATIENCE_S
+            self._patience_end_s = time.monotonic() + self._times.greeting_s
         if dialed.socket in ready:
             self._hear(dialed.socket)
         if self._kv is not None:
@@ -218,10 +216,11 @@ class Peer:
         if self._kv is None:
             self._inlet = Inlet(self._owner.new_buffer(MAX_PART_BYTES))
             kv = self._owner.kv_listener(self._inlet.name, hello.kv_password)
-            self._kv = _Connection(kv, endpoint(self._host, hello.kv_port), self._poller)
+            address = endpoint(self._host, hello.kv_port)
+            self._kv = _Connection(kv, address, self._poller, self._times.connect_s)
         is_known = self._outlet is not None and self._outlet.name == hello.path
         if hello.heard == self._session and not is_known:
-            self._outlet = Outlet(hello.path, hello.key)
+            self._outlet = Outlet(hello.path, hello.key, self._times.send_s)
         self._judge("")
 
     def _take(self, kv: "zmq.Socket[bytes]") -> None:
@@ -273,7 +272,7 @@ class Peer:
             return
         self.is_here = here
         if here:
-            self._pause_s = RETRY_S[0]
+            self._pause_s = self._times.retry_s[0]
             self._said = ""
             logger.info("cake runahead: member %d is here", self._rank)
             if self._owner.greeting is not None:
@@ -305,11 +304,14 @@ class _Connection:
     Raises: zmq.ZMQError, and closes the socket.
     """
 
-    def __init__(self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller) -> None:
+    def __init__(
+        self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller, timeout_s: float
+    ) -> None:
+        """Args: timeout_s: of connecting. ZeroMQ does not report all failures."""
         self.socket = dealer
         self.is_up = False
         self.address = address
-        self._end_s = time.monotonic() + DIAL_S
+        self._end_s = time.monotonic() + timeout_s
         self._poller = poller
         try:
             self.monitor = _monitor(dealer)

@@ -21,10 +21,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import (
     BadMessage,
     Credit,
@@ -33,7 +32,13 @@ from sglang_cake.runahead.messages import (
     Message,
     Ring,
 )
-from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, Payload, PeerGone
+from sglang_cake.runahead.transport import (
+    LINK_TIMES,
+    MAX_PART_BYTES,
+    Handler,
+    Payload,
+    PeerGone,
+)
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
@@ -78,17 +83,25 @@ class WriteEngine(Protocol):
         ...
 
 
+class SlotStats(NamedTuple):
+    """The slots of a peer's ring that are in use."""
+
+    used: frozenset[int]  # hold a part, or are written
+    writing: frozenset[int]  # the engine has not returned
+
+
 class _Link:
     """The rings between this member and one peer."""
 
-    def __init__(self, engine: WriteEngine) -> None:
+    def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
         self._engine = engine
+        self._timeout_s = timeout_s
         self.ring_address, self.landing = engine.lend()
         self._source_address, self._source = engine.lend()
         self._changed = threading.Condition()
         self.meetings = 0
         self._theirs: Ring | None = None
-        self._used: set[int] = set()  # the peer's slots that hold a part, or are written
+        self.used: set[int] = set()  # the peer's slots that hold a part, or are written
         self.writing: set[int] = set()  # slots whose write has not returned
 
     @property
@@ -101,14 +114,14 @@ class _Link:
         with self._changed:
             self._theirs = ring
             self.meetings += 1
-            self._used = set(self.writing)
+            self.used = set(self.writing)
             self._changed.notify_all()
 
     def free(self, slot: int) -> None:
         """The peer has read a slot."""
         with self._changed:
             if slot not in self.writing:
-                self._used.discard(slot)
+                self.used.discard(slot)
             self._changed.notify_all()
 
     def put(self, payload: Payload) -> tuple[int, float] | None:
@@ -118,13 +131,13 @@ class _Link:
         """
         with self._changed:
             ready = self._changed.wait_for(
-                lambda: self._theirs is None or len(self._used) < SLOTS, transport.SEND_TIMEOUT_S
+                lambda: self._theirs is None or len(self.used) < SLOTS, self._timeout_s
             )
             ring = self._theirs
             if not ready or ring is None:
                 return None
-            slot = min(set(range(SLOTS)) - self._used)
-            self._used.add(slot)
+            slot = min(set(range(SLOTS)) - self.used)
+            self.used.add(slot)
             self.writing.add(slot)
         offset = slot * MAX_PART_BYTES
         done: list[bool] = []
@@ -134,7 +147,7 @@ class _Link:
             with self._changed:
                 self.writing.discard(slot)
                 if not ok or abandoned.is_set():  # the peer is not told of this part
-                    self._used.discard(slot)
+                    self.used.discard(slot)
                 done.append(ok)
                 self._changed.notify_all()
 
@@ -156,9 +169,7 @@ class _Link:
             end(False)
             raise
         with self._changed:
-            self._changed.wait_for(
-                lambda: done or self._theirs is not ring, transport.SEND_TIMEOUT_S
-            )
+            self._changed.wait_for(lambda: done or self._theirs is not ring, self._timeout_s)
             if not done:
                 abandoned.set()
             return (slot, time.perf_counter() - began_s) if done == [True] else None
@@ -179,6 +190,7 @@ class RingTransport:
         connect: makes the connections, given the function that makes the greeting of a member.
         ranks: of the other members.
         engine: of this process; it lends memory for each of them.
+        timeout_s: in which a peer must accept a part.
     """
 
     def __init__(
@@ -186,8 +198,9 @@ class RingTransport:
         connect: Callable[[Callable[[int], Message]], ZmqTransport],
         ranks: frozenset[int],
         engine: WriteEngine,
+        timeout_s: float = LINK_TIMES.send_s,
     ) -> None:
-        self._links = {rank: _Link(engine) for rank in ranks}
+        self._links = {rank: _Link(engine, timeout_s) for rank in ranks}
         self._engine = engine
         self._members = connect(self._ring)
         self._handler: Handler | None = None
@@ -231,6 +244,11 @@ class RingTransport:
         self._members.close()
         for link in self._links.values():
             link.close()
+
+    def slots(self, rank: int) -> SlotStats:
+        """The slots of a peer's ring that are in use. Any thread."""
+        link = self._links[rank]
+        return SlotStats(frozenset(link.used), frozenset(link.writing))
 
     # ---- `Handler` of the connections; their threads ----
 

@@ -10,16 +10,32 @@
 Handlers are called from the transport's threads, one at a time for each peer.
 """
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20
-SEND_TIMEOUT_S = 5.0  # in which the peer must accept a part
 
 # The bytes of a part: a memoryview, or, with a transport between GPUs, a uint8 tensor on our GPU.
 Payload = Any
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Times of the connections between members, in seconds."""
+
+    send_s: float = 5.0  # in which a peer must accept a part
+    silence_s: float = 2.0  # after which a peer counts as gone
+    ping_s: float = 0.5  # period of heartbeats
+    connect_s: float = 10.0  # in which a connection must be made
+    handshake_s: float = 5.0  # in which a new connection must authenticate
+    greeting_s: float = 5.0  # in which a connected peer should send something
+    retry_s: tuple[float, float] = (0.1, 2.0)  # between attempts to connect: at first, at most
+
+
+LINK_TIMES: Final = LinkTimes()
 
 
 class PeerGone(RunaheadError):

@@ -36,12 +36,15 @@ from sglang_cake.runahead.peer import (
     Peer,
     endpoint,
 )
-from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone
+from sglang_cake.runahead.transport import (
+    LINK_TIMES,
+    MAX_PART_BYTES,
+    Handler,
+    LinkTimes,
+    PeerGone,
+)
 
-SILENCE_S = 2.0  # after which a peer counts as gone
-PING_S = 0.5  # period of ZeroMQ's heartbeats
 MAX_QUEUE = 256  # messages that wait for one peer
-HANDSHAKE_S = 5.0  # in which a new connection must authenticate
 _SOCKETS = 4096  # a group of 256 needs more than ZeroMQ's default
 _ROUTER_BYTES = 1024  # of a message to a ROUTER: only handshakes, which are smaller
 _MESSAGES: Final = 1  # ZeroMQ's I/O threads, as bits: KV does not delay messages
@@ -62,6 +65,7 @@ class ZmqTransport:
         namespace: of all members' KV; members of another one are refused.
         greeting: makes the first message to a member that becomes reachable.
         new_buffer: `(size in bytes)` makes the memory that parts are received into.
+        times: timeouts and periods.
 
     Raises: OSError if the address is taken, or is not of this machine.
     """
@@ -75,12 +79,14 @@ class ZmqTransport:
         namespace: Digest,
         greeting: Callable[[int], Message] | None = None,
         new_buffer: Callable[[int], bytearray | memoryview] = bytearray,
+        times: LinkTimes = LINK_TIMES,
     ) -> None:
         self._rank = rank
         self._size = len(peers)
         self._namespace = namespace
         self.greeting = greeting
         self.new_buffer = new_buffer
+        self.times = times
         self.closed = threading.Event()
         self._curve = Curve(secret)
         self._kv_password = secrets.token_hex(16)
@@ -183,9 +189,9 @@ class ZmqTransport:
         self._curve.dial(made)
         made.routing_id = _name(self._rank)
         made.rcvhwm = MAX_QUEUE
-        made.heartbeat_ivl = _ms(PING_S)
-        made.heartbeat_timeout = _ms(SILENCE_S)
-        made.heartbeat_ttl = _ms(SILENCE_S)  # the other end also closes the connection
+        made.heartbeat_ivl = _ms(self.times.ping_s)
+        made.heartbeat_timeout = _ms(self.times.silence_s)
+        made.heartbeat_ttl = _ms(self.times.silence_s)  # the other end also closes the connection
         return made
 
     def kv_listener(self, path: bytes, password: str) -> "zmq.Socket[bytes]":
@@ -202,8 +208,8 @@ class ZmqTransport:
         made.linger = 0
         made.maxmsgsize = most_bytes
         made.reconnect_ivl = -1  # a new connection is a new socket
-        made.connect_timeout = _ms(HANDSHAKE_S)
-        made.handshake_ivl = _ms(HANDSHAKE_S)
+        made.connect_timeout = _ms(self.times.handshake_s)
+        made.handshake_ivl = _ms(self.times.handshake_s)
         return made
 
     def _server(self, io_thread: int, host: str) -> "zmq.Socket[bytes]":
@@ -214,7 +220,7 @@ class ZmqTransport:
         made.router_mandatory = True  # sending to an unconnected peer fails
         made.maxmsgsize = _ROUTER_BYTES
         made.sndhwm = MAX_QUEUE
-        made.handshake_ivl = _ms(HANDSHAKE_S)
+        made.handshake_ivl = _ms(self.times.handshake_s)
         return made
 
 
