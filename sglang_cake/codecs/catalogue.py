@@ -69,7 +69,11 @@ def _registered(codec: str) -> Chain:
     Raises: ConfigError.
     """
     chain = own_chain(codec)
-    fields = {"arrays": chain.arrays, "pack": (chain.pack,), "compressors": chain.compressors}
+    fields: dict[str, tuple[Any, ...]] = {
+        "arrays": chain.arrays,
+        "pack": (chain.pack,),
+        "compressors": chain.compressors,
+    }
     for slot, steps in fields.items():
         for step in steps:
             if _STEPS.setdefault(step.name, (slot, type(step))) != (slot, type(step)):

@@ -105,7 +105,7 @@ def _store(spelled: str, value: object) -> str | None:
 
 def _codec(spelled: str, value: object) -> str:
     if value in CHOICES:
-        return cast(str, value)
+        return value
     name = _one_of(*CHOICES, *own_names())(spelled, value)
     from sglang_cake.codecs.own_codecs import own_chain
 
