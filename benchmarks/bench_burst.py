@@ -25,10 +25,10 @@ from benchmarks.paper.traces import DECODED, SHORTS, SPIKES_S, burst
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.store_tables import table
+from sglang_cake.demo.event_trace import TRACE_ENV
+from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.demo.sglang_server import flush_cache, generate
 from sglang_cake.simulator.simulated_server import Prompt
-from sglang_cake.testing.models import kv_token_bytes
-from sglang_cake.testing.server import flush_cache, generate
-from sglang_cake.testing.trace import TRACE_ENV
 
 ARMS = ("fcfs", "adaptive")
 # Claims nearer to each other than this are of one step: the shortest step takes longer.

@@ -39,14 +39,12 @@ from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread
 from benchmarks.train_small_llama import OUT, STEPS, small_llama
 from sglang_cake.codecs.catalogue import chain_of, decode
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
-from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import Chain, Raw
-from sglang_cake.codecs.planes import Planes
-from sglang_cake.codecs.zstd import Zstd
+from sglang_cake.codecs.zstd import BytePlanes, Zstd
 from sglang_cake.core.codec_names import CODECS, LOSSY, RAW
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.testing.smollm2 import NAME, smollm2
+from sglang_cake.demo.smollm2 import NAME, smollm2
 
 COPY = "plain copy"
 PARTS = ("structure", "quality", "speed")
@@ -88,13 +86,13 @@ def named(layout: BlockLayout, theta: float) -> dict[str, Chain]:
 def settings_of_zstd() -> dict[str, Chain]:
     """Without the shuffle, and other levels: why the codec is set as it is."""
     return {
-        "plain zstd 1": Chain(Raw(), squeezes=(Zstd(1),)),
-        "plain zstd 9": Chain(Raw(), squeezes=(Zstd(9),)),
-        "zstd 1 (the codec)": Chain(Planes(), squeezes=(Zstd(1),)),
-        "zstd -5": Chain(Planes(), squeezes=(Zstd(-5),)),
-        "zstd 3": Chain(Planes(), squeezes=(Zstd(3),)),
-        "zstd 9": Chain(Planes(), squeezes=(Zstd(9),)),
-        "zstd 1, long": Chain(Planes(), squeezes=(Zstd(1, long=True),)),
+        "plain zstd 1": Chain(Raw(), compressors=(Zstd(1),)),
+        "plain zstd 9": Chain(Raw(), compressors=(Zstd(9),)),
+        "zstd 1 (the codec)": Chain(BytePlanes(), compressors=(Zstd(1),)),
+        "zstd -5": Chain(BytePlanes(), compressors=(Zstd(-5),)),
+        "zstd 3": Chain(BytePlanes(), compressors=(Zstd(3),)),
+        "zstd 9": Chain(BytePlanes(), compressors=(Zstd(9),)),
+        "zstd 1, long": Chain(BytePlanes(), compressors=(Zstd(1, long=True),)),
     }
 
 
@@ -128,7 +126,7 @@ class Arm:
         self._layout, self._chain = layout, chain
         self._blocks = [memoryview(block) for block in blocks]
         size = layout.block_bytes
-        self._payloads = [memoryview(bytearray(size + HEAD_BYTES)) for _ in blocks]
+        self._payloads = [memoryview(bytearray(size + ENCODED_HEAD_BYTES)) for _ in blocks]
         self._outs = [memoryview(bytearray(size)) for _ in blocks]
         self.sizes = [size] * len(blocks)
 

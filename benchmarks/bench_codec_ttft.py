@@ -31,7 +31,7 @@ from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.store_tables import table
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.codec_names import CODECS, RAW
-from sglang_cake.testing.server import generate
+from sglang_cake.demo.sglang_server import generate
 
 DTYPE = "bfloat16"
 NEW_TOKENS = 4

@@ -36,9 +36,9 @@ from benchmarks.servers import BLOCK_TOKENS, STOCK, FrozenServer
 from sglang_cake.cli import main as sglang_cake
 from sglang_cake.cli.demo import CPU_MODEL, Progress
 from sglang_cake.cli.store_tables import table
+from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
-from sglang_cake.testing.models import kv_token_bytes
-from sglang_cake.testing.server import Reply
 
 NEW_TOKENS = 4
 NONE = "none"

@@ -18,9 +18,8 @@ from benchmarks import facts
 from sglang_cake.cli.store_tables import table
 from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Clock, Hub, Machine
-from sglang_cake.simulator.race_records import Prompt
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.simulator.simulated_server import Server
+from sglang_cake.simulator.simulated_server import Prompt, Server
 
 ARMS = {"compute": "compute", "load": "load", "cake": "auto"}
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -37,7 +36,7 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
     """One fleet, one way: times to first token of all requests."""
     shape = find_shape("llama-3.1-8b")
     cost = prefill_cost(shape, GPUS["h100"], chunk_tokens=CHUNK)
-    clock, hub, races = Clock(), Hub(links), []
+    clock, hub, results = Clock(), Hub(links), []
     for number in range(servers):
         machine = Machine(cost, load_cost(shape.kv_bytes(1), LINK, BLOCK), hub=hub)
         server = Server(
@@ -52,18 +51,18 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
             now += draw.expovariate(RATE)
             tokens = draw.choice(LENGTHS)
             stored = None if draw.random() < 0.75 else 0
-            races.append(server.submit(Prompt(tokens, now, stored, rid=f"{number}-{request}")))
+            results.append(server.submit(Prompt(tokens, now, stored, rid=f"{number}-{request}")))
     clock.run()
-    ttft_s = sorted(race.ttft_s for race in races)
-    loaded = sum(race.loaded_tokens for race in races)
-    end_s = max(race.finish_s for race in races)
+    ttft_s = sorted(result.ttft_s for result in results)
+    loaded = sum(result.loaded_tokens for result in results)
+    end_s = max(result.finish_s for result in results)
     return {
         "servers": servers,
-        "requests": len(races),
+        "requests": len(results),
         "ttft_mean_s": round(statistics.mean(ttft_s), 4),
         "ttft_p50_s": round(statistics.median(ttft_s), 4),
         "ttft_p99_s": round(ttft_s[int(0.99 * (len(ttft_s) - 1))], 4),
-        "loaded_share": round(loaded / sum(race.prompt.prompt_tokens for race in races), 4),
+        "loaded_share": round(loaded / sum(result.prompt.prompt_tokens for result in results), 4),
         "store_gb_per_s": round(loaded * shape.kv_bytes(1) / end_s / 1e9, 2),
     }
 

@@ -35,8 +35,8 @@ from benchmarks import facts, servers, stats
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import CPU_MODEL, Progress
 from sglang_cake.cli.store_tables import table
-from sglang_cake.testing.models import kv_token_bytes
-from sglang_cake.testing.server import Reply
+from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.testing.slow_link import SlowLink
 
 NEW_TOKENS = 2

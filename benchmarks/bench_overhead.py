@@ -49,7 +49,7 @@ from benchmarks.servers import (
 )
 from benchmarks.step_clock import STEPS_ENV
 from sglang_cake.cli.demo import Progress
-from sglang_cake.testing.models import kv_token_bytes
+from sglang_cake.demo.models import kv_token_bytes
 
 NO_ROOM = "min_free=900TB"
 HISTOGRAM = "sglang:cake_step_overhead_seconds"

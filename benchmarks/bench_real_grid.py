@@ -29,7 +29,7 @@ from benchmarks.servers import BLOCK_TOKENS, SMALL_MODEL, FrozenServer
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.demo_report import Arm, Arms, evaluate
 from sglang_cake.cli.store_tables import table
-from sglang_cake.testing.server import Reply, cake_metric
+from sglang_cake.demo.sglang_server import Reply, cake_metric
 
 FULL = {"lengths": [2048, 4096, 6144, 8192], "chunks": [128, 256], "repeats": 3, "name": "cpu"}
 SMALL = {"lengths": [1024], "chunks": [256], "repeats": 1, "name": "small"}

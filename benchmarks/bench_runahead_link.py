@@ -28,11 +28,10 @@ import zmq
 from benchmarks.facts import RESULTS, header, machine, write
 from benchmarks.stats import spread
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead.curve import Curve
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.transport import MAX_PART_BYTES
-from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.server import free_port
+from sglang_cake.runahead.zeromq import Curve, ZmqTransport
 
 SECRET, NAMESPACE = bytes(range(32)), Digest(bytes(32))
 WAIT_S = 60.0

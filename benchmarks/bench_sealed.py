@@ -22,8 +22,7 @@ from typing import Any
 
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread, whole_numbers
-from sglang_cake.codecs.encrypted_frame import SEALED_BYTES, sealed_frame
-from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.codecs.frame import SEALED_BYTES, BlockFrame, sealed_frame
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace

@@ -27,7 +27,7 @@ from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.store_tables import table
-from sglang_cake.testing.models import kv_token_bytes
+from sglang_cake.demo.models import kv_token_bytes
 
 ARMS = ("off", "load", "auto", *(f"hicache-{policy}" for policy in POLICIES))
 TURNS = {"shared-prefix": 1, "multi-turn": 3}

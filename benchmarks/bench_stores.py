@@ -33,7 +33,7 @@ from benchmarks.bench_http_store import ours, running
 from benchmarks.demos import ARMS, CAKE, demo, said
 from benchmarks.stats import spread
 from sglang_cake.cli.store_tables import table
-from sglang_cake.testing.server import free_port
+from sglang_cake.demo.sglang_server import free_port
 
 FULL = {"sizes": [1, 4], "depths": [1, 8], "mib": 256, "repeats": 3, "name": "cpu"}
 SMALL = {"sizes": [1], "depths": [4], "mib": 8, "repeats": 1, "name": "small"}

@@ -34,9 +34,9 @@ from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.ttft_report import cell, table
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.demo_report import Arm, Arms
-from sglang_cake.testing.models import kv_token_bytes
-from sglang_cake.testing.server import Reply, flush_cache, generate
-from sglang_cake.testing.trace import TRACE_ENV
+from sglang_cake.demo.event_trace import TRACE_ENV
+from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.demo.sglang_server import Reply, flush_cache, generate
 
 NEW_TOKENS = 4
 MODES = ("compute", "load", "both")

@@ -20,12 +20,10 @@ from transformers.cache_utils import DynamicCache
 
 from benchmarks.real_texts import real_texts
 from benchmarks.train_small_llama import texts
-from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.blocks import Block, relative_error
 from sglang_cake.codecs.catalogue import decode
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
-from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.relative_error import relative_error
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 BLOCK_TOKENS = 128
@@ -134,7 +132,7 @@ class Judge:
     def _through(self, chain: Chain, blocks: Words, exact_first: bool) -> tuple[Words, list[int]]:
         """What comes back of blocks, and how many bytes each was in a store."""
         decoded = np.empty_like(blocks)
-        payload = memoryview(bytearray(self.layout.block_bytes + HEAD_BYTES))
+        payload = memoryview(bytearray(self.layout.block_bytes + ENCODED_HEAD_BYTES))
         sizes = []
         for window, index in np.ndindex(blocks.shape[:2]):
             block = memoryview(np.ascontiguousarray(blocks[window, index])).cast("B")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_cake.cli.demo import CPU_MODEL, MODEL_FORMAT
-from sglang_cake.testing.models import build_llama
-from sglang_cake.testing.server import Reply, Server, flush_cache, generate
+from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, generate
 
 WORK = Path(__file__).resolve().parent / ".work"
 SMALL_MODEL = {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 512}

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks import stats
 from sglang_cake.cli.demo_report import Arms, evaluate
-from sglang_cake.testing.server import Reply
+from sglang_cake.demo.sglang_server import Reply
 
 TOLERANCE = 1.02  # `both` may take this much of the best single way before it counts as beaten
 PEER_SOURCES = ("device", "host", "storage")

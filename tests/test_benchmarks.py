@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.testing.server import Reply
+from sglang_cake.demo.sglang_server import Reply
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package

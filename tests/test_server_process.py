@@ -1,4 +1,4 @@
-"""`testing.server` against a stand-in for SGLang: streaming, failures, nothing left running."""
+"""`demo.sglang_server` against a stand-in for SGLang: streaming, failures, nothing left running."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.testing import server as module
-from sglang_cake.testing.server import Server, ServerDied, flush_cache, generate
+from sglang_cake.demo import sglang_server as module
+from sglang_cake.demo.sglang_server import Server, ServerDied, flush_cache, generate
 
 # Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
 STAND_IN = r"""

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_cake.cli import demo
 from sglang_cake.cli import main as cake
-from sglang_cake.testing import smollm2 as module
-from sglang_cake.testing.models import build_llama
+from sglang_cake.demo import smollm2 as module
+from sglang_cake.demo.models import build_llama
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package

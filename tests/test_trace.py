@@ -8,9 +8,9 @@ import pytest
 
 from sglang_cake.cli import main
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
+from sglang_cake.demo.event_trace import read_event_trace
+from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.simulator.shapes import MODELS
-from sglang_cake.testing.server import Reply
-from sglang_cake.testing.trace import read_trace
 
 PROMPT, BLOCK, CHUNK = 1024, 128, 256
 # Ten seconds to compute all, ten to load all; sent at 100, known to be stored at 101.
@@ -60,13 +60,13 @@ def arms(tmp_path: Path) -> Arms:
 
 
 def test_steps_end_where_the_next_begins_and_the_last_with_the_first_token(arms: Arms) -> None:
-    steps = read_trace(arms.both.trace_file, "both", 106.5).steps
+    steps = read_event_trace(arms.both.trace_file, "both", 106.5).steps
     assert [(step.start, step.stop) for step in steps] == [(0, 256), (256, 512), (1023, 1024)]
     assert [step.end_s - step.begin_s for step in steps] == [2.5, 2.5, 0.5]
 
 
 def test_a_block_costs_the_time_between_landings(arms: Arms) -> None:
-    trace = read_trace(arms.load.trace_file, "load", 111.5)
+    trace = read_event_trace(arms.load.trace_file, "load", 111.5)
     assert [load.block for load in trace.loads] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert {load.land_s - load.begin_s for load in trace.loads} == {1.25}
     assert trace.stored_tokens == PROMPT - 1
@@ -74,7 +74,7 @@ def test_a_block_costs_the_time_between_landings(arms: Arms) -> None:
 
 def test_an_unknown_request_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no events of request nobody"):
-        read_trace(tmp_path / "missing.jsonl", "nobody", 1.0)
+        read_event_trace(tmp_path / "missing.jsonl", "nobody", 1.0)
 
 
 def test_the_numbers_of_the_demo(arms: Arms) -> None:

@@ -15,7 +15,7 @@ from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Progress, next_step
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Knowledge
-from sglang_cake.simulator.race import run_race
+from sglang_cake.simulator.simulated_server import simulate_prompt
 
 MODEL_7B = "LongAlpaca-7B"
 MEDIA = {  # Gbps; Table 2
@@ -35,8 +35,10 @@ def figure3() -> dict[str, Any]:
     found = {}
     for gpu in GPUS:
         here = replace(setting, hardware=gpu)
-        race = run_race(costs.machine(here), here.tokens, chunk_tokens=CHUNK, mode="compute")
-        found[f"compute, {gpu}"] = here.tokens * here.token_bytes / race.ttft_s / 1e9
+        result = simulate_prompt(
+            costs.machine(here), here.tokens, chunk_tokens=CHUNK, mode="compute"
+        )
+        found[f"compute, {gpu}"] = here.tokens * here.token_bytes / result.ttft_s / 1e9
     for medium, gbps in MEDIA.items():
         here = replace(setting, gbps=gbps)
         found[f"load, {medium}"] = here.tokens * here.token_bytes / costs.io_s(here) / 1e9
@@ -64,16 +66,18 @@ def figure4() -> dict[str, Any]:
 def figure5() -> dict[str, Any]:
     """One prompt on one trace, in full; and many traces beside the optimum."""
     machine = traces.fluctuating(0)
-    race = run_race(machine, 16 * K, chunk_tokens=CHUNK)
+    result = simulate_prompt(machine, 16 * K, chunk_tokens=CHUNK)
     assert machine.others is not None
     return {
         "title": "Figure 5: budget 0-512 tokens, bandwidth 0-25 Gbps (A100, LongAlpaca-7B, 16k)",
         "statistics": traces.fluctuations(),
         "trace": {
-            "ttft_s": round(race.ttft_s, 4),
+            "ttft_s": round(result.ttft_s, 4),
             "ideal_s": round(clairvoyant(machine, 16 * K, chunk_tokens=CHUNK).ttft_s, 4),
-            "laps": [(round(x.begin_s, 4), round(x.end_s, 4), x.start, x.stop) for x in race.laps],
-            "landings": [(round(when_s, 4), block) for when_s, block in race.landings],
+            "laps": [
+                (round(x.begin_s, 4), round(x.end_s, 4), x.start, x.stop) for x in result.steps
+            ],
+            "landings": [(round(when_s, 4), block) for when_s, block in result.landings],
             "link_gbps": [
                 (round(i * traces.PERIOD_S, 3), round(25 * v, 2))
                 for i, v in enumerate(machine.link.values[:40])
@@ -104,8 +108,8 @@ def figure7() -> dict[str, Any]:
     found = {}
     for gpu in ("A100", "H100"):
         setting = Setting(hardware=gpu)
-        race = run_race(costs.machine(setting), 16 * K, chunk_tokens=CHUNK, mode="compute")
-        plain_ms = [1e3 * (lap.end_s - lap.begin_s) for lap in race.laps]
+        result = simulate_prompt(costs.machine(setting), 16 * K, chunk_tokens=CHUNK, mode="compute")
+        plain_ms = [1e3 * (step.end_s - step.begin_s) for step in result.steps]
         found[gpu] = {
             "step_ms": [round(ms, 3) for ms in plain_ms],
             "overhead_share_worst": round(decisions_ms / min(plain_ms), 5),
@@ -115,7 +119,7 @@ def figure7() -> dict[str, Any]:
 
 
 def _decisions_s() -> list[float]:
-    """What the decisions of each step of a race take on this machine."""
+    """What the decisions of each step of a prompt take on this machine."""
     setting = Setting(gbps=7.0)
     costs_known = Knowledge.of(costs.machine(setting)).costs
     meet = Meet(
@@ -183,21 +187,21 @@ def anonymous8() -> dict[str, Any]:
 
 def _arms(setting: Setting) -> dict[str, float]:
     machine, chunk = costs.machine(setting), setting.chunk
-    races = {
-        mode: run_race(machine, setting.tokens, chunk_tokens=chunk, mode=mode)
+    results = {
+        mode: simulate_prompt(machine, setting.tokens, chunk_tokens=chunk, mode=mode)
         for mode in ("compute", "load", "auto")
     }
-    cake_s = races["auto"].ttft_s
+    cake_s = results["auto"].ttft_s
     ideal_s = clairvoyant(machine, setting.tokens, chunk_tokens=chunk).ttft_s
     return {
-        "compute_s": round(races["compute"].ttft_s, 4),
-        "load_s": round(races["load"].ttft_s, 4),
+        "compute_s": round(results["compute"].ttft_s, 4),
+        "load_s": round(results["load"].ttft_s, 4),
         "cake_s": round(cake_s, 4),
         "ideal_s": round(ideal_s, 4),
         "over_ideal": round(cake_s / ideal_s, 4),
-        "less_than_compute": round(1 - cake_s / races["compute"].ttft_s, 4),
-        "less_than_load": round(1 - cake_s / races["load"].ttft_s, 4),
-        "computed_share": round(races["auto"].computed_tokens / setting.tokens, 4),
+        "less_than_compute": round(1 - cake_s / results["compute"].ttft_s, 4),
+        "less_than_load": round(1 - cake_s / results["load"].ttft_s, 4),
+        "computed_share": round(results["auto"].computed_tokens / setting.tokens, 4),
     }
 
 

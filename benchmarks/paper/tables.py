@@ -11,7 +11,7 @@ from benchmarks.paper.costs import PRINTED, Setting
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Step, room
 from sglang_cake.simulator.clairvoyant import clairvoyant
-from sglang_cake.simulator.race import run_race
+from sglang_cake.simulator.simulated_server import simulate_prompt
 
 Cell = dict[str, Any]
 TABLES = ("table3", "table4", "table5", "table6", "table7")
@@ -50,10 +50,10 @@ def whole_chunks(view: View, *, chunk_tokens: int, **_: object) -> Step:
 def _cell(setting: Setting, printed: Cell) -> Cell:
     machine, tokens, chunk = costs.machine(setting), setting.tokens, setting.chunk
     compute, load, cake = (
-        run_race(machine, tokens, chunk_tokens=chunk, mode=mode)
+        simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode)
         for mode in ("compute", "load", "auto")
     )
-    theirs = run_race(machine, tokens, chunk_tokens=chunk, mode="both", rule=whole_chunks)
+    theirs = simulate_prompt(machine, tokens, chunk_tokens=chunk, mode="both", rule=whole_chunks)
     ideal = clairvoyant(machine, tokens, chunk_tokens=chunk)
     # The paper's load baseline ends when everything is loaded, without the step after it. Whether
     # its own times have that step does not say: with it, its rule gives what it prints.
@@ -75,7 +75,7 @@ def _cell(setting: Setting, printed: Cell) -> Cell:
         "over_ideal": round(cake.ttft_s / ideal.ttft_s, 4),
         "over_single": round(cake.ttft_s / min(compute.ttft_s, load.ttft_s), 4),
         **speedups,
-        "steps": len(cake.laps),
+        "steps": len(cake.steps),
         "computed_share": round(cake.computed_tokens / tokens, 3),
         "wasted_blocks": cake.wasted_blocks,
     }

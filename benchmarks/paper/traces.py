@@ -8,11 +8,8 @@ from typing import Any
 from benchmarks.paper import costs
 from benchmarks.paper.costs import CHUNK, K, Setting
 from sglang_cake.simulator.clairvoyant import clairvoyant
-from sglang_cake.simulator.machine import Machine
-from sglang_cake.simulator.race import run_race
-from sglang_cake.simulator.race_records import Prompt
-from sglang_cake.simulator.simulated_server import Policy, serve
-from sglang_cake.simulator.speed_trace import Speed
+from sglang_cake.simulator.machine import Machine, Speed
+from sglang_cake.simulator.simulated_server import Policy, Prompt, serve, simulate_prompt
 
 TRACES = 200
 SETTING = Setting(model="LongAlpaca-7B", gbps=25.0)
@@ -61,13 +58,13 @@ class TraceResult:
 def run_trace(seed: int, period_steps: int = 1, tokens: int = 16 * K) -> TraceResult:
     """All arms and the optimum on the trace of `seed`."""
     machine = fluctuating(seed, period_steps)
-    races = [
-        run_race(machine, tokens, chunk_tokens=CHUNK, mode=mode)
+    results = [
+        simulate_prompt(machine, tokens, chunk_tokens=CHUNK, mode=mode)
         for mode in ("compute", "load", "auto")
     ]
     ideal = clairvoyant(machine, tokens, chunk_tokens=CHUNK)
-    wasted = races[2].wasted_blocks * costs.BLOCK / tokens
-    return TraceResult(*(race.ttft_s for race in races), ideal.ttft_s, wasted)
+    wasted = results[2].wasted_blocks * costs.BLOCK / tokens
+    return TraceResult(*(result.ttft_s for result in results), ideal.ttft_s, wasted)
 
 
 def fluctuations(traces: int = TRACES) -> dict[str, Any]:
@@ -106,16 +103,16 @@ def burst(seed: int = 0, stored_mode_tokens: int = 16 * K) -> list[Prompt]:
 def run_burst(policy: Policy, seed: int = 0) -> dict[str, Any]:
     """One policy: when everything was finished, times to first token, and the steps."""
     server = serve(costs.machine(BURST), burst(seed), chunk_tokens=CHUNK, policy=policy)
-    first, *others = server.races
-    short_s = sorted(race.ttft_s for race in others)
+    first, *others = server.results
+    short_s = sorted(result.ttft_s for result in others)
     return {
         "policy": policy,
-        "finish_s": round(max(race.finish_s for race in server.races), 4),
+        "finish_s": round(max(result.finish_s for result in server.results), 4),
         "stored_ttft_s": round(first.ttft_s, 4),
         "stored_finish_s": round(first.finish_s, 4),
         "short_ttft_mean_s": round(statistics.mean(short_s), 4),
         "short_ttft_max_s": round(short_s[-1], 4),
-        "finish_times_s": [round(race.finish_s, 4) for race in server.races],
+        "finish_times_s": [round(result.finish_s, 4) for result in server.results],
         "steps": [
             {
                 "begin_s": round(step.begin_s, 4),

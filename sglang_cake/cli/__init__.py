@@ -40,9 +40,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; a `CakeError` is one line on stderr and exit status 2.
 
-    Where the reader of stdout has left (`sglang-cake plan ... | head`), the command ends without a
-    word and with the status of a process that SIGPIPE ended. SIGPIPE itself stays ignored: sockets
-    of servers and stores break as well, and that must not end a process.
+    If the reader of stdout has ended (`sglang-cake plan ... | head`), the command ends silently,
+    with the status of a process that SIGPIPE ended. SIGPIPE itself stays ignored: sockets of
+    servers and stores break too, and that must not end the process.
     """
     try:
         try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _stdout_is_broken():
             raise
-        # Python flushes stdout once more when it ends.
+        # Python flushes stdout again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_STATUS
     return status
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _stdout_is_broken() -> bool:
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
+        poll.register(sys.stdout.fileno(), 0)  # errors are always reported
     except (OSError, ValueError):
         return False
     return bool(poll.poll(0))

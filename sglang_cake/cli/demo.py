@@ -1,9 +1,9 @@
 """`sglang-cake demo`: one prompt, three ways to get its KV, on a real server.
 
-A server computes the prompt, which fills a store. Then servers of their own compute it again, load
-it, and get it from both ends at once, over a link on which loading takes as long as computing: the
-hardest case for either alone. A model that was trained is asked about the text that it was given,
-and answers all three ways in the same words.
+A server computes the prompt, which fills a store. Then three more servers compute it again, load
+it, and do both at once, over a link on which loading takes as long as computing: the hardest case
+for either alone. A trained model is asked a question about the text, and gives the same answer in
+all three cases.
 """
 
 import argparse
@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
-from sglang_cake.core.codec_names import CHOICES, RAW, check_installed
+from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.stores.sources import parse_sources
-from sglang_cake.testing.models import build_llama, kv_token_bytes
-from sglang_cake.testing.server import (
+from sglang_cake.demo.event_trace import TRACE_ENV
+from sglang_cake.demo.models import build_llama, kv_token_bytes
+from sglang_cake.demo.sglang_server import (
     Reply,
     Server,
     ServerDied,
@@ -33,16 +32,17 @@ from sglang_cake.testing.server import (
     generate,
     has_gpu,
 )
-from sglang_cake.testing.smollm2 import NAME as SMOLLM2
-from sglang_cake.testing.smollm2 import smollm2
-from sglang_cake.testing.trace import TRACE_ENV
+from sglang_cake.demo.smollm2 import NAME as SMOLLM2
+from sglang_cake.demo.smollm2 import smollm2
+from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.stores.sources import parse_sources
 
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512
 RANDOM_TOKENS, TRAINED_TOKENS = (8192, 8), (4096, 48)  # of the prompt, to generate
 QUESTION = "\n\nQuestion: What is this text about? Answer in one sentence."
-STORE_QUIET_S = 5.0  # a store that took nothing for so long wants nothing more
-MODEL_FORMAT = 1  # raise it when the way models are built changes: cached ones are then rebuilt
+STORE_QUIET_S = 5.0  # after so long without a stored block, no more blocks will be stored
+MODEL_FORMAT = 1  # raise it when models are built differently: cached ones are rebuilt then
 # Large enough that the prompt takes seconds, small enough for two cores (92M parameters; 1.3B).
 CPU_MODEL = {"hidden": 768, "layers": 10, "heads": 12, "kv_heads": 4, "vocab": 4096}
 GPU_MODEL = {"hidden": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "vocab": 4096}
@@ -52,21 +52,21 @@ class Progress:
     """One line per step, with the seconds since the start."""
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._began_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
+        print(f"[{time.monotonic() - self._began_s:6.1f} s] {text}", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all arms share."""
+    """Settings of all arms."""
 
     model: Path
     gpu: bool
     dtype: str
     prompt: list[int]
-    asks: bool  # the prompt ends with a question, to a model that was trained
+    asks: bool  # whether the prompt ends with a question, for a trained model
     new_tokens: int
     repeats: int
     out: Path
@@ -98,16 +98,19 @@ def add_parser(subparsers: Any) -> None:
         "--store", metavar="URL[,URL]", help="where KV goes (default: a folder below --out)"
     )
     parser.add_argument(
-        "--codec", default=RAW, choices=CHOICES, help="how KV is stored (default: %(default)s)"
+        "--codec",
+        default=RAW,
+        choices=(*CHOICES, *own_names()),
+        help="how KV is stored (default: %(default)s)",
     )
     parser.add_argument("--out", type=Path, default=Path(".demo"), help="folder for all files")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0 when every arm gave the same tokens, 1 otherwise. With a lossy codec they may
-    differ."""
-    # A plain `kill` must stop the servers too: let it unwind like Ctrl-C.
+    """Run the demo; 0 if every arm gave the same tokens, 1 otherwise. With a lossy codec the tokens
+    may differ."""
+    # SIGTERM must stop the servers too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _interrupt)
     progress = Progress()
     try:
@@ -177,17 +180,24 @@ def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
         progress.say(QUESTION.strip())
     shutil.rmtree(out / "store", ignore_errors=True)
     stores = args.store.split(",") if args.store else [(out / "store").as_uri()]
-    for source in parse_sources(",".join(_held(stores, 1e6))):
+    for source in parse_sources(",".join(_throttled(stores, 1e6))):
         source.check()
     return Setting(
-        *(model.resolve(), gpu, args.dtype or dtype, prompt, asks),
-        *(new_tokens, args.repeats, out),
-        *(args.codec, tuple(stores)),
+        model=model.resolve(),
+        gpu=gpu,
+        dtype=args.dtype or dtype,
+        prompt=prompt,
+        asks=asks,
+        new_tokens=new_tokens,
+        repeats=args.repeats,
+        out=out,
+        codec=args.codec,
+        stores=tuple(stores),
     )
 
 
 def _check_model(model: Path, prompt_tokens: int, new_tokens: int) -> None:
-    """Before a server is started for it. Raises: ConfigError."""
+    """Check the model before a server is started. Raises: ConfigError."""
     config = model / "config.json"
     if not config.is_file():
         raise ConfigError(f"--model {model} is not a model folder: it has no config.json")
@@ -202,8 +212,8 @@ def _check_model(model: Path, prompt_tokens: int, new_tokens: int) -> None:
         )
 
 
-def _held(stores: Sequence[str], bytes_per_s: float) -> list[str]:
-    """The stores' URLs, held to `bytes_per_s` together."""
+def _throttled(stores: Sequence[str], bytes_per_s: float) -> list[str]:
+    """The URLs of the stores, limited to `bytes_per_s` together."""
     each = f"bandwidth={bytes_per_s / len(stores) / 1e6:.3f}MB/s"
     return [f"{url}{'&' if '?' in url else '?'}{each}" for url in stores]
 
@@ -216,7 +226,7 @@ def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) 
     model = out / f"model-{name}"
     if not model.is_dir():
         progress.say("building a random Llama (once)")
-        # Built beside and renamed: an interrupted build is never taken for a model.
+        # Renamed when complete, so that an interrupted build is never used as a model.
         building = out / "model-building"
         shutil.rmtree(building, ignore_errors=True)
         build_llama(building, **size, dtype=dtype, max_tokens=max_tokens)
@@ -225,8 +235,8 @@ def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) 
 
 
 def _prompt(model: Path, tokens: int, *, trained: bool) -> tuple[list[int], bool]:
-    """`tokens` tokens of the language reference that every Python carries, from its beginning; and
-    whether a question follows it, as it does where the model was `trained` to chat."""
+    """The first `tokens` tokens of the language reference that comes with Python; and whether a
+    question ends them, which needs a model that was `trained` to chat."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -241,14 +251,16 @@ def _prompt(model: Path, tokens: int, *, trained: bool) -> tuple[list[int], bool
     ids, head, tail = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, before, after)
     )
-    room = tokens - len(head) - len(tail)
-    if not ids or room < 1:
-        raise DemoFailed(f"the tokenizer of {model} gives {len(ids)} tokens, room is for {room}")
-    return [*head, *(ids * (room // len(ids) + 1))[:room], *tail], bool(tail)
+    text_tokens = tokens - len(head) - len(tail)
+    if not ids or text_tokens < 1:
+        raise DemoFailed(
+            f"the tokenizer of {model} gives {len(ids)} tokens, room is for {text_tokens}"
+        )
+    return [*head, *(ids * (text_tokens // len(ids) + 1))[:text_tokens], *tail], bool(tail)
 
 
 def _answers(setting: Setting, arms: Arms) -> dict[str, str]:
-    """What the model said in each arm, in words, up to where it thought it had done."""
+    """The answer of each arm as text, up to the end-of-sequence token."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(setting.model)
@@ -260,9 +272,9 @@ def _answers(setting: Setting, arms: Arms) -> dict[str, str]:
 
 
 def _fill(setting: Setting, progress: Progress) -> tuple[Reply, float]:
-    """Have a server compute the prompt and store it.
+    """Let a server compute the prompt and store it.
 
-    Returns: its answer; what codecs made of the blocks that were stored, as a share of their bytes.
+    Returns: its answer; the stored bytes as a share of the bytes of the blocks.
     """
     with _served(setting, "cold", _flags(setting, "compute", None), progress) as server:
         reply = generate(server.base_url, setting.prompt, setting.new_tokens)
@@ -310,7 +322,7 @@ def _served(
 
 
 def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str]:
-    urls = setting.stores if bandwidth is None else _held(setting.stores, bandwidth)
+    urls = setting.stores if bandwidth is None else _throttled(setting.stores, bandwidth)
     flags = [
         *("--dtype", setting.dtype, "--chunked-prefill-size", str(CHUNK_TOKENS)),
         *("--enable-cake", "--cake-store", ",".join(urls), "--cake-mode", mode),
@@ -318,23 +330,23 @@ def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str
         *("--cake-codec", setting.codec),
     ]
     if not setting.gpu:
-        # Room for two prompts: the default would take a share of the machine's whole memory.
-        room = 2 * (len(setting.prompt) + setting.new_tokens)
-        flags += ["--mem-fraction-static", "0.3", "--max-total-tokens", str(room)]
+        # KV of two prompts: the default is a share of the machine's whole memory.
+        max_tokens = 2 * (len(setting.prompt) + setting.new_tokens)
+        flags += ["--mem-fraction-static", "0.3", "--max-total-tokens", str(max_tokens)]
     return flags
 
 
 def _stored_share(base_url: str, setting: Setting) -> float:
-    """Bytes that blocks came to, header included, of those they have."""
+    """Stored bytes, headers included, over the bytes of the blocks."""
     block_bytes = BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
-    blocks = cake_metric(base_url, "encoded_blocks_total")  # a form for each tier counts
+    blocks = cake_metric(base_url, "encoded_blocks_total")  # counts the payload of each tier
     blocks = blocks or cake_metric(base_url, "stored_blocks_total")
     return cake_metric(base_url, "stored_bytes_total") / (blocks * block_bytes) if blocks else 1.0
 
 
 def _wait_for_store(base_url: str, setting: Setting, progress: Progress) -> None:
-    """Until every full block of the prompt was offered to the store, and it has taken what it
-    wants: a store that was used before has some of them already."""
+    """Wait until every full block of the prompt is stored, or no more blocks are: a store that was
+    used before has some of them already."""
     blocks = len(setting.prompt) // BLOCK_TOKENS
     before, changed_s = -1.0, time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""What the demo's runs amount to: numbers, a table and the picture."""
+"""The results of the demo: numbers, a table and the picture."""
 
 import itertools
 import statistics
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_cake.cli.plots import TracedRequest, plot_meet
+from sglang_cake.demo.event_trace import RequestTrace, read_event_trace
+from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.simulator.ideal import ComputeCurve, Ideal, ideal_meet
-from sglang_cake.testing.server import Reply
-from sglang_cake.testing.trace import RequestTrace, read_trace
 
-# Equal runs on a quiet machine differ by a few percent; beyond this the arms, which run one after
-# the other, are not comparable.
+# Equal runs on a quiet machine differ by a few percent. With a larger spread the arms, which run
+# one after the other, cannot be compared.
 QUIET_SPREAD = 1.15
 
 
@@ -31,7 +31,7 @@ class Arm:
 
     @property
     def ttft_s(self) -> list[float]:
-        """Of every run, in order."""
+        """Times of all runs, in order."""
         return [reply.ttft_s for reply in self.replies]
 
     @property
@@ -44,7 +44,7 @@ class Arm:
     def trace(self) -> RequestTrace:
         """The trace of the typical run."""
         reply = self.typical
-        return read_trace(self.trace_file, reply.meta["id"], reply.first_token_s)
+        return read_event_trace(self.trace_file, reply.meta["id"], reply.first_token_s)
 
 
 class Arms(NamedTuple):
@@ -56,10 +56,11 @@ class Arms(NamedTuple):
 
 
 def ideal_of(arms: Arms) -> Ideal:
-    """The ideal from what was measured: chunks where all was computed, blocks where all was loaded.
+    """The ideal from measured times: of chunks in the arm `compute`, of blocks in the arm `load`.
 
-    The last step is the one after the last loaded block; the fixed cost is the time from sending
-    the request to its first step. Both, and `ideal_meet`, are also in every measured time.
+    The last step is the one after the last loaded block. The fixed cost is the time from sending
+    the request to its first step. Both are part of every measured time.
+
     Raises: DemoFailed if nothing was loaded.
     """
     computed, loaded = arms.compute.trace, arms.load.trace
@@ -87,7 +88,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """All numbers of the demo; medians over the runs of each arm.
 
-    Args: cold: an answer that all others must be equal to. Raises: DemoFailed.
+    Args: cold: one more answer that must be the same. Raises: DemoFailed.
     """
     ttft_s = {arm.mode: statistics.median(arm.ttft_s) for arm in arms}
     ideal = ideal_of(arms)
@@ -106,7 +107,7 @@ def evaluate(
         "same_tokens": len(outputs) == 1,
         "new_tokens": len(exact),
         "agreed_tokens": min(_agreed(exact, output) for output in outputs),
-        # The servers say so: `auto` may have got a bound from the environment.
+        # As the servers report it: `auto` may have a bound from the environment.
         "lossy": any(reply.cake.get("lossy_tokens") for reply in replies),
         "prompt_tokens": trace.prompt_tokens,
         "stored_tokens": trace.stored_tokens,
@@ -158,8 +159,8 @@ def _sameness(result: dict[str, Any]) -> str:
 
 
 def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not: what follows one has other text
-    in front of it."""
+    """How many tokens are the same before the first that differs. Later tokens follow different
+    text, so they are not compared."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

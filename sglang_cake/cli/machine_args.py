@@ -17,8 +17,8 @@ from sglang_cake.simulator.hardware import (
     prefill_cost,
 )
 from sglang_cake.simulator.machine import Machine, Source
-from sglang_cake.simulator.race import run_race
 from sglang_cake.simulator.shapes import MODELS, Shape, find_shape
+from sglang_cake.simulator.simulated_server import simulate_prompt
 
 ARMS: dict[str, Mode] = {"compute": "compute", "load": "load", "cake": "auto"}
 
@@ -193,7 +193,7 @@ def predict_ttft(
     stored_blocks = int(prompt_tokens * stored_share) // server.block_tokens
     predicted = {}
     for name, mode in ARMS.items():
-        race = run_race(
+        result = simulate_prompt(
             server.machine,
             prompt_tokens,
             chunk_tokens=server.chunk_tokens,
@@ -201,9 +201,9 @@ def predict_ttft(
             mode=mode,
             stored_blocks=stored_blocks,
         )
-        predicted[name] = race.ttft_s
+        predicted[name] = result.ttft_s
         if name == "cake":
-            predicted["computed_share"] = race.computed_tokens / prompt_tokens
+            predicted["computed_share"] = result.computed_tokens / prompt_tokens
     optimum = clairvoyant(
         server.machine,
         prompt_tokens,

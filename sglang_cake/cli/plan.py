@@ -1,6 +1,6 @@
-"""`sglang-cake plan`: will this help me, and by how much? Also when the answer is no.
+"""`sglang-cake plan`: whether Cake would help, and by how much; it also answers no.
 
-From data sheets alone, before anything is installed: simulates stored prompts of several lengths on
+It needs data sheets only, and nothing installed: it simulates stored prompts of several lengths on
 the model, GPU and store that you name, on an idle machine.
 
     sglang-cake plan --model llama-3.1-8b --gpu h100 --store nvme
@@ -24,8 +24,8 @@ from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.simulator.hardware import UNSURE, gpus_for, kv_room_tokens
 
 SHOWN = ("compute", "load", "cake", "optimum")
-WORTH = 1.05  # gains below this are lost in what the model leaves out
-WANTED = 1.2
+MIN_GAIN = 1.05  # the model is not exact enough for smaller gains
+WANTED_GAIN = 1.2
 SEARCHES = 40
 
 
@@ -46,8 +46,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answer; 0 whatever it is. Raises: ConfigError for arguments that cannot be."""
-    # The rates of computing are the uncertain part, unless somebody measured them.
+    """Print the answer and return 0. Raises: ConfigError for impossible arguments."""
+    # The rates of computing are the uncertain part, unless they were measured.
     slower = (1.0,) if args.efficiency is not None else (1 / UNSURE, 1.0, UNSURE)
     ends = [parse_server(args, factor) for factor in slower]
     server = ends[len(ends) // 2]
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _impossible(server: ServerSpec) -> str | None:
-    """Why no server of this kind begins, or none with cake."""
+    """Why such a server would not start, or not with cake."""
     shape, gpus = server.shape, server.gpus
     if shape.refused is not None:
         return f"cake does not support {shape.refused}"
@@ -95,7 +95,8 @@ def _too_long(server: ServerSpec, tokens: int) -> str | None:
 
 
 def _row(ends: list[ServerSpec], tokens: int) -> dict[str, Any]:
-    """Of one length: the middle, and under `range` the ends, the fast device first."""
+    """Results for one length: for the middle, and under `range` for the ends, the fast device
+    first."""
     found = [predict_ttft(server, tokens) for server in ends]
     over_compute = [one["compute"] / one["cake"] for one in found]
     over_load = [one["load"] / one["cake"] for one in found]
@@ -115,17 +116,17 @@ def _row(ends: list[ServerSpec], tokens: int) -> dict[str, Any]:
 
 
 def _verdict(over_compute: list[float], over_load: list[float]) -> str:
-    """Of one length. yes: faster than computing and than loading alone, at both ends of the range;
-    store: than computing, whatever computing beside it adds; unsure: the ends disagree."""
-    if max(over_compute) < WORTH:
+    """The answer for one length. yes: faster than computing alone and than loading alone, at both
+    ends of the range; store: only faster than computing alone; unsure: the ends disagree."""
+    if max(over_compute) < MIN_GAIN:
         return "no"
-    if min(over_compute) < WORTH:
+    if min(over_compute) < MIN_GAIN:
         return "unsure"
-    return "yes" if min(over_load) >= WORTH else "store"
+    return "yes" if min(over_load) >= MIN_GAIN else "store"
 
 
 def _answer(rows: list[dict[str, Any]]) -> str:
-    """Of all lengths; partly: not of each."""
+    """The answer for all lengths; partly: they differ."""
     found = {row["answer"] for row in rows}
     if found <= {"yes", "store"}:
         return "yes" if "yes" in found else "store"
@@ -136,10 +137,10 @@ def _because(server: ServerSpec, rows: list[dict[str, Any]]) -> str:
     longest = max(rows, key=lambda row: row["tokens"])
     answer = _answer(rows)
     if answer == "no":
-        needed = _bandwidth_for(server, longest["tokens"], WANTED)
+        needed = _bandwidth_for(server, longest["tokens"], WANTED_GAIN)
         text = "no: this store is too slow beside this GPU; computing again is as fast"
         return text + (
-            f". {WANTED:g}x faster at {longest['tokens']:,} tokens would need about "
+            f". {WANTED_GAIN:g}x faster at {longest['tokens']:,} tokens would need about "
             f"{size_text(needed)}/s"
             if needed
             else ", and a quicker one would not change it at these lengths"

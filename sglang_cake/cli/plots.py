@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.testing.trace import RequestTrace
+from sglang_cake.demo.event_trace import RequestTrace
 
 # Colours of computed KV, of loaded KV, and of the point where they meet.
 COMPUTE = "#1f77b4"

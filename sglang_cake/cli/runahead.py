@@ -1,14 +1,14 @@
 """`sglang-cake runahead search`: the best partition of long prompts, measured on running servers.
 
-Asks one member of a group (`--cake-runahead-rank`) for prompts of these lengths, each with another
-partition, and keeps the best in the lookup table of that machine and namespace. The server takes it
-from there, without a restart, and interpolates between lengths (docs/runahead.md).
+The command sends prompts of these lengths to one member of a group (`--cake-runahead-rank`), with
+different partitions. It writes the best one into the lookup table of that machine and namespace.
+The server reads the table without a restart, and interpolates between lengths (docs/runahead.md).
 
     sglang-cake runahead search --url http://127.0.0.1:30000 --lengths 4k,8k,16k --workers 2
 
-What was measured is written down at once: a search that was stopped goes on where it was. The
-servers should have nothing else to do meanwhile. Run it on the machine of the server that it asks,
-with the same XDG_CACHE_HOME or HOME.
+Every measurement is written to disk at once, so a stopped search can be resumed. The servers should
+have no other requests meanwhile. Run the command on the machine of the server that it asks, with
+the same XDG_CACHE_HOME or HOME.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.store_tables import table
-from sglang_cake.core.cache_folder import cache_folder
 from sglang_cake.core.errors import ConfigError, RunaheadError
+from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.search import Journal, Searched, grid_search
 from sglang_cake.runahead.table import load_table, save_table
 
 PARAMETER = "cake_runahead"  # of a request's sampling parameters
-TRIES = 40  # a member that is busy for a moment refuses
+TRIES = 40  # a busy member refuses
 PAUSE_S = 0.25
 NEW_TOKENS = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.json")
-_TOKEN_VALUES = 256  # every tokenizer has that many
+_TOKEN_VALUES = 256  # every tokenizer has at least so many tokens
 
-# `(prompt length, ends of the spans or "closed") -> (TTFT in seconds, what the server says of it)`.
+# `(prompt length, ends of the spans or "closed") -> (TTFT in seconds, meta_info.cake)`.
 Ask = Callable[[int, object], tuple[float, dict[str, Any]]]
 
 
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search every length. Raises: ConfigError, RunaheadError; what was measured is kept."""
+    """Search every length. Raises: ConfigError, RunaheadError; measurements are kept."""
     lengths = _lengths(args.lengths)
     if args.workers < 2 or args.repeats < 1 or args.points < 3 or args.points % 2 == 0:
         raise ConfigError("runahead search needs 2 workers or more, a repeat, and 3, 5, ... points")
@@ -104,9 +104,9 @@ def search_one(
     points: int,
     say: Callable[[str], None],
 ) -> Searched:
-    """The best partition of prompts of `tokens` tokens, now in the server's table.
+    """Find the best partition of prompts of `tokens` tokens, and write it into the server's table.
 
-    Raises: RunaheadError if the others do not help.
+    Raises: RunaheadError if the other members do not help.
     """
     start = even(Span(0, tokens), workers, page_tokens=page_tokens)
     _, first = helped(ask, tokens, start)
@@ -118,9 +118,10 @@ def search_one(
     def measure(partition: Partition) -> float:
         return statistics.median(helped(ask, tokens, partition)[0] for _ in range(repeats))
 
-    def told(partition: Partition, ttft_s: float) -> None:
+    def report(partition: Partition, ttft_s: float) -> None:
         nonlocal best_s, count
-        best_s, count = min(best_s, ttft_s), count + 1
+        best_s = min(best_s, ttft_s)
+        count += 1
         say(f"{tokens:,} tokens  {partition.bounds}  {ttft_s:.3f} s  best {best_s:.3f} s  #{count}")
 
     closed = ask(tokens, "closed")[1].get("bounds")
@@ -128,12 +129,12 @@ def search_one(
         start = Partition(tuple(closed))
     found = grid_search(
         start,
-        Journal(journal_path, measure, told),
+        Journal(journal_path, measure, report),
         stride_tokens=max(page_tokens, tokens // (8 * workers)),
         min_stride_tokens=max(page_tokens, tokens // 128),
         page_tokens=page_tokens,
         points=points,
-        told=lambda stride, best: say(
+        report=lambda stride, best: say(
             f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
         ),
     )
@@ -145,11 +146,11 @@ def search_one(
 
 
 def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str, Any]]:
-    """A run in which the others did their part. Raises: RunaheadError if there is none."""
+    """Run a prompt until the other members help. Raises: RunaheadError if they never do."""
     for _ in range(TRIES):
-        ttft_s, story = ask(tokens, list(partition.bounds[1:]))
-        if story.get("bounds") == list(partition.bounds):
-            return ttft_s, story
+        ttft_s, meta_info = ask(tokens, list(partition.bounds[1:]))
+        if meta_info.get("bounds") == list(partition.bounds):
+            return ttft_s, meta_info
         time.sleep(PAUSE_S)
     raise RunaheadError(
         f"nobody helps with {partition.bounds}: are all members up, idle, and with KV memory and "
@@ -158,8 +159,8 @@ def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str
     )
 
 
-def _table_of(story: dict[str, Any]) -> Path:
-    name = story.get("table")
+def _table_of(meta_info: dict[str, Any]) -> Path:
+    name = meta_info.get("table")
     try:
         folder = cache_folder()
     except RuntimeError:
@@ -170,9 +171,9 @@ def _table_of(story: dict[str, Any]) -> Path:
 
 
 def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
-    from sglang_cake.testing.server import generate
+    from sglang_cake.demo.sglang_server import generate
 
-    # New text every time: nothing of it is cached anywhere.
+    # New text every time, so that no part of it is cached.
     prompt = random.Random().choices(range(_TOKEN_VALUES), k=tokens)
     try:
         reply = generate(url, prompt, NEW_TOKENS, custom_params={PARAMETER: ends})

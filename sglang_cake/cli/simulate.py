@@ -29,9 +29,8 @@ from sglang_cake.cli.machine_args import (
 from sglang_cake.cli.plots import plot_ttft
 from sglang_cake.cli.store_tables import table
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.simulator.race_records import Prompt, Race
-from sglang_cake.simulator.simulated_server import Policy, serve
-from sglang_cake.simulator.speed_trace import Speed
+from sglang_cake.simulator.machine import Speed
+from sglang_cake.simulator.simulated_server import Policy, Prompt, PromptResult, serve
 
 SPEED_PERIOD_S = 0.2  # with --fluctuate, a speed holds for so long
 SPEED_PERIODS = 500
@@ -157,7 +156,7 @@ def _serve_queue(
                 mode=mode,
                 policy=policy,
             )
-            rows.append({"arm": arm, "policy": policy, **_summary(served.races)})
+            rows.append({"arm": arm, "policy": policy, **_summary(served.results)})
     return rows
 
 
@@ -175,10 +174,10 @@ def _draw_prompts(server: ServerSpec, lengths: list[int], args: argparse.Namespa
     return prompts
 
 
-def _summary(races: list[Race]) -> dict[str, float]:
-    ttft_s = sorted(race.ttft_s for race in races)
-    finish_s = max(race.finish_s for race in races)
-    tokens = sum(race.prompt.prompt_tokens + race.prompt.new_tokens for race in races)
+def _summary(results: list[PromptResult]) -> dict[str, float]:
+    ttft_s = sorted(result.ttft_s for result in results)
+    finish_s = max(result.finish_s for result in results)
+    tokens = sum(result.prompt.prompt_tokens + result.prompt.new_tokens for result in results)
     return {
         "ttft_mean_s": round(statistics.mean(ttft_s), 4),
         "ttft_p50_s": round(statistics.median(ttft_s), 4),

@@ -1,7 +1,7 @@
 """`sglang-cake store serve|ls|stat|verify|gc|clear|cp|bench`: a server of blocks, and tools for any
 store, by its URL.
 
-The tools use the interface that servers use, and are safe while servers use the same store.
+The tools use the same interface as servers, and are safe while servers use the store.
 """
 
 from typing import Any

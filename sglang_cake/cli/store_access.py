@@ -1,4 +1,4 @@
-"""What the tools of `sglang-cake store` share: which stores, which namespaces, many at once."""
+"""Shared by the tools of `sglang-cake store`: stores, namespaces, and calls at once."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_cake.codecs import encrypted_frame
+from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
@@ -20,13 +20,13 @@ from sglang_cake.stores.url import redacted, split_urls
 
 T = TypeVar("T")
 DEFAULT_DEPTH = 8
-SHORT_DIGEST = 12  # hex digits of a namespace that tables show, and that name it again
+SHORT_DIGEST = 12  # hex digits of a namespace in tables; as a prefix, they select it again
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One store of the command line. The tiers of `A,B` are looked at one by one: an operator wants
-    to know what each of them holds."""
+    """One store of the command line. The tiers of `A,B` are separate stores here, since an operator
+    wants to know what each of them holds."""
 
     url: str
     source: StoreSource
@@ -40,15 +40,15 @@ class Place:
         return source if isinstance(source, FileSource) else None
 
     def stored(self, frame: BlockFrame) -> BlockFrame:
-        """How blocks of `frame` lie there: sealed, if it seals them. Raises: ConfigError."""
+        """How the store frames blocks of `frame`: sealed, if it seals them. Raises: ConfigError."""
         seal = getattr(self.source, "stored_frame", None)
         return frame if seal is None else seal(frame)
 
 
 def places(text: str) -> list[Place]:
-    """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a folder that is absent:
-    a tool that makes what it should look at hides the typing error."""
-    sources = parse_sources(text, reads_count=False)  # looking at blocks is no use of them
+    """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a missing folder: a tool
+    that created it would hide a typing error."""
+    sources = parse_sources(text, reads_count=False)  # reads of tools must not count as use
     found = [
         Place(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
     ]
@@ -67,7 +67,7 @@ def one_place(text: str) -> Place:
 
 
 def frame_of(stored: StoredNamespace) -> BlockFrame:
-    """How the blocks of a stored namespace are read. What it says of itself is not trusted.
+    """How the blocks of a stored namespace are framed. Its description is not trusted.
 
     Raises: ValueError, one line that says why it cannot be read.
     """
@@ -80,7 +80,7 @@ def frame_of(stored: StoredNamespace) -> BlockFrame:
     namespace = Namespace(tuple(fields.items()))
     if namespace.digest() != stored.digest:
         raise ValueError("its description is of another namespace")
-    return encrypted_frame.frame_of(namespace, layout)
+    return frames.frame_of(namespace, layout)
 
 
 async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]:
@@ -98,7 +98,7 @@ async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]
 async def readable(
     place: Place, prefix: str = ""
 ) -> tuple[list[tuple[StoredNamespace, BlockFrame]], dict[str, str]]:
-    """The namespaces that can be read, and why the others cannot (by digest, in hex).
+    """The namespaces that can be read, and for the others why not (by digest, in hex).
 
     Raises: StoreUnavailable, ConfigError.
     """
@@ -112,7 +112,7 @@ async def readable(
 
 
 def complain(place: Place, unreadable: dict[str, str]) -> None:
-    """Say on stderr which namespaces were passed over."""
+    """Print the skipped namespaces on stderr."""
     for digest, why in unreadable.items():
         print(f"{place.url}: namespace {digest[:SHORT_DIGEST]}: {why}", file=sys.stderr)
 
@@ -128,7 +128,7 @@ async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIte
 
 
 async def blocks_in(place: Place, frame: BlockFrame) -> AsyncIterator[BlockInfo]:
-    """The blocks of one namespace. Of a folder, without a change in it.
+    """The blocks of one namespace. A folder is not changed.
 
     Raises: StoreUnavailable; ConfigError.
     """
@@ -142,10 +142,10 @@ async def blocks_in(place: Place, frame: BlockFrame) -> AsyncIterator[BlockInfo]
 
 
 async def stats_of(place: Place, frames: list[BlockFrame]) -> StoreStats:
-    """How full a store is. Of a folder, without a change in it. Raises: StoreUnavailable."""
+    """How full a store is. A folder is not changed. Raises: StoreUnavailable."""
     if place.files is not None:
         return place.files.stats()
-    for frame in frames:  # they share the room, and each tells of all
+    for frame in frames:  # the stats of one namespace are those of the whole store
         async with opened(place.source, frame, 1) as store:
             return await store.stats()
     return StoreStats()
@@ -156,13 +156,13 @@ async def for_each(
 ) -> None:
     """Run `work(item, worker)` for every item, `at_once` at a time; `worker` counts from 0.
 
-    Raises: the first error of `work` or `items`, after which nothing more is begun.
+    Raises: the first error of `work` or `items`. No more work is begun after it.
     """
-    turn = asyncio.Lock()
+    next_item = asyncio.Lock()
 
     async def run(worker: int) -> None:
         while True:
-            async with turn:
+            async with next_item:
                 try:
                     item = await anext(items)
                 except StopAsyncIteration:
@@ -178,7 +178,7 @@ async def for_each(
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse out of a coroutine function; Ctrl-C ends it quietly."""
+    """A `run` for argparse from a coroutine function. Ctrl-C ends it without a traceback."""
 
     def run(args: argparse.Namespace) -> int:
         try:
@@ -192,7 +192,7 @@ def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> 
 
 @contextmanager
 def progress(what: str, *, total: int | None = None, unit: str = "block") -> Iterator[Any]:
-    """A progress bar on stderr, if that is a terminal; `update(n)` moves it."""
+    """A progress bar on stderr, if that is a terminal; its `update(n)` advances it."""
     from tqdm import tqdm
 
     with tqdm(desc=what, total=total, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
@@ -200,7 +200,7 @@ def progress(what: str, *, total: int | None = None, unit: str = "block") -> Ite
 
 
 def depth(text: str) -> int:
-    """A number of calls at once, for argparse."""
+    """Type of an argument: a number of calls at once."""
     if not text.isdecimal() or not 1 <= int(text) <= 256:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 256")
     return int(text)

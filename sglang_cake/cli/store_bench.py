@@ -1,4 +1,4 @@
-"""`sglang-cake store bench`: what a store can do, and what that means for a model."""
+"""`sglang-cake store bench`: speed of a store, and of a model that loads from it."""
 
 import argparse
 import asyncio
@@ -23,29 +23,28 @@ from sglang_cake.cli.store_access import (
     progress,
     run_tool,
 )
-from sglang_cake.cli.store_meaning import meaning, tell
-from sglang_cake.cli.store_tables import exact_size_text, size_text, table
+from sglang_cake.cli.store_tables import count_text, exact_size_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import ConfigError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
+from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.stores.base import Store, remove_description
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.stores.url import parse_size
-from sglang_cake.testing.models import kv_token_bytes
 
 DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"
 DEFAULT_DEPTHS = "1,4,16"
 DEFAULT_BYTES = "256MiB"
 MAX_SIZE_BYTES = 2**30
 MIN_BLOCKS = 2
-FROM_DISK = 0.9  # share of the bytes read that must come from the disk, or it is the page cache
+FROM_DISK = 0.9  # if a smaller share of the bytes came from the disk, the page cache served them
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One size at one depth. Latencies are those of single calls, seconds."""
+    """Results of one block size at one depth. Latencies are those of single calls."""
 
     block_bytes: int
     depth: int
@@ -56,7 +55,7 @@ class Measured:
     read_bytes_per_s: float
     read_p50_s: float
     read_p99_s: float
-    from_cache: bool | None  # reads came from memory; None: it cannot be told
+    from_cache: bool | None  # whether the page cache served reads; None: unknown
 
 
 def add_bench(subparsers: Any) -> None:
@@ -95,24 +94,24 @@ async def _bench(args: argparse.Namespace) -> int:
     with progress("measuring", total=2 * len(sizes) * len(depths), unit="run") as bar:
         for size in sizes:
             found += await _measure_size(place, size, depths, budget_bytes, bar)
-    told = None
+    model_speed = None
     if kv_bytes is not None:
         of_model = [m for m in found if m.block_bytes == kv_bytes * args.block_tokens]
-        told = meaning(
+        model_speed = speed_of_model(
             kv_bytes_per_token=kv_bytes,
             block_tokens=args.block_tokens,
             read_bytes_per_s=max(m.read_bytes_per_s for m in of_model),
             prefill_tokens_per_s=args.prefill_tokens_per_s,
         )
     if args.json:
-        model = None if told is None else asdict(told)
+        model = None if model_speed is None else asdict(model_speed)
         print(json.dumps({"url": place.url, "runs": [asdict(m) for m in found], "model": model}))
         return 0
     print(_table(found))
     if any(m.from_cache for m in found):
         print("warning: blocks were read from the page cache: a disk is slower than this")
-    if told is not None:
-        print("\n".join(["", *tell(told)]))
+    if model_speed is not None:
+        print("\n".join(["", *lines_of(model_speed)]))
     return 0
 
 
@@ -159,7 +158,7 @@ async def _measure(
     place: Place, store: Store, frame: BlockFrame, at_once: int, keys: list[BlockKey], bar: Any
 ) -> Measured:
     size_bytes, blocks = frame.payload_bytes, len(keys)
-    # Bytes that cannot be compressed, and differ from block to block.
+    # Incompressible bytes, different in every block.
     buffers = [memoryview(bytearray(os.urandom(size_bytes))) for _ in range(at_once)]
     written: list[float] = []
     read: list[float] = []
@@ -216,8 +215,8 @@ def _p99(values: list[float]) -> float:
 
 
 def _drop_cache(place: Place, frame: BlockFrame, keys: list[BlockKey]) -> None:
-    """Have the blocks of a file store on the disk, and only there. Where that does not work (a
-    file system in memory), the reads will show it."""
+    """Drop the blocks of a file store from the page cache. On a file system in memory that does
+    not work: `from_cache` will tell."""
     if place.files is None:
         return
     folder = NamespaceFolder(place.files.path, place.stored(frame).digest)
@@ -231,7 +230,7 @@ def _drop_cache(place: Place, frame: BlockFrame, keys: list[BlockKey]) -> None:
 
 
 def _fetched_bytes() -> int | None:
-    """What this process has had fetched from disks so far; None if the system does not say."""
+    """Bytes that the system has fetched from disks for this process; None if it does not tell."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -244,13 +243,80 @@ def _keys(at_once: int, blocks: int) -> list[BlockKey]:
 
 
 async def _delete(store: Store, keys: list[BlockKey]) -> None:
-    """What was written; not what is listed, since not every store can list."""
+    """Delete the written blocks. They are not listed, since not every store can list."""
 
     async def delete(turn: int, worker: int) -> None:
         await store.delete(keys[turn])
 
     await _timed(len(keys), delete, 4)
     await remove_description(store)
+
+
+# ---- for a model ----
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpeed:
+    """Speed of a model that loads from a store; rates are per second."""
+
+    kv_bytes_per_token: int
+    block_tokens: int
+    read_bytes_per_s: float
+    loaded_tokens_per_s: float
+    prefill_tokens_per_s: float | None
+    load_speedup: float | None  # loading alone, against computing alone
+    both_speedup: float | None  # both at once, at best
+    break_even_bytes_per_s: float | None  # where loading takes as long as computing
+
+
+def speed_of_model(
+    *,
+    kv_bytes_per_token: int,
+    block_tokens: int,
+    read_bytes_per_s: float,
+    prefill_tokens_per_s: float | None,
+) -> ModelSpeed:
+    """The speed-ups of loading, and of computing and loading at once.
+
+    The rates of computing and loading add up: `n` tokens take `n / (loaded_tokens_per_s +
+    prefill_tokens_per_s)` seconds, if a prompt's later tokens cost as much as its first ones. They
+    cost more, and loading takes them first.
+    """
+    loaded = read_bytes_per_s / kv_bytes_per_token
+    prefill = prefill_tokens_per_s
+    return ModelSpeed(
+        kv_bytes_per_token=kv_bytes_per_token,
+        block_tokens=block_tokens,
+        read_bytes_per_s=read_bytes_per_s,
+        loaded_tokens_per_s=loaded,
+        prefill_tokens_per_s=prefill,
+        load_speedup=None if prefill is None else loaded / prefill,
+        both_speedup=None if prefill is None else 1 + loaded / prefill,
+        break_even_bytes_per_s=None if prefill is None else prefill * kv_bytes_per_token,
+    )
+
+
+def lines_of(found: ModelSpeed) -> list[str]:
+    """The same as text, one fact a line."""
+    block_bytes = found.kv_bytes_per_token * found.block_tokens
+    lines = [
+        f"a token's KV is {exact_size_text(found.kv_bytes_per_token)}, "
+        f"a block of {found.block_tokens} tokens {exact_size_text(block_bytes)}",
+        f"this store loads at best {count_text(found.loaded_tokens_per_s)} tokens/s "
+        f"({size_text(found.read_bytes_per_s)}/s)",
+    ]
+    if (
+        found.load_speedup is not None
+        and found.both_speedup is not None
+        and found.break_even_bytes_per_s is not None
+    ):
+        lines += [
+            f"against a prefill of {count_text(found.prefill_tokens_per_s)} tokens/s: "
+            f"loading alone is {found.load_speedup:.2f} times as fast, "
+            f"both at once up to {found.both_speedup:.2f} times",
+            f"loading alone breaks even at {size_text(found.break_even_bytes_per_s)}/s",
+        ]
+    return lines
 
 
 # ---- arguments ----

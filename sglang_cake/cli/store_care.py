@@ -1,4 +1,4 @@
-"""`sglang-cake store verify`, `gc` and `clear`: looking after a store, also while it is used."""
+"""`sglang-cake store verify`, `gc` and `clear`: maintenance of a store, also while it is used."""
 
 import argparse
 import asyncio
@@ -31,17 +31,17 @@ from sglang_cake.stores.base import BlockInfo, remove_description
 from sglang_cake.stores.file.file_source import FileSource
 from sglang_cake.stores.url import parse_size
 
-MAX_CORRUPT_NAMED = 100  # keys that a report lists
+MAX_CORRUPT_NAMED = 100  # keys in a report
 
 
 @dataclass(slots=True)
 class Verified:
-    """What `verify` found in one store."""
+    """Results of `verify` for one store."""
 
     url: str
     ok: int = 0
     ok_bytes: int = 0
-    missing: int = 0  # gone between listing and reading: evicted, or deleted
+    missing: int = 0  # evicted or deleted between listing and reading
     corrupt: int = 0
     unanswered: int = 0
     corrupt_blocks: list[str] = field(default_factory=list)  # NAMESPACE/KEY
@@ -185,7 +185,7 @@ def _tidy(source: FileSource) -> dict[str, int]:
 
 
 async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
-    """Evict until no more than `keep_bytes` are used, as `stat` says it."""
+    """Evict until no more than `keep_bytes` are used, by the measure of `stat`."""
     result = {"evicted_blocks": 0, "evicted_bytes": 0}
     if keep_bytes is None:
         return result
@@ -198,14 +198,15 @@ async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
         used_bytes = (await stats_of(place, frames)).used_bytes or left_bytes
         if used_bytes <= keep_bytes:
             break
-        # Folders go with blocks, but the index stays: a little too little, and once more.
+        # Deleting blocks also removes folders, but not the index. So one pass may evict slightly
+        # too little; the loop then runs again.
         wanted_bytes = (used_bytes - keep_bytes) * left_bytes / used_bytes
-        doomed: list[list[BlockInfo]] = [[] for _ in frames]
+        victims: list[list[BlockInfo]] = [[] for _ in frames]
         while blocks and wanted_bytes > 0:
             index, block = blocks.popleft()
-            doomed[index].append(block)
+            victims[index].append(block)
             wanted_bytes -= block.stored_bytes
-        for frame, evicted in zip(frames, doomed, strict=True):
+        for frame, evicted in zip(frames, victims, strict=True):
             if evicted:
                 await _delete(place, frame, _each(evicted), total=len(evicted))
                 result["evicted_blocks"] += len(evicted)
@@ -214,8 +215,8 @@ async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
 
 
 async def _by_use(place: Place, frames: list[BlockFrame]) -> deque[tuple[int, BlockInfo]]:
-    """All blocks with the number of their namespace, the least recently used first; unknown use
-    counts as oldest."""
+    """All blocks with the number of their namespace, the least recently used first. Blocks without
+    a time of use are the first."""
     found = []
     with progress("looking") as bar:
         for index, frame in enumerate(frames):
@@ -255,7 +256,7 @@ async def _clear(args: argparse.Namespace) -> int:
 async def _delete(
     place: Place, frame: BlockFrame, blocks: AsyncIterator[BlockInfo] | None, *, total: int | None
 ) -> int:
-    """Delete `blocks`, or all there are, and a namespace that has none left; how many blocks.
+    """Delete `blocks` (None: all), and the namespace if it is empty then; returns their number.
 
     Raises: StoreUnavailable.
     """
@@ -275,7 +276,7 @@ async def _delete(
 
 
 def _ask(question: str) -> None:
-    """Raises: ConfigError unless a person agrees."""
+    """Ask for confirmation. Raises: ConfigError unless a person agrees."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"{question} Say so with --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

@@ -28,19 +28,19 @@ from sglang_cake.stores.probing import EXACT_KEYS
 from sglang_cake.stores.sources import parse_sources
 from sglang_cake.stores.url import redacted, split_urls
 
-ASK_AT_ONCE = EXACT_KEYS  # of more, a store may answer for some by their neighbours
+ASK_AT_ONCE = EXACT_KEYS  # for more keys, a store may answer approximately
 
 
 @dataclass(slots=True)
 class Copied:
-    """What `cp` did."""
+    """Results of `cp`."""
 
     copied: int = 0
     copied_bytes: int = 0
     there_already: int = 0
-    missing: int = 0  # gone from the source between listing and reading
+    missing: int = 0  # deleted from the source between listing and reading
     corrupt: int = 0  # in the source, and not copied
-    full: bool = False  # the target took no more
+    full: bool = False  # the target refused a block, since it is full
     unreadable_namespaces: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ async def _cp(args: argparse.Namespace) -> int:
 
 
 def _target(text: str) -> Place:
-    """Unlike what is read, this may be made. Raises: ConfigError."""
+    """The target. Unlike the source, it may be created. Raises: ConfigError."""
     urls, sources = split_urls(text), parse_sources(text)
     if len(sources) > 1:
         raise ConfigError(f"{redacted(text)!r} names {len(sources)} stores, write one")

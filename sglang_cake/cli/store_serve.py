@@ -43,7 +43,7 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     parser.set_defaults(run=run)
 
 
-# Of a file store's URL.
+# Options of a file store's URL.
 OPTIONS = ("capacity", "min_free", "policy", "tenant_quota", "fair", "admit", "fsync")
 
 

@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Numbers and tables as text for people."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,7 +19,7 @@ def size_text(size_bytes: float | None) -> str:
 
 
 def exact_size_text(size_bytes: int) -> str:
-    """`16 MiB` where that is exact, as block sizes often are; otherwise as `size_text`."""
+    """`16 MiB` if that is exact, as for most block sizes; otherwise as `size_text`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes % size == 0:
             return f"{size_bytes // size} {unit}"
@@ -39,13 +39,13 @@ def time_text(at_s: float | None) -> str:
 
 
 def printable(text: str, at_most: int = 60) -> str:
-    """Text from a store, which may be anybody's: no control characters, no endless lines."""
+    """Untrusted text from a store, without control characters and of limited length."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= at_most else clean[: at_most - 3] + "..."
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Columns as wide as they need. Args: right: columns that are aligned there, from 0."""
+    """A table with columns as wide as their cells. Args: right: right-aligned columns, from 0."""
     lines = [list(heads), *(list(row) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
     return "\n".join(

@@ -12,10 +12,15 @@ from typing import Any
 
 from sglang_cake.cli.store_tables import count_text, table
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.simulator.offline import BeladyPolicy, seconds_bound
-from sglang_cake.simulator.replay import Outcome, Replay
+from sglang_cake.simulator.replay import (
+    SHAPES,
+    BeladyPolicy,
+    Outcome,
+    Replay,
+    SavedTime,
+    seconds_bound,
+)
 from sglang_cake.simulator.request_traces import Trace, read_trace
-from sglang_cake.simulator.ttft import SHAPES, SavedTime
 from sglang_cake.stores.eviction import POLICIES, EvictionPolicy, new_policy
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 

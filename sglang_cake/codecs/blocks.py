@@ -1,4 +1,7 @@
-"""A block's bytes as numbers: where each plane of K and V lies in them."""
+"""A block's bytes as numbers: where each plane of K and V lies in them.
+
+A plane is one part (`k`, `v`, or `kv` of MLA) of one layer: `[tokens, channels]` numbers.
+"""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +15,10 @@ import numpy.typing as npt
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 Words = npt.NDArray[Any]  # uint8, uint16 or uint32: the bits of the numbers
-BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # how kernels are told what the words mean
+BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # `kind` in compiled loops: how the words are read
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-KEYS = "k"  # the part whose channels keep their size from token to token
+KEYS = "k"  # the part in which a channel has about the same size for every token
 VALUES = "v"
 
 
@@ -51,7 +54,7 @@ def parts_of(layout: BlockLayout) -> tuple[Part, ...]:
 
 
 def takes_lossy(layout: BlockLayout) -> bool:
-    """Whether the numbers have bits to lose."""
+    """Whether lossy codecs take the dtype: numbers of 8 bits have no bits to lose."""
     return layout.dtype in KINDS
 
 
@@ -64,13 +67,13 @@ class Block:
 
     @classmethod
     def over(cls, layout: BlockLayout, view: memoryview) -> "Block":
-        """Args: view: of `layout.block_bytes`, and at home on the word's size."""
+        """Args: view: `layout.block_bytes` bytes, aligned to the size of a word."""
         assert view.nbytes == layout.block_bytes, view.nbytes
         return cls(layout, np.frombuffer(view, _WORDS[DTYPE_BYTES[layout.dtype]]))
 
     @property
     def kind(self) -> int:
-        """What the words mean. Raises: KeyError for numbers that lossy steps do not take."""
+        """How the words are read. Raises: KeyError for a dtype that lossy steps do not take."""
         return KINDS[self.layout.dtype]
 
     @property
@@ -78,7 +81,7 @@ class Block:
         return parts_of(self.layout)
 
     def planes(self) -> Iterator[Words]:
-        """Each plane in the order of the block, `[tokens, channels]`; the block's own memory."""
+        """Each plane in the order of the block, `[tokens, channels]`: views, not copies."""
         at, tokens = 0, self.layout.block_tokens
         for _ in range(self.layout.layers):
             for part in self.parts:
@@ -86,7 +89,8 @@ class Block:
                 at += tokens * part.channels
 
     def floats(self, part: Part) -> npt.NDArray[np.float32]:
-        """The part's numbers in float32, `[layers, tokens, channels]`: a copy, for small things."""
+        """The part's numbers in float32, `[layers, tokens, channels]`. They are a copy, twice as
+        large as 16-bit words."""
         planes = np.lib.stride_tricks.as_strided(
             self.words[part.start :],
             (part.layers, part.tokens, part.channels),
@@ -101,3 +105,26 @@ class Block:
         if self.kind == FLOAT16:
             return np.ascontiguousarray(planes).view(np.float16).astype(np.float32)
         return planes.copy().view(np.float32)
+
+
+def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) -> float:
+    """How far a decoded block is from the encoded one: the measure of `--cake-max-error`.
+
+    The root of the mean, over the planes of K and V of every layer, of |decoded - exact|² /
+    |exact|², with the Euclidean norm over the plane. A plane without a difference counts as 0. Both
+    blocks must be finite.
+
+    The KL divergence of a model's answer goes with the square of this error: on a real model it is
+    0.5 to 1.4 times the square (docs/codecs.md). The error of the worst plane predicts it less
+    well, since errors of all layers add up.
+    """
+    one, other = Block.over(layout, exact), Block.over(layout, decoded)
+    total, planes = 0.0, 0
+    for part in one.parts:
+        numbers = one.floats(part).astype(np.float64)
+        gap = np.square(numbers - other.floats(part)).sum(axis=(1, 2))
+        size = np.square(numbers).sum(axis=(1, 2))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total += float(np.where(gap == 0, 0.0, gap / size).sum())
+        planes += part.layers
+    return float(np.sqrt(total / planes))

@@ -3,36 +3,28 @@
 import json
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from sglang_cake.codecs.blocks import KEYS, Block
 from sglang_cake.codecs.entropy import Entropy
 from sglang_cake.codecs.groups import Groups
-from sglang_cake.codecs.leading import Leading
 from sglang_cake.codecs.nonuniform import NonUniform
-from sglang_cake.codecs.pipeline import RAW_CHAIN, Chain, Raw, begin, split
-from sglang_cake.codecs.planes import Planes
+from sglang_cake.codecs.own_codecs import own_chain
+from sglang_cake.codecs.pipeline import RAW_CHAIN, Chain, Leading, Raw, begin, split
 from sglang_cake.codecs.rope import InverseRope
-from sglang_cake.codecs.steps import ArrayStep, BytesStep, Malformed, PackStep, Scratch
-from sglang_cake.codecs.zstd import Zstd
+from sglang_cake.codecs.steps import Malformed, Scratch
+from sglang_cake.codecs.zstd import BytePlanes, Zstd
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 
 MAX_STEPS: Final = 5
 _scratch = Scratch()
-_ARRAYS: Final[dict[str, type[ArrayStep]]] = {InverseRope.name: InverseRope}
-_PACKS: Final[dict[str, type[PackStep]]] = {
-    step.name: step for step in (Raw, Planes, Groups, NonUniform, Entropy)
-}
-_SQUEEZES: Final[dict[str, type[BytesStep]]] = {step.name: step for step in (Zstd,)}
 
-# These take keys before RoPE, where they can.
-BEFORE_ROPE: Final = ("kvquant3", "cachegen1", "cachegen2", "cachegen3")
 _CHAINS: Final = {
     "raw": RAW_CHAIN,
-    "zstd": Chain(Planes(), squeezes=(Zstd(1),)),
+    "zstd": Chain(BytePlanes(), compressors=(Zstd(1),)),
     "int8": Chain(Groups(8)),
     "int4": Chain(Groups(4)),
     "kvquant3": Chain(NonUniform(3)),
@@ -40,15 +32,27 @@ _CHAINS: Final = {
     "cachegen2": Chain(Entropy(0.12, 2.0)),
     "cachegen3": Chain(Entropy(0.23, 2.0)),
 }
+# These codecs take keys before RoPE, if the base of RoPE is known.
+BEFORE_ROPE: Final = ("kvquant3", "cachegen1", "cachegen2", "cachegen3")
+
+# By the name of a step: the field of `Chain` that has it, and its class. `chain_of` adds the steps
+# of a codec of another package.
+_STEPS: Final[dict[str, tuple[str, type[Any]]]] = {
+    Leading.name: ("leading", Leading),
+    InverseRope.name: ("arrays", InverseRope),
+    **{step.name: ("pack", step) for step in (Raw, BytePlanes, Groups, NonUniform, Entropy)},
+    Zstd.name: ("compressors", Zstd),
+}
 
 
 def chain_of(codec: str, layout: BlockLayout, rope_theta: float | None = None) -> Chain:
-    """The steps of a named codec.
+    """The steps of a named codec, built in or of an installed package.
 
-    Args: rope_theta: of the model's keys, whole heads of which are turned; None: not known, or not.
-    Raises: ConfigError if it cannot take blocks of `layout`.
+    Args: rope_theta: the base of the model's RoPE, if that rotates whole heads; None: it does not,
+        or the base is unknown.
+    Raises: ConfigError if there is no such codec, or it cannot take blocks of `layout`.
     """
-    chain = _CHAINS[codec]
+    chain = _CHAINS.get(codec) or _registered(codec)
     keys = dict(layout.parts).get(KEYS)
     if codec in BEFORE_ROPE and rope_theta is not None and keys and keys[-1] % 2 == 0:
         chain = replace(chain, arrays=(InverseRope(rope_theta, keys[-1]),))
@@ -59,8 +63,51 @@ def chain_of(codec: str, layout: BlockLayout, rope_theta: float | None = None) -
     return chain
 
 
+def _registered(codec: str) -> Chain:
+    """The chain of another package's codec, whose blocks can be decoded from now on.
+
+    Raises: ConfigError.
+    """
+    chain = own_chain(codec)
+    fields: dict[str, tuple[Any, ...]] = {
+        "arrays": chain.arrays,
+        "pack": (chain.pack,),
+        "compressors": chain.compressors,
+    }
+    for slot, steps in fields.items():
+        for step in steps:
+            if _STEPS.setdefault(step.name, (slot, type(step))) != (slot, type(step)):
+                raise ConfigError(f"codec {codec!r}: another step is called {step.name!r} already")
+    try:
+        parse(chain.describe().encode())
+    except Malformed as error:
+        raise ConfigError(f"codec {codec!r}: {error}") from None
+    return chain
+
+
+@lru_cache(maxsize=256)
+def parse(text: bytes) -> Chain:
+    """The inverse of `Chain.describe`. Raises: Malformed for any other text."""
+    found: dict[str, list[Any]] = {"leading": [], "arrays": [], "pack": [], "compressors": []}
+    try:
+        steps = json.loads(text)
+        if len(steps) > MAX_STEPS:
+            raise ValueError(f"{len(steps)} steps")
+        for name, params in steps:
+            slot, step = _STEPS[name]
+            found[slot].append(step(**params))
+        (pack,) = found["pack"]
+        leading = found["leading"][0] if found["leading"] else None
+        chain = Chain(pack, tuple(found["arrays"]), tuple(found["compressors"]), leading)
+        if chain.describe().encode() != text:  # also if the order differs, or a step is left over
+            raise ValueError("not the canonical text of a chain")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Malformed(f"no chain of steps: {error!r}") from None
+    return chain
+
+
 def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
-    """Fill `out`, of `layout.block_bytes`, with the block; returns what the payload was made by.
+    """Fill `out`, of `layout.block_bytes`, with the block; returns the payload's chain.
 
     Raises: Malformed; `out` is undefined then.
     """
@@ -70,59 +117,29 @@ def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
     return chain
 
 
-def left_to_device(chain: Chain) -> bool:
-    """Whether the adapter can decode it on a device (`adapter.device_decode`)."""
-    turned_only = all(isinstance(step, InverseRope) for step in chain.arrays)
-    return turned_only and not chain.squeezes and isinstance(chain.pack, Raw | Groups | NonUniform)
+def decodes_on_device(chain: Chain) -> bool:
+    """Whether `integration/memory/device_decode.py` decodes it on a device."""
+    rope_only = all(isinstance(step, InverseRope) for step in chain.arrays)
+    return rope_only and not chain.compressors and isinstance(chain.pack, Raw | Groups | NonUniform)
 
 
 def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
-    """Have `out` begin with a payload that a device can decode.
+    """Make `out` begin with a payload that a device can decode.
 
-    Args: payload: the start of `out`, as it was stored. It stays if its chain is `left_to_device`;
-        if not, it gives way to the block as it is.
+    Args: payload: the start of `out`, as it was stored. It stays if its chain
+        `decodes_on_device`. Otherwise it is decoded, and replaced by a payload of the chain `raw`.
     Raises: Malformed; `out` is undefined then.
     """
     text, body = split(np.frombuffer(payload, np.uint8))
     chain = parse(text)
-    if left_to_device(chain):
+    if decodes_on_device(chain):
         if len(body) != chain.max_bytes(layout):
             raise Malformed(f"{len(body)} bytes, {chain.max_bytes(layout)} expected")
         if isinstance(chain.pack, NonUniform):
-            lead = chain.leading_bytes(layout)
-            # A device that is sent astray takes the server with it.
-            chain.pack.check(layout, body[lead:])
+            # Here, since an index out of bounds on the device would end the server.
+            chain.pack.check(layout, body[chain.leading_bytes(layout) :])
         return
-    kept = _scratch.bytes("payload", len(body))  # the block takes its place
+    kept = _scratch.bytes("payload", len(body))  # the block will overwrite the payload
     np.copyto(kept, body)
     start = begin(RAW_CHAIN.describe(), np.frombuffer(out, np.uint8))
     chain.decode(kept, Block.over(layout, out[start : start + layout.block_bytes]))
-
-
-@lru_cache(maxsize=256)
-def parse(text: bytes) -> Chain:
-    """The chain that `Chain.describe` gave the text for. Raises: Malformed for anything else."""
-    leading: Leading | None = None
-    arrays: list[ArrayStep] = []
-    packs: list[PackStep] = []
-    squeezes: list[BytesStep] = []
-    try:
-        steps = json.loads(text)
-        if len(steps) > MAX_STEPS:
-            raise ValueError(f"{len(steps)} steps")
-        for name, params in steps:
-            if name == Leading.name:
-                leading = Leading(**params)
-            elif name in _ARRAYS:
-                arrays.append(_ARRAYS[name](**params))
-            elif name in _PACKS:
-                packs.append(_PACKS[name](**params))
-            else:
-                squeezes.append(_SQUEEZES[name](**params))
-        (pack,) = packs
-        chain = Chain(pack, tuple(arrays), tuple(squeezes), leading)
-        if chain.describe().encode() != text:  # also if the order is another
-            raise ValueError("it is not spelled as it should be")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Malformed(f"no chain of steps: {error!r}") from None
-    return chain

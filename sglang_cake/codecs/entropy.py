@@ -1,20 +1,24 @@
-"""cachegen: whole steps, and arithmetic coding by channel.
+"""cachegen: numbers rounded to steps, and arithmetic coding by channel.
 
 CacheGen (Liu et al., arXiv 2310.07240, section 5.2): numbers are rounded to steps, and an
-arithmetic coder has a distribution for each channel of each layer. Three things are done
-otherwise, each because it gives a real model less KL at equal bytes (docs/codecs.md):
+arithmetic coder has a distribution for each channel of each layer. Three things differ from the
+paper, each because it gives a real model less KL at equal bytes (docs/codecs.md):
 
-- A number is coded as its difference to its channel's mean in the block, and not to a token nearby:
-  neighbours are hardly alike (correlation 0.2), so their difference is the larger one. Keys are
-  taken before RoPE (`rope`), where a channel has a mean.
-- Steps are the same share of the size of a plane in every layer, and twice as large for values: the
-  later two thirds of the layers are not the ones that matter less.
-- Distributions are normal ones, of which a block names one for each channel, instead of being
-  measured on other prompts. What names them is coded too.
+- A number is coded as its difference to its channel's mean in the block, and not to a nearby token.
+  Neighbouring tokens are hardly alike (correlation 0.2), so their difference is the larger one.
+  Keys are taken before RoPE (`rope`), where a channel has a mean.
+- Steps are the same share of the size of a plane in every layer, and twice as large for values. The
+  later two thirds of the layers do not matter less.
+- Distributions are normal ones. A block names one for each channel, instead of measuring them on
+  other prompts. The names are coded too.
 
-The encoder is a library's (`constriction`, range coding). It keeps the GIL, so it is called for a
-few thousand numbers at a time; its decoder does too and is not used, since many threads decode.
+The encoder is that of `constriction` (range coding). It holds the GIL, so it is called for a few
+thousand numbers at a time. Its decoder holds the GIL too, and many threads decode: `decode_numbers`
+replaces it.
 """
+
+# numba reads types off the arguments, not off annotations
+# mypy: disable-error-code="no-untyped-def"
 
 import struct
 from collections.abc import Iterator
@@ -27,6 +31,7 @@ import xxhash
 
 from sglang_cake.codecs.blocks import KINDS, VALUES, Block, Part, parts_of
 from sglang_cake.codecs.distributions import (
+    BITS,
     CLASSES,
     LARGEST,
     distribution,
@@ -34,23 +39,24 @@ from sglang_cake.codecs.distributions import (
     widest,
     width,
 )
+from sglang_cake.codecs.kernels import all_finite, compiled, word
 from sglang_cake.codecs.steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.core.layout import BlockLayout
 
 Whole = npt.NDArray[np.int32]
 Classes = npt.NDArray[np.uint8]
-AT_ONCE = 4096  # numbers that the encoder is given: about 0.2 ms
+AT_ONCE = 4096  # numbers of one call of the encoder: about 0.2 ms
 OF_CLASSES = 6  # the class by which classes are coded: they differ by 2 within a plane
 _HEAD = struct.Struct("<8sI")  # XXH3-64 of the coded numbers, bytes of the coded words
 
 
 class Coded(NamedTuple):
-    """One part, as it is coded."""
+    """The numbers that are coded for one part."""
 
     steps: npt.NDArray[np.float32]  # [layers]
-    middles: Classes  # [layers]: the class to which those of the channels are told
+    middles: Classes  # [layers]: the median class of the channels
     mean_classes: Classes  # [layers]: by which the means are coded
-    classes: Classes  # [layers, channels]: by which the numbers are
+    classes: Classes  # [layers, channels]: by which the differences are coded
     means: Whole  # [layers, channels]
     gaps: Whole  # [layers, tokens, channels]: number less mean
 
@@ -58,12 +64,12 @@ class Coded(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Entropy:
     """Implements `PackStep`. The head; for each part the steps (float32 `[layers]`), the middle
-    classes and those of the means (uint8 `[layers]`); the coded words, of each part: every
+    classes and those of the means (uint8 `[layers]`); the coded words, for each part: every
     channel's class less the middle one, the means, the numbers less their mean.
 
     Args:
         step: of the grid, as a share of the root of the mean square of the plane.
-        values: how many times as large it is for values.
+        values: how many times as large the step is for values.
     """
 
     step: float
@@ -90,8 +96,6 @@ class Entropy:
     def encode(self, block: Block, out: Bytes) -> int:
         import constriction
 
-        from sglang_cake.codecs.kernels import all_finite
-
         if not all_finite(block.words, block.kind):
             raise Unencodable
         coder = constriction.stream.queue.RangeEncoder()
@@ -102,7 +106,7 @@ class Entropy:
                 raw = array.view(np.uint8)
                 out[at : at + len(raw)] = raw
                 at += len(raw)
-            for symbols, kind in _in_turn(coded):
+            for symbols, kind in _in_coded_order(coded):
                 hashed.update(symbols.data)
                 for first in range(0, len(symbols), AT_ONCE):
                     piece = symbols[first : first + AT_ONCE] + widest(kind)
@@ -115,8 +119,6 @@ class Entropy:
         return at + len(words)
 
     def decode(self, data: Bytes, block: Block) -> None:
-        from sglang_cake.codecs import entropy_kernels as kernels
-
         at = _HEAD.size + sum(_side_bytes(part) for part in block.parts)
         if len(data) < at:
             raise Malformed(f"{len(data)} bytes, at least {at} expected")
@@ -124,12 +126,12 @@ class Entropy:
         if len(data) != at + count or count % 4:
             raise Malformed(f"{len(data)} bytes, {at + count} expected")
         coded = taken(data, at, count // 4, np.uint32)
-        coder, hashed = begun(coded), xxhash.xxh3_64()
+        coder, hashed = decoder(coded), xxhash.xxh3_64()
 
         def numbers(order: Any, classes: Classes, tokens: int) -> Whole:
             """`[layers, rows in order, tokens]`, next in the words."""
             found = np.empty((*classes.shape, tokens), np.int32)
-            if not kernels.decode(coded, coder, order, classes, *tables(), found):
+            if not decode_numbers(coded, coder, order, classes, *tables(), found):
                 raise Malformed("words that no encoder wrote")
             hashed.update(found.data)
             return found
@@ -140,20 +142,22 @@ class Entropy:
             at += 4 * part.layers
             middles, mean_classes = taken(data, at, 2 * part.layers, np.uint8).reshape(2, -1, 1)
             at += 2 * part.layers
-            one = np.zeros((part.layers, 1), np.int64)
-            told = numbers(one, np.full_like(middles, OF_CLASSES), part.channels)[:, 0]
-            told += middles
-            if max(mean_classes.max(initial=0), told.max(initial=0)) >= CLASSES or told.min() < 0:
-                raise Malformed("a distribution that there is not")
-            classes = told.astype(np.uint8)
-            means = numbers(one, mean_classes, part.channels)[:, 0]
-            order = np.argsort(classes, axis=1, kind="stable")  # as in `_in_turn`
+            one_row = np.zeros((part.layers, 1), np.int64)
+            relative = np.full_like(middles, OF_CLASSES)
+            channel_classes = numbers(one_row, relative, part.channels)[:, 0] + middles
+            largest = max(mean_classes.max(initial=0), channel_classes.max(initial=0))
+            if largest >= CLASSES or channel_classes.min() < 0:
+                raise Malformed("a class of distributions that does not exist")
+            classes = channel_classes.astype(np.uint8)
+            means = numbers(one_row, mean_classes, part.channels)[:, 0]
+            order = np.argsort(classes, axis=1, kind="stable")  # as in `_in_coded_order`
             gaps = numbers(order, classes, part.tokens)
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
-            kernels.restore(*place, block.kind, steps, means, order, gaps)
-        # The encoder may have changed since, or the distributions come out otherwise elsewhere.
+            restore(*place, block.kind, steps, means, order, gaps)
+        # Another version of the encoder, or another machine's arithmetic, could have used other
+        # distributions: the numbers would be wrong then.
         if hashed.digest() != digest:
-            raise Malformed("the coded numbers are not those that were coded")
+            raise Malformed("the decoded numbers are not the ones that were coded")
 
     def _coded(self, block: Block, part: Part) -> Coded:
         numbers = block.floats(part)
@@ -179,8 +183,8 @@ def _side_bytes(part: Part) -> int:
 
 
 def _classes(numbers: Whole, axis: int) -> Classes:
-    """The class by which numbers along an axis are coded: as wide as they are, and with room for
-    each of them."""
+    """The class by which numbers along an axis are coded: the nearest in width of those whose
+    range holds each of them."""
     spread = np.sqrt(np.mean(np.square(numbers, dtype=np.float64), axis=axis))
     nearest = np.rint(2 * np.log2(spread / width(0) + 1e-9))
     limits = np.array([widest(kind) for kind in range(CLASSES)])
@@ -189,9 +193,9 @@ def _classes(numbers: Whole, axis: int) -> Classes:
     return found
 
 
-def _in_turn(coded: Coded) -> Iterator[tuple[Whole, int]]:
-    """Numbers and their class, in the order in which they are coded; those of the channels by
-    their classes, so that the encoder is called for many at once."""
+def _in_coded_order(coded: Coded) -> Iterator[tuple[Whole, int]]:
+    """Numbers and their class, in the order in which they are coded. Channels are sorted by class,
+    so that one call of the encoder has many numbers."""
     for row in coded.classes.astype(np.int32) - coded.middles[:, None]:
         yield row, OF_CLASSES
     for row, kind in zip(coded.means, coded.mean_classes, strict=True):
@@ -201,8 +205,71 @@ def _in_turn(coded: Coded) -> Iterator[tuple[Whole, int]]:
             yield np.ascontiguousarray(gaps[:, kinds == kind].T).reshape(-1), int(kind)
 
 
-def begun(coded: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """A decoder in front of the first number, see `entropy_kernels.decode`."""
+def decoder(coded: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """The state `far`, `size`, `read` of `decode_numbers` before the first number."""
     first = np.zeros(2, np.uint64)
     first[: len(coded[:2])] = coded[:2]
     return np.array([int(first[0]) << 32 | int(first[1]), 2**64 - 1, 2], np.uint64)
+
+
+# A sum or a shift of uint64 and a plain integer would become another type.
+_BITS, _WORD, _LEAST = np.uint64(BITS), np.uint64(32), np.uint64(2**32)
+
+
+@compiled
+def decode_numbers(coded, coder, order, classes, lefts, begins, centres, bin_bits, gaps):
+    """Fill `gaps`, `[layers, rows in order, tokens]`, from range-coded words, whatever these are.
+
+    Returns False where no encoder made the words. It does what the decoder of `constriction` does,
+    without the GIL. Two numbers are followed: how large the interval is in which the encoder still
+    was, and how far into it the words point. `far < size` holds throughout, and `size >= 2 ** 32`
+    at every number, so that no division is by zero. Zeros follow the last word.
+
+    Args:
+        coder: `far`, `size` and how many words were read; left as the next call needs it.
+        order: the rows of each layer as they were coded.
+        lefts, begins, centres, bin_bits: `distributions.Tables`.
+    """
+    far, size, read = coder[0], coder[1], np.int64(coder[2])
+    layers, channels, tokens = gaps.shape
+    for layer in range(layers):
+        for row in range(channels):
+            kind = classes[layer, order[layer, row]]
+            table, centre = begins[kind], centres[kind]
+            for token in range(tokens):
+                scale = size >> _BITS
+                quantile = far // scale
+                if quantile >> _BITS:
+                    return False
+                at = np.int64(quantile >> np.uint64(bin_bits))
+                low, high = table[at], table[at + 1]
+                while low < high:  # seldom: most bins lie in one number's quantiles
+                    middle = (low + high + 1) >> 1
+                    if lefts[middle] <= quantile:
+                        low = middle
+                    else:
+                        high = middle - 1
+                left = np.uint64(lefts[low])
+                far -= scale * left
+                size = scale * (np.uint64(lefts[low + 1]) - left)
+                if size < _LEAST:
+                    size, far = size << _WORD, far << _WORD
+                    if read < len(coded):
+                        far |= np.uint64(coded[read])
+                        read += 1
+                gaps[layer, row, token] = low - centre
+    coder[0], coder[1], coder[2] = far, size, read
+    return True
+
+
+@compiled
+def restore(words, start, stride, layers, tokens, channels, kind, steps, means, order, gaps):
+    """Numbers from the differences `[layers, channels in order, tokens]`, whatever these are."""
+    for layer in range(layers):
+        step = steps[layer]
+        for row in range(channels):
+            c = order[layer, row]
+            mean = np.int64(means[layer, c])
+            for token in range(tokens):
+                at = start + layer * stride + token * channels + c
+                words[at] = word(np.float32(mean + gaps[layer, row, token]) * step, kind)

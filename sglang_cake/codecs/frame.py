@@ -1,18 +1,20 @@
-"""The header of a stored block: the one place that makes it and takes it apart.
+"""The header of a stored block: the only place that writes and reads it.
 
 The header is `HEADER_BYTES` long, so that the payload behind it starts on a page. Integers are
-little-endian; what is not used is zero. Byte for byte in docs/format.md, which a test compares with
-`FIELDS`.
+little-endian; unused bytes are zero. Byte for byte in docs/format.md, which a test compares with
+`FIELDS`. Payloads may be encoded (`pipeline`), then encrypted (`stores/encrypted.py`); frames of
+both are here too, and need none of the packages that encoding and encryption need.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import xxhash
 
 from sglang_cake.core.buffers import TellBytes, is_on_page, on_page
-from sglang_cake.core.errors import BlockCorrupt
+from sglang_cake.core.codec_names import RAW, codec_in
+from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -20,7 +22,6 @@ from sglang_cake.core.namespace import Namespace
 HEADER_BYTES = 4096
 MAGIC = b"CAKEKV\0\1"
 VERSION = 1
-RAW = "raw"  # the payload is the block's bytes as they are
 
 # (name, struct code) in file order. The layout's JSON follows; the header's own checksum is last.
 FIELDS = (
@@ -40,15 +41,15 @@ CHECKSUM_BYTES = 16
 _CHECKSUM_AT = HEADER_BYTES - CHECKSUM_BYTES
 MAX_LAYOUT_BYTES = _CHECKSUM_AT - _FIXED.size
 
-# 128 bits: at 64, the birthday bound of a large fleet's blocks over years is not out of sight.
-# xxhash lets go of the GIL while it hashes a large buffer, also when given a memoryview (measured
-# with 4.1.0: a second thread runs on within microseconds).
+# 128 bits: with 64, a large fleet's blocks over years come near the birthday bound. xxhash releases
+# the GIL while it hashes a large buffer, also a memoryview (measured with 4.1.0: a second thread
+# continues within microseconds).
 PayloadHasher = xxhash.xxh3_128
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says, once its own checksum is right."""
+    """The fields of a header whose own checksum is right."""
 
     namespace: Digest
     key: BlockKey
@@ -90,16 +91,16 @@ def make_header(
 
 
 def read_header(raw: bytes | bytearray) -> Header:
-    """Take a header apart. It is whole then; what it belongs to is for the caller to compare.
+    """Read a header and check its checksum. The caller compares the fields with what it expects.
 
-    Raises: BlockCorrupt, saying which check failed.
+    Raises: BlockCorrupt, which names the failed check.
     """
     if len(raw) != HEADER_BYTES:
         raise BlockCorrupt(f"the header has {len(raw)} bytes, not {HEADER_BYTES}")
     names = (name for name, _ in FIELDS)
     found = dict(zip(names, _FIXED.unpack_from(raw), strict=True))
-    # Magic and version come first: a file of another kind or version should be called by its name,
-    # and where the checksum of another version lies is not known.
+    # Magic and version come first: the message should name a file of another kind or version, and
+    # another version may have its checksum in another place.
     if found["magic"] != MAGIC:
         raise BlockCorrupt(f"not a block file: it starts with {found['magic']!r}")
     if found["version"] != VERSION:
@@ -128,10 +129,10 @@ def check_header(
     codec: str = RAW,
     payload_bytes: range | None = None,
 ) -> Header:
-    """Take a header apart; whatever it returns belongs to `key` in `namespace`.
+    """Read a header and check that it belongs to `key` in `namespace`.
 
-    Args: payload_bytes: what is possible; None: as many as the layout has.
-    Raises: BlockCorrupt, saying which check failed.
+    Args: payload_bytes: allowed sizes; None: the size of a block of `layout`.
+    Raises: BlockCorrupt, which names the failed check.
     """
     size = layout.block_bytes
     possible = range(size, size + 1) if payload_bytes is None else payload_bytes
@@ -153,13 +154,13 @@ def check_header(
 
 @dataclass(frozen=True)
 class BlockFrame:
-    """How the blocks of one namespace are framed: what every store does with them alike."""
+    """How the blocks of one namespace are framed, in every store alike."""
 
     namespace: Namespace
     layout: BlockLayout
-    codec: str = RAW  # what was done to the block's bytes
-    added_bytes: int = 0  # by which that makes every payload longer than the block
-    varies: bool = False  # whether payloads may also be shorter, each as it comes out
+    codec: str = RAW  # of the payload; `+aesgcm` behind it if it is encrypted
+    added_bytes: int = 0  # how many bytes a payload may be longer than the block
+    varies: bool = False  # whether payloads may also be shorter
 
     @cached_property
     def digest(self) -> Digest:
@@ -205,7 +206,7 @@ class BlockFrame:
         )
 
     def check(self, raw: bytes | bytearray, key: BlockKey) -> Header:
-        """Take apart the header of `key`. Raises: BlockCorrupt."""
+        """Read the header of `key`. Raises: BlockCorrupt."""
         return check_header(
             raw,
             namespace=self.digest,
@@ -217,10 +218,10 @@ class BlockFrame:
 
 
 class Incoming:
-    """One framed block on its way in: checked while it comes, wherever it comes from.
+    """One framed block that is being received: checked while its bytes arrive, from any source.
 
-    Two ways to fill it: read up to `len` bytes into the views of `room` and say so by `advance`, or
-    hand over bytes by `feed`. At the end `finish` says whether `out` may be used.
+    There are two ways to fill it: read bytes into the views of `room` and call `advance` with their
+    number, or pass bytes to `feed`. At the end `finish` tells whether `out` may be used.
     """
 
     def __init__(
@@ -232,38 +233,41 @@ class Incoming:
     ) -> None:
         """Args:
         out: writable, of `frame.payload_bytes`; undefined until `finish` has returned.
-        progress: as in `Store.get_into`; of a header that was wrong it hears nothing more.
+        progress: as in `Store.get_into`; it is not called again after a wrong header.
         """
         assert out.nbytes == frame.payload_bytes, out.nbytes
-        self._frame, self._key = frame, key
-        self._head, self._body = on_page(HEADER_BYTES), out.cast("B")
+        self._frame = frame
+        self._key = key
+        self._head = on_page(HEADER_BYTES)
+        self._body = out.cast("B")
         self._hashed = PayloadHasher()
         self._header: Header | None = None
         self._progress = progress
-        self.done = 0  # bytes that have come
+        self.done = 0  # bytes that have arrived
         if progress is not None:
             progress(0)
 
     @property
     def is_on_pages(self) -> bool:
-        """Whether header and payload both start on a page, so that a disk can write them itself."""
+        """Whether header and payload both start on a page, as direct I/O needs it."""
         return is_on_page(self._head) and is_on_page(self._body)
 
     def room(self, at_most: int) -> list[memoryview]:
-        """Where the next bytes belong: the rest of the header, `at_most` bytes of the payload."""
+        """Views for the next bytes: the rest of the header, and `at_most` bytes of the payload."""
         start = max(0, self.done - HEADER_BYTES)
         body = self._body[start : start + at_most]
         return [self._head[self.done :], body] if self.done < HEADER_BYTES else [body]
 
     def advance(self, count: int) -> None:
-        """`count` more bytes are in `room`. Raises: BlockCorrupt as soon as the header is wrong."""
-        # Hashed now, while it is in the CPU's cache: about three times as fast as later.
+        """`count` more bytes are in `room`. Raises: BlockCorrupt if the header is wrong."""
+        # Hashed now, while the bytes are in the CPU's cache: about three times as fast as later.
         self.check(self.came(count))
 
     def came(self, count: int) -> memoryview:
-        """As `advance`, but the caller gives the payload that came to `check`, in this order and
-        before `finish`; that may be in another thread, while more comes."""
-        before, self.done = self.done, self.done + count
+        """As `advance`, but returns the new bytes of the payload without hashing them. The caller
+        passes them to `check`, in this order and before `finish`, from any thread."""
+        before = self.done
+        self.done += count
         if before < HEADER_BYTES <= self.done:
             self._header = self._frame.check(bytes(self._head), self._key)
         if self._progress is not None and self.done > HEADER_BYTES:
@@ -271,11 +275,11 @@ class Incoming:
         return self._body[max(0, before - HEADER_BYTES) : max(0, self.done - HEADER_BYTES)]
 
     def check(self, payload: memoryview) -> None:
-        """Take the payload that came last into account."""
+        """Hash bytes that `came` returned."""
         self._hashed.update(payload)
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Copy `data` to where it belongs. Raises: BlockCorrupt; also if it is too much."""
+        """Copy `data` into header and payload. Raises: BlockCorrupt, also if it is too long."""
         rest = memoryview(data)
         if self.done + len(rest) > self._frame.framed_bytes:
             raise BlockCorrupt(f"more than {self._frame.framed_bytes} bytes")
@@ -286,9 +290,9 @@ class Incoming:
             self.advance(taken)
 
     def finish(self) -> int:
-        """The bytes of the payload, with which `out` begins.
+        """Bytes of the payload, with which `out` begins.
 
-        Raises: BlockCorrupt if bytes are missing, or too many, or not what was stored.
+        Raises: BlockCorrupt if there are too few or too many bytes, or a checksum does not match.
         """
         expected = self._frame.framed_bytes
         if self._header is not None:
@@ -298,3 +302,54 @@ class Incoming:
         if self._hashed.digest() != self._header.payload_checksum:
             raise BlockCorrupt("the payload's checksum does not match")
         return self._header.payload_bytes
+
+
+ENCODED_HEAD_BYTES = 1024  # how many bytes an encoded payload may be longer than the block
+CODEC_FIELD = "codec"  # of the namespace
+NONCE_BYTES, TAG_BYTES = 12, 16
+SEALED_BYTES = NONCE_BYTES + TAG_BYTES  # how many bytes a sealed payload is longer
+SEALED_FIELD = "sealed"  # of the namespace: which key the blocks are sealed with
+_SEALED_CODEC = "+aesgcm"
+
+
+def encoded_frame(namespace: Namespace, layout: BlockLayout, codec: str) -> BlockFrame:
+    """How blocks of a codec are framed."""
+    if codec == RAW:
+        return BlockFrame(namespace, layout)
+    return BlockFrame(namespace, layout, codec=codec, added_bytes=ENCODED_HEAD_BYTES, varies=True)
+
+
+def sealed_frame(frame: BlockFrame, key_name: str) -> BlockFrame:
+    """How the blocks of `frame` are framed once they are sealed with the key of that name.
+
+    A sealed payload is the nonce, the ciphertext (as long as the payload) and the tag, in this
+    order. Blocks of different keys, or of none, have different namespaces.
+
+    Raises: ConfigError if the blocks are sealed already.
+    """
+    return _sealed(replace(frame, namespace=sealed_namespace(frame.namespace, key_name)))
+
+
+def sealed_namespace(namespace: Namespace, key_name: str) -> Namespace:
+    """The namespace of the sealed blocks of `namespace`.
+
+    Raises: ConfigError if those are sealed already.
+    """
+    if SEALED_FIELD in namespace.describe():
+        raise ConfigError("these blocks are sealed already: name their store without key_file")
+    return Namespace((*namespace.fields, (SEALED_FIELD, key_name)))
+
+
+def frame_of(namespace: Namespace, layout: BlockLayout) -> BlockFrame:
+    """How the blocks of a namespace that was found in a store are framed, by its fields."""
+    fields = namespace.describe()
+    frame = encoded_frame(namespace, layout, codec_in(fields.get(CODEC_FIELD, RAW)))
+    return _sealed(frame) if SEALED_FIELD in fields else frame
+
+
+def _sealed(frame: BlockFrame) -> BlockFrame:
+    return replace(
+        frame,
+        codec=frame.codec + _SEALED_CODEC,
+        added_bytes=frame.added_bytes + SEALED_BYTES,
+    )

@@ -1,10 +1,13 @@
 """int8 and int4: groups of numbers on an even grid between the smallest and the largest.
 
-Asymmetric, as in KIVI (arXiv 2402.02750, section 3): keys in groups along the tokens of one
-channel, since a few channels of K are large for every token; everything else in groups along the
-channels of one token. A group has a scale and a zero in float16, relative to a power of two of its
-plane, so that neither the range of bfloat16 nor subnormal numbers are lost.
+Asymmetric, as in KIVI (arXiv 2402.02750, section 3). Keys form groups along the tokens of one
+channel, since a few channels of K are large for every token. All other numbers form groups along
+the channels of one token. A group has a scale and a zero in float16, relative to a power of two of
+its plane, so that neither the range of bfloat16 nor subnormal numbers are lost.
 """
+
+# numba reads types off the arguments, not off annotations
+# mypy: disable-error-code="no-untyped-def"
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -13,17 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_cake.codecs.blocks import KEYS, KINDS, Block, Part, parts_of
+from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.codecs.steps import Bytes, Malformed, Unencodable, is_whole, taken
 from sglang_cake.core.layout import BlockLayout
 
-# A plane whose numbers are all smaller, or one of them larger, has scales or ranges that a float32
-# does not hold well.
+# The largest number of a plane must lie between these: otherwise float32 cannot hold its scales or
+# ranges exactly enough.
 SMALLEST, LARGEST = 2.0**-100, 2.0**120
 Floats = npt.NDArray[np.float32]
 _ALIGN = 8
 
 
-class Section(NamedTuple):
+class GroupSection(NamedTuple):
     """Where one part's numbers lie in the packed bytes."""
 
     stats: tuple[int, int, int]  # shape of zeros, and of scales
@@ -61,7 +65,7 @@ class Groups:
             raise Malformed(f"{layout.dtype} has no bits to lose")
         return sum(self.section(part).size for part in parts_of(layout))
 
-    def section(self, part: Part) -> Section:
+    def section(self, part: Part) -> GroupSection:
         """How one part is packed."""
         rows, columns = part.tokens, -(-part.channels // self.group)
         if part.name == KEYS:
@@ -69,12 +73,9 @@ class Groups:
         coded_rows = part.tokens if self.bits == 8 else -(-part.tokens // 2)
         stats, codes = (part.layers, rows, columns), (part.layers, coded_rows, part.channels)
         size = 4 * part.layers + 4 * int(np.prod(stats)) + int(np.prod(codes))
-        return Section(stats, codes, -(-size // _ALIGN) * _ALIGN)
+        return GroupSection(stats, codes, -(-size // _ALIGN) * _ALIGN)
 
     def encode(self, block: Block, out: Bytes) -> int:
-        from sglang_cake.codecs import group_kernels as kernels
-        from sglang_cake.codecs.kernels import all_finite
-
         if not all_finite(block.words, block.kind):
             raise Unencodable
         at = 0
@@ -83,20 +84,18 @@ class Groups:
             kind, along = block.kind, part.name == KEYS
             lows, highs = np.empty(section.stats, np.float32), np.empty(section.stats, np.float32)
             place = (block.words, part.start, part.stride, *_shape(part))
-            kernels.extremes(*place, self.group, kind, along, lows, highs)
+            extremes(*place, self.group, kind, along, lows, highs)
             powers, zeros, scales = grid(lows, highs, 2**self.bits - 1)
             out[at : at + section.size] = 0
             codes = _write(out, at, section, powers, zeros, scales)
             zero, scale = unpacked(powers, zeros, scales)
             with np.errstate(divide="ignore"):
                 inverse = np.where(scale > 0, 1 / scale, 0).astype(np.float32)
-            kernels.quantise(*place, self.group, kind, along, zero, inverse, self.bits, codes)
+            quantise(*place, self.group, kind, along, zero, inverse, self.bits, codes)
             at += section.size
         return at
 
     def decode(self, data: Bytes, block: Block) -> None:
-        from sglang_cake.codecs import group_kernels as kernels
-
         if len(data) != self.max_bytes(block.layout):
             raise Malformed(f"{len(data)} bytes, {self.max_bytes(block.layout)} expected")
         at = 0
@@ -105,7 +104,7 @@ class Groups:
             powers, zeros, scales, codes = sections(data, at, section)
             zero, scale = unpacked(powers, zeros, scales)
             place = (block.words, part.start, part.stride, *_shape(part))
-            restore = kernels.restore8 if self.bits == 8 else kernels.restore4
+            restore = restore8 if self.bits == 8 else restore4
             restore(*place, self.group, block.kind, part.name == KEYS, zero, scale, codes)
             at += section.size
 
@@ -115,9 +114,11 @@ def _shape(part: Part) -> tuple[int, int, int]:
 
 
 def grid(lows: Floats, highs: Floats, steps: int) -> tuple[Floats, Any, Any]:
-    """Powers of two (float32 `[layers]`), zeros and scales (float16) that cover `lows` to `highs`.
+    """A grid of `steps` steps for each group, which covers `lows` to `highs`.
 
-    Raises: Unencodable for numbers too far from one.
+    Args: lows, highs: float32 `[layers, rows, columns]`.
+    Returns: powers of two (float32 `[layers]`), zeros and scales (float16, of the shape of `lows`).
+    Raises: Unencodable if the largest number of a plane is outside SMALLEST to LARGEST.
     """
     largest = np.maximum(np.abs(lows), np.abs(highs)).max(axis=(1, 2), initial=0)
     if not np.all((largest == 0) | (largest >= SMALLEST) & (largest <= LARGEST)):
@@ -137,13 +138,13 @@ def grid(lows: Floats, highs: Floats, steps: int) -> tuple[Floats, Any, Any]:
 
 
 def unpacked(powers: Floats, zeros: Any, scales: Any) -> tuple[Floats, Floats]:
-    """Zeros and scales as the numbers are restored with, float32."""
+    """Zeros and scales in float32, as decoding uses them."""
     by_plane = powers[:, None, None]
-    with np.errstate(all="ignore"):  # of bytes that no encoder made
+    with np.errstate(all="ignore"):  # hostile bytes may overflow
         return zeros.astype(np.float32) * by_plane, scales.astype(np.float32) * by_plane
 
 
-def sections(data: Bytes, at: int, section: Section) -> tuple[Any, Any, Any, Any]:
+def sections(data: Bytes, at: int, section: GroupSection) -> tuple[Any, Any, Any, Any]:
     """Powers, zeros, scales and codes of a part that begins at byte `at`. Raises: Malformed."""
     layers, count = section.stats[0], section.stats_count
     powers = taken(data, at, layers, np.float32)
@@ -154,10 +155,116 @@ def sections(data: Bytes, at: int, section: Section) -> tuple[Any, Any, Any, Any
     return powers, zeros, scales, codes
 
 
-def _write(out: Bytes, at: int, section: Section, powers: Any, zeros: Any, scales: Any) -> Any:
-    """Write what is small; returns where the codes go."""
+def _write(out: Bytes, at: int, section: GroupSection, powers: Any, zeros: Any, scales: Any) -> Any:
+    """Write powers, zeros and scales; returns the view of `out` for the codes."""
     for array in (powers, zeros, scales):
         raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         out[at : at + len(raw)] = raw
         at += len(raw)
     return out[at : at + section.codes_count].reshape(section.codes)
+
+
+@compiled
+def extremes(words, start, stride, layers, tokens, channels, group, kind, along, lows, highs):
+    """Smallest and largest of every group. All numbers are finite."""
+    for layer in range(layers):
+        for token in range(tokens):
+            at = start + layer * stride + token * channels
+            row = words[at : at + channels]
+            if along:
+                low, high = lows[layer, token // group], highs[layer, token // group]
+                if token % group == 0:
+                    for c in range(channels):
+                        low[c] = high[c] = number(row[c], kind)
+                for c in range(channels):
+                    x = number(row[c], kind)
+                    low[c] = x if x < low[c] else low[c]
+                    high[c] = x if x > high[c] else high[c]
+            else:
+                for first in range(0, channels, group):
+                    some = row[first : first + group]
+                    least = most = number(some[0], kind)
+                    for i in range(len(some)):
+                        x = number(some[i], kind)
+                        least = x if x < least else least
+                        most = x if x > most else most
+                    lows[layer, token, first // group] = least
+                    highs[layer, token, first // group] = most
+
+
+@compiled
+def quantise(
+    words, start, stride, layers, tokens, channels, group, kind, along, zeros, inverses, bits, codes
+):
+    """The nearest code of every number. Two tokens share a byte when `bits` is 4."""
+    zero, inverse = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    coded = np.empty(channels, np.uint8)
+    most = np.float32(2**bits - 1)
+    for layer in range(layers):
+        for token in range(tokens):
+            at = start + layer * stride + token * channels
+            source = words[at : at + channels]
+            if along:
+                zero[:] = zeros[layer, token // group]
+                inverse[:] = inverses[layer, token // group]
+            else:
+                for first in range(0, channels, group):
+                    zero[first : first + group] = zeros[layer, token, first // group]
+                    inverse[first : first + group] = inverses[layer, token, first // group]
+            for c in range(channels):
+                x = (number(source[c], kind) - zero[c]) * inverse[c] + np.float32(0.5)
+                x = min(max(x, np.float32(0)), most)
+                coded[c] = np.uint8(np.int32(x))
+            row = codes[layer, token if bits == 8 else token // 2]
+            if bits == 8 or token % 2 == 0:
+                row[:] = coded
+            else:
+                for c in range(channels):
+                    row[c] |= coded[c] << 4
+
+
+@compiled
+def restore8(
+    words, start, stride, layers, tokens, channels, group, kind, along, zeros, scales, codes
+):
+    """Numbers from their codes of 8 bits."""
+    for layer in range(layers):
+        for token in range(tokens):
+            at = start + layer * stride + token * channels
+            target, row = words[at : at + channels], codes[layer, token]
+            if along:
+                zero, scale = zeros[layer, token // group], scales[layer, token // group]
+                for c in range(channels):
+                    target[c] = word(np.float32(row[c]) * scale[c] + zero[c], kind)
+            else:
+                for first in range(0, channels, group):
+                    z, s = zeros[layer, token, first // group], scales[layer, token, first // group]
+                    some, into = row[first : first + group], target[first : first + group]
+                    for i in range(len(some)):
+                        into[i] = word(np.float32(some[i]) * s + z, kind)
+
+
+@compiled
+def restore4(
+    words, start, stride, layers, tokens, channels, group, kind, along, zeros, scales, codes
+):
+    """Numbers from their codes of 4 bits."""
+    for layer in range(layers):
+        for token in range(tokens):
+            at = start + layer * stride + token * channels
+            target, row, shift = (
+                words[at : at + channels],
+                codes[layer, token // 2],
+                4 * (token % 2),
+            )
+            if along:
+                zero, scale = zeros[layer, token // group], scales[layer, token // group]
+                for c in range(channels):
+                    code = np.float32((row[c] >> shift) & 15)
+                    target[c] = word(code * scale[c] + zero[c], kind)
+            else:
+                for first in range(0, channels, group):
+                    z, s = zeros[layer, token, first // group], scales[layer, token, first // group]
+                    some, into = row[first : first + group], target[first : first + group]
+                    for i in range(len(some)):
+                        into[i] = word(np.float32((some[i] >> shift) & 15) * s + z, kind)

@@ -1,12 +1,12 @@
 """What every compiled loop shares: how numbers are read and written, and how loops are compiled.
 
-A kernel works on a whole part of a block in one call and without the GIL: a thread that took the
-GIL back after every small step would wait for the scheduler's Python code each time. Loops run over
-channels innermost, so that the compiler makes vector instructions of them. No kernel checks bounds:
-who calls it has checked every length, and every index that came from bytes.
+A kernel works on a whole part of a block in one call, without the GIL: a thread that took the GIL
+back after every small step would wait for the scheduler's Python code each time. Loops over
+channels are the innermost, so that the compiler makes vector instructions of them. Kernels do not
+check bounds: their callers check every length, and every index that came from stored bytes.
 
-Rounding is to the nearest, ties to even, as PyTorch's; products and sums are rounded separately
-(never fused), so that every machine gets the same values.
+Rounding is to the nearest, ties to even, as in PyTorch. Products and sums are rounded separately
+(never fused), so that every machine computes the same values.
 """
 
 # numba reads types off the arguments, not off annotations
@@ -28,20 +28,20 @@ HALF_MAX = np.float32(65504)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile when first called; what was compiled is kept on disk where that can be written."""
+    """Compile at the first call. The result is kept on disk, if a folder for it can be written."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to keep it in
+    except RuntimeError:  # no folder can be written
         return numba.njit(nogil=True)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A part of kernels."""
+    """A function that kernels call."""
     return numba.njit(nogil=True)(function)
 
 
-# In the compiler's own language: Numba would do the arithmetic of small integers in 64 bits, which
-# wastes most of a vector.
+# Written in LLVM's language: Numba would compute small integers in 64 bits, which wastes most of a
+# vector.
 
 
 @intrinsic
@@ -98,7 +98,7 @@ def _to_bits(context, number):
 
 @inlined
 def number(word, kind):
-    """A word as float32. `kind` must not change within a loop."""
+    """A word as float32. `kind` must be constant within a loop."""
     if kind == BFLOAT16:
         return _from_bfloat(np.uint16(word))
     if kind == FLOAT16:
@@ -108,7 +108,7 @@ def number(word, kind):
 
 @inlined
 def word(number, kind):
-    """A finite float32 as a word. What float16 cannot hold becomes its largest number."""
+    """A finite float32 as a word. Numbers too large for float16 become its largest number."""
     if kind == BFLOAT16:
         return np.uint32(_to_bfloat(number))
     if kind == FLOAT16:

@@ -1,13 +1,19 @@
-"""kvquant: few bits on levels that are learned, and the few largest numbers beside them.
+"""kvquant: few bits on fitted levels, and the largest numbers kept as they are.
 
-KVQuant (Hooper et al., arXiv 2401.18079): keys are normalised channel by channel and values token
-by token (section 3.1); each plane has its own levels, which lie where its numbers do (nuqX, 3.3);
-about 1 % of each vector, those farthest out, are kept as they are, and the rest gets a tighter
-range (dense-and-sparse, 3.4). Where this differs: the paper learns levels on calibration data and
-weights errors by gradients; here a plane's levels are fitted to the plane itself (Lloyd's rule,
-unweighted), since a cache has neither. The first token of a prompt (3.5): see `leading`. Keys
-before RoPE (3.2): see `rope`.
+KVQuant (Hooper et al., arXiv 2401.18079):
+
+- Keys are normalised channel by channel, values token by token (section 3.1).
+- Each plane has its own levels, fitted to its numbers (nuqX, 3.3).
+- About 1 % of each vector, the numbers farthest from its mean, are kept as they are. The rest gets
+  a tighter range (dense-and-sparse, 3.4).
+- The first token of a prompt (3.5): `pipeline.Leading`. Keys before RoPE (3.2): `rope`.
+
+One difference: the paper learns levels on calibration data and weights errors by gradients. A cache
+has neither, so a plane's levels are fitted to the plane itself (Lloyd's rule, unweighted).
 """
+
+# numba reads types off the arguments, not off annotations
+# mypy: disable-error-code="no-untyped-def"
 
 import math
 from dataclasses import dataclass
@@ -18,37 +24,39 @@ import numpy.typing as npt
 
 from sglang_cake.codecs.blocks import KEYS, KINDS, Block, Part, parts_of
 from sglang_cake.codecs.groups import Floats, grid, unpacked
+from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.codecs.steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
-OUTLIERS = 0.01  # share of a vector that is kept as it is
-MIN_VECTOR = 64  # shorter ones keep none: one number would be a larger share
-BINS = 1024  # of the histogram that levels are fitted to
-ROUNDS = 30
+OUTLIERS = 0.01  # share of the numbers of a vector that are kept as they are
+MIN_VECTOR = 64  # shorter vectors keep none: one number would be a larger share
+BINS = 1024  # of the histogram to which levels are fitted
+ROUNDS = 30  # of Lloyd's rule
 _ALIGN = 8
 
 
-class Section(NamedTuple):
-    """One part: how many vectors of how many numbers a plane has, and what is kept of each."""
+class NonUniformSection(NamedTuple):
+    """How one part is packed. A plane has `vectors` vectors of `numbers` numbers. Of each vector,
+    `kept` numbers are kept as they are."""
 
     layers: int
     vectors: int
     numbers: int
     kept: int
     coded: tuple[int, int, int, int]  # layers, bits, bytes of eight tokens, channels
-    index: Any  # dtype of a place in a vector
-    word: Any  # dtype of a number that is kept as it is
+    place_type: Any  # dtype of an index into a vector
+    kept_type: Any  # dtype of a number that is kept as it is
 
     def fields(self) -> list[tuple[Any, tuple[int, ...]]]:
-        """What is packed, in order: (dtype, shape)."""
+        """The packed arrays in order: (dtype, shape)."""
         rows = (self.layers, self.vectors)
         return [
             (np.float32, (self.layers,)),  # powers of two
-            (np.float32, (self.layers, 2 ** self.coded[1])),  # levels, of 0 to 1
+            (np.float32, (self.layers, 2 ** self.coded[1])),  # levels in 0 to 1
             (np.float16, rows),  # zeros
             (np.float16, rows),  # scales
-            (self.word, (*rows, self.kept)),
-            (self.index, (*rows, self.kept)),
+            (self.kept_type, (*rows, self.kept)),
+            (self.place_type, (*rows, self.kept)),
             (np.uint8, self.coded),
         ]
 
@@ -60,8 +68,8 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NonUniform:
-    """Implements `PackStep`. For each part what `Section.fields` lists. Bit `t` of byte `i` of
-    plane `b` of the codes is bit `b` of the code of token `8 * i + t`."""
+    """Implements `PackStep`. For each part the arrays of `NonUniformSection.fields`. Bit `t` of
+    byte `i` of plane `b` of the codes is bit `b` of the code of token `8 * i + t`."""
 
     bits: int
 
@@ -77,23 +85,23 @@ class NonUniform:
             raise Malformed(f"{layout.dtype} has no bits to lose")
         return sum(self.section(part, layout).size for part in parts_of(layout))
 
-    def section(self, part: Part, layout: BlockLayout) -> Section:
+    def section(self, part: Part, layout: BlockLayout) -> NonUniformSection:
         """How one part is packed."""
         vectors, numbers = part.tokens, part.channels
         if part.name == KEYS:
             vectors, numbers = numbers, vectors
         kept = max(1, round(OUTLIERS * numbers)) if numbers >= MIN_VECTOR else 0
-        return Section(
-            *(part.layers, vectors, numbers, kept),
+        return NonUniformSection(
+            layers=part.layers,
+            vectors=vectors,
+            numbers=numbers,
+            kept=kept,
             coded=(part.layers, self.bits, -(-part.tokens // 8), part.channels),
-            index=np.uint8 if numbers <= 256 else np.uint32 if numbers > 65536 else np.uint16,
-            word=np.uint32 if DTYPE_BYTES[layout.dtype] == 4 else np.uint16,
+            place_type=np.uint8 if numbers <= 256 else np.uint32 if numbers > 65536 else np.uint16,
+            kept_type=np.uint32 if DTYPE_BYTES[layout.dtype] == 4 else np.uint16,
         )
 
     def encode(self, block: Block, out: Bytes) -> int:
-        from sglang_cake.codecs import nonuniform_kernels as kernels
-        from sglang_cake.codecs.kernels import all_finite
-
         if not all_finite(block.words, block.kind):
             raise Unencodable
         at = 0
@@ -105,25 +113,23 @@ class NonUniform:
             lows, highs = np.empty(rows, np.float32), np.empty(rows, np.float32)
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
             along = part.name == KEYS
-            kernels.gather(*place, block.kind, along, numbers)
-            kernels.set_apart(numbers, places, lows, highs)
-            kernels.keep(*place, along, places, kept)
+            gather(*place, block.kind, along, numbers)
+            set_apart(numbers, places, lows, highs)
+            keep(*place, along, places, kept)
             power, zero, scale = grid(lows[:, None], highs[:, None], 1)
             powers[:], zeros[:], scales[:] = power, zero[:, 0], scale[:, 0]
             zero, scale = unpacked(power, zero, scale)
-            kernels.normalise(numbers, zero[:, 0], scale[:, 0])
+            normalise(numbers, zero[:, 0], scale[:, 0])
             counts = np.zeros((section.layers, BINS), np.int64)
-            kernels.count(numbers, counts)
+            count(numbers, counts)
             for layer in range(section.layers):
                 levels[layer] = fitted(counts[layer], 2**self.bits)
             codes[:] = 0
-            kernels.assign(numbers, (levels[:, 1:] + levels[:, :-1]) / 2, along, codes)
+            assign(numbers, (levels[:, 1:] + levels[:, :-1]) / 2, along, codes)
             at += section.size
         return at
 
     def decode(self, data: Bytes, block: Block) -> None:
-        from sglang_cake.codecs import nonuniform_kernels as kernels
-
         if len(data) != self.max_bytes(block.layout):
             raise Malformed(f"{len(data)} bytes, {self.max_bytes(block.layout)} expected")
         self.check(block.layout, data)
@@ -134,27 +140,26 @@ class NonUniform:
             zero, scale = unpacked(powers, zeros[:, None], scales[:, None])
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
             along = part.name == KEYS
-            kernels.restore(
-                *(*place, block.kind, along, np.ascontiguousarray(levels)),
-                *(zero[:, 0], scale[:, 0], codes),
-            )
-            kernels.put_back(*place, along, places, kept)
+            table = np.ascontiguousarray(levels)
+            restore(*place, block.kind, along, table, zero[:, 0], scale[:, 0], codes)
+            put_back(*place, along, places, kept)
             at += section.size
 
     def check(self, layout: BlockLayout, data: Bytes) -> None:
-        """Whether all places lie in their vectors. Raises: Malformed.
+        """Check that all places lie in their vectors: the compiled loops do not.
 
-        Args: data: of `max_bytes`.
+        Args: data: `max_bytes` bytes.
+        Raises: Malformed.
         """
         at = 0
         for part in parts_of(layout):
             section = self.section(part, layout)
             places = self._views(data, at, section)[5]
             if places.size and int(places.max()) >= section.numbers:
-                raise Malformed("a number is kept for a place that there is not")
+                raise Malformed("a number is kept for a place outside of its vector")
             at += section.size
 
-    def _views(self, data: Bytes, at: int, section: Section) -> list[Any]:
+    def _views(self, data: Bytes, at: int, section: NonUniformSection) -> list[Any]:
         views = []
         for kind, shape in section.fields():
             views.append(taken(data, at, int(np.prod(shape)), kind).reshape(shape))
@@ -163,9 +168,9 @@ class NonUniform:
 
 
 def fitted(counts: npt.NDArray[np.int64], levels: int) -> Floats:
-    """The levels, ascending in 0 to 1, that are nearest to what was counted (Lloyd, MacQueen).
+    """Levels in 0 to 1, ascending, with the least squared error of a histogram (Lloyd's rule).
 
-    Args: counts: of bins of equal width.
+    Args: counts: numbers in each of `len(counts)` bins of equal width, int64.
     """
     middles = (np.arange(len(counts)) + 0.5) / len(counts)
     mass, moment = np.cumsum(counts), np.cumsum(counts * middles)
@@ -180,3 +185,143 @@ def fitted(counts: npt.NDArray[np.int64], levels: int) -> Floats:
         moments = np.diff(np.concatenate(([0.0], moment))[borders])
         found = np.where(masses > 0, moments / np.maximum(masses, 1), found)
     return np.asarray(np.sort(found), np.float32)
+
+
+@compiled
+def gather(words, start, stride, layers, tokens, channels, kind, along, out):
+    """Fill `out` with vectors: `along` the tokens of a channel, or else the channels of a token."""
+    for layer in range(layers):
+        for token in range(tokens):
+            at = start + layer * stride + token * channels
+            row = words[at : at + channels]
+            if along:
+                for c in range(channels):
+                    out[layer, c, token] = number(row[c], kind)
+            else:
+                into = out[layer, token]
+                for c in range(channels):
+                    into[c] = number(row[c], kind)
+
+
+@compiled
+def set_apart(numbers, places, lows, highs):
+    """Fill `places` with the numbers farthest from their vector's mean; `lows` and `highs` with the
+    smallest and the largest of the others."""
+    layers, vectors, count = numbers.shape
+    kept = places.shape[2]
+    for layer in range(layers):
+        for v in range(vectors):
+            vector = numbers[layer, v]
+            mean = np.float32(0)
+            for i in range(count):
+                mean += vector[i] / np.float32(count)
+            apart = np.zeros(count, np.bool_)
+            for turn in range(kept):
+                farthest, at = np.float32(-1), 0
+                for i in range(count):
+                    far = abs(vector[i] - mean)
+                    if far > farthest and not apart[i]:
+                        farthest, at = far, i
+                apart[at] = True
+                places[layer, v, turn] = at
+            low, high = np.float32(np.inf), np.float32(-np.inf)
+            for i in range(count):
+                if not apart[i]:
+                    low, high = min(low, vector[i]), max(high, vector[i])
+            lows[layer, v], highs[layer, v] = low, high
+
+
+@compiled
+def keep(words, start, stride, layers, tokens, channels, along, places, kept):
+    """Copy the words at `places`."""
+    for layer in range(layers):
+        at = start + layer * stride
+        for v in range(places.shape[1]):
+            for turn in range(places.shape[2]):
+                i = np.int64(places[layer, v, turn])
+                kept[layer, v, turn] = words[at + (i * channels + v if along else v * channels + i)]
+
+
+@compiled
+def put_back(words, start, stride, layers, tokens, channels, along, places, kept):
+    """The inverse of `keep`."""
+    for layer in range(layers):
+        at = start + layer * stride
+        for v in range(places.shape[1]):
+            for turn in range(places.shape[2]):
+                i = np.int64(places[layer, v, turn])
+                words[at + (i * channels + v if along else v * channels + i)] = kept[layer, v, turn]
+
+
+@compiled
+def normalise(numbers, zeros, scales):
+    """Scale the vectors in place: numbers that are not set apart lie in 0 to 1 then."""
+    layers, vectors, count = numbers.shape
+    for layer in range(layers):
+        for v in range(vectors):
+            vector, zero, scale = numbers[layer, v], zeros[layer, v], scales[layer, v]
+            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+            for i in range(count):
+                vector[i] = (vector[i] - zero) * inverse
+
+
+@compiled
+def count(numbers, counts):
+    """Add the numbers of each layer to its histogram; numbers outside of 0 to 1 are set apart."""
+    layers, vectors, length = numbers.shape
+    bins = counts.shape[1]
+    for layer in range(layers):
+        for v in range(vectors):
+            for i in range(length):
+                x = numbers[layer, v, i]
+                if x >= 0 and x <= 1:
+                    counts[layer, min(int(x * bins), bins - 1)] += 1
+
+
+@compiled
+def assign(numbers, borders, along, codes):
+    """Fill `codes`: the code of a number is how many borders lie below it."""
+    layers, vectors, length = numbers.shape
+    bits = codes.shape[1]
+    below = np.empty(length, np.uint8)
+    for layer in range(layers):
+        for v in range(vectors):
+            vector = numbers[layer, v]
+            below[:] = 0
+            for b in range(borders.shape[1]):
+                border = borders[layer, b]
+                for i in range(length):
+                    below[i] += vector[i] > border
+            for i in range(length):
+                token, c = (i, v) if along else (v, i)
+                for bit in range(bits):
+                    codes[layer, bit, token // 8, c] |= ((below[i] >> bit) & 1) << (token % 8)
+
+
+@compiled
+def restore(
+    words, start, stride, layers, tokens, channels, kind, along, levels, zeros, scales, codes
+):
+    """Numbers from their codes. `put_back` then replaces the ones that were set apart."""
+    bits = codes.shape[1]
+    coded = np.empty(channels, np.uint8)
+    for layer in range(layers):
+        table = levels[layer]
+        for token in range(tokens):
+            at = start + layer * stride + token * channels
+            target, shift = words[at : at + channels], token % 8
+            first = codes[layer, 0, token // 8]
+            for c in range(channels):
+                coded[c] = (first[c] >> shift) & 1
+            for bit in range(1, bits):
+                row = codes[layer, bit, token // 8]
+                for c in range(channels):
+                    coded[c] |= ((row[c] >> shift) & 1) << bit
+            if along:
+                zero, scale = zeros[layer], scales[layer]
+                for c in range(channels):
+                    target[c] = word(table[coded[c]] * scale[c] + zero[c], kind)
+            else:
+                z, s = zeros[layer, token], scales[layer, token]
+                for c in range(channels):
+                    target[c] = word(table[coded[c]] * s + z, kind)

@@ -1,10 +1,14 @@
-"""Keys turned back to before RoPE, as far as that can be known of a block alone.
+"""Keys rotated back to before RoPE, as far as that is possible for a block alone.
 
-KVQuant (arXiv 2401.18079, section 3.2) quantises keys before RoPE, since turning them by their
-position smears channels over each other. Blocks hold keys after RoPE. Here each key is turned back
-by its place *within the block*: what is left is one and the same turn for all tokens of the block,
-so a channel is as even as before RoPE, and the block's position in the prompt need not be known.
+KVQuant (arXiv 2401.18079, section 3.2) quantises keys before RoPE, since RoPE mixes the two
+channels of a pair by an angle that grows with the position. Blocks hold keys after RoPE. This step
+rotates each key back by its place *within the block*. What remains is one rotation, the same for
+all tokens of the block. So a channel is as even as before RoPE, and the position of the block in
+the prompt need not be known.
 """
+
+# numba reads types off the arguments, not off annotations
+# mypy: disable-error-code="no-untyped-def"
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,16 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_cake.codecs.blocks import KEYS, KINDS, Block
+from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.codecs.steps import Malformed, Unencodable, is_whole
 from sglang_cake.core.layout import BlockLayout
 
 
 @dataclass(frozen=True, slots=True)
 class InverseRope:
-    """Implements `ArrayStep`: the numbers of part `k` are turned back, and rounded to their dtype.
+    """Implements `ArrayStep`: the numbers of part `k` are rotated back and rounded to their dtype.
 
-    RoPE as in Llama (arXiv 2104.09864): channels `i` and `i + head / 2` of a head turn together, by
-    `position * theta ** (-2 * i / head)`. Another RoPE than the model's only costs accuracy.
+    RoPE as in Llama (arXiv 2104.09864): channels `i` and `i + head / 2` of a head are a pair,
+    rotated by `position * theta ** (-2 * i / head)`. A `theta` that is not the model's costs only
+    accuracy.
     """
 
     theta: float
@@ -44,32 +50,53 @@ class InverseRope:
         return layout
 
     def encode(self, block: Block, out: Block) -> None:
-        from sglang_cake.codecs.kernels import all_finite
-
-        if not all_finite(block.words, block.kind):  # it would not be turned, but made finite
+        if not all_finite(block.words, block.kind):  # the rotation would make them finite
             raise Unencodable
-        self._turn(block, out, -1.0)
+        self._rotate(block, out, -1.0)
 
     def decode(self, block: Block, out: Block) -> None:
-        self._turn(block, out, 1.0)
+        self._rotate(block, out, 1.0)
 
-    def _turn(self, block: Block, out: Block, sign: float) -> None:
-        from sglang_cake.codecs.rope_kernels import copy, turn
-
+    def _rotate(self, block: Block, out: Block, sign: float) -> None:
         for part in block.parts:
             place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
             if part.name == KEYS:
-                cos, sin = turns(self.theta, self.head, part.tokens)
-                turn(*place, block.kind, out.words, self.head, cos, np.float32(sign) * sin)
+                cos, sin = rotations(self.theta, self.head, part.tokens)
+                rotate(*place, block.kind, out.words, self.head, cos, np.float32(sign) * sin)
             else:
                 copy(*place, out.words)
 
 
 @lru_cache(maxsize=8)
-def turns(
+def rotations(
     theta: float, head: int, tokens: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosine and sine, float32 `[tokens, head / 2]`."""
     speeds = theta ** (-np.arange(0, head, 2) / head)
     angles = np.arange(tokens)[:, None] * speeds
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+@compiled
+def rotate(words, start, stride, layers, tokens, channels, kind, out, head, cosines, sines):
+    """Rotate every pair of channels by its token's angle."""
+    half = head // 2
+    for layer in range(layers):
+        for token in range(tokens):
+            cos, sin = cosines[token], sines[token]
+            for first in range(0, channels, head):
+                at = start + layer * stride + token * channels + first
+                left, right = words[at : at + half], words[at + half : at + head]
+                into, beside = out[at : at + half], out[at + half : at + head]
+                for i in range(half):
+                    a, b = number(left[i], kind), number(right[i], kind)
+                    into[i] = word(a * cos[i] - b * sin[i], kind)
+                    beside[i] = word(b * cos[i] + a * sin[i], kind)
+
+
+@compiled
+def copy(words, start, stride, layers, tokens, channels, out):
+    """Copy the planes of one part."""
+    for layer in range(layers):
+        at = start + layer * stride
+        out[at : at + tokens * channels] = words[at : at + tokens * channels]

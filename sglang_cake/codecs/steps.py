@@ -1,16 +1,16 @@
-"""What a codec is made of: typed steps, as in zarr, so that a wrong order does not type.
+"""What a codec is made of: typed steps, as in zarr, so that a wrong order does not type-check.
 
     Leading?     numbers -> numbers     the first token of a prompt is kept beside them
-    ArrayStep*   numbers -> numbers     e.g. keys turned back to where they were before RoPE
+    ArrayStep*   numbers -> numbers     e.g. keys rotated back to before RoPE
     PackStep     numbers -> bytes       e.g. groups of 8-bit numbers with their scales
     BytesStep*   bytes -> bytes         e.g. zstd
 
-A step is a frozen dataclass of its parameters; name and parameters are written in front of every
-encoded block (`chain`), which is all that is needed to decode it.
+A step is a frozen dataclass of its parameters. Name and parameters stand in front of every encoded
+block (`pipeline`), and suffice to decode it.
 
-All of them: encode and decode into memory of the caller, keep nothing of it, and may be called from
-any thread. They let go of the GIL while they work on a block, but for the encoder of `entropy`,
-which keeps it for a few thousand numbers at a time.
+Rules for all steps: `encode` and `decode` write into memory of the caller, keep no reference to it,
+and may be called from any thread. They release the GIL while they work on a block. One exception:
+the encoder of `entropy` holds it for a few thousand numbers at a time.
 """
 
 import threading
@@ -26,11 +26,11 @@ Bytes = npt.NDArray[np.uint8]  # flat, contiguous
 
 
 class Unencodable(Exception):
-    """A step cannot keep its promise for this block; the block is then stored as it is."""
+    """A step cannot encode this block within its error bound. The block is stored as it is."""
 
 
 class Malformed(ValueError):
-    """Encoded bytes that no encoder made."""
+    """Bytes that no encoder made, or a layout that a step cannot take."""
 
 
 class ArrayStep(Protocol):
@@ -39,7 +39,7 @@ class ArrayStep(Protocol):
     name: ClassVar[str]
 
     def layout(self, layout: BlockLayout) -> BlockLayout:
-        """What becomes of a block of `layout`. Raises: Malformed if the step cannot take one."""
+        """The layout of an encoded block of `layout`. Raises: Malformed if it cannot take one."""
         ...
 
     def encode(self, block: Block, out: Block) -> None:
@@ -47,7 +47,7 @@ class ArrayStep(Protocol):
         ...
 
     def decode(self, block: Block, out: Block) -> None:
-        """Fill `out` with what was encoded as `block`."""
+        """Fill `out` with the numbers that were encoded as `block`."""
         ...
 
 
@@ -55,7 +55,7 @@ class PackStep(Protocol):
     """Numbers to bytes."""
 
     name: ClassVar[str]
-    loses: ClassVar[bool]  # whether numbers may come back otherwise
+    loses: ClassVar[bool]  # whether decoded numbers may differ from the encoded ones
 
     def max_bytes(self, layout: BlockLayout) -> int:
         """How many bytes a block becomes at most. Raises: Malformed if it cannot take one."""
@@ -84,18 +84,20 @@ class BytesStep(Protocol):
         ...
 
     def decode(self, data: Bytes, out: Bytes) -> int:
-        """Fill the start of `out`; returns the bytes. Raises: Malformed, also if it is too much."""
+        """Fill the start of `out`; returns the bytes. Raises: Malformed, also if `out` is too
+        small for them."""
         ...
 
 
 class Scratch(threading.local):
-    """Memory between two steps: each thread's own, reused, as large as its largest block needs."""
+    """Memory between two steps: one set a thread, reused, as large as its largest block needs."""
 
     def __init__(self) -> None:
         self._held: dict[str, Bytes] = {}
 
     def bytes(self, use: str, size_bytes: int) -> Bytes:
-        """`size_bytes` of memory for `use`, with undefined content, until it is asked for again."""
+        """`size_bytes` of memory with undefined content, valid until the thread's next call with
+        the same `use`."""
         held = self._held.get(use)
         if held is None or len(held) < size_bytes:
             held = self._held[use] = np.empty(size_bytes, np.uint8)
@@ -103,7 +105,10 @@ class Scratch(threading.local):
 
 
 def taken(data: Bytes, at: int, count: int, dtype: Any) -> npt.NDArray[Any]:
-    """`count` numbers of `data` from byte `at` on. Raises: Malformed if they are not all there."""
+    """`count` numbers of `data` from byte `at` on, as a view if they are aligned.
+
+    Raises: Malformed if `data` is too short.
+    """
     stop = at + count * np.dtype(dtype).itemsize
     if stop > len(data):
         raise Malformed(f"{len(data)} bytes, at least {stop} expected")
@@ -114,5 +119,5 @@ def taken(data: Bytes, at: int, count: int, dtype: Any) -> npt.NDArray[Any]:
 
 
 def is_whole(value: object, low: int, high: int) -> bool:
-    """Whether a parameter is a whole number in bounds: whoever wrote it is not trusted."""
+    """Whether a parameter is an integer in bounds. Parameters come from stored bytes."""
     return type(value) is int and low <= value <= high

@@ -1,12 +1,12 @@
-"""Host buffers for blocks on their way: preallocated one by one, reused, bounded."""
+"""Host buffers for blocks in transit: allocated one by one, reused, bounded."""
 
 import ctypes
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
-# Memory that starts on a multiple of it can be filled from a disk without a copy (O_DIRECT). A
-# multiple of what any disk asks for, whatever the machine's pages are.
+# O_DIRECT reads fill memory that starts on a multiple of it without a copy. It is a multiple of the
+# alignment of every disk, whatever the machine's page size is.
 PAGE_BYTES = 4096
 
 
@@ -22,12 +22,12 @@ def on_page(size_bytes: int) -> memoryview:
     return memoryview(raw)[start : start + size_bytes]
 
 
-# Told how many bytes of a buffer have come so far.
+# Called with the number of bytes of a buffer that have arrived so far.
 TellBytes = Callable[[int], object]
 
 
 class Buffer(Protocol):
-    """One block of host memory. The adapter makes it (pinned when there is a GPU), on a page."""
+    """One block of host memory, aligned to a page; `integration` makes it (pinned for a GPU)."""
 
     @property
     def view(self) -> memoryview:
@@ -36,7 +36,7 @@ class Buffer(Protocol):
 
 
 class BufferPool:
-    """At most `capacity` buffers, made when first needed and then reused. Thread-safe."""
+    """At most `capacity` buffers, allocated when first needed and then reused. Thread-safe."""
 
     def __init__(self, capacity: int, make: Callable[[], Buffer]) -> None:
         assert capacity > 0
@@ -47,7 +47,7 @@ class BufferPool:
         self._made = 0
 
     def take(self) -> Buffer | None:
-        """A buffer with undefined content, or None when all are in use. Never blocks on others."""
+        """A buffer with undefined content, or None if all are in use. Never waits for one."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
@@ -57,7 +57,7 @@ class BufferPool:
         return self._make()
 
     def give(self, buffer: Buffer) -> None:
-        """Return a buffer that nobody reads or writes any more."""
+        """Return a buffer. No thread or device may use it any more."""
         with self._lock:
             self._idle.append(buffer)
 

@@ -1,5 +1,6 @@
 """The codecs by the names that a user types, and what each promises. Imports nothing heavy."""
 
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Final
 
@@ -10,12 +11,15 @@ AUTO: Final = "auto"
 LOSSLESS: Final = (RAW, "zstd")
 LOSSY: Final = ("int8", "int4", "kvquant3", "cachegen1", "cachegen2", "cachegen3")
 CODECS: Final = (*LOSSLESS, *LOSSY)
-"""What a block may be encoded with. At most nine characters each: with `+aesgcm` behind it, a name
-must fit the 16 bytes that a block's header has for it."""
+"""The built-in codecs. A name has at most nine characters: with `+aesgcm` behind it, it must fit
+the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
-"""What `--cake-codec` takes."""
+"""What `--cake-codec` takes, beside the names of `own_names`."""
 ON_DEVICE: Final = ("int8", "int4", "kvquant3")
-"""What a GPU decodes itself."""
+"""Codecs that a GPU decodes itself."""
+OWN_CODECS: Final = "sglang_cake.codecs"
+"""The entry-point group in which other packages register codecs (`codecs/own_codecs.py`)."""
+
 SAMPLE_ERROR: Final = "sample_error"
 BLOCK_ERROR: Final = "block_error"
 SLOW: Final = "slow"
@@ -23,14 +27,20 @@ NO_GAIN: Final = "no_gain"
 UNKNOWN_LINK: Final = "unknown_link"
 REFUSALS: Final = (SAMPLE_ERROR, BLOCK_ERROR, SLOW, NO_GAIN, UNKNOWN_LINK)
 """Why `auto` does not store a block with a codec: it lost too much of the sample, or of this very
-block; it decodes more slowly than the link; another one is as good; nothing is known of the link.
+block; it decodes more slowly than the link; another codec is as good; the link's speed is unknown.
 """
+
+
+def own_names() -> tuple[str, ...]:
+    """The names of other packages' codecs. They are read from metadata: nothing is imported."""
+    names = {point.name for point in entry_points(group=OWN_CODECS)}
+    return tuple(sorted(names.difference(CHOICES)))
 
 
 def namespace_value(codec: str, max_error: float) -> str:
     """The field `codec` of a namespace: blocks that differ in it never mix.
 
-    Args: max_error: the bound of `auto`; the others have none.
+    Args: max_error: the bound of `auto`; other codecs have none.
     """
     return f"{AUTO}<={max_error!r}" if codec == AUTO else codec
 
@@ -40,19 +50,14 @@ def codec_in(value: str) -> str:
     return value.partition("<=")[0]
 
 
-def may_lose(codec: str, max_error: float) -> bool:
-    """Whether blocks of the codec may differ from what was computed."""
-    return codec in LOSSY or (codec == AUTO and max_error > 0)
-
-
 def may_decode_on_device(codec: str, max_error: float) -> bool:
-    """Whether blocks of the codec may be such as a GPU decodes itself."""
+    """Whether a GPU may decode blocks of the codec itself."""
     return codec in ON_DEVICE or (codec == AUTO and max_error > 0)
 
 
 def check_installed(codec: str) -> None:
     """Raises: ConfigError if a package that the codec needs is missing."""
-    needed = () if codec == RAW else ("constriction", "numba", "zstandard")
+    needed = () if codec == RAW else ("constriction", "numba")
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 A setting has one name, spelled `--cake-block-tokens` as a flag, `SGLANG_CAKE_BLOCK_TOKENS` in the
 environment, `cake_block_tokens` for `sglang.Engine`, and `block_tokens` (or with `-`) in a file.
-Where several of them are given: flag before environment before file before default.
+A flag overrides the environment, which overrides the file, which overrides the default.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
 
-from sglang_cake.core.codec_names import AUTO, CHOICES, RAW, may_lose
+from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSY, RAW, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.sources import parse_sources
@@ -52,10 +52,10 @@ def _one_of(*allowed: str) -> Callable[[str, object], str]:
 def _integer(low: int, high: int) -> Callable[[str, object], int]:
     def read(spelled: str, value: object) -> int:
         number = value
-        # Not int(): that takes " 12" and "1_2" too, which are slips more often than numbers.
+        # Not int(): it also takes " 12" and "1_2", which are mistakes more often than numbers.
         if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
             number = int(value)
-        # bool is an int for Python, not for somebody who writes `queue_depth = true`.
+        # For Python bool is an int, but `queue_depth = true` is a mistake.
         if type(number) is not int or not low <= number <= high:
             raise _bad(spelled, value, f"a whole number from {low} to {high}")
         return number
@@ -103,6 +103,19 @@ def _store(spelled: str, value: object) -> str | None:
     return value
 
 
+def _codec(spelled: str, value: object) -> str:
+    if value in CHOICES:
+        return value
+    name = _one_of(*CHOICES, *own_names())(spelled, value)
+    from sglang_cake.codecs.own_codecs import own_chain
+
+    try:
+        own_chain(name)
+    except ConfigError as error:
+        raise ConfigError(f"{spelled}: {error}") from None
+    return name
+
+
 def _path(spelled: str, value: object) -> str | None:
     if value is None:
         return None
@@ -148,9 +161,10 @@ class CakeConfig:
     )
     codec: str = _setting(
         RAW,
-        _one_of(*CHOICES),
+        _codec,
         "CODEC",
-        f"How KV is encoded in the store: {', '.join(CHOICES)}. Only raw and zstd keep every bit.",
+        f"How KV is encoded in the store: {', '.join(CHOICES)}, or the codec of an installed "
+        "package. Of the built-in ones, only raw and zstd keep every bit.",
     )
     max_error: float = _setting(
         0.0,
@@ -242,7 +256,11 @@ class CakeConfig:
     @property
     def lossy(self) -> bool:
         """Whether KV from the store may differ from what was computed."""
-        return may_lose(self.codec, self.max_error)
+        if self.codec in CHOICES:
+            return self.codec in LOSSY or (self.codec == AUTO and self.max_error > 0)
+        from sglang_cake.codecs.own_codecs import own_chain
+
+        return own_chain(self.codec).loses
 
     def may_load(self, stored: Sequence[bool]) -> bool:
         """Whether so many of a prompt's next blocks are stored that any may be loaded."""

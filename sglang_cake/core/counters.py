@@ -1,12 +1,13 @@
-"""What happened, counted: filled from every thread, read by metrics and logs."""
+"""Counts of events: written by every thread, read by metrics and logs."""
 
 import threading
 from collections import defaultdict
 
 from sglang_cake.core.codec_names import CODECS, REFUSALS
 
-# Every counter with its label values, so that each is visible from the start, at zero. One that has
-# two labels has both values in one text, with a space between.
+# Every counter with its label values, so that each is visible from the start, at zero. A counter
+# with two labels has both values in one text, with a space between. `encoded_blocks` may also have
+# the name of another package's codec.
 WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 LATE = "late"
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", LATE, "lookup", "internal")
@@ -49,13 +50,13 @@ class Counters:
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
         """Add `amount` to one counter of COUNTERS."""
-        assert label in COUNTERS[name], (name, label)
+        assert label in COUNTERS[name] or name == "encoded_blocks", (name, label)
         with self._lock:
             self._values[name, label] += amount
 
     def link_bytes(self, block_bytes: int) -> int:
-        """What a block took on its way over the link, the mean of those that were read; where
-        nobody counted any, `block_bytes`."""
+        """The mean bytes of a block that was read from the store, as they crossed the link;
+        `block_bytes` if none was read."""
         with self._lock:
             blocks = self._values["read_blocks", ""]
             return self._values["read_bytes", ""] // blocks if blocks else block_bytes

@@ -3,9 +3,9 @@
 CakeError
 ├── ConfigError        a user's mistake: one line that says what to do, exit status 2
 ├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
-├── OverlapError       a last step lacks KV that was on its way: compute what is missing
-├── RunaheadError      a chain of workers cannot go on; to its owner: compute what is missing
-└── StoreError         what a store can answer instead of doing it; to a reader: compute the block
+├── OverlapError       an overlapped last step lacks KV: compute it
+├── RunaheadError      a chain of workers cannot go on: its owner computes what is missing
+└── StoreError         a store could not do what it was asked: a reader computes the block
     ├── BlockMissing       the store does not have the block (any more)
     ├── BlockCorrupt       the bytes are there and wrong
     ├── StoreUnavailable   the store did not answer
@@ -26,7 +26,7 @@ class PatchError(CakeError):
 
 
 class OverlapError(CakeError):
-    """A last step lacks KV that was on its way. `reason` labels the metrics."""
+    """KV for an overlapped last step did not arrive in time. `reason` labels the metrics."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The one thread that does I/O: an asyncio loop that loader and writer share."""
+"""The I/O thread: an asyncio loop that loader and writer share."""
 
 import asyncio
 import logging
@@ -20,16 +20,16 @@ class IoThread:
         self._thread.start()
 
     def post(self, action: Callable[[*Args], object], *args: *Args) -> None:
-        """Run `action(*args)` in the thread, soon; from any thread. Ignored once closed."""
+        """Schedule `action(*args)` in the thread; from any thread. Ignored after `close`."""
         try:
             self.loop.call_soon_threadsafe(action, *args)
-        except RuntimeError:  # the loop is closed: the process is on its way out
+        except RuntimeError:  # the loop is closed: the process is ending
             logger.debug("dropped %r: the I/O thread is closed", action)
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
         """Run a coroutine in the thread and wait for it, from another thread.
 
-        Raises: TimeoutError (the coroutine is then cancelled), and whatever it raises.
+        Raises: TimeoutError (the coroutine is then cancelled), and the errors of the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
@@ -39,7 +39,7 @@ class IoThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop, cancelling what still runs, and join the thread (at most 5 s)."""
+        """Cancel all tasks, stop the loop, and join the thread (at most 5 s)."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(5.0)

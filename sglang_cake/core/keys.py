@@ -24,7 +24,7 @@ def _sized(part: str | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeySeed:
-    """What precedes the tokens in a key: whose KV this is, not which tokens it covers."""
+    """What precedes the tokens in a key: all that the KV depends on but the tokens."""
 
     namespace: Digest
     extra_key: str | None = None
@@ -59,7 +59,7 @@ def block_keys(
 
 
 class KeyChain:
-    """The keys of one request's blocks, hashed once, as far as they were asked for.
+    """The keys of one request's blocks, hashed when first needed, and once.
 
     Not thread-safe: the I/O thread owns it.
     """
@@ -70,7 +70,7 @@ class KeyChain:
         self._keys: list[BlockKey] = []
 
     def of(self, tokens: Sequence[int]) -> list[BlockKey]:
-        """Keys of every full block of `tokens`, which begin as those of earlier calls did."""
+        """Keys of every full block of `tokens`. Args: tokens: those of earlier calls, or more."""
         if len(tokens) // self._block_tokens > len(self._keys):
             self._keys = block_keys(self._seed, tokens, self._block_tokens, known=self._keys)
         return self._keys[: len(tokens) // self._block_tokens]

@@ -1,4 +1,4 @@
-"""What one block of KV looks like in bytes.
+"""The layout of one block of KV in bytes.
 
 A block is the concatenation of planes, one after the other, each `[block_tokens, *token_shape]` in
 row-major order: for MHA and GQA the planes are K of layer 0, V of layer 0, K of layer 1, ...; for
@@ -19,7 +19,7 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "uint8": 1,
 }
-# Of a layout that is read from somewhere: nobody may make us allocate what he likes.
+# Limits of a layout that is read from a store: hostile text must not allocate too much memory.
 MAX_TEXT_CHARS = 4096
 MAX_LAYERS = 4096
 MAX_BLOCK_BYTES = 2**34
@@ -27,9 +27,9 @@ MAX_BLOCK_BYTES = 2**34
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Shape of a block; part of the namespace, and written into every block header.
+    """Shape of a block. It is part of the namespace, and stands in every block header.
 
-    What follows from the fields is worked out once: it is asked for several times a block.
+    Derived sizes are cached, since each block needs them several times.
     """
 
     layers: int
@@ -71,9 +71,9 @@ class BlockLayout:
 
     @classmethod
     def parse(cls, text: str) -> "BlockLayout":
-        """The layout that `describe` gave `text` for. Whoever wrote the text is not trusted.
+        """The inverse of `describe`. The text is not trusted.
 
-        Raises: ValueError, one line, for anything else.
+        Raises: ValueError, one line, for any other text.
         """
         try:
             if len(text) > MAX_TEXT_CHARS:

@@ -1,8 +1,8 @@
-"""The namespace: everything that makes stored KV bytes mean something.
+"""The namespace: all facts that the meaning of stored KV bytes depends on.
 
-Its digest seeds every key and is written into every block header, so that changing any fact (model
-weights, dtype, tensor-parallel rank, block size, ...) is a new namespace. That is the only
-invalidation there is: nothing stored is ever reinterpreted. The opener of a store names the facts.
+Its digest seeds every key and stands in every block header. So a change of any fact (model weights,
+dtype, tensor-parallel rank, block size, ...) makes a new namespace. There is no other invalidation:
+stored bytes are never reinterpreted. The caller that opens a store names the facts.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sglang_cake.core.keys import Digest
 
-LABEL = "name"  # what a person calls the model: equal weights under two names are one namespace
+LABEL = "name"  # of the model, for people: equal weights with two names share one namespace
 
 
 def _sized(text: str) -> bytes:
@@ -21,7 +21,7 @@ def _sized(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Named facts in a fixed order; the order is part of the digest."""
+    """Named facts; their order is part of the digest."""
 
     fields: tuple[tuple[str, str], ...]  # (name, value); names are unique
 
@@ -41,5 +41,5 @@ class Namespace:
         return Digest(hashed.digest())
 
     def describe(self) -> dict[str, str]:
-        """The fields as a reader of `namespace.json` sees them, in order."""
+        """The fields in order, as in `namespace.json`."""
         return dict(self.fields)

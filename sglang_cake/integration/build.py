@@ -15,13 +15,13 @@ import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.core.buffers import BufferPool
-from sglang_cake.core.cache_folder import cache_folder
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.config import CakeConfig, from_environment
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.compat import reduce_in_attention_group

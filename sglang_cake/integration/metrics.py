@@ -131,7 +131,7 @@ class Metrics:
         if read_blocks:
             self._bandwidth.set(read_bytes / read_blocks / costs.load.block_s)
         for (name, value), total in counts.items():
-            self._child(name, value).inc(total - self._seen[name, value])
+            self._child(name, value).inc(total - self._seen.get((name, value), 0))
             self._seen[name, value] = total
 
     def publish_next_step(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from sglang_cake.core.atomic_write import atomic_write
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.local_files import atomic_write
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 VERSION = 3

@@ -1,19 +1,19 @@
-"""A model of the chain in time: who computes, sends and waits when, layer by layer.
+"""A model of the chain in time: when each worker computes, sends and waits, layer by layer.
 
-Worker j computes layer l in two parts: the projections of its own tokens, after which its own K and
-V of that layer exist, and the rest (attention, output projection, MLP), which needs K and V of all
-tokens before its span as well. It sends those on as soon as it has them: what it received at once,
-its own after the projections. A link carries one thing at a time, in the order in which they are
-ready. So (paper 4.1, Figures 3 b and 5; layer l of worker j):
+Worker j computes layer l in two parts. The first part is the projections of its own tokens; then
+its own K and V of that layer exist. The second part is the rest (attention, output projection,
+MLP), which also needs K and V of all earlier tokens. K and V are sent as soon as they exist:
+received ones at once, own ones after the projections. A link carries one of them at a time, in the
+order in which they are ready. So (paper 4.1, Figures 3 b and 5; layer l of worker j):
 
     projected[j, l] = done[j, l - 1] + projections
     done[j, l]      = max(projected[j, l], received[j, l]) + rest
     received[j + 1, l] = when link j has carried received[j, l] (S_j tokens) and projected[j, l]
 
-TTFT is `done[last, last layer]` plus what does not depend on the number of tokens. Beside it, in
-the same terms: tensor and sequence parallelism with an even split and an all-gather that everybody
-waits for (TSP, the paper's baseline), and zigzag sequence parallelism with kernels that skip what
-is masked, the baseline one would choose today. All take many partitions at once, in numpy.
+TTFT is `done[last, last layer]` plus a fixed time. Two baselines have the same terms: tensor and
+sequence parallelism with an even split and a blocking all-gather (TSP, the paper's baseline), and
+zigzag sequence parallelism with kernels that skip masked pairs, today's baseline. All take many
+partitions at once, in NumPy.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What one worker needs for a forward over `c` tokens on top of `s`.
+    """The time of one worker for a forward over `c` tokens on top of `s`.
 
     `fixed_s + max(floor_s, token_s * c + pair_s * pairs)`, spread evenly over the layers. Pairs are
-    `c * (s + c)`, since the kernel computes what is masked too, or `causal` `c * (s + c / 2)`.
+    `c * (s + c)`, since the kernel computes masked pairs too; with `causal`, `c * (s + c / 2)`.
     """
 
     layers: int
     token_s: float
     pair_s: float
-    floor_s: float = 0.0  # launching a forward's kernels takes that long, however few the tokens
+    floor_s: float = 0.0  # time to launch a forward's kernels, however few the tokens
     fixed_s: float = 0.0
     causal: bool = False
     projections: float = 0.25  # share of `token_s` before K and V exist: 3 h^2 of 12 h^2 in Llama
@@ -48,7 +48,7 @@ class Worker:
         return tokens * (start + (tokens / 2 if self.causal else tokens))
 
     def step_s(self, start: float, stop: float) -> float:
-        """Seconds of one forward over `[start, stop)`: what partitions are made from."""
+        """Seconds of one forward over `[start, stop)`: the cost function of `partition`."""
         tokens = stop - start
         pairs = float(self.pairs(np.float64(start), np.float64(tokens)))  # type: ignore[arg-type]
         return self.fixed_s + max(self.floor_s, self.token_s * tokens + self.pair_s * pairs)
@@ -58,9 +58,9 @@ class Worker:
 class Link:
     """A link between neighbours.
 
-    `blocking` is what the paper's pseudo-code says (Table 5): a layer is sent in one piece, what
-    was received and the own part together, and the sender goes on when it is sent. Otherwise, as in
-    our chain, each part goes as soon as it is there, and nobody waits for it.
+    `blocking` follows the paper's pseudo-code (Table 5): a layer is sent in one piece, received and
+    own parts together, and the sender waits until it is sent. Otherwise, as in our chain, each part
+    is sent as soon as it exists, and the sender does not wait.
     """
 
     bytes_per_s: float
@@ -70,11 +70,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ChainTimes:
-    """When what happened, in seconds; arrays are `[workers, layers, candidates]`."""
+    """Times in seconds; arrays are `[workers, layers, candidates]`."""
 
     started: Floats  # a layer's projections
     projected: Floats
-    resumed: Floats  # everything needed for attention is there
+    resumed: Floats  # all K and V for attention have arrived
     done: Floats
     received: Floats  # 0 for the first worker
     sent: Floats  # sending of a layer began; the last worker sends nothing: 0
@@ -154,12 +154,12 @@ def sequence_parallel_ttft(
     zigzag: bool = False,
     slowdown: Floats | None = None,
 ) -> float:
-    """TTFT of an even split with an all-gather of K and V in every layer, which all wait for.
+    """TTFT of an even split with a blocking all-gather of K and V in every layer.
 
     Args:
-        zigzag: each worker has an early and a late part of the prompt and kernels skip what is
-            masked, so that all do half of the square; otherwise TSP: the whole square.
-        slowdown: `[workers, layers]`; the slowest link of a ring holds everybody.
+        zigzag: each worker has an early and a late part of the prompt, and kernels skip masked
+            pairs, so that all compute half of the square; otherwise TSP: the whole square.
+        slowdown: `[workers, layers]`; all workers wait for the slowest link of a ring.
     """
     own = tokens / workers
     pairs = own * tokens * (0.5 if zigzag else 1.0)
@@ -171,10 +171,10 @@ def sequence_parallel_ttft(
 
 
 def lower_bound(workers: int) -> float:
-    """TTFT(p) / TTFT(1) when attention is all there is: equation 2.
+    """TTFT(p) / TTFT(1) if attention were the only cost: equation 2.
 
-    It takes the split to be even and the load to be balanced, which no split is at once: the best
-    that can be had is 2 to 3 % more (docs/theory.md#kv-runahead).
+    It assumes an even split with a balanced load, and no split has both: the best possible is 2 to
+    3 % more (docs/theory.md#kv-runahead).
     """
     return (1 / workers + 1 / workers**2) / 2
 
@@ -190,19 +190,19 @@ def all_gather_tokens(tokens: int, workers: int) -> int:
 
 
 def _layer_parts(worker: Worker, start: Floats, tokens: Floats) -> tuple[Floats, Floats]:
-    """Seconds of a layer's projections, and of the rest of it."""
+    """Seconds of a layer's projections, and of its rest."""
     linear = worker.token_s * tokens
     whole = np.maximum(worker.floor_s, linear + worker.pair_s * worker.pairs(start, tokens))
-    # Where launching is what takes time, the projections take their share of the launches.
+    # Where launching dominates, the projections have their share of the launches.
     computed = np.maximum(linear + worker.pair_s * worker.pairs(start, tokens), 1e-30)
     first = whole * worker.projections * linear / computed
     return first / worker.layers, (whole - first) / worker.layers
 
 
 def _carry(parts: list[tuple[Floats, Floats]], free: Floats, link: Link) -> tuple[Floats, Floats]:
-    """When a link, free from `free` on, begins and ends to carry (ready, takes) and (ready, takes).
+    """When a link that is free from `free` on begins and ends to carry two parts (ready, takes).
 
-    What is ready first goes first.
+    The part that is ready first is carried first.
     """
     (ready_a, takes_a), (ready_b, takes_b) = parts
     ready_a = np.where(takes_a > 0, ready_a, ready_b)  # the first worker received nothing

@@ -1,20 +1,20 @@
-"""Whether a prompt is shared, with how many, and who computes what. Pure."""
+"""Whether a prompt is shared, with how many helpers, and the span of each. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_cake.core.spans import Span
-from sglang_cake.loading.cost_model import Costs as RaceCosts
+from sglang_cake.loading.cost_model import Costs as LoadingCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Progress, look_ahead, room
 from sglang_cake.runahead.partition import Partition, balanced
 from sglang_cake.runahead.table import PartitionTable
 
-# A chain is used if it is predicted to take at most this share of what one worker needs: being
-# wrong about a prompt that gains a little costs more than it gains.
+# A chain is used if it is predicted to take at most this share of one worker's time: a wrong
+# prediction costs more than a small gain.
 PAYS = 0.9
-_NO_LIMIT = 2**31  # tokens of a chain's step, as far as the meeting point is concerned
+_NO_LIMIT = 2**31  # tokens of a chain's step, for the meeting point
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,21 @@ class Plan:
 
     @property
     def saved_s(self) -> float:
-        """What it is predicted to save."""
+        """The predicted gain."""
         return self.alone_s - self.predicted_s
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the chain costs here, as far as it was measured."""
+    """The measured costs of a chain on this machine."""
 
     prefill: PrefillCost
-    handover_s: float  # from asking to the first layer, and what is lost at the end
+    handover_s: float  # from the offers to the first layer, and at the end
     bytes_per_s: float  # of the link into the owner
     token_bytes: int  # K and V of one token, all layers
 
     def chain_s(self, partition: Partition) -> float:
-        """Predicted seconds of a chain: its slowest worker or busiest link, and handing over."""
+        """Predicted seconds of a chain: its slowest worker or busiest link, and the handover."""
         slowest_s = max(self.prefill.step_s(*span) for span in partition.spans)
         crossing = (partition.bounds[-2] - partition.bounds[0]) * self.token_bytes
         return max(slowest_s, crossing / self.bytes_per_s) + self.handover_s
@@ -50,11 +50,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a partition must keep to.
+    """Limits of a partition.
 
     Attributes:
-        step_tokens: what one worker computes at most, in its one forward.
-        table: searched partitions, used where there are some.
+        step_tokens: most tokens of one worker's only forward.
+        table: searched partitions, preferred to computed ones.
     """
 
     page_tokens: int
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What a store is about to bring of the prompt, from its end."""
+    """The loads of the prompt's stored blocks, from the end of the prompt."""
 
     view: View
     progress: Progress
@@ -77,8 +77,8 @@ def plan_chain(
     """The chain that saves most time over one worker, or None if none saves enough.
 
     Args:
-        span: what may be shared; the chain takes all of it, or the front of it.
-        helpers: who may be asked.
+        span: tokens that may be shared; the chain takes all of them, or the front.
+        helpers: ranks that may be asked.
         pays: the share of one worker's time that a chain may take.
     """
 
@@ -95,26 +95,27 @@ def plan_chain(
 def plan_beside_loader(
     loading: Loading, helpers: Sequence[int], costs: Costs, limits: Limits, *, pays: float = PAYS
 ) -> Plan | None:
-    """The chain that meets the loader: [front, x) is shared, what is right of x is loaded.
+    """The chain that meets the loader: [front, x) is shared, tokens from x on are loaded.
 
-    x and the partition belong together (docs/theory.md): p workers are taken for one that is p
-    times as fast and hands over once, its meeting point is x, and the front up to x is split so
-    that all need the same time. None if loading all of it is quicker, or one worker and the loader
-    nearly as quick.
+    x and the partition are found together (docs/theory.md): p workers count as one that is p times
+    as fast and has one handover. Its meeting point is x, and the front up to x is split so that all
+    workers need the same time. None if loading everything is faster, or one worker with the loader
+    is nearly as fast.
     """
     view = loading.view
 
-    def race(prefill: PrefillCost, step_tokens: int) -> tuple[int, float]:
+    def meet(prefill: PrefillCost, step_tokens: int) -> tuple[int, float]:
+        """The meeting point of one worker with these costs, and its time."""
         outlook = look_ahead(
             view,
             chunk_tokens=step_tokens,
-            costs=RaceCosts(prefill, loading.cost),
+            costs=LoadingCosts(prefill, loading.cost),
             progress=loading.progress,
         )
         alone = outlook.compute_s <= min(outlook.both_s, outlook.load_s)
         return (view.prompt_tokens if alone else outlook.meet_token), outlook.best_s
 
-    alone_s = race(costs.prefill, limits.step_tokens)[1]
+    alone_s = meet(costs.prefill, limits.step_tokens)[1]
 
     def plan(workers: int) -> Plan | None:
         shared = replace(
@@ -123,22 +124,22 @@ def plan_beside_loader(
             token_s=costs.prefill.token_s / workers,
             pair_s=costs.prefill.pair_s / workers,
         )
-        stop, race_s = race(shared, _NO_LIMIT)
+        stop, meet_s = meet(shared, _NO_LIMIT)
         span = Span(view.front, min(stop, room(view)))
         partition = _within(span, workers, costs, limits)
         if partition is None:
             return None
-        # The race took the chain for a worker that is p times as fast; links may make it slower.
+        # `meet` took the chain for a worker that is p times as fast; links may make it slower.
         slower_s = costs.chain_s(partition) - shared.step_s(span.start, partition.bounds[-1])
-        return Plan(tuple(helpers[: workers - 1]), partition, race_s + max(0.0, slower_s), alone_s)
+        return Plan(tuple(helpers[: workers - 1]), partition, meet_s + max(0.0, slower_s), alone_s)
 
     return _best(plan, helpers, pays)
 
 
 def forced_plan(ends: object, span: Span, helpers: Sequence[int], limits: Limits) -> Plan | None:
-    """The chain whose spans end there, as somebody who measures partitions asks for it.
+    """The chain whose spans have these ends, for measuring partitions.
 
-    None if there are not so many helpers, or these are no ends of spans within `span`.
+    None if there are too few helpers, or `ends` are no ends of spans within `span`.
     """
     if not isinstance(ends, list) or not 1 < len(ends) <= len(helpers) + 1:
         return None
@@ -160,7 +161,7 @@ def _best(plan: Callable[[int], Plan | None], helpers: Sequence[int], pays: floa
 
 
 def _within(span: Span, workers: int, costs: Costs, limits: Limits) -> Partition | None:
-    """A partition of as much of the span as forwards of limited size can compute."""
+    """A partition of the longest front of the span that forwards of `step_tokens` can compute."""
     page_tokens, table = limits.page_tokens, limits.table
     stop = min(span.stop, span.start + workers * limits.step_tokens)
     while (stop - span.start) >= workers * page_tokens:

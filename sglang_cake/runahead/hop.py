@@ -1,4 +1,4 @@
-"""One worker's place in a chain: KV that comes in, KV that goes out, layer by layer.
+"""One worker's place in a chain: incoming and outgoing KV, layer by layer.
 
     worker before --parts--> Inflow: into the pool's slots --wait(layer)--> the forward
                                | same bytes, at once                          |
@@ -6,41 +6,87 @@
                                                            +--parts--> worker after
 
 The forward calls `reach(layer)` when K and V of its own tokens of that layer are in the pool, and
-before it reads any: from then on the own part may be sent, and what is missing is waited for. A hop
-that failed raises there, so that a forward ends within a layer.
+before it reads any K and V. Then the own part may be sent, and missing parts are waited for. A
+failed hop raises there, so that a forward ends within a layer.
 
 Threads: the forward's; the transport's readers, which write parts into slots that belong to the
-forward's request alone; one sender for each hop that sends. After `close` nobody reads or writes
-slots any more, a device neither: they may be given to others.
+forward's request alone; one sender for each hop that sends. After `close`, neither a thread nor a
+device reads or writes the slots: they may be reused.
 
-What ends a hop names a culprit where there is one: the worker that is to be left out, whoever it is
-that noticed.
+A failure names a culprit where there is one: the worker that is to be left out. It may be another
+worker than the one that noticed the failure.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.spans import Span
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.rows import Rows, Slots
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Payload
 
 logger = logging.getLogger("sglang_cake")
 
-# How long a part may wait for a forward to begin; the sender is held up meanwhile.
 BIND_TIMEOUT_S = 3.0
-_LOOK_S = 0.05  # how often who waits looks whether there is still something to wait for
+_LOOK_S = 0.05  # how often a waiting thread checks whether it should go on waiting
+
+
+# Rows of the pool, one per token. Only `Rows` reads them; other code slices them by tokens.
+Slots = Any
+
+
+class Launched(Protocol):
+    """A copy that runs, or is complete."""
+
+    def wait(self) -> None:
+        """Block until it is complete."""
+        ...
+
+
+class Rows(Protocol):
+    """The KV pool as a chain uses it: rows of a layer are read and written, maybe while a device
+    runs a forward."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer, all planes."""
+        ...
+
+    def buffer(self, size_bytes: int) -> Payload:
+        """Memory for parts, of the kind that the transport sends best. Any thread."""
+        ...
+
+    def begin(self) -> None:
+        """Order all later writes behind the work that the calling thread has launched so far: other
+        requests may have used the slots until then. The forward's thread."""
+        ...
+
+    def read(self, layer: int, slots: Slots, out: Payload) -> None:
+        """Copy slots into `out`, plane after plane, each `[tokens, bytes]`. Any thread."""
+        ...
+
+    def write(self, layer: int, slots: Slots, payload: Payload, skip: int) -> Launched:
+        """Copy `payload` without its first `skip` tokens into slots. Any thread.
+
+        `payload` and `slots` must not change until it is complete. A forward may continue before
+        that.
+        """
+        ...
 
 
 class Broken(RunaheadError):
     """This hop cannot go on; the message says why.
 
     Args:
-        culprit: rank of the worker that is to blame; None if it is nobody else's fault.
+        culprit: rank of the worker that is to blame; None if it is no other worker.
     """
 
     reason = "broken"
@@ -51,7 +97,7 @@ class Broken(RunaheadError):
 
 
 class Late(RunaheadError):
-    """What is to come takes longer than it may. Args: culprit: who is waited for."""
+    """Data did not arrive in time. Args: culprit: rank of the worker that is waited for."""
 
     reason = "late"
 
@@ -61,23 +107,32 @@ class Late(RunaheadError):
 
 
 class Source(NamedTuple):
-    """A worker earlier in the chain, and the span that it computes."""
+    """An earlier worker of the chain, and its span."""
 
     rank: int
     span: Span
 
 
 class Inflow:
-    """What one worker gets from the one before it: all layers of all spans of `sources`.
+    """The KV that one worker receives: all layers of all spans of `sources`.
 
     Args:
         sources: the workers before this one, first of the chain first; their spans touch.
+        bind_timeout_s: how long a part may wait for `bind`. The sender waits meanwhile.
     """
 
-    def __init__(self, rows: Rows, sources: Sequence[Source]) -> None:
-        self._rows, self._sources = rows, tuple(sources)
+    def __init__(
+        self,
+        rows: Rows,
+        sources: Sequence[Source],
+        *,
+        bind_timeout_s: float = BIND_TIMEOUT_S,
+    ) -> None:
+        self._bind_timeout_s = bind_timeout_s
+        self._rows = rows
+        self._sources = tuple(sources)
         self._span = span = Span(sources[0].span.start, sources[-1].span.stop)
-        self._held_s = dict.fromkeys((each.rank for each in sources), 0.0)  # by whom, so far
+        self._held_s = dict.fromkeys((each.rank for each in sources), 0.0)  # waited for each
         self._changed = threading.Condition()
         self._slots: Slots = None
         self._keep = span.start
@@ -89,17 +144,18 @@ class Inflow:
         self.bytes = 0
 
     def bind(self, slots: Slots, keep: int) -> None:
-        """From now on parts are written: `slots` are those of tokens `[keep, span.stop)`.
+        """Allow parts to be written: `slots` are those of tokens `[keep, span.stop)`.
 
-        What is before `keep` is in the pool already. The forward's thread.
+        Tokens before `keep` are in the pool already. The forward's thread.
         """
         self._rows.begin()
         with self._changed:
-            self._slots, self._keep = slots, keep
+            self._slots = slots
+            self._keep = keep
             self._changed.notify_all()
 
     def part(self, part: LayerPart, payload: Payload) -> None:
-        """A part came; returns when it is in its slots. Raises: Broken."""
+        """Write a part that arrived; returns when it is in its slots. Raises: Broken."""
         span, before = Span(part.start, part.stop), self._sources[-1].rank
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
@@ -107,7 +163,9 @@ class Inflow:
         if len(payload) != span.tokens * self._rows.token_bytes:
             raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens", before)
         with self._changed:
-            self._changed.wait_for(lambda: self._slots is not None or self._broken, BIND_TIMEOUT_S)
+            self._changed.wait_for(
+                lambda: self._slots is not None or self._broken, self._bind_timeout_s
+            )
             if self._slots is None or self._broken:
                 raise Broken(self._broken or "nobody began to compute")
             if self._got_of(part.layer, span):
@@ -123,7 +181,7 @@ class Inflow:
             with self._changed:
                 self.bytes += len(payload)
                 self._missing[part.layer] -= span.tokens
-                self._changed.notify_all()  # the forward need not wait for the copy: it follows it
+                self._changed.notify_all()  # the forward's work is ordered behind the copy
             if copy is not None:
                 copy.wait()
         finally:
@@ -132,21 +190,22 @@ class Inflow:
                 self._changed.notify_all()
 
     def has(self, layer: int) -> bool:
-        """Whether the whole layer is there."""
+        """Whether the whole layer has arrived."""
         with self._changed:
             return not self._missing[layer]
 
     def wait(self, layer: int, patience_s: float, look: Callable[[], None]) -> None:
-        """Until the whole layer is there.
+        """Wait until the whole layer has arrived.
 
-        The time goes to the account of the worker that is waited for. Who waited longest for whom
-        says more than who is missing in the end: one that is slow makes all after it late.
+        Waiting time is summed for each worker that is waited for. The worker with the largest sum
+        is the culprit, not the one whose part is missing in the end: a slow worker makes all later
+        workers late.
 
         Args:
             patience_s: how long all waits of this hop may take together.
-            look: called again and again; raises if there is nothing to wait for any more.
+            look: called repeatedly; raises if waiting is of no use any more.
 
-        Raises: Broken, Late, and what `look` raises.
+        Raises: Broken, Late, and the errors of `look`.
         """
         began_s = time.monotonic()
         try:
@@ -170,25 +229,25 @@ class Inflow:
             self.waited_s += time.monotonic() - began_s
 
     def _got_of(self, layer: int, span: Span) -> int:
-        """How many tokens of `span` have come."""
+        """How many tokens of `span` have arrived."""
         return sum(
             max(0, min(got.stop, span.stop) - max(got.start, span.start))
             for got in self._got[layer]
         )
 
     def _holder(self, layer: int) -> int:
-        """Who is waited for: the last worker whose own part has not come.
+        """The worker that is waited for: the last one whose own part has not arrived.
 
-        Those after it have sent theirs. It would have handed on what is missing of those before it,
-        so that they cannot be blamed while nothing comes from itself.
+        Later workers have sent theirs. Missing parts of earlier workers would come through this
+        one, so they cannot be blamed while its own part is missing.
         """
         for rank, span in reversed(self._sources):
             if self._got_of(layer, span) < span.tokens:
                 return rank
-        return self._sources[0].rank  # all has come, and is being written
+        return self._sources[0].rank  # all parts have arrived, and are being written
 
     def close(self, reason: str) -> None:
-        """Nothing is written any more once this returns."""
+        """No slot is written after this returns."""
         with self._changed:
             self._broken = self._broken or reason
             self._changed.notify_all()
@@ -196,11 +255,12 @@ class Inflow:
 
 
 class Outflow:
-    """What one worker hands on: its own part of each layer, and what it received.
+    """The KV that one worker sends: its own part of each layer, and the parts that it received.
 
     Args:
-        send: to the worker after, see `Transport.send_part`.
-        failed: called when sending ended by an error, from the sender's thread.
+        send: to the next worker, see `Transport.send_part`.
+        failed: called if sending failed, from the sender's thread.
+        part_bytes: most bytes of an own part.
     """
 
     def __init__(
@@ -209,9 +269,14 @@ class Outflow:
         job: str,
         send: Callable[[LayerPart, Payload], None],
         failed: Callable[[Exception], None],
+        *,
+        part_bytes: int = MAX_PART_BYTES,
     ) -> None:
-        self._rows, self._job, self._send, self._failed = rows, job, send, failed
-        self._part_tokens = max(1, MAX_PART_BYTES // rows.token_bytes)
+        self._rows = rows
+        self._job = job
+        self._send = send
+        self._failed = failed
+        self._part_tokens = max(1, part_bytes // rows.token_bytes)
         self._changed = threading.Condition()
         self._slots: Slots = None
         self._span = Span(0, 0)
@@ -223,24 +288,25 @@ class Outflow:
         self.forwarded_bytes = 0
 
     def bind(self, slots: Slots, span: Span) -> None:
-        """What is sent of each layer: `slots` are those of `span`. Starts the sender."""
-        self._slots, self._span = slots, span
+        """Start the sender: of each layer it sends `slots`, those of `span`."""
+        self._slots = slots
+        self._span = span
         threading.Thread(target=self._run, name="cake-runahead-send", daemon=True).start()
 
     def ready(self, layer: int) -> None:
-        """K and V of this layer, of all tokens of the own span, are in the pool."""
+        """K and V of this layer are in the pool, for all tokens of the own span."""
         with self._changed:
             self._ready = max(self._ready, layer)
             self._changed.notify_all()
 
     def forward(self, part: LayerPart, payload: Payload) -> None:
-        """Hand on what was received, from the thread that received it. Raises: PeerGone."""
+        """Send a received part on, from the thread that received it. Raises: PeerGone."""
         if not self._closed:
             self._send(part, payload)
             self.forwarded_bytes += len(payload)
 
     def drain(self, timeout_s: float, look: Callable[[], None]) -> None:
-        """Until every layer is sent. Raises: Late, and what `look` raises."""
+        """Wait until every layer is sent. Raises: Late, and the errors of `look`."""
         end_s = time.monotonic() + timeout_s
         with self._changed:
             while self._sent + 1 < self._rows.layers:
@@ -250,7 +316,7 @@ class Outflow:
                 self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
-        """Nothing is read any more once this returns."""
+        """No slot is read after this returns."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -289,9 +355,9 @@ class Hop:
     """A job on one worker.
 
     Args:
-        before: rank of the worker that sends; None for the first of the chain.
-        after: rank of the worker that is sent to; None for the last.
-        patience_s: how long the forward may wait for what comes in, in all.
+        before: rank of the previous worker; None for the first of the chain.
+        after: rank of the next worker; None for the last.
+        patience_s: how long the forward may wait for incoming KV, in all.
     """
 
     def __init__(
@@ -304,12 +370,15 @@ class Hop:
         outflow: Outflow | None,
         patience_s: float,
     ) -> None:
-        self.job, self.before, self.after = job, before, after
-        self.inflow, self.outflow = inflow, outflow
+        self.job = job
+        self.before = before
+        self.after = after
+        self.inflow = inflow
+        self.outflow = outflow
         self.patience_s = patience_s
         self._broken: tuple[str, int | None] | None = None
-        # Called by the forward's thread at each layer, and again and again while it waits there:
-        # raises a RunaheadError if there is nothing to go on for.
+        # Called by the forward's thread at each layer, and repeatedly while it waits there: raises
+        # a RunaheadError if the job is of no use any more.
         self.watch: Callable[[], None] | None = None
 
     @property
@@ -319,25 +388,25 @@ class Hop:
 
     @property
     def culprit(self) -> int | None:
-        """Whose fault that is, by rank; None if it is nobody else's."""
+        """Rank of the worker that is to blame; None if it is no other worker."""
         return None if self._broken is None else self._broken[1]
 
     def break_off(self, reason: str, culprit: int | None = None) -> None:
-        """Whoever is in the middle of it stops at the next layer. Any thread; does not wait.
+        """Make the forward stop at its next layer. Any thread; does not block.
 
         The first reason stays.
         """
         self._broken = self._broken or (reason, culprit)
 
     def check(self) -> None:
-        """The forward's thread. Raises: Broken, and what `watch` raises."""
+        """Called by the forward's thread. Raises: Broken, and the errors of `watch`."""
         if self._broken is not None:
             raise Broken(*self._broken)
         if self.watch is not None:
             self.watch()
 
     def on_part(self, part: LayerPart, payload: Payload) -> None:
-        """A part of this job came. A transport's thread."""
+        """A part of this job arrived. A transport's thread."""
         if self._broken is not None or self.inflow is None:
             return
         try:
@@ -346,16 +415,16 @@ class Hop:
             self.inflow.part(part, payload)
         except Broken as error:
             self.break_off(str(error), error.culprit)
-        except RunaheadError as error:  # of the forwarding
+        except RunaheadError as error:  # from sending it on
             self.break_off(str(error), self.after)
         except Exception as error:
             logger.exception("cake runahead: a part could not be taken")
             self.break_off(repr(error))
 
     def reach(self, layer: int) -> None:
-        """The forward has written K and V of its own tokens of `layer`, and goes on to read.
+        """The forward has written K and V of its own tokens of `layer`, and will read all.
 
-        Raises: RunaheadError if it must not.
+        Raises: RunaheadError if it must not go on.
         """
         self.check()
         self.wrote(layer)
@@ -367,11 +436,11 @@ class Hop:
             self.outflow.ready(layer)
 
     def has(self, layer: int) -> bool:
-        """Whether all that is before the own tokens of `layer` is there."""
+        """Whether KV of `layer` has arrived for all tokens before the own ones."""
         return self.inflow is None or self.inflow.has(layer)
 
     def wait(self, layer: int) -> None:
-        """Until it is. Raises: RunaheadError if there is nothing to go on for."""
+        """Wait for it. Raises: RunaheadError if the forward must not go on."""
         if self.inflow is not None:
             try:
                 self.inflow.wait(layer, self.patience_s, self.check)
@@ -380,7 +449,7 @@ class Hop:
                 raise
 
     def drain(self, timeout_s: float) -> None:
-        """Until every layer is sent. Raises: RunaheadError."""
+        """Wait until every layer is sent. Raises: RunaheadError."""
         assert self.outflow is not None
         try:
             self.outflow.drain(timeout_s, self.check)
@@ -389,7 +458,7 @@ class Hop:
             raise
 
     def close(self, reason: str) -> None:
-        """The forward's thread is done with it, one way or the other."""
+        """End the hop. The forward's thread, after success and after a failure."""
         self.break_off(reason)
         if self.outflow is not None:
             self.outflow.close()

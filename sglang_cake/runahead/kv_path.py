@@ -1,11 +1,11 @@
-"""The way of KV from one member to another: bulk data that CurveZMQ is too slow for.
+"""The path of KV from one member to another: bulk data, for which CurveZMQ is too slow.
 
-Each member has one more port, which the system chooses. `Hello` names it, and a password without
-which nobody may connect: it keeps strangers out, and only that, since who listens to the network
-can read it there. What protects KV is a seal: each part is encrypted with AES-256-GCM by a key that
-the receiver made for this path and told the sender on their CurveZMQ connection. The nonce counts
-parts, so that what was changed, repeated, left out or put in another order is found out. Why not
-CurveZMQ: docs/runahead.md, "The link between two members".
+Each member has a second port, chosen by the system. `Hello` contains the port, and a password that
+connections need. The password keeps strangers out, but no eavesdropper: it crosses the network in
+plain text. KV is protected by encryption: each part is encrypted with AES-256-GCM, by a key that
+the receiver made for this path and sent on the CurveZMQ connection. The nonce counts parts, so that
+a changed, repeated, missing or reordered part is detected. Why not CurveZMQ: docs/runahead.md, "The
+link between two members".
 
     [path] [PartHead] [KV of the part, sealed; its tag]
 """
@@ -20,7 +20,6 @@ import zmq
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import (
     KEY_BYTES,
     PATH_BYTES,
@@ -34,18 +33,21 @@ from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 TAG_BYTES: Final = 16
 _HEAD_BYTES = 256
-_LOOK_S = 0.05  # how often who waits looks whether the peer is still there
+_LOOK_S = 0.05  # how often a waiting sender checks whether the peer is still there
 
 
 class Outlet:
-    """What a sender knows of one receiver. Any thread; parts go one at a time.
+    """The sender's end of a path. Any thread; one part at a time.
 
-    Args: name, key: as the receiver's Hello says.
+    Args:
+        name, key: from the receiver's Hello.
+        timeout_s: in which the receiver must accept a part.
     """
 
-    def __init__(self, name: bytes, key: bytes) -> None:
+    def __init__(self, name: bytes, key: bytes, timeout_s: float) -> None:
         self.name: Final = name
-        self.over = False  # the receiver is gone, or names another path
+        self._timeout_s = timeout_s
+        self.over = False  # the receiver is gone, or has another path
         self._lock = threading.Lock()
         self._seal = _Seal(key)
         self._sealed = bytearray(0)
@@ -56,7 +58,7 @@ class Outlet:
         with self._lock:
             if self.over:
                 raise PeerGone("it does not take KV")
-            end_s = time.monotonic() + transport.SEND_TIMEOUT_S
+            end_s = time.monotonic() + self._timeout_s
             if len(self._sealed) < len(payload) + TAG_BYTES:
                 self._sealed = bytearray(MAX_PART_BYTES + TAG_BYTES)
             sealed = memoryview(self._sealed)[: len(payload) + TAG_BYTES]
@@ -65,7 +67,7 @@ class Outlet:
             began_s = time.perf_counter()
             taken = server.put(self.name, head, sealed)
             while not self._is_taken(taken):
-                # ZeroMQ has the memory until it is sent: after this, nobody uses it again.
+                # ZeroMQ reads the memory until it is sent, so this path never uses it again.
                 self.over = self.over or time.monotonic() > end_s
                 if self.over:
                     raise PeerGone("it does not take KV")
@@ -83,7 +85,7 @@ class Outlet:
 
 
 class Inlet:
-    """What the receiver knows of a path that it made. One thread."""
+    """The receiver's end of a path. One thread."""
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
         self.name: Final = secrets.token_bytes(PATH_BYTES)
@@ -92,7 +94,10 @@ class Inlet:
         self._buffer = memoryview(buffer)
 
     def take(self, frames: list[zmq.Frame]) -> tuple[PartHead, memoryview]:
-        """What came, and its KV, in memory that the next one reuses. Raises: BadMessage."""
+        """The head and the KV of a part, in memory that the next call overwrites.
+
+        Raises: BadMessage.
+        """
         if len(frames) != 2 or len(frames[0]) > _HEAD_BYTES or len(frames[1]) <= TAG_BYTES:
             raise BadMessage("no part of a layer")
         head, sealed = frames[0].bytes, frames[1].buffer
@@ -102,20 +107,20 @@ class Inlet:
 
 
 class KvServer:
-    """The port that receivers dial. Any thread. Args: socket: a ROUTER that is bound."""
+    """The port for KV, to which receivers connect. Any thread. Args: socket: a bound ROUTER."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._lock = threading.Lock()  # a socket is for one thread at a time
+        self._lock = threading.Lock()  # one thread at a time may use a socket
         self._socket = socket
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        socket.copy_threshold = 0  # small parts are waited for, too
+        socket.copy_threshold = 0  # small parts are tracked too
 
     def put(self, *frames: bytes | memoryview) -> zmq.MessageTracker:
-        """Queue frames, which ZeroMQ reads until the tracker is done. Raises: PeerGone."""
+        """Queue frames. ZeroMQ reads their memory until the tracker is done. Raises: PeerGone."""
         try:
             with self._lock:
                 sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
-        except zmq.ZMQError as error:  # it has left, or this end is closed
+        except zmq.ZMQError as error:  # it has disconnected, or this end is closed
             raise PeerGone(f"it does not take KV: {error.strerror}") from None
         assert sent is not None
         return sent

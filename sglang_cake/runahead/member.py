@@ -4,12 +4,12 @@
       |                  +--one refuses, is late or gone: cancel--> idle
       +--accept an offer--> helping --finish--> idle
 
-A member that asks, owns or helps refuses offers. So no two members ever wait for each other, and
-nobody waits behind a queue: who has no time now says so, and the owner computes alone.
+A member that asks, owns or helps refuses offers. So no two members ever wait for each other, and no
+offer waits in a queue: a busy member refuses at once, and the owner computes alone.
 
-A member that failed is left out for a while, longer each time, until it has helped once. Others of
-the same chain are not: whoever notices a failure says whose it is, and who is late shows in what
-has not come.
+A member that failed is left out for a while, longer each time, until it has helped once. Other
+members of the same chain are not: the report of a failure names the culprit, and missing parts show
+which member is late.
 """
 
 import logging
@@ -19,11 +19,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.spans import Span
-from sglang_cake.runahead.hop import Hop, Inflow, Outflow, Source
+from sglang_cake.runahead.hop import BIND_TIMEOUT_S, Hop, Inflow, Outflow, Rows, Source
 from sglang_cake.runahead.messages import (
     Accept,
     Cancel,
@@ -36,24 +36,34 @@ from sglang_cake.runahead.messages import (
     new_job,
 )
 from sglang_cake.runahead.partition import Partition
-from sglang_cake.runahead.rows import Rows
-from sglang_cake.runahead.transport import PeerGone, Transport
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
 
 logger = logging.getLogger("sglang_cake")
 
 Outcome = Literal["done", "cancelled"]
 
-MAX_OFFERS = 16  # that wait for the scheduler to look
-MAX_OVER = 256  # jobs that are remembered as over
-LEFT_OUT_S = (2.0, 120.0)  # after the first failure, and at most
-BUSY_S = 0.25  # after a refusal: it is healthy, and has no time
-FIRST_WAIT_S = 1.0  # a part that comes before its offer was looked at waits so long
-HELPER_PATIENCE_S = 60.0  # a helper waits as long as its owner does; this only bounds it
+MAX_OFFERS = 16  # that wait for the scheduler
+MAX_OVER = 256  # ended jobs that are remembered
+HELPER_PATIENCE_S = 60.0  # an upper bound: a helper waits as long as its owner does
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSettings:
+    """Times of a member in seconds, and the size of its parts."""
+
+    left_out_s: tuple[float, float] = (2.0, 120.0)  # after the first failure, and at most
+    busy_s: float = 0.25  # pause after a refusal: the member is healthy, but busy
+    first_wait_s: float = 1.0  # how long a part waits whose offer was not accepted yet
+    bind_timeout_s: float = BIND_TIMEOUT_S  # as of `Inflow`
+    part_bytes: int = MAX_PART_BYTES  # as of `Outflow`
+
+
+MEMBER_SETTINGS: Final = MemberSettings()
 
 
 @dataclass(slots=True, eq=False)
 class Owned:
-    """A job of ours."""
+    """A job of this member."""
 
     hop: Hop
     chain: tuple[int, ...]
@@ -63,63 +73,79 @@ class Owned:
 
     @property
     def helpers(self) -> tuple[int, ...]:
-        """All but ourselves."""
+        """All workers but this member."""
         return self.chain[:-1]
 
     @property
     def agreed(self) -> bool:
-        """All helpers compute."""
+        """Whether all helpers have accepted."""
         return self.accepted == set(self.helpers)
 
     @property
     def split(self) -> int:
-        """Where our own span begins."""
+        """Where this member's own span begins."""
         return self.partition.bounds[-2]
 
 
 @dataclass(slots=True, eq=False)
 class Helping:
-    """A job of another's that we accepted."""
+    """A job of another member that this one accepted."""
 
     hop: Hop
     offer: Offer
     owner: int
-    span: Span  # ours
+    span: Span  # of this member
 
 
 class Member:
-    """The scheduler's thread asks and helps; the transport's threads bring news.
+    """Proposes and accepts jobs in the scheduler's thread; receives in the transport's threads.
 
     Args:
-        wake: called when there is an offer to look at. Any thread.
+        wake: called when the scheduler should look: an offer, an answer or a failure. Any thread.
     """
 
     def __init__(
-        self, rank: int, transport: Transport, rows: Rows, wake: Callable[[], None]
+        self,
+        rank: int,
+        transport: Transport,
+        rows: Rows,
+        wake: Callable[[], None],
+        *,
+        settings: MemberSettings = MEMBER_SETTINGS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
-        self._transport, self._rows, self._wake = transport, rows, wake
+        self._settings = settings
+        self._clock = clock
+        self._transport = transport
+        self._rows = rows
+        self._wake = wake
         self._lock = threading.Condition()  # notified when a job begins or ends here
         self._owned: Owned | None = None
         self._helping: Helping | None = None
         self._offers: deque[tuple[int, Offer]] = deque()
-        self._out: dict[int, tuple[float, float]] = {}  # rank -> (until, how long it was)
-        self._over: deque[str] = deque(maxlen=MAX_OVER)  # jobs that need nothing here any more
+        self._out: dict[int, tuple[float, float]] = {}  # rank -> (left out until, last pause)
+        self._over: deque[str] = deque(maxlen=MAX_OVER)  # ended jobs
         transport.start(self)
 
     # ---- the owner ----
 
     def helpers(self) -> tuple[int, ...]:
-        """Who may be asked now, by rank. Nobody while this member is busy itself."""
-        now_s = time.monotonic()
+        """Ranks that may be asked now; none while this member is busy itself."""
+        now_s = self._clock()
         with self._lock:
             if self._owned is not None or self._helping is not None or self._offers:
                 return ()
             present = self._transport.reachable()
             return tuple(sorted(r for r in present if self._out.get(r, (0.0, 0.0))[0] <= now_s))
 
+    def failed(self) -> frozenset[int]:
+        """Ranks of members that have failed, and have not helped since."""
+        with self._lock:
+            return frozenset(rank for rank, (_, pause_s) in self._out.items() if pause_s > 0)
+
     def bytes_per_s(self) -> float | None:
-        """What the slowest of the links to this member carries; None if nothing was measured."""
+        """Throughput of the slowest link to this member; None if none was measured."""
         known = [self._transport.bytes_per_s(rank) for rank in self._transport.reachable()]
         return min((rate for rate in known if rate is not None), default=None)
 
@@ -134,9 +160,9 @@ class Member:
         cache_salt: str | None,
         patience_s: float,
     ) -> Owned:
-        """Ask the helpers of `chain`, which ends with this member.
+        """Send offers to the helpers of `chain`, which ends with this member.
 
-        Raises: RunaheadError if one cannot be asked; then nobody is.
+        Raises: RunaheadError if a helper cannot be reached; sent offers are cancelled then.
         """
         assert chain[-1] == self.rank
         job = new_job()
@@ -144,7 +170,7 @@ class Member:
             job,
             before=chain[-2],
             after=None,
-            inflow=Inflow(self._rows, _sources(chain, partition, len(chain) - 1)),
+            inflow=self._inflow(_sources(chain, partition, len(chain) - 1)),
             outflow=None,
             patience_s=patience_s,
         )
@@ -166,10 +192,9 @@ class Member:
         return owned
 
     def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
-        """Our job is over: all KV came, or nobody needs it any more, or it failed.
+        """End an own job: all KV arrived, or it is not needed any more, or it failed.
 
-        Once this returns, nobody touches the slots that were bound. If a member is to blame, it is
-        left out; the others stay.
+        After this returns, the bound slots are not used. A member that is to blame is left out.
         """
         with self._lock:
             if self._owned is owned:
@@ -184,13 +209,13 @@ class Member:
             self._tell(rank, Cancel(owned.hop.job, (reason or outcome)[:200]))
             if rank == culprit:
                 self._leave_out(rank)
-            elif rank not in owned.accepted:  # too busy to answer
+            elif rank not in owned.accepted:  # it did not answer in time
                 self._pause(rank)
 
     # ---- the helper ----
 
     def next_offer(self) -> tuple[int, Offer] | None:
-        """An offer to accept or refuse, at once. While this member is busy it refuses by itself."""
+        """An offer that the caller accepts or refuses at once. A busy member refuses all here."""
         while True:
             with self._lock:
                 if not self._offers:
@@ -204,12 +229,12 @@ class Member:
                 return owner, offer
 
     def accept(self, owner: int, offer: Offer, *, matched: int) -> Helping:
-        """We compute. Raises: PeerGone if the owner is not there any more."""
+        """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
         place = offer.chain.index(self.rank)
         before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
         inflow = None
         if before is not None:
-            inflow = Inflow(self._rows, _sources(offer.chain, offer.partition, place))
+            inflow = self._inflow(_sources(offer.chain, offer.partition, place))
         hop = Hop(
             offer.job,
             before=before,
@@ -225,6 +250,7 @@ class Member:
             lambda error: hop.break_off(
                 str(error) or repr(error), after if isinstance(error, RunaheadError) else None
             ),
+            part_bytes=self._settings.part_bytes,
         )
         helping = Helping(hop, offer, owner, offer.partition.spans[place])
         with self._lock:
@@ -242,13 +268,13 @@ class Member:
         return helping
 
     def refuse(self, owner: int, offer: Offer, reason: str) -> None:
-        """We do not compute."""
+        """Refuse an offer."""
         with self._lock:
             self._end(offer.job)
         self._tell(owner, Refuse(offer.job, reason[:200]))
 
     def end_helping(self, helping: Helping, failure: str | None) -> None:
-        """The job that we helped with is over here; the owner hears of a failure, and whose."""
+        """End an accepted job; a failure and its culprit are reported to the owner."""
         culprit = helping.hop.culprit
         with self._lock:
             if self._helping is helping:
@@ -264,13 +290,13 @@ class Member:
         """End everything."""
         self._transport.close()
 
-    # ---- what the transport says; its threads ----
+    # ---- `Handler`; the transport's threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
         if isinstance(message, Offer):
             self._offered(rank, message)
             return
-        if isinstance(message, Ours):  # of another transport than this member's
+        if isinstance(message, Ours):  # from another kind of transport
             return
         with self._lock:
             owned = self._owned
@@ -287,17 +313,19 @@ class Member:
                 mine.refused = f"member {rank} refuses: {message.reason}"
                 self._pause(rank)
             else:
-                # Never this member itself, or nobody would be left out.
+                # Never this member itself: then no member would be left out.
                 blamed = message.culprit if message.culprit in mine.helpers else rank
                 mine.hop.break_off(f"member {rank}: {message.reason}", blamed)
         self._wake()
 
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
         with self._lock:
-            # The worker before may be quicker than the offer, which comes from the owner.
-            self._lock.wait_for(lambda: part.job in self._over or self._hop(part.job), FIRST_WAIT_S)
+            # A part of the previous worker may arrive before the offer of the owner.
+            self._lock.wait_for(
+                lambda: part.job in self._over or self._hop(part.job), self._settings.first_wait_s
+            )
             hop = self._hop(part.job)
-        if hop is not None and hop.before == rank:  # else it is over
+        if hop is not None and hop.before == rank:  # otherwise the job has ended
             hop.on_part(part, payload)
 
     def on_gone(self, rank: int, reason: str) -> None:
@@ -332,6 +360,9 @@ class Member:
         else:
             self.refuse(rank, offer, reason)
 
+    def _inflow(self, sources: list[Source]) -> Inflow:
+        return Inflow(self._rows, sources, bind_timeout_s=self._settings.bind_timeout_s)
+
     def _hop(self, job: str) -> Hop | None:
         for each in (self._owned, self._helping):
             if each is not None and each.hop.job == job:
@@ -343,15 +374,16 @@ class Member:
         self._lock.notify_all()
 
     def _pause(self, rank: int) -> None:
-        """Do not ask again at once; what it failed at before still counts."""
+        """Do not ask it again at once. Earlier failures still count."""
         until_s, last_s = self._out.get(rank, (0.0, 0.0))
-        self._out[rank] = (max(until_s, time.monotonic() + BUSY_S), last_s)
+        self._out[rank] = (max(until_s, self._clock() + self._settings.busy_s), last_s)
 
     def _leave_out(self, rank: int) -> None:
         with self._lock:
             last_s = self._out.get(rank, (0.0, 0.0))[1]
-            pause_s = min(2 * last_s or LEFT_OUT_S[0], LEFT_OUT_S[1])
-            self._out[rank] = (time.monotonic() + pause_s, pause_s)
+            first_s, most_s = self._settings.left_out_s
+            pause_s = min(2 * last_s or first_s, most_s)
+            self._out[rank] = (self._clock() + pause_s, pause_s)
         logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
 
     def _tell(self, rank: int, message: Message) -> None:
@@ -362,5 +394,5 @@ class Member:
 
 
 def _sources(chain: tuple[int, ...], partition: Partition, place: int) -> list[Source]:
-    """The workers before that place of the chain."""
+    """The workers before this place of the chain."""
     return [Source(*each) for each in zip(chain[:place], partition.spans, strict=False)]

@@ -1,10 +1,10 @@
-"""What the members of a group tell each other: typed, versioned and bounded, in MessagePack.
+"""Messages between the members of a group: typed, versioned and bounded, in MessagePack.
 
-A job is one chain for one prompt. Its owner offers a span to each helper, first worker first in
-`chain`, itself last; helpers accept or refuse; from then on KV flows down the chain, layer by layer
-(`LayerPart`). Whoever cannot go on says so, and the owner tells the others to stop.
+A job is one chain for one prompt. `chain` has the first worker first, and the owner last. The owner
+offers a span to each helper; helpers accept or refuse. Then KV flows down the chain, layer by layer
+(`LayerPart`). A worker that cannot go on reports it, and the owner tells the others to stop.
 
-What a peer sent is checked here, field by field, before anybody acts on it.
+Every field of a received message is checked here, before any other code sees it.
 """
 
 import uuid
@@ -38,12 +38,12 @@ else:
 
 
 def new_job() -> str:
-    """A name for a job: 32 hex digits that nobody else has."""
+    """A unique name for a job: 32 hex digits."""
     return uuid.uuid4().hex
 
 
 class LayerPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Which KV a piece of data is: one layer of tokens `[start, stop)`, every plane of it."""
+    """Names a piece of KV: one layer of tokens `[start, stop)`, all planes."""
 
     job: Job
     layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
@@ -56,28 +56,28 @@ class LayerPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 class PartHead(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What stands before the KV of a part."""
+    """The header of a part's KV."""
 
     part: LayerPart
-    before_bytes: Count  # of KV, in the part before
-    before_us: Count  # microseconds until the sender was rid of it; 0: there was none
+    before_bytes: Count  # of KV in the previous part
+    before_us: Count  # microseconds of sending it; 0: there was none
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of what members say. Raises: ValueError from a subclass whose fields disagree."""
+    """Base of all messages. Raises: ValueError from a subclass whose fields disagree."""
 
 
 class Offer(_Message, frozen=True, tag=1):
-    """Compute your span of this job, on top of what comes from the worker before you.
+    """Asks the receiver to compute its span of this job, on top of the previous worker's KV.
 
-    `bounds` are those of the partition: span j is worker `chain[j]`'s. The KV that the chain hands
-    on begins at `bounds[0]`; what is before, everybody must have in its tree.
+    `bounds` are those of the partition: span j belongs to worker `chain[j]`. The chain sends KV
+    from `bounds[0]` on. Earlier tokens must be in the tree of every worker.
     """
 
     job: Job
     chain: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]  # the owner last
     bounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_MEMBERS + 1)]
-    namespace: Text  # hex digest: whose KV this is
+    namespace: Text  # of the KV, hex digest
     extra_key: Text | None
     cache_salt: Text | None
     tokens: Tokens  # of the prompt, up to the end of the receiver's span
@@ -96,28 +96,28 @@ class Offer(_Message, frozen=True, tag=1):
 
 
 class Accept(_Message, frozen=True, tag=2):
-    """I am computing; `matched` tokens of the prompt were in my tree."""
+    """The sender computes its span; `matched` tokens of the prompt were in its tree."""
 
     job: Job
     matched: Count
 
 
 class Refuse(_Message, frozen=True, tag=3):
-    """I am not computing."""
+    """The sender does not compute."""
 
     job: Job
     reason: Text
 
 
 class Cancel(_Message, frozen=True, tag=4):
-    """Stop, and forget the job."""
+    """The receiver must stop, and forget the job."""
 
     job: Job
     reason: Text
 
 
 class Failed(_Message, frozen=True, tag=5):
-    """I cannot go on with what I accepted; the member `culprit` is to blame, maybe I myself."""
+    """The sender cannot go on with an accepted job. `culprit`, maybe the sender, is to blame."""
 
     job: Job
     culprit: Count
@@ -125,41 +125,41 @@ class Failed(_Message, frozen=True, tag=5):
 
 
 class Ring(_Message, frozen=True, tag=6):
-    """Of transports that write into a peer's memory: where you may write parts for me."""
+    """For transports that write into a peer's memory: where the sender takes parts."""
 
-    session: Text  # how the engine finds me
+    session: Text  # the engine's address of the sender
     address: Annotated[int, Meta(ge=0)]
     slots: Count  # of MAX_PART_BYTES each
 
 
 class Landed(_Message, frozen=True, tag=7):
-    """A part of a layer is in one of your slots."""
+    """A part was written into a slot of the receiver."""
 
     part: LayerPart
     slot: Count
     size: Count  # bytes
     checksum: Annotated[int, Meta(ge=0)]  # XXH3-64
-    took_us: Count  # microseconds that writing it took
+    took_us: Count  # microseconds of the write
 
 
 class Credit(_Message, frozen=True, tag=8):
-    """What was in one of my slots is used; write the next part there."""
+    """A slot of the sender was read; it may be written again."""
 
     slot: Count
 
 
 class Hello(_Message, frozen=True, tag=9):
-    """Who I am, and how you get and send KV. Said again when any of it has changed."""
+    """The sender's identity, and where it takes and gives KV. Sent again after every change."""
 
     version: Count
     size: Count  # members of the group
     namespace: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    session: Session  # of my connection to you; 0: there is none, so I do not hear you
-    heard: Session  # yours that I answer; 0 while I cannot take KV from you
-    kv_port: Annotated[int, Meta(gt=0, lt=65536)]  # of my host, that you get KV from
+    session: Session  # of the sender's connection to the receiver; 0: there is none
+    heard: Session  # the receiver's session; 0 while the sender cannot take KV
+    kv_port: Annotated[int, Meta(gt=0, lt=65536)]  # where the receiver connects for KV
     kv_password: Annotated[str, Meta(max_length=64)]
-    path: Annotated[bytes, Meta(max_length=PATH_BYTES)]  # where I take KV; empty if `heard` is 0
-    key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # that seals it
+    path: Annotated[bytes, Meta(max_length=PATH_BYTES)]  # of KV to the sender; empty: no `heard`
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # that encrypts it
 
     def __post_init__(self) -> None:
         sizes = (len(self.path), len(self.key))
@@ -167,12 +167,12 @@ class Hello(_Message, frozen=True, tag=9):
             raise ValueError("a member that takes KV names a path and a key")
 
 
-Ours = Ring | Landed | Credit | Hello  # between transports; members never see them
+Ours = Ring | Landed | Credit | Hello  # between transports; `Member` never gets them
 Message = Offer | Accept | Refuse | Cancel | Failed | Ours
 
 
 class BadMessage(RunaheadError):
-    """A peer sent something that is no message of this version."""
+    """A peer sent bytes that are no message of this version."""
 
     reason = "protocol"
 
@@ -189,7 +189,7 @@ def decode(body: bytes) -> Message:
 
 
 def decode_head(head: bytes) -> PartHead:
-    """What `head` says of a part. Raises: BadMessage."""
+    """The header of a part. Raises: BadMessage."""
     return _decoded(_HEADS, head)
 
 

@@ -1,6 +1,6 @@
-"""Mooncake's transfer engine, as `ring.py` writes parts with it: between host memory.
+"""Mooncake's transfer engine for `ring.py`: it writes parts from host memory to host memory.
 
-The engine lets everybody who reaches its port write into the slots (docs/security.md).
+Any process that reaches the engine's port can write into the slots (docs/security.md).
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def check_installed() -> None:
 
 
 class MooncakeEngine:
-    """Mooncake's engine, and the memory that it reads and writes. It ends with the process.
+    """Implements `WriteEngine`: Mooncake's engine and its memory. It ends with the process.
 
     Raises: OSError if it cannot start, or does not take memory.
     """
@@ -41,30 +41,30 @@ class MooncakeEngine:
     def __init__(self, host: str) -> None:
         from mooncake.engine import TransferEngine
 
-        self._engine: Any = TransferEngine()
+        self.engine: Any = TransferEngine()
         protocol = os.environ.get(PROTOCOL_ENV, "tcp")
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+        if self.engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
             raise OSError(f"Mooncake's engine does not start with protocol {protocol}")
         shown = f"[{host}]" if ":" in host else host
-        self.session = f"{shown}:{self._engine.get_rpc_port()}"
+        self.session = f"{shown}:{self.engine.get_rpc_port()}"
 
     def lend(self) -> tuple[int, memoryview]:
-        """Pages cost memory once they are used."""
+        """See `WriteEngine.lend`. Pages cost memory only once they are used."""
         memory = mmap.mmap(-1, RING_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        if self._engine.register_memory(address, len(memory)) != 0:
+        if self.engine.register_memory(address, len(memory)) != 0:
             raise OSError("Mooncake's engine does not take memory")
         return address, memoryview(memory)
 
     def take_back(self, address: int) -> None:
-        self._engine.unregister_memory(address)
+        self.engine.unregister_memory(address)
 
     def fill(self, slot: memoryview, payload: memoryview) -> None:
         slot[:] = payload
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
-        """Without the GIL."""
-        return int(self._engine.transfer_sync_write(session, source, target, size_bytes)) == 0
+        """See `WriteEngine.write`. Releases the GIL."""
+        return int(self.engine.transfer_sync_write(session, source, target, size_bytes)) == 0
 
     def checksum(self, payload: memoryview) -> int:
         return int(xxhash.xxh3_64_intdigest(payload))

@@ -1,13 +1,17 @@
 """Which worker of a chain computes which span of a prompt (KV-Runahead, arXiv 2405.05329).
 
-Worker j of a chain computes span j on top of everything before it, so a later span costs more per
-token, and the spans of an even split (KVR-E) end at different times. Here: the even split; the
-split in which all workers need the same time (`balanced`, docs/theory.md); the same with a loader
-that fills the tail meanwhile (`with_loader`); and a split read off others (`scaled`, KVR-P). All
-are pure, and every bound but the last is on a page.
+Worker j of a chain computes span j on top of all earlier tokens. So a later span costs more per
+token, and the spans of an even split (KVR-E) end at different times. The splits here:
+
+- `even`: as many tokens for each worker (KVR-E);
+- `scaled`: given shares, for example interpolated ones (KVR-P);
+- `balanced`: all workers need the same time (docs/theory.md);
+- `with_loader`: the same, with a loader that fills the tail meanwhile.
+
+All are pure, and every bound but the last is on a page.
 
 The cost of a span is a function `step_s(start, stop)`: seconds to compute tokens `[start, stop)` on
-top of `start` tokens whose KV is there. It may not fall when `stop` grows.
+top of `start` tokens whose KV is in memory. It may not fall when `stop` grows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +21,12 @@ from itertools import pairwise
 from sglang_cake.core.spans import Span
 
 StepSeconds = Callable[[int, int], float]
-_HALVINGS = 40  # of the interval in which the time of all is searched: to one part in 10^12
+_HALVINGS = 40  # of a bisection: to one part in 10^12
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Spans that follow each other, one a worker: `bounds[j]` to `bounds[j + 1]` is worker j's.
+    """Adjacent spans, one a worker: worker j has `bounds[j]` to `bounds[j + 1]`.
 
     Raises: ValueError if there is no span, or an empty one.
     """
@@ -54,14 +58,14 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A partition of the front, and where the loader's part begins (`partition.bounds[-1]`)."""
+    """A partition of the front. The loader's part begins at `partition.bounds[-1]`."""
 
     partition: Partition
-    finish_s: float  # when the slowest worker ends, or the loader, whichever is later
+    finish_s: float  # when the slowest worker and the loader have ended
 
 
 def even(span: Span, workers: int, *, page_tokens: int = 1) -> Partition:
-    """Every worker gets as many tokens (KVR-E)."""
+    """As many tokens for each worker (KVR-E)."""
     return scaled(span, [1.0 / workers] * workers, page_tokens=page_tokens)
 
 
@@ -78,11 +82,11 @@ def scaled(span: Span, fractions: Sequence[float], *, page_tokens: int = 1) -> P
 
 
 def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int = 1) -> Partition:
-    """All workers need the same time, to a page: the longest needs as little as possible.
+    """All workers need the same time, to a page: the slowest needs as little as possible.
 
-    Theory D: `c_j` such that `step_s(S_j, S_j + c_j) = T`, with T bisected until they cover the
-    span. What this leaves out is the way from worker to worker, which `chain.py` models: with slow
-    links, search there.
+    docs/theory.md: `c_j` such that `step_s(S_j, S_j + c_j) = T`, with T bisected until they cover
+    the span. Links between workers are not included. `chain.py` models them: with slow links,
+    search for the partition there.
     """
     workers = max(1, min(workers, span.tokens // page_tokens))
     time_s = _least_time(
@@ -90,7 +94,7 @@ def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int 
         step_s(span.start, span.stop),
     )
     bounds = _fill(span, workers, time_s, step_s, page_tokens)
-    # The last one gets what is left, which after rounding up to pages may be nothing.
+    # The last worker gets the rest, which may be empty after rounding up to pages.
     return _aligned(span, [float(b) for b in bounds[1:-1]], page_tokens)
 
 
@@ -103,16 +107,16 @@ def with_loader(
     page_tokens: int = 1,
     block_tokens: int = 1,
 ) -> Shared:
-    """The chain computes `[span.start, x)` while the loader brings `[x, span.stop)`.
+    """The chain computes `[span.start, x)` while the loader loads `[x, span.stop)`.
 
-    Theory C.6, `C(x)/p = l (n - x)`: the least T in which the workers reach x and the loader brings
-    the rest.
+    docs/theory.md, `C(x)/p = l (n - x)`: the least T in which the workers reach x and the loader
+    loads the rest.
 
     Args:
-        span: what is to be had; all of it is stored.
+        span: all of it is stored.
         load_token_s: seconds per token of the loader, at least 0.
-        block_tokens: what the loader brings is whole blocks: x is the better of the two next to
-            the ideal one.
+        block_tokens: the loader loads whole blocks, so x is the better one of the two block bounds
+            next to the ideal x.
     """
 
     def left_over(time_s: float) -> float:
@@ -135,7 +139,7 @@ def with_loader(
 
 
 def _least_time(is_enough: Callable[[float], bool], surely_s: float) -> float:
-    """The least time that is enough; `surely_s`, one worker's for all of it, always is."""
+    """The least time that is enough, by bisection. Args: surely_s: a time that is enough."""
     low, high = 0.0, surely_s
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -160,7 +164,7 @@ def _fill(
 
 
 def _aligned(span: Span, inner: Sequence[float], page_tokens: int) -> Partition:
-    """Inner bounds on the nearest pages, growing; the last page is whole or what is left of it."""
+    """Inner bounds on the nearest pages, growing. The last page may be partial."""
     assert span.start % page_tokens == 0, "a span starts on a page"
     bounds = [span.start]
     for i, bound in enumerate(inner):

@@ -1,15 +1,15 @@
-"""One peer: the thread that hears it, and whether it is here.
+"""One peer: the thread that receives from it, and whether it is reachable.
 
-Each of two members dials the other, to hear it. Such a connection has a number, its session, which
-`Hello` tells, and the last session of the peer's that was heard of. A peer is here when it has
-answered our session, and we its.
+Each of two members connects to the other, to receive. A connection has a number, its session. A
+`Hello` contains the sender's own session, and the last session of the receiver that it knows. A
+peer is reachable when each of the two has answered the other's session.
 
-    away --dialed--> listening --its Hello; the way for its KV is open: we answer-->
-      ^                            it has answered, too: here
-      +---- after a pause ---- the connection, or the one for KV, ended, or said what is no message
+    away --connected--> listening --its Hello; the path for its KV is open: we answer-->
+      ^                             it has answered too: reachable
+      +---- after a pause ---- a connection ended, or delivered bytes that are no message
 
-When a peer's session changes, it has lost what we had said and it had not heard. So it was gone;
-our own session stays, or both would part and meet again without end.
+When a peer's session changes, messages to its old connection are lost. So the peer was gone. Our
+own session stays, since otherwise both would disconnect and reconnect without end.
 """
 
 import contextlib
@@ -35,15 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-RETRY_S = (0.1, 2.0)  # between dials: first, and at most
-DIAL_S = 10.0  # in which a connection is made, or given up: ZeroMQ does not tell all failures
-PATIENCE_S = 5.0  # after which a peer that took our connection should have said something
-_LOOK_MS = 1000  # how often an idle thread says Hello again, and looks whether it is wanted
-_AGAIN_MS = 50  # how often it tries to say Hello to a peer that has not dialed yet
-_A_TURN = 100  # messages that are read before anything else is looked at
+_LOOK_MS = 1000  # how often an idle thread sends Hello again, and checks whether to end
+_AGAIN_MS = 50  # how often it tries to send Hello to a peer that has not connected yet
+_MESSAGES_AT_ONCE = 100  # that are read before other events
 _LARGE_BYTES = 2**16
-_NEWEST = 0.1  # weight of the newest part in what a link is taken to carry
-_HUNG_UP = {errno.EPIPE, errno.ECONNRESET}  # the peer, since it could not read our handshake
+_NEWEST = 0.1  # weight of the newest part in the throughput of a link
+_HUNG_UP = {errno.EPIPE, errno.ECONNRESET}  # the peer could not read our handshake
 _ENDS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -73,7 +70,7 @@ class HungUp(RunaheadError):
 
 
 class Peer:
-    """See above. Its own thread does all but `send_part` and `measured`."""
+    """See the module. Its own thread does all but `send_part` and `measured`."""
 
     def __init__(self, owner: "ZmqTransport", rank: int, address: Address) -> None:
         self._owner = owner
@@ -81,23 +78,24 @@ class Peer:
         self._address = address
         self._handler: Handler | None = None
         self._poller = zmq.Poller()
-        self._host = ""  # numeric, that is dialed
+        self._host = ""  # the numeric address of the connection
         self._dials = 0
-        self._pause_s = RETRY_S[0]
+        self._times = owner.times
+        self._pause_s = self._times.retry_s[0]
         self._said = ""
         self._session = 0  # 0: not connected
-        self._heard = False  # anything on this connection
-        self._patience_end_s = math.inf  # when something should have been
+        self._heard = False  # whether anything arrived on this connection
+        self._patience_end_s = math.inf  # when something should have arrived
         self._theirs: Hello | None = None
-        self._told: Hello | None = None  # of us, by our newest Hello
+        self._told: Hello | None = None  # our newest Hello that was sent
         self._kv: _Connection | None = None
         self._inlet: Inlet | None = None
         self._outlet: Outlet | None = None
-        self.bytes_per_s: float | None = None  # of KV that came from it lately
+        self.bytes_per_s: float | None = None  # of recent KV from it
         self.is_here = False
 
     def start(self, handler: Handler) -> None:
-        """Begin to hear it."""
+        """Begin to receive from it."""
         self._handler = handler
         threading.Thread(target=self._run, name=f"cake-runahead-{self._rank}", daemon=True).start()
 
@@ -114,8 +112,8 @@ class Peer:
             raise PeerGone(f"member {self._rank}: {error}") from None
 
     def measured(self, size_bytes: int, took_s: float) -> None:
-        """A part came from this peer."""
-        if size_bytes >= _LARGE_BYTES:  # small parts say more about latency
+        """Record the time of a part from this peer."""
+        if size_bytes >= _LARGE_BYTES:  # smaller parts measure latency
             rate = size_bytes / max(took_s, 1e-6)
             before = self.bytes_per_s or rate
             self.bytes_per_s = before + _NEWEST * (rate - before)
@@ -141,16 +139,16 @@ class Peer:
             self._forget(reason)
             self._greet()
             self._owner.closed.wait(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, RETRY_S[1])
+            self._pause_s = min(2 * self._pause_s, self._times.retry_s[1])
 
     def _listen(self) -> None:
         """One connection, to its end. Raises: RunaheadError, zmq.ZMQError, OSError."""
         found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
         self._host = str(found[self._dials % len(found)][4][0])
         self._dials += 1
-        dialed = _Connection(
-            self._owner.listener(), endpoint(self._host, self._address[1]), self._poller
-        )
+        address = endpoint(self._host, self._address[1])
+        listener = self._owner.listener()
+        dialed = _Connection(listener, address, self._poller, self._times.connect_s)
         try:
             while not self._owner.closed.is_set():
                 self._look(dialed)
@@ -166,7 +164,7 @@ class Peer:
             raise LeftOut(OTHER_SECRET) from None
         if dialed.is_up and not self._session:
             self._session = secrets.randbits(61) + 1
-            self._patience_end_s = time.monotonic() + PATIENCE_S
+            self._patience_end_s = time.monotonic() + self._times.greeting_s
         if dialed.socket in ready:
             self._hear(dialed.socket)
         if self._kv is not None:
@@ -189,7 +187,7 @@ class Peer:
 
     def _hear(self, messages: "zmq.Socket[bytes]") -> None:
         assert self._handler is not None
-        for _ in range(_A_TURN):
+        for _ in range(_MESSAGES_AT_ONCE):
             try:
                 body = messages.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -218,10 +216,11 @@ class Peer:
         if self._kv is None:
             self._inlet = Inlet(self._owner.new_buffer(MAX_PART_BYTES))
             kv = self._owner.kv_listener(self._inlet.name, hello.kv_password)
-            self._kv = _Connection(kv, endpoint(self._host, hello.kv_port), self._poller)
+            address = endpoint(self._host, hello.kv_port)
+            self._kv = _Connection(kv, address, self._poller, self._times.connect_s)
         is_known = self._outlet is not None and self._outlet.name == hello.path
         if hello.heard == self._session and not is_known:
-            self._outlet = Outlet(hello.path, hello.key)
+            self._outlet = Outlet(hello.path, hello.key, self._times.send_s)
         self._judge("")
 
     def _take(self, kv: "zmq.Socket[bytes]") -> None:
@@ -233,9 +232,9 @@ class Peer:
         self._handler.on_part(self._rank, head.part, payload)
 
     def _greet(self, *, again: bool = False) -> None:
-        """Say what has changed, once the peer has dialed us.
+        """Send Hello if it has changed and the peer has connected.
 
-        Args: again: in any case. What was said to a connection that was about to end is lost.
+        Args: again: send it in any case. A Hello to a connection that was about to end is lost.
         """
         heard, path, key = 0, b"", b""
         is_open = self._kv is not None and self._kv.is_up
@@ -253,7 +252,7 @@ class Peer:
             self._judge(reason)
 
     def _forget(self, reason: str) -> None:
-        """What it has said counts no more."""
+        """Discard the state of the peer's connection."""
         if self._kv is not None:
             self._kv.close()
         if self._outlet is not None:
@@ -273,7 +272,7 @@ class Peer:
             return
         self.is_here = here
         if here:
-            self._pause_s = RETRY_S[0]
+            self._pause_s = self._times.retry_s[0]
             self._said = ""
             logger.info("cake runahead: member %d is here", self._rank)
             if self._owner.greeting is not None:
@@ -288,7 +287,7 @@ class Peer:
                 logger.exception("cake runahead: member %d is gone, and that failed", self._rank)
 
     def _complain(self, problem: str) -> None:
-        # A member that is not up yet is nothing to tell; one that refuses is, once.
+        # A member that has not started yet is not logged; one that refuses is, once.
         if problem != self._said:
             logger.error(
                 "cake runahead: member %d at %s:%d is left out: %s",
@@ -300,16 +299,19 @@ class Peer:
 
 
 class _Connection:
-    """A socket that dials once, and what becomes of that.
+    """A socket that connects once, and the state of its connection.
 
     Raises: zmq.ZMQError, and closes the socket.
     """
 
-    def __init__(self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller) -> None:
+    def __init__(
+        self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller, timeout_s: float
+    ) -> None:
+        """Args: timeout_s: of connecting. ZeroMQ does not report all failures."""
         self.socket = dealer
         self.is_up = False
         self.address = address
-        self._end_s = time.monotonic() + DIAL_S
+        self._end_s = time.monotonic() + timeout_s
         self._poller = poller
         try:
             self.monitor = _monitor(dealer)
@@ -326,24 +328,24 @@ class _Connection:
             raise
 
     def judge(self, ready: dict[Any, int]) -> None:
-        """Read the news, if the poller has found any.
+        """Handle an event of the monitor, if the poller has found one.
 
-        Raises: RunaheadError when it has ended, or is not made in time.
+        Raises: RunaheadError if the connection has ended, or was not made in time.
         """
         if not self.is_up and time.monotonic() > self._end_s:
             raise RunaheadError("no connection in time")
         if self.monitor not in ready:
             return
-        news = recv_monitor_message(self.monitor)
-        if news["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        event = recv_monitor_message(self.monitor)
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.is_up = True
-        elif news["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and news["value"] in _HUNG_UP:
+        elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and event["value"] in _HUNG_UP:
             raise HungUp("closed by the other end at the handshake")
-        elif news["event"] in _ENDS:
+        elif event["event"] in _ENDS:
             raise RunaheadError("closed by the other end")
 
     def close(self) -> None:
-        """Also while it is being made."""
+        """Close it, also while it connects."""
         for each in (self.socket, self.monitor):
             self._poller.unregister(each)
         # Before the socket is closed, or descriptors of the monitor stay open.
@@ -354,10 +356,10 @@ class _Connection:
 
 
 def _monitor(dealer: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
-    """Tells the events of a socket, as pyzmq's `get_monitor_socket`.
+    """A socket that receives the events of another one, as pyzmq's `get_monitor_socket`.
 
-    That one leaves, where descriptors are used up, a name behind that is needed again, and an end
-    that holds the GIL for ever when it is closed.
+    Without free file descriptors, pyzmq's function leaves a name that blocks the next attempt, and
+    a socket that holds the GIL for ever when it is closed.
 
     Raises: zmq.ZMQError.
     """

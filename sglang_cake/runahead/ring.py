@@ -1,4 +1,4 @@
-"""The transport whose parts are written into memory that the receiver lends, by an engine, beside
+"""A transport that writes parts directly into memory of the receiver, by an engine. Messages use
 the connections of `zeromq.py`.
 
     sender                                                         receiver
@@ -7,12 +7,12 @@ the connections of `zeromq.py`.
                Landed: which part, which slot, its checksum  ==>   checks, on_part(view of the slot)
                the slot is free again                       <==    Credit
 
-`==>` are messages on those connections, which also prove who is a member, carry all other
-messages in the same order, and notice who is gone. Each member lends its peers a ring of SLOTS
-slots each, and tells where they are (`Ring`) when they meet.
+`==>` are messages on those connections. The connections also authenticate members, carry all other
+messages in the same order, and detect members that are gone. Each member lends each peer a ring of
+SLOTS slots, and sends its address (`Ring`) when they connect.
 
-A slot is not written again before its part was used, nor while a write of it may still be under
-way: one that takes too long keeps its slot until the engine returns. Nothing is encrypted.
+A slot is not written again before its part was used, nor while a write may still be running: a
+write that takes too long keeps its slot until the engine returns. Nothing is encrypted.
 """
 
 import contextlib
@@ -21,10 +21,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import (
     BadMessage,
     Credit,
@@ -33,27 +32,33 @@ from sglang_cake.runahead.messages import (
     Message,
     Ring,
 )
-from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, Payload, PeerGone
+from sglang_cake.runahead.transport import (
+    LINK_TIMES,
+    MAX_PART_BYTES,
+    Handler,
+    Payload,
+    PeerGone,
+)
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 
-SLOTS = 2  # of each ring: one is written while the other is used
+SLOTS = 2  # of each ring: one is written while the other one is read
 RING_BYTES = SLOTS * MAX_PART_BYTES
-CLOSE_TIMEOUT_S = 5.0  # for writes under way
+CLOSE_TIMEOUT_S = 5.0  # for running writes
 
 
 def apart(namespace: Digest, transport: str) -> Digest:
-    """The namespace for handshakes: members with another transport are refused."""
+    """The namespace for handshakes, so that members with another transport are refused."""
     return Digest(hashlib.sha256(transport.encode() + namespace).digest())
 
 
-class Engine(Protocol):
-    """Memory that peers write into, and how to write into theirs."""
+class WriteEngine(Protocol):
+    """Allocates memory that peers write into, and writes into theirs."""
 
     @property
     def session(self) -> str:
-        """How a peer's engine finds the memory that this one lends."""
+        """The address by which a peer's engine finds this one."""
         ...
 
     def lend(self) -> tuple[int, Payload]:
@@ -61,70 +66,78 @@ class Engine(Protocol):
         ...
 
     def take_back(self, address: int) -> None:
-        """A ring is used no more: peers that write to it fail. Not while it is written from."""
+        """Free a ring: writes of peers to it fail. No write from it may be running."""
         ...
 
     def fill(self, slot: Payload, payload: Payload) -> None:
-        """Copy a payload into as many bytes of a ring of our own."""
+        """Copy a payload into `slot`, bytes of an own ring of the same length."""
         ...
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
-        """From a ring of our own to one of a peer's; whether it is there. Any thread. Blocks,
-        maybe for long."""
+        """Write from an own ring into a peer's; returns whether that succeeded. Any thread. May
+        block for long."""
         ...
 
     def checksum(self, payload: Payload) -> int:
-        """XXH3-64; 0 where bytes cannot change on their way."""
+        """XXH3-64; 0 where bytes cannot change in transit."""
         ...
 
 
-class _Link:
-    """One peer: where its parts land here, and where ours go."""
+class SlotStats(NamedTuple):
+    """The slots of a peer's ring that are in use."""
 
-    def __init__(self, engine: Engine) -> None:
+    used: frozenset[int]  # hold a part, or are written
+    writing: frozenset[int]  # the engine has not returned
+
+
+class _Link:
+    """The rings between this member and one peer."""
+
+    def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
         self._engine = engine
+        self._timeout_s = timeout_s
         self.ring_address, self.landing = engine.lend()
         self._source_address, self._source = engine.lend()
         self._changed = threading.Condition()
         self.meetings = 0
         self._theirs: Ring | None = None
-        self._used: set[int] = set()  # slots whose part is there, or on its way
-        self.writing: set[int] = set()  # slots that the engine has not let go
+        self.used: set[int] = set()  # the peer's slots that hold a part, or are written
+        self.writing: set[int] = set()  # slots whose write has not returned
 
     @property
     def known(self) -> bool:
-        """Whether the peer has said where parts may go."""
+        """Whether the peer's ring is known."""
         return self._theirs is not None
 
     def met(self, ring: Ring | None) -> None:
-        """The peer's slots, all free; None: it is gone."""
+        """Set the peer's ring, with all slots free; None: the peer is gone."""
         with self._changed:
             self._theirs = ring
             self.meetings += 1
-            self._used = set(self.writing)
+            self.used = set(self.writing)
             self._changed.notify_all()
 
     def free(self, slot: int) -> None:
-        """The peer is done with a slot."""
+        """The peer has read a slot."""
         with self._changed:
             if slot not in self.writing:
-                self._used.discard(slot)
+                self.used.discard(slot)
             self._changed.notify_all()
 
     def put(self, payload: Payload) -> tuple[int, float] | None:
-        """Write into a slot of the peer's; the slot, and seconds that it took; None if it failed.
+        """Write into a slot of the peer's; returns the slot and the seconds of the write.
 
-        Waits for a free slot, and for the engine.
+        Waits for a free slot, and for the engine. None if the write failed, or took too long.
         """
         with self._changed:
             ready = self._changed.wait_for(
-                lambda: self._theirs is None or len(self._used) < SLOTS, transport.SEND_TIMEOUT_S
+                lambda: self._theirs is None or len(self.used) < SLOTS, self._timeout_s
             )
             ring = self._theirs
             if not ready or ring is None:
                 return None
-            slot = min(set(range(SLOTS)) - self._used)
-            self._used.add(slot)
+            slot = min(set(range(SLOTS)) - self.used)
+            self.used.add(slot)
             self.writing.add(slot)
         offset = slot * MAX_PART_BYTES
         done: list[bool] = []
@@ -133,8 +146,8 @@ class _Link:
         def end(ok: bool) -> None:
             with self._changed:
                 self.writing.discard(slot)
-                if not ok or abandoned.is_set():  # the peer never hears of it
-                    self._used.discard(slot)
+                if not ok or abandoned.is_set():  # the peer is not told of this part
+                    self.used.discard(slot)
                 done.append(ok)
                 self._changed.notify_all()
 
@@ -156,15 +169,13 @@ class _Link:
             end(False)
             raise
         with self._changed:
-            self._changed.wait_for(
-                lambda: done or self._theirs is not ring, transport.SEND_TIMEOUT_S
-            )
+            self._changed.wait_for(lambda: done or self._theirs is not ring, self._timeout_s)
             if not done:
                 abandoned.set()
             return (slot, time.perf_counter() - began_s) if done == [True] else None
 
     def close(self) -> None:
-        """Nothing is written any more; memory that the engine has not let go by then stays."""
+        """End all writes. Memory that a write still uses after CLOSE_TIMEOUT_S is never freed."""
         self.met(None)
         self._engine.take_back(self.ring_address)
         with self._changed:
@@ -176,23 +187,25 @@ class RingTransport:
     """See `transport.py` for what it promises.
 
     Args:
-        connect: makes the connections; gets what to tell each member when it comes.
+        connect: makes the connections, given the function that makes the greeting of a member.
         ranks: of the other members.
         engine: of this process; it lends memory for each of them.
+        timeout_s: in which a peer must accept a part.
     """
 
     def __init__(
         self,
         connect: Callable[[Callable[[int], Message]], ZmqTransport],
         ranks: frozenset[int],
-        engine: Engine,
+        engine: WriteEngine,
+        timeout_s: float = LINK_TIMES.send_s,
     ) -> None:
-        self._links = {rank: _Link(engine) for rank in ranks}
+        self._links = {rank: _Link(engine, timeout_s) for rank in ranks}
         self._engine = engine
         self._members = connect(self._ring)
         self._handler: Handler | None = None
 
-    # ---- what the interface promises ----
+    # ---- `Transport` ----
 
     def start(self, handler: Handler) -> None:
         self._handler = handler
@@ -232,7 +245,12 @@ class RingTransport:
         for link in self._links.values():
             link.close()
 
-    # ---- what the connections say; their threads ----
+    def slots(self, rank: int) -> SlotStats:
+        """The slots of a peer's ring that are in use. Any thread."""
+        link = self._links[rank]
+        return SlotStats(frozenset(link.used), frozenset(link.writing))
+
+    # ---- `Handler` of the connections; their threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
         """Raises: BadMessage, which ends the connection."""
@@ -275,7 +293,7 @@ class RingTransport:
             raise BadMessage("the checksum of a part is wrong")
         self._members.measured(rank, message.size, message.took_us / 1e6)
         self._handler.on_part(rank, message.part, payload)
-        if link.meetings != meetings:  # it has gone and come since, and its slots are free
+        if link.meetings != meetings:  # it has reconnected since, and its slots are free
             return
         with contextlib.suppress(PeerGone):
             self._members.send(rank, Credit(message.slot))

@@ -1,13 +1,13 @@
 """Hierarchical grid search for the partition with the lowest TTFT (KVR-S, paper 4.2, Figure 6).
 
-A level measures a grid of partitions around the best one so far, `points` values for each inner
-bound, `stride` tokens apart; the next level does the same around the best of them with half the
-stride, or with the same stride if the best lies on the border of the grid. A full grid is
-`points ** (workers - 1)` measurements a level (the paper's appendix D says `(workers - 1) **
-points`, which is fewer than it takes).
+A level measures a grid of partitions around the best one so far: `points` values for each inner
+bound, `stride` tokens apart. The next level does the same around the new best one with half the
+stride, or with the same stride if the best one lies on the border of the grid. A full grid is
+`points ** (workers - 1)` measurements a level. (The paper's appendix D says `(workers - 1) **
+points`, which is too few.)
 
-The search is deterministic and asks for what it wants to know: whoever keeps the answers (see
-`Journal`) can stop at any moment and go on later.
+The search is deterministic. With a `Journal` of its measurements it can be stopped at any time and
+resumed.
 """
 
 import json
@@ -39,14 +39,14 @@ def grid_search(
     min_stride_tokens: int,
     page_tokens: int = 1,
     points: int = 5,
-    told: Callable[[int, Searched], None] = lambda stride_tokens, best: None,
+    report: Callable[[int, Searched], None] = lambda stride_tokens, best: None,
 ) -> Searched:
     """Search around `start`. A partition is measured once.
 
     Args:
         stride_tokens: of the first level; halved down to `min_stride_tokens`, in whole pages.
         points: values for each inner bound in a level, odd.
-        told: hears the best so far after each level.
+        report: called with the stride and the best so far, after each level.
     """
     if points < 3 or points % 2 == 0:
         raise ValueError(f"a grid has an odd number of points from 3 on, not {points}")
@@ -61,10 +61,10 @@ def grid_search(
         before = best
         best = min([best, *level], key=lambda partition: (known[partition], partition.bounds))
         found = Searched(best, known[best], len(known))
-        told(step, found)
+        report(step, found)
         farthest = max(abs(a - b) for a, b in zip(before.bounds, best.bounds, strict=True))
         if farthest == points // 2 * step:
-            continue  # on the border of the grid: look beyond it before looking closer
+            continue  # on the border of the grid: extend it before refining it
         if stride <= max(min_stride_tokens, page_tokens):
             return found
         stride //= 2
@@ -87,27 +87,27 @@ def _grid(around: Partition, step: int, points: int) -> Iterator[Partition]:
 class Journal:
     """Measurements on disk, one JSON line each, so that a search can be resumed.
 
-    A line that a crash left unfinished is ignored, and measured again.
+    An unfinished line, left by a crash, is ignored and measured again.
 
     Args:
         path: its folder exists. The file is readable by its owner alone.
         measure_one: seconds of one partition.
-        told: hears each new measurement.
+        report: called with each new measurement.
     """
 
     def __init__(
         self,
         path: Path,
         measure_one: Callable[[Partition], float],
-        told: Callable[[Partition, float], None] = lambda partition, ttft_s: None,
+        report: Callable[[Partition, float], None] = lambda partition, ttft_s: None,
     ) -> None:
         self._path = path
         self._measure_one = measure_one
-        self._told = told
+        self._report = report
         self._known = dict(_lines(path))
 
     def __call__(self, partitions: Sequence[Partition]) -> list[float]:
-        """What `grid_search` calls."""
+        """The `Measure` of `grid_search`."""
         return [self._one(partition) for partition in partitions]
 
     def _one(self, partition: Partition) -> float:
@@ -115,11 +115,11 @@ class Journal:
             ttft_s = self._measure_one(partition)
             self._path.touch(mode=0o600, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as journal:
-                # The newline first: it ends whatever a crash left there.
+                # The newline first: it ends a line that a crash left.
                 journal.write("\n" + json.dumps({"bounds": partition.bounds, "ttft_s": ttft_s}))
                 journal.flush()
             self._known[partition.bounds] = ttft_s
-            self._told(partition, ttft_s)
+            self._report(partition, ttft_s)
         return self._known[partition.bounds]
 
 

@@ -1,7 +1,7 @@
-"""Who is in the group: settings that only make sense together, checked before a start.
+"""The settings of a group, which only make sense together, checked before a start.
 
-The peers are enough where the rest follows from them: the rank, if one of them alone can be on this
-machine; the secret, if all of them are, or if its file lies where it is looked for.
+The peers alone are enough where the rest follows from them: the rank, if only one of them can be on
+this machine; the secret, if all of them are, or if its file lies at the default path.
 """
 
 import socket
@@ -25,7 +25,7 @@ _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE), and copy it 
 
 @dataclass(frozen=True, slots=True)
 class GroupSetting:
-    """This member's place, where all members are, and what they all know."""
+    """This member's rank, the addresses of all members, and their secret."""
 
     rank: int
     peers: tuple[tuple[str, int], ...]
@@ -63,7 +63,7 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
         )
     path = default_secret_path() if secret is None else Path(secret)
     if secret is None and _are_here(known):
-        # All members look here, and the first one makes it.
+        # The first member that starts makes the file; the others read it.
         make_secret_file(path, name="secret file", hint=_SET_ONE)
     key = read_key(path, name="secret file", hint=_MAKE_ONE)
     return GroupSetting(rank, known, key, config.runahead_transport)
@@ -78,7 +78,7 @@ def default_secret_path() -> Path:
 
 
 def _own_rank(peers: tuple[tuple[str, int], ...]) -> int:
-    """The place of the only member that can be on this machine."""
+    """The rank of the only member that can be on this machine."""
     here = [rank for rank, (host, _) in enumerate(peers) if _is_here(host)]
     if len(here) == 1:
         return here[0]
@@ -94,12 +94,12 @@ def _are_here(peers: tuple[tuple[str, int], ...]) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Whether this machine has that address: a socket can be bound to it."""
+    """Whether this machine has that address, i.e. a socket can be bound to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except OSError:  # not ours, or not known
+    except OSError:  # another machine's, or unknown
         return False
     return True
 

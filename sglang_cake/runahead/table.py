@@ -1,6 +1,6 @@
-"""The lookup table of searched partitions (KVR-P, paper 4.2): interpolate between lengths.
+"""The lookup table of searched partitions (KVR-P, paper 4.2), interpolated between lengths.
 
-One JSON file per machine and namespace: what was measured on one says nothing about another.
+There is one JSON file per machine and namespace, since measurements hold for one of them only.
 """
 
 import json
@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_cake.core.atomic_write import atomic_write
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.local_files import atomic_write
 from sglang_cake.core.spans import Span
 from sglang_cake.runahead.partition import Partition, scaled
 
 _VERSION = 1
 _MAX_FILE_BYTES = 2**20
 _MAX_WORKERS = 1024
-_LOOK_S = 0.5  # how often a table that is in use is looked for anew
+_LOOK_S = 0.5  # how often the file of a table is checked for changes
 
 
 @dataclass(slots=True)
@@ -27,14 +27,15 @@ class PartitionTable:
     entries: dict[int, dict[int, tuple[float, ...]]] = field(default_factory=dict)
 
     def put(self, tokens: int, partition: Partition) -> None:
-        """The best partition of a prompt of `tokens` tokens."""
+        """Set the best partition of a prompt of `tokens` tokens."""
         self.entries.setdefault(partition.workers, {})[tokens] = partition.fractions
 
     def predict(self, span: Span, workers: int, *, page_tokens: int = 1) -> Partition | None:
-        """Shares interpolated between the two nearest lengths, those of the nearest beyond them.
+        """A partition with shares interpolated between the two nearest lengths; outside of all
+        lengths, the shares of the nearest one.
 
-        None if nothing is known for so many workers, or the span does not start the prompt: what
-        was searched were whole prompts.
+        None if the table has no entry for so many workers, or the span does not start the prompt:
+        only whole prompts are searched.
         """
         known = self.entries.get(workers)
         if not known or span.start != 0 or span.tokens < workers * page_tokens:
@@ -46,7 +47,7 @@ class WatchedTable:
     """The table in a file that a search may replace at any time. One thread owns it.
 
     Args:
-        path: None if there is nowhere to keep one.
+        path: None: the table stays empty.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -63,11 +64,13 @@ class WatchedTable:
             try:
                 status = self.path.stat()
             except OSError:
-                self._table, self._seen = PartitionTable(), None
+                self._table = PartitionTable()
+                self._seen = None
             else:
                 seen = (status.st_mtime_ns, status.st_ino)
                 if seen != self._seen:
-                    self._table, self._seen = load_table(self.path), seen
+                    self._table = load_table(self.path)
+                    self._seen = seen
         return self._table
 
 
@@ -81,13 +84,13 @@ def _interpolated(known: Mapping[int, tuple[float, ...]], tokens: int) -> tuple[
 
 
 def table_path(folder: Path, machine: str, namespace: Digest) -> Path:
-    """Where the table of this machine and namespace is; `machine` is a plain name."""
+    """The file of the table of this machine and namespace."""
     plain = "".join(c if c.isalnum() else "-" for c in machine)[:64] or "machine"
     return folder / f"{plain}-{namespace.hex()[:16]}.json"
 
 
 def load_table(path: Path) -> PartitionTable:
-    """The table at `path`; an empty one if there is none, or it cannot be read as one."""
+    """The table at `path`; an empty one if there is none, or it cannot be read."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return PartitionTable()
@@ -105,7 +108,7 @@ def load_table(path: Path) -> PartitionTable:
 
 
 def save_table(path: Path, table: PartitionTable) -> None:
-    """Write the whole table, or leave the one before."""
+    """Replace the table at `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     shares = {
         str(workers): {str(tokens): list(each) for tokens, each in sorted(lengths.items())}

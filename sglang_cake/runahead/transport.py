@@ -1,49 +1,65 @@
-"""How members of a group reach each other: the interface, and what everybody may rely on.
+"""The interface by which members of a group exchange messages and KV, and its guarantees.
 
-- Messages from one member to another arrive in order, each at most once, or not at all; so do the
-  parts of a layer. Between messages and parts there is no order.
-- `send` never waits for the peer. `send_part` waits while the peer is not taking: what is in flight
-  is bounded, by one part and the buffers of the operating system.
-- What arrives was checked: it is what a member of this group sent.
-- A peer that is gone is told as gone, once, and before it is back.
+- Messages from one member to another arrive in order, each at most once, or not at all. The same
+  holds for parts of layers. Messages and parts are not ordered relative to each other.
+- `send` never waits for the peer. `send_part` waits while the peer does not accept data: data in
+  flight is bounded by one part and the buffers of the operating system.
+- Arrived data was authenticated: a member of this group sent it.
+- `on_gone` is called once for a peer that is gone, before the peer is reachable again.
 
 Handlers are called from the transport's threads, one at a time for each peer.
 """
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20
-SEND_TIMEOUT_S = 5.0  # in which a part must be taken
 
-# The bytes of a part: a memoryview, or, with a transport between GPUs, a tensor of uint8 on ours.
+# The bytes of a part: a memoryview, or, with a transport between GPUs, a uint8 tensor on our GPU.
 Payload = Any
 
 
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Times of the connections between members, in seconds."""
+
+    send_s: float = 5.0  # in which a peer must accept a part
+    silence_s: float = 2.0  # after which a peer counts as gone
+    ping_s: float = 0.5  # period of heartbeats
+    connect_s: float = 10.0  # in which a connection must be made
+    handshake_s: float = 5.0  # in which a new connection must authenticate
+    greeting_s: float = 5.0  # in which a connected peer should send something
+    retry_s: tuple[float, float] = (0.1, 2.0)  # between attempts to connect: at first, at most
+
+
+LINK_TIMES: Final = LinkTimes()
+
+
 class PeerGone(RunaheadError):
-    """The peer cannot be reached now, or does not take what it is sent."""
+    """The peer cannot be reached now, or does not accept data."""
 
     reason = "peer"
 
 
 class Handler(Protocol):
-    """Who hears what peers say."""
+    """Receives messages and parts of peers."""
 
     def on_message(self, rank: int, message: Message) -> None:
-        """A message came. Must not wait."""
+        """A message arrived. Must not block."""
         ...
 
     def on_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
-        """A part came. `payload` is the transport's, and only until this returns.
+        """A part arrived. `payload` belongs to the transport, and is valid until this returns.
 
-        Waiting here holds the sender up, and whatever else it has for this member.
+        Blocking here delays the sender, and its other parts for this member.
         """
         ...
 
     def on_gone(self, rank: int, reason: str) -> None:
-        """The peer was reachable and is not any more. Must not wait."""
+        """The peer is no longer reachable. Must not block."""
         ...
 
 
@@ -51,15 +67,15 @@ class Transport(Protocol):
     """One member's connections to all others."""
 
     def start(self, handler: Handler) -> None:
-        """Begin to reach the others, and to be reached."""
+        """Begin to connect to the others, and to accept their connections."""
         ...
 
     def reachable(self) -> frozenset[int]:
-        """Ranks that can be sent to, and were heard of a moment ago."""
+        """Ranks of connected members, from which something was received a moment ago."""
         ...
 
     def bytes_per_s(self, rank: int) -> float | None:
-        """What the link from a peer carried lately while it carried parts; None if unknown."""
+        """Recent throughput of the link from a peer, while it carried parts; None if unknown."""
         ...
 
     def send(self, rank: int, message: Message) -> None:

@@ -1,11 +1,13 @@
-"""The transport over ZeroMQ: messages by CurveZMQ, KV by paths of its own (`kv_path.py`).
+"""The transport over ZeroMQ: messages by CurveZMQ, KV by separate paths (`kv_path.py`).
 
-Each member binds two ROUTER sockets, one on its address among the peers, for messages, and one for
-KV. All that a member says, it says there, to the peer whose DEALER socket has dialed it; a DEALER
-only listens. So each peer has a thread here that owns the two sockets by which it is heard
-(`peer.py`), and what one peer does holds nobody else up. See `transport.py` for what is promised.
+Each member binds two ROUTER sockets: one for messages, on its address among the peers, and one for
+KV. A member sends only on these, to the peers whose DEALER sockets have connected; a DEALER only
+receives. So each peer has a thread here that owns its two DEALER sockets (`peer.py`), and a slow
+peer delays no other one. Guarantees: `transport.py`.
 """
 
+import hashlib
+import logging
 import secrets
 import socket
 import threading
@@ -13,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead.curve import Curve, dial_kv, serve_kv
 from sglang_cake.runahead.kv_path import TAG_BYTES, KvServer
 from sglang_cake.runahead.messages import (
     MAX_MESSAGE_BYTES,
@@ -33,28 +36,36 @@ from sglang_cake.runahead.peer import (
     Peer,
     endpoint,
 )
-from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone
+from sglang_cake.runahead.transport import (
+    LINK_TIMES,
+    MAX_PART_BYTES,
+    Handler,
+    LinkTimes,
+    PeerGone,
+)
 
-SILENCE_S = 2.0  # after which a peer counts as gone
-PING_S = 0.5  # how often ZeroMQ asks it whether it lives
 MAX_QUEUE = 256  # messages that wait for one peer
-HANDSHAKE_S = 5.0  # in which a new connection must prove itself
-_SOCKETS = 4096  # a group of 256 takes more than ZeroMQ's default
-_UNSAID_BYTES = 1024  # of a message to a ROUTER: handshakes take less, and nobody says more
-_MESSAGES: Final = 1  # ZeroMQ's I/O threads, as bits: KV holds no message up
+_SOCKETS = 4096  # a group of 256 needs more than ZeroMQ's default
+_ROUTER_BYTES = 1024  # of a message to a ROUTER: only handshakes, which are smaller
+_MESSAGES: Final = 1  # ZeroMQ's I/O threads, as bits: KV does not delay messages
 _KV: Final = 2
+# Authentication domains, in ZeroMQ's terms.
+_MESSAGES_DOMAIN: Final = "messages"
+_KV_DOMAIN: Final = "kv"
+_KV_USER: Final = "member"
 
 
 class ZmqTransport:
-    """See `transport.py` for what it promises.
+    """Implements `Transport`.
 
     Args:
         rank: this member's place in `peers`.
         peers: address of every member, by rank; this one binds its own.
         secret: 32 bytes that all members know.
-        namespace: of all members' KV; others are not talked to.
-        greeting: made for each member that comes, and sent to it.
+        namespace: of all members' KV; members of another one are refused.
+        greeting: makes the first message to a member that becomes reachable.
         new_buffer: `(size in bytes)` makes the memory that parts are received into.
+        times: timeouts and periods.
 
     Raises: OSError if the address is taken, or is not of this machine.
     """
@@ -68,38 +79,40 @@ class ZmqTransport:
         namespace: Digest,
         greeting: Callable[[int], Message] | None = None,
         new_buffer: Callable[[int], bytearray | memoryview] = bytearray,
+        times: LinkTimes = LINK_TIMES,
     ) -> None:
         self._rank = rank
         self._size = len(peers)
         self._namespace = namespace
         self.greeting = greeting
         self.new_buffer = new_buffer
+        self.times = times
         self.closed = threading.Event()
         self._curve = Curve(secret)
         self._kv_password = secrets.token_hex(16)
         self._peers = {r: Peer(self, r, peers[r]) for r in range(len(peers)) if r != rank}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
         self._context.max_sockets = _SOCKETS
-        self._lock = threading.Lock()  # a socket is for one thread at a time
-        self._doorman = self._curve.admit(self._context, self._kv_password)
+        self._lock = threading.Lock()  # one thread at a time may use a socket
+        self._authenticator = self._curve.admit(self._context, self._kv_password)
         try:
-            # Bound here, so that an address that is taken fails the start of the server.
+            # Bound here, so that the server does not start if the address is taken.
             host, port = socket.getaddrinfo(*peers[rank], type=socket.SOCK_STREAM)[0][4][:2]
             host, port = str(host), int(port)
             self._router = self._server(_MESSAGES, host)
             self._curve.serve(self._router)
-            self._router.router_handover = True  # who dials anew replaces what is left of itself
+            self._router.router_handover = True  # a new connection of a peer replaces its old one
             self._router.bind(endpoint(host, port))
             kv = self._server(_KV, host)
             serve_kv(kv)
             kv.bind(endpoint(host, "*"))
             self.kv = KvServer(kv)
         except (zmq.ZMQError, OSError) as error:
-            self._doorman.stop()
+            self._authenticator.stop()
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from None
 
-    # ---- what the interface promises ----
+    # ---- `Transport` ----
 
     def start(self, handler: Handler) -> None:
         for peer in self._peers.values():
@@ -127,18 +140,18 @@ class ZmqTransport:
         with self._lock:
             self._router.close()
         self.kv.close()
-        self._doorman.stop()
-        # It returns when the threads of all peers have ended, which may wait for the handler.
+        self._authenticator.stop()
+        # `term` returns when the threads of all peers have ended, which may wait for the handler.
         threading.Thread(target=self._context.term, name="cake-runahead-end", daemon=True).start()
 
     # ---- for peers ----
 
     def measured(self, rank: int, size_bytes: int, took_s: float) -> None:
-        """A part came from that peer by another way than ours. Any thread."""
+        """Record a part of that peer that another transport delivered. Any thread."""
         self._peers[rank].measured(size_bytes, took_s)
 
     def put(self, rank: int, message: Message) -> None:
-        """Queue a message for whoever has dialed as this peer. Any thread. Raises: PeerGone."""
+        """Queue a message for the connection of this peer. Any thread. Raises: PeerGone."""
         body = encode(message)
         try:
             with self._lock:
@@ -149,7 +162,7 @@ class ZmqTransport:
             raise PeerGone(f"member {rank} cannot be reached: {error.strerror}") from None
 
     def hello(self, session: int, heard: int, path: bytes, key: bytes) -> Hello:
-        """What this member says of itself."""
+        """This member's description of itself."""
         return Hello(
             version=VERSION,
             size=self._size,
@@ -163,7 +176,7 @@ class ZmqTransport:
         )
 
     def problem(self, hello: Hello) -> str | None:
-        """Why its sender is no member of this group; None if it is."""
+        """Why its sender is no member of this group; None if it is one."""
         if hello.version != VERSION:
             return OTHER_VERSION
         if hello.size != self._size:
@@ -171,22 +184,22 @@ class ZmqTransport:
         return None if hello.namespace == self._namespace else OTHER_NAMESPACE
 
     def listener(self) -> "zmq.Socket[bytes]":
-        """A socket to hear a peer's messages by, to be connected. Raises: zmq.ZMQError."""
+        """An unconnected socket that receives a peer's messages. Raises: zmq.ZMQError."""
         made = self._dealer(_MESSAGES, MAX_MESSAGE_BYTES)
         self._curve.dial(made)
         made.routing_id = _name(self._rank)
         made.rcvhwm = MAX_QUEUE
-        made.heartbeat_ivl = _ms(PING_S)
-        made.heartbeat_timeout = _ms(SILENCE_S)
-        made.heartbeat_ttl = _ms(SILENCE_S)  # the other end lets the connection go, too
+        made.heartbeat_ivl = _ms(self.times.ping_s)
+        made.heartbeat_timeout = _ms(self.times.silence_s)
+        made.heartbeat_ttl = _ms(self.times.silence_s)  # the other end also closes the connection
         return made
 
     def kv_listener(self, path: bytes, password: str) -> "zmq.Socket[bytes]":
-        """A socket to get KV by. Raises: zmq.ZMQError."""
+        """An unconnected socket that receives KV. Raises: zmq.ZMQError."""
         made = self._dealer(_KV, MAX_PART_BYTES + TAG_BYTES)
         dial_kv(made, password)
         made.routing_id = path
-        made.rcvhwm = 1  # what is in flight is bounded
+        made.rcvhwm = 1  # bounds data in flight
         return made
 
     def _dealer(self, io_thread: int, most_bytes: int) -> "zmq.Socket[bytes]":
@@ -195,8 +208,8 @@ class ZmqTransport:
         made.linger = 0
         made.maxmsgsize = most_bytes
         made.reconnect_ivl = -1  # a new connection is a new socket
-        made.connect_timeout = _ms(HANDSHAKE_S)
-        made.handshake_ivl = _ms(HANDSHAKE_S)
+        made.connect_timeout = _ms(self.times.handshake_s)
+        made.handshake_ivl = _ms(self.times.handshake_s)
         return made
 
     def _server(self, io_thread: int, host: str) -> "zmq.Socket[bytes]":
@@ -204,10 +217,10 @@ class ZmqTransport:
         made.affinity = io_thread
         made.ipv6 = ":" in host
         made.linger = 0
-        made.router_mandatory = True  # sending to one that is not there fails
-        made.maxmsgsize = _UNSAID_BYTES
+        made.router_mandatory = True  # sending to an unconnected peer fails
+        made.maxmsgsize = _ROUTER_BYTES
         made.sndhwm = MAX_QUEUE
-        made.handshake_ivl = _ms(HANDSHAKE_S)
+        made.handshake_ivl = _ms(self.times.handshake_s)
         return made
 
 
@@ -217,3 +230,75 @@ def _name(rank: int) -> bytes:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+class Curve:
+    """Authentication: CurveZMQ (rfc.zeromq.org/spec/26) with two key pairs.
+
+    A member shows the group's server key to connections, and the client key when it connects. Both
+    secret keys are derived from the group's secret, so only members can connect, in either role.
+    Each connection is encrypted with fresh keys, which nobody can compute from a recording and the
+    secret. The port for KV has a password, which is sent on these connections (`kv_path.py`).
+
+    Args: secret: 32 bytes that all members know.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._server_public, self._server_secret = _pair(secret, b"server")
+        self._client_public, self._client_secret = _pair(secret, b"client")
+
+    def admit(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kv_password: str
+    ) -> ThreadAuthenticator:
+        """Start the thread that checks keys and passwords of new connections. The caller stops it.
+
+        Raises: RuntimeError if no thread can be started.
+        """
+        # It logs passwords, so its log is discarded.
+        log = logging.Logger("none", logging.CRITICAL)
+        authenticator = ThreadAuthenticator(context, log=log)
+        authenticator.start()
+        authenticator.configure_curve_callback(_MESSAGES_DOMAIN, credentials_provider=self)
+        authenticator.configure_plain(_KV_DOMAIN, {_KV_USER: kv_password})
+        return authenticator
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether `key` is the group's client key. pyzmq's authenticator calls it."""
+        return key == self._client_public
+
+    def serve(self, router: "zmq.Socket[bytes]") -> None:
+        """Set the keys of a ROUTER, before `bind`."""
+        router.curve_server = True
+        router.curve_publickey = self._server_public
+        router.curve_secretkey = self._server_secret
+        _require_authentication(router, _MESSAGES_DOMAIN)
+
+    def dial(self, dealer: "zmq.Socket[bytes]") -> None:
+        """Set the keys of a DEALER, before `connect`."""
+        dealer.curve_serverkey = self._server_public
+        dealer.curve_publickey = self._client_public
+        dealer.curve_secretkey = self._client_secret
+
+
+def serve_kv(router: "zmq.Socket[bytes]") -> None:
+    """Require the password on the port for KV, before `bind`."""
+    router.plain_server = True
+    _require_authentication(router, _KV_DOMAIN)
+
+
+def dial_kv(dealer: "zmq.Socket[bytes]", password: str) -> None:
+    """Set the password of a DEALER for KV, before `connect`."""
+    dealer.plain_username = _KV_USER.encode()
+    dealer.plain_password = password.encode()
+
+
+def _require_authentication(router: "zmq.Socket[bytes]", domain: str) -> None:
+    router.zap_domain = domain.encode()
+    router.zap_enforce_domain = True  # without an authenticator, nothing may connect
+
+
+def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
+    """Public and secret key, in Z85. `secret` is uniformly random, so one hash derives a key."""
+    key = hashlib.blake2b(key=secret, person=b"cake-ra " + role, digest_size=32).digest()
+    secret_key = z85.encode(key)
+    return zmq.curve_public(secret_key), secret_key

@@ -1,23 +1,22 @@
-"""A lower bound, T*, of the time to first token of one prompt, for somebody who knew device and
-links beforehand.
+"""A lower bound, T*, of the time to first token of one prompt, if all speeds were known beforehand.
 
-Let t be the instant at which the first step begins that reads all KV which is loaded. By then the
-device has computed C(t) tokens at most, and the links have brought L(t). What is left is a gap
-between the two and the tail that no store has; it takes R(t) more seconds of steps. T* is the least
-t + R(t) over all t, or the time to compute everything. In favour of the bound:
+Let t be the time at which the first step begins that reads all loaded KV. By then the device has
+computed at most C(t) tokens, and the links have brought L(t). A gap between the two is left, and
+the tail that no store has; computing both takes R(t) more seconds. T* is the least t + R(t) over
+all t, or the time to compute everything. The bound assumes the best:
 
-- chunks and blocks are divisible, and both sides run without a pause;
-- the gap counts as the cheapest tokens that there are, and is computed in the same steps as the
-  tail, as few as can hold both;
-- among others, the device steps for them from 0 on; so the steps from t on may be any that have
-  begun by then if earlier ones were for others alone, the best of them;
-- where KV comes layer by layer (`Machine.layers`) and nobody else is on the device, the loads go on
-  until the last layer of the step at t begins, all of them layer by layer: C(x) + S (1 - 1/L) =
-  l (n - x) (theory C.2).
+- Chunks and blocks are divisible, and both sides run without a pause.
+- The gap has the cheapest tokens possible, and is computed in the same steps as the tail, as few as
+  can hold both.
+- Beside other users, the device steps for them from 0 on. So the steps from t on may be any that
+  have begun by then if earlier ones were for others alone; the best are taken.
+- Where KV arrives layer by layer (`Machine.layers`) and no other user is on the device, the loads
+  go on until the last layer of the step at t begins, all of them layer by layer:
+  C(x) + S (1 - 1/L) = l (n - x) (docs/theory.md).
 
-So no schedule of whole chunks and blocks is faster, whatever the speeds of device and links do
-meanwhile (`Machine.noise` must not be below 1). C(t) is exact: full steps, and the one at t as far
-as it has come. The minimum is found by branch and bound, from below, to TOLERANCE.
+So no schedule of whole chunks and blocks is faster, however the speeds of device and links change
+(`Machine.noise` must not be below 1). C(t) is exact: full steps, and the completed part of the step
+at t. The minimum is found by branch and bound, from below, to TOLERANCE.
 """
 
 import heapq
@@ -31,7 +30,7 @@ from sglang_cake.simulator.machine import Machine
 
 TOLERANCE = 2e-4
 BISECTIONS = 40
-MOST_STEPS = 100_000  # that are looked at
+MOST_STEPS = 100_000  # that are considered
 
 
 def clairvoyant(
@@ -45,8 +44,8 @@ def clairvoyant(
     """The bound for one prompt that arrives at time 0, and how far it computes before that t.
 
     Args:
-        stored_blocks: so many of its first full blocks are stored, as in `run_race`; None: all.
-            What a source does not hold counts as held.
+        stored_blocks: how many of its first full blocks are stored; None: all. A block that a
+            source does not hold counts as held.
     """
     blocks = prompt_tokens // block_tokens
     held = blocks if stored_blocks is None else min(stored_blocks, blocks)
@@ -55,11 +54,11 @@ def clairvoyant(
     early = 1 - 1 / machine.layers if machine.others is None else 0.0
 
     def bound_s(begin_s: float, end_s: float) -> float:
-        """Nobody is faster whose t lies between these."""
+        """A lower bound for all t between these."""
         computed = min(device.computed(end_s), float(stored))
 
         def missing(gap: float) -> float:
-            """What is not there when the last layer of the step begins that computes the gap."""
+            """Tokens still missing when the last layer begins of the step that computes the gap."""
             ahead_s = early * device.first_s(gap, stored) if early else 0.0
             load_s = machine.device.done_s(end_s, ahead_s)
             return stored - computed - _loaded(machine, load_s, block_tokens)
@@ -86,18 +85,21 @@ def clairvoyant(
 
 
 class _Device:
-    """What the device can do for a prompt: in steps as full as others leave them, and exactly so
-    far into a step.
+    """The prompt's tokens that the device can compute by a time, in steps as full as others leave
+    them, and the completed part of the last step.
 
     Attributes:
-        alone_s: when everything is computed.
+        alone_s: when all tokens are computed, without loads.
     """
 
     def __init__(self, machine: Machine, prompt_tokens: int, chunk_tokens: int) -> None:
-        self._machine, self._prompt, self._chunk = machine, prompt_tokens, chunk_tokens
-        # By the number of steps before: of the step's budget what others leave, all together; what
-        # these steps take with nothing of the prompt in them; and with as much as they can hold.
-        self._room, self._bare_s, self._full_s = [0], [0.0], [0.0]
+        self._machine = machine
+        self._prompt = prompt_tokens
+        self._chunk = chunk_tokens
+        # Sums over the first i steps:
+        self._room = [0]  # tokens of the budgets that others leave
+        self._bare_s = [0.0]  # time without tokens of the prompt
+        self._full_s = [0.0]  # time with as many of its tokens as fit
         while self._room[-1] < prompt_tokens:
             self._extend()
             start, stop = (min(room, prompt_tokens) for room in self._room[-2:])
@@ -115,18 +117,18 @@ class _Device:
         return min(start + self._tokens_in(inside_s, start), float(stop), float(self._prompt))
 
     def rest_s(self, computed: float, gap: float, stored: int, when_s: float) -> float:
-        """Work that is left: a gap right of what is computed, and what nobody stores."""
+        """Work that is left at `when_s`: the gap behind the computed tokens, and the tail."""
         tokens_s = self.tokens_s(computed, computed + gap) + self.tokens_s(stored, self._prompt)
         tokens = gap + self._prompt - stored
         return tokens_s + min(self._overhead_s(i, tokens) for i in self._steps_by(when_s))
 
     def first_s(self, gap: float, stored: int) -> float:
-        """Work of the first step over that, at most."""
+        """Work of the first step over gap and tail, at most."""
         tokens = min(float(self._chunk), gap + self._prompt - stored)
         return self._machine.prefill.fixed_s + self.tokens_s(self._prompt - tokens, self._prompt)
 
     def tokens_s(self, start: float, stop: float) -> float:
-        """Work of these tokens, whatever steps they are in."""
+        """Work of these tokens, without the fixed costs of steps."""
         cost = self._machine.prefill
         return cost.token_s * (stop - start) + cost.pair_s * pairs(start, stop)
 
@@ -139,16 +141,16 @@ class _Device:
         return (math.sqrt(linear * linear + 4 * square * work_s) - linear) / (2 * square)
 
     def _steps_by(self, when_s: float) -> range:
-        """How many steps there may have been by then, if some were for others alone."""
+        """Numbers of steps that may have begun by then, if earlier ones were for others alone."""
         if self._machine.others is None:
-            return range(1)  # the device rests while nobody needs it; all steps are alike
+            return range(1)  # the device is idle until it is needed; all steps are alike
         work_s = self._machine.device.work_s(0.0, when_s)
         while self._bare_s[-1] <= work_s and len(self._bare_s) < MOST_STEPS:
             self._extend()
         return range(bisect_right(self._bare_s, work_s))
 
     def _overhead_s(self, first: int, tokens: float) -> float:
-        """What the steps from number `first` on that hold `tokens` take besides."""
+        """Fixed work of the steps from number `first` on that can hold `tokens`."""
         while self._room[-1] - self._room[first] < tokens:
             self._extend()
         last = bisect_left(self._room, self._room[first] + tokens)
@@ -161,7 +163,7 @@ class _Device:
 
 
 def _least(missing: Callable[[float], float], most: float) -> float:
-    """The x in [0, most] with missing(x) = x, which falls; from below."""
+    """The x in [0, most] with missing(x) = x, from below. Args: missing: falls with x."""
     if missing(0.0) <= 0:
         return 0.0
     low, high = 0.0, most
@@ -172,7 +174,7 @@ def _least(missing: Callable[[float], float], most: float) -> float:
 
 
 def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
-    """Tokens that all links together can have brought by then."""
+    """Tokens that all links together can have delivered by then."""
     sources = machine.sources
     begin_s = min(source.load.latency_s for source in sources)
     if when_s <= begin_s:

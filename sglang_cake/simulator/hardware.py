@@ -1,4 +1,4 @@
-"""Costs of a model on a GPU with a store, from data sheets: what to expect before measuring.
+"""Expected costs of a model on a GPU with a store, from data sheets.
 
 A step of prefill costs, with a GPU's rates below,
 
@@ -7,22 +7,22 @@ A step of prefill costs, with a GPU's rates below,
                                 bytes of all weights / memory bandwidth
     pair           = FLOPs of a (query, key) pair / attention rate
 
-and between one token and a full chunk the line through both: a mixture of experts reads few of
-them for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast.
+Between one token and a full chunk the cost is the line through both: a mixture of experts reads few
+experts for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast.
 
-The matmul rate is SERVED of what the largest matmul was measured to reach on that GPU: 0.86 of the
+The matmul rate is SERVED times the measured rate of the largest matmul on that GPU: 0.86 of the
 peak on an A100, 0.80 on an H100 or H200, 0.78 on a B200, 0.60 on an MI300X (Bekman, "Machine
 Learning Engineering", table of maximum achievable matmul FLOPS; BF16). 0.75 of it is 0.65 of an
-A100's peak, which is what Cake's tables show (vLLM 0.6.2), and 0.60 of an H100's. Where nothing was
-measured, REACHED stands. A mixture of experts gets EXPERTS of that: a chunk leaves each expert few
-tokens. SGLang reports 52,300 tokens/s of DeepSeek-V3 on 8 H100, 0.49 of the peak, with large
-batches over 96 GPUs (lmsys.org, 2025-05-05); one prompt alone does not fill them.
+A100's peak, as Cake's tables show (vLLM 0.6.2), and 0.60 of an H100's. GPUs without a measurement
+have REACHED. A mixture of experts has EXPERTS of that rate: a chunk leaves each expert few tokens.
+SGLang reports 52,300 tokens/s of DeepSeek-V3 on 8 H100, 0.49 of the peak, with large batches over
+96 GPUs (lmsys.org, 2025-05-05); one prompt alone does not fill them.
 
 The attention rate is ATTENTION of the peak: 0.72 was reached on an A100 (FlashAttention-2, 225
 TFLOPS) and 0.75 on an H100 (FlashAttention-3, 740 TFLOPS) without a causal mask and without pages.
 
-None of this is a measurement of your server: times to compute are given as a range, from
-1 / UNSURE of the middle to UNSURE times it.
+None of this is a measurement of your server, so times to compute are given as a range: the middle
+divided by UNSURE, to the middle times UNSURE.
 """
 
 import math
@@ -38,19 +38,19 @@ REACHED = 0.8
 SERVED = 0.72
 EXPERTS = 0.55
 ATTENTION = 0.55
-MEMORY = 0.8  # of the memory's bandwidth, that reading weights reaches
+MEMORY = 0.8  # share of the memory's bandwidth that reading weights reaches
 LAUNCH_S = 0.001
 SCALING = 0.88
 UNSURE = 1.3
-KV_ROOM = 0.88  # of a GPU's memory, for weights and KV: SGLang's --mem-fraction-static by itself
+KV_ROOM = 0.88  # share of a GPU's memory for weights and KV: SGLang's --mem-fraction-static
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """From the maker's data sheet: dense BF16, without sparsity.
+    """From the data sheet: dense BF16, without sparsity.
 
     Attributes:
-        reached: of the peak, by the largest matmul, measured.
+        reached: measured share of the peak that the largest matmul reaches.
     """
 
     tflops: float
@@ -61,7 +61,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """What one server reads from; a known medium, or as given."""
+    """The store of one server and its link."""
 
     bytes_per_s: float
     latency_s: float
@@ -103,10 +103,10 @@ def prefill_cost(
     """Seconds of a prefill step (see the module).
 
     Args:
-        utilisation: of every step's tokens, ours. The others' prompts are taken to be as far as
-            ours, so a step has 1 / utilisation of our (query, key) pairs.
-        efficiency: of the peak, that matmuls reach, if it was measured.
-        slower: than the rates of the module; the ends of the range.
+        utilisation: share of a step's tokens that are ours. Prompts of others are taken to be as
+            long as ours, so a step has 1 / utilisation of our (query, key) pairs.
+        efficiency: measured share of the peak that matmuls reach; None: by GPU.
+        slower: factor on the times to compute, for the ends of the range.
     """
     many = gpus * SCALING ** math.log2(gpus)
     peak = gpu.tflops * 1e12 * many

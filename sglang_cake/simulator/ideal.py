@@ -4,10 +4,13 @@ A prompt of which the first `stored` tokens can be loaded is computed from the f
 the back. With C(x) the time to compute the first x tokens and l the time to load one token, the two
 meet best at the x where C(x) = l * (stored - x); no split is faster.
 
-Included: the compute of [0, x) at the measured cost of each chunk, taken as linear within it; the
-loading of [x, stored) at the measured rate; the step over the rest of the prompt, which no store
-holds and which produces the first token (`last_step_s`); and the fixed cost of a request before
-its first step (`fixed_s`), which every way of getting the prompt pays.
+Included:
+
+- computing [0, x) at the measured cost of each chunk, taken as linear within it;
+- loading [x, stored) at the measured rate;
+- the step over the rest of the prompt, which no store holds and which produces the first token
+  (`last_step_s`);
+- the fixed cost of a request before its first step (`fixed_s`), the same for all modes.
 
 Not included, so that a real system is always somewhat slower: chunks and blocks are whole (half of
 each is lost on average at the meet), compute and load disturb each other, copies to the device, and
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """The meeting point (in tokens, not rounded) and the time to first token that goes with it."""
+    """The meeting point (in tokens, not rounded) and its time to first token."""
 
     meet_token: float
     ttft_s: float
@@ -56,7 +59,7 @@ class ComputeCurve:
         return cls(tuple(tokens), tuple(seconds))
 
     def at(self, token: float) -> float:
-        """C(token); beyond the last measured point it is an error."""
+        """C(token). Raises: ValueError beyond the last measured point."""
         if not 0 <= token <= self.tokens[-1]:
             raise ValueError(f"the curve was measured up to {self.tokens[-1]:.0f} tokens")
         right = max(1, bisect_left(self.tokens, token))

@@ -1,40 +1,95 @@
-"""What the simulated machines are made of: true costs, links, stores that many share, a clock."""
+"""Simulated machines: true costs, speeds that change, links, shared stores, and a virtual clock."""
 
 import heapq
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from sglang_cake.loading.cost_model import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit
-from sglang_cake.simulator.speed_trace import Speed
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The speed of a shared device or link, piecewise constant: `values[i]` holds from `times_s[i]`
+    on. 1 is the full speed. The last value holds for ever, and is above 0."""
+
+    times_s: tuple[float, ...] = (0.0,)
+    values: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        grows = all(a < b for a, b in zip(self.times_s, self.times_s[1:], strict=False))
+        if len(self.times_s) != len(self.values) or not self.times_s or not grows:
+            raise ValueError("a speed needs a growing time for each value")
+        if self.times_s[0] != 0 or min(self.values) < 0 or self.values[-1] <= 0:
+            raise ValueError("a speed starts at time 0, is never negative, and ends above 0")
+
+    def done_s(self, begin_s: float, work_s: float) -> float:
+        """The end of work that begins at `begin_s` and takes `work_s` at full speed."""
+        i = bisect_right(self.times_s, begin_s) - 1
+        now, left = begin_s, work_s
+        while i + 1 < len(self.times_s):
+            possible = (self.times_s[i + 1] - now) * self.values[i]
+            if possible >= left:
+                break
+            left -= possible
+            i += 1
+            now = self.times_s[i]
+        return now + left / self.values[i] if left > 0 else now
+
+    def work_s(self, begin_s: float, end_s: float) -> float:
+        """The work, in seconds at full speed, that fits into `[begin_s, end_s)`."""
+        total, stops = 0.0, (*self.times_s[1:], max(end_s, self.times_s[-1]))
+        for start_s, stop_s, value in zip(self.times_s, stops, self.values, strict=True):
+            total += max(0.0, min(stop_s, end_s) - max(start_s, begin_s)) * value
+        return total
+
+
+def layered_end_s(
+    begin_s: float, work_s: float, layers: int, device: Speed, there_s: Callable[[float], float]
+) -> float:
+    """The end of a step that begins at `begin_s` while KV is on its way, layer by layer
+    (docs/theory.md). A layer begins when the one before is computed and its own KV has arrived.
+
+    Args:
+        work_s: of all layers together, each the same, at the full speed of the device.
+        there_s: `(share)` is when the first `share` of the KV has arrived; layer i of L needs the
+            first (i + 1) / L.
+    """
+    at_s = begin_s
+    for layer in range(layers):
+        at_s = device.done_s(max(at_s, there_s((layer + 1) / layers)), work_s / layers)
+    return at_s
 
 
 class Clock:
-    """Virtual time: acts happen in the order of their instants, then in the order of asking."""
+    """Virtual time. Actions run in the order of their times, then in the order of the calls."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._number = itertools.count()
-        self._acts: list[tuple[float, int, Callable[[], None]]] = []
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
 
-    def at(self, when_s: float, act: Callable[[], None]) -> None:
-        """Let `act` happen at `when_s`, at once if that has passed."""
-        heapq.heappush(self._acts, (max(when_s, self.now), next(self._number), act))
+    def at(self, when_s: float, action: Callable[[], None]) -> None:
+        """Run `action` at `when_s`, or now if that has passed."""
+        heapq.heappush(self._actions, (max(when_s, self.now), next(self._number), action))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
-        while self._acts:
-            self.now, _, act = heapq.heappop(self._acts)
-            act()
+        """Run until no action is left."""
+        while self._actions:
+            self.now, _, action = heapq.heappop(self._actions)
+            action()
 
 
 @dataclass(slots=True)
 class Hub:
-    """A store that several links read from: together they get no more than it can give.
+    """A store whose bandwidth several links share.
 
     Attributes:
         links: how many links it can feed at full speed. A block that begins while more are reading
-            takes proportionally longer; those under way keep their pace, which is right on average.
+            takes proportionally longer. Blocks under way keep their speed, which is right on
+            average.
+        active: links that are reading.
     """
 
     links: float
@@ -47,10 +102,10 @@ class Hub:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where blocks come from, and what that truly costs. One block crosses it at a time.
+    """A store and its link, with its true costs. One block crosses it at a time.
 
     Attributes:
-        holds: how many of a prompt's stored blocks, from the first one on, are there; None: all.
+        holds: how many of a prompt's stored blocks it has, from the first one on; None: all.
     """
 
     load: LoadCost
@@ -64,13 +119,13 @@ class Machine:
     """The true costs of one server.
 
     Attributes:
-        load, link: of its first source; `further` are read at the same time as that one.
+        load, link: of its first source; `further` sources are read at the same time.
         noise: `(step)` is a factor on the time of the step of that number.
-        others: `(step)` is how many tokens of the budget of the step of that number other users
-            take. The device never rests then: it steps for them while the simulated prompts wait.
-            None: the device has only the simulated prompts.
-        layers: of the model whose KV comes layer by layer; 1: a step begins only when all that it
-            reads is there.
+        others: `(step)` is how many tokens of the step's budget other users take. The device is
+            never idle then: it steps for them while the simulated prompts wait. None: the device
+            has only the simulated prompts.
+        layers: of a model whose KV arrives layer by layer; 1: a step begins only when all KV that
+            it reads has arrived.
     """
 
     prefill: PrefillCost
@@ -90,14 +145,14 @@ class Machine:
 
 @dataclass(slots=True)
 class Knowledge:
-    """What the server has learned so far; serving adds to it."""
+    """The costs that the server has learned so far; serving adds to them."""
 
     prefill: PrefillFit
     load: LoadFit
 
     @classmethod
     def of(cls, machine: Machine) -> "Knowledge":
-        """Of a server that has seen this machine for long, at full speed."""
+        """The knowledge of a server that has run on this machine for long, at full speed."""
         prefill, loads = machine.prefill, [source.load for source in machine.sources]
         block_s = 1 / sum(1 / load.block_s for load in loads)
         latency_s = min(load.latency_s for load in loads)

@@ -1,28 +1,33 @@
 """Replays a trace of requests against an eviction policy: the store's own, not a copy.
 
-One tier of C blocks; requests in the order of the file, each at one instant:
+One tier has room for a fixed number of blocks. Requests come in the order of the file, each at one
+instant:
 
-1. its hit is as many leading blocks as are resident; islands are all that are resident;
-2. its blocks are pinned;
-3. others are evicted until the missing ones fit;
-4. its blocks are inserted or touched, the last one first, so that the head is the most recent.
+1. Hits are counted: the leading resident blocks; islands are all resident blocks.
+2. The request's blocks are pinned.
+3. Other blocks are evicted until the missing ones fit.
+4. The request's blocks are inserted or touched, the last one first, so that the head is the most
+   recent.
 
-Only blocks of the input count; the cold start is included. `leaf`: only blocks whose children (the
-next block of any prompt) are not resident may go; `block`: any may.
+Only blocks of the input count; the cold start is included. `BeladyPolicy` and `seconds_bound` are
+limits that no policy can beat, since they know the future.
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from sglang_cake.simulator.request_traces import Trace, TraceRequest
-from sglang_cake.simulator.ttft import SavedTime
+from sglang_cake.loading.cost_model import PrefillCost
+from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.conversation import ConversationTracker
+from sglang_cake.stores.eviction.heap import BlockHeap
 from sglang_cake.stores.eviction.policy import (
     ADMIT_ALL,
     AccessContext,
     AdmissionPolicy,
+    BasePolicy,
     EvictionPolicy,
     Usage,
 )
@@ -30,9 +35,120 @@ from sglang_cake.stores.eviction.policy import (
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayShape:
+    """A model on a machine with a link to its store."""
+
+    name: str
+    prefill: PrefillCost
+    load_s_per_token: float
+
+    def benefit(self, block_tokens: int) -> Benefit:
+        """The same costs for the `cake` policy."""
+        return Benefit(
+            block_tokens,
+            self.prefill.token_s,
+            self.prefill.pair_s,
+            self.load_s_per_token * block_tokens,
+        )
+
+
+class SavedTime:
+    """What stored blocks save of the time to first token, for prompts of one block size.
+
+    The prompt is computed from the front, block by block, while its stored blocks land from the
+    back. A landed block is skipped; a block that will land before it could be computed is waited
+    for. Not included: the wait for other requests, the fixed part of a step, half a step lost at
+    the meet.
+    """
+
+    def __init__(self, shape: ReplayShape, block_tokens: int) -> None:
+        self._shape = shape
+        self._block_tokens = block_tokens
+        self._load_s = shape.load_s_per_token * block_tokens
+        self._compute_s: list[float] = []
+
+    def saved_s(self, stored: Sequence[bool], tokens: int) -> float:
+        """Seconds. Args: stored: for each of the prompt's blocks; tokens: of the prompt."""
+        compute_s = self._costs(len(stored), tokens)
+        left = sum(stored)
+        now_s = 0.0
+        for there, cost_s in zip(stored, compute_s, strict=True):
+            if there:
+                lands_s = left * self._load_s
+                left -= 1
+                if lands_s <= now_s + cost_s:
+                    now_s = max(now_s, lands_s)
+                    continue
+            now_s += cost_s
+        return sum(compute_s) - now_s
+
+    def block_s(self, blocks: int, tokens: int) -> list[float]:
+        """Seconds to compute each of the first `blocks` blocks of a prompt of `tokens`."""
+        return self._costs(blocks, tokens)
+
+    def _costs(self, blocks: int, tokens: int) -> list[float]:
+        size = self._block_tokens
+        while len(self._compute_s) < blocks:
+            position = len(self._compute_s)
+            self._compute_s.append(self._span_s(position * size, (position + 1) * size))
+        costs = self._compute_s[:blocks]
+        if costs:
+            costs[-1] = self._span_s((blocks - 1) * size, min(tokens, blocks * size))
+        return costs
+
+    def _span_s(self, start: int, stop: int) -> float:
+        step_s = self._shape.prefill.step_s(start, stop)
+        return step_s - self._shape.prefill.fixed_s if stop > start else 0.0
+
+
+def _dense(
+    name: str,
+    *,
+    parameters: float,
+    hidden: int,
+    layers: int,
+    flops: float,
+    kv_bytes: int,
+    link: int,
+) -> ReplayShape:
+    """A dense transformer: 2 FLOPs per parameter and token, 4 x hidden per layer and pair.
+
+    Args: flops: that prefill reaches, a second; kv_bytes: per token; link: bytes a second.
+    """
+    prefill = PrefillCost(0.0, 2 * parameters / flops, 4 * hidden * layers / flops)
+    return ReplayShape(name, prefill, kv_bytes / link)
+
+
+# Half of the peak of an A100 (312 TFLOP/s) in prefill; KV in 16 bits, 8 heads of 128.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _dense(
+            "8b",  # Llama-3.1-8B on one A100, a 32 Gbit/s link: the Cake paper's middle setting
+            parameters=8e9,
+            hidden=4096,
+            layers=32,
+            flops=156e12,
+            kv_bytes=2 * 32 * 8 * 128 * 2,
+            link=4 * 10**9,
+        ),
+        _dense(
+            "70b",  # Llama-3.1-70B on eight A100, a 10 Gbit/s link
+            parameters=70e9,
+            hidden=8192,
+            layers=80,
+            flops=8 * 140e12,
+            kv_bytes=2 * 80 * 8 * 128 * 2,
+            link=1_250_000_000,
+        ),
+    )
+}
+
+
 @dataclass(slots=True)
 class Outcome:
-    """What a replay counted."""
+    """The counts of a replay."""
 
     refs: int = 0
     hits: int = 0  # leading resident blocks
@@ -59,22 +175,22 @@ class Outcome:
 
     @property
     def late_hit_ratio(self) -> float:
-        """That of the second half of the requests."""
+        """The hit ratio of the second half of the requests."""
         return self.late_hits / max(1, self.late_refs)
 
     @property
     def byte_hit_ratio(self) -> float:
-        """Leading hits, with a last block that is not full counting as much as is in it."""
+        """Tokens of leading hits / tokens."""
         return self.hit_tokens / max(1, self.tokens)
 
     @property
     def write_amplification(self) -> float:
-        """How often a block that was written at all had to be written; 0 without writes."""
+        """How often a written block was written on average; 0 without writes."""
         return self.written / self.distinct_written if self.written else 0.0
 
     @property
     def us_per_eviction(self) -> float:
-        """What the policy takes to name one block; 0 without evictions."""
+        """Microseconds that the policy takes to choose one block; 0 without evictions."""
         return 1e6 * self.evicting_s / self.evictions if self.evictions else 0.0
 
 
@@ -82,10 +198,10 @@ class Replay:
     """One run of a trace.
 
     Args:
-        clocks: what saved time is counted for.
-        leaf: only blocks without resident children may go.
-        told_turns: use the turns that the trace tells, where it does, not those that the server
-            finds out.
+        clocks: saved time is counted for each of them.
+        leaf: evict only blocks without a resident child (the next block of any prompt).
+        told_turns: use the conversation turns that the trace states, where it does, instead of
+            those that the server detects.
         admission, benefit: which blocks are written at all, and what they save.
         head_last: the head is the most recent of a request's blocks; otherwise its tail is.
     """
@@ -103,9 +219,14 @@ class Replay:
         benefit: Benefit | None = None,
         head_last: bool = True,
     ) -> None:
-        self._trace, self._policy, self._capacity = trace, policy, capacity_blocks
-        self._clocks, self._leaf, self._told_turns = clocks, leaf, told_turns
-        self._admission, self._benefit = admission, benefit or Benefit()
+        self._trace = trace
+        self._policy = policy
+        self._capacity = capacity_blocks
+        self._clocks = clocks
+        self._leaf = leaf
+        self._told_turns = told_turns
+        self._admission = admission
+        self._benefit = benefit or Benefit()
         self._head_last = head_last
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
         self._idents: dict[int, int] = {}  # and back
@@ -117,13 +238,13 @@ class Replay:
         self.outcome = Outcome(saved_s=[0.0] * len(clocks))
 
     def run(self) -> Outcome:
-        """All of it."""
+        """Replay the whole trace."""
         for _ in self.steps():
             pass
         return self.outcome
 
     def steps(self) -> Iterator[int]:
-        """One request at a time; yields how many are done."""
+        """Replay one request at a time; yields how many are done."""
         half = len(self._trace.requests) // 2
         for index, request in enumerate(self._trace.requests):
             self._count(request, late=index >= half)
@@ -209,7 +330,7 @@ class Replay:
         self.outcome.evicting_s += time.perf_counter() - began_s
 
     def _orphan(self, block: int, pinned: set[int], spared: dict[int, tuple[int, Usage]]) -> None:
-        """A block has gone; its parent may go now."""
+        """A block was evicted: its parent may be evicted now if it has no other child."""
         parent = self._parent.pop(block, None)
         if parent is None:
             return
@@ -218,3 +339,77 @@ class Replay:
             del self._children[parent]
             if parent in spared and parent not in pinned:
                 self._policy.add(*spared.pop(parent))
+
+
+class BeladyPolicy(BasePolicy):
+    """Evicts the block whose next use is farthest (Belady, "A study of replacement algorithms for a
+    virtual-storage computer", 1966); of the blocks of one request, the last one.
+
+    Blocks have one size and every missing block must be inserted, so no policy has more resident
+    blocks at their uses. A prefix is used whenever its continuation is, and so is evicted after it:
+    the leading hits are the same blocks.
+
+    The number of calls of `refresh` is the number of the request.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._uses: dict[int, list[int]] = {}
+        for index, request in enumerate(trace.requests):
+            for block in request.blocks:
+                self._uses.setdefault(block, []).append(index)
+        self._never = len(trace.requests)
+        self._request = -1
+        self._heap = BlockHeap()
+
+    def refresh(self, now_s: float) -> None:
+        self._request += 1
+
+    def add(self, block: int, usage: Usage) -> None:
+        self._usage[block] = usage
+        uses = self._uses[usage.ident]
+        later = bisect_right(uses, self._request)
+        next_use = uses[later] if later < len(uses) else self._never
+        self._heap.put(block, (-next_use, -usage.context.position))
+
+    def remove(self, block: int) -> None:
+        self._usage.pop(block, None)
+        self._heap.remove(block)
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        entry = self._heap.pop()
+        return None if entry is None else (entry.block, self._usage.pop(entry.block))
+
+
+def seconds_bound(trace: Trace, capacity_blocks: int, clock: SavedTime) -> float:
+    """An upper bound of the seconds that any policy can save: the smaller of two relaxations.
+
+    - A block saves at most its computing time, and for its next use it must stay resident since the
+      last one. Capacity bounds only the average over the trace, and a block may stay in part (a
+      fractional knapsack: PFOO-L of Berger et al., "Practical bounds on optimal caching with
+      variable object sizes", 2018, with these weights).
+    - No request saves more than with all earlier blocks stored.
+    """
+    intervals: list[tuple[float, int, float]] = []  # (seconds per room, room, seconds)
+    at_best_s = 0.0
+    costs = [clock.block_s(len(r.blocks), r.tokens) for r in trace.requests]
+    places = [{block: i for i, block in enumerate(r.blocks)} for r in trace.requests]
+    seen: set[int] = set()
+    for index, later in enumerate(next_uses(trace)):
+        request = trace.requests[index]
+        at_best_s += clock.saved_s([block in seen for block in request.blocks], request.tokens)
+        seen.update(request.blocks)
+        for block, then in zip(request.blocks, later, strict=True):
+            if then < len(costs):
+                saved_s = costs[then][places[then][block]]
+                intervals.append((saved_s / (then - index), then - index, saved_s))
+    intervals.sort(reverse=True)
+    room = capacity_blocks * (len(costs) - 1)
+    knapsack_s = 0.0
+    for _, taken, saved_s in intervals:
+        if taken > room:
+            knapsack_s += saved_s * room / taken
+            break
+        room -= taken
+        knapsack_s += saved_s
+    return min(knapsack_s, at_best_s)

@@ -1,11 +1,11 @@
-"""Traces of requests: which blocks each prompt is made of, and when it came.
+"""Traces of requests: the blocks and the time of each prompt.
 
-Three kinds of JSON lines, told apart by their fields, plain or zstd-compressed (`.zst`):
+Three formats of JSON lines, distinguished by their fields, plain or zstd-compressed (`.zst`):
 
 - Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (512-token blocks);
 - Qwen-Bailian ("KVCache Cache in the Wild"): `chat_id`, `parent_chat_id`, `timestamp` (s), `type`,
   `turn`, `hash_ids` (16-token blocks), and the lengths;
-- ours (`--cake-record-trace`): `t_s`, `input_length`, `block_tokens`, `hash_ids`, `workload`.
+- cake's (`--cake-record-trace`): `t_s`, `input_length`, `block_tokens`, `hash_ids`, `workload`.
 
 `hash_ids` name a block together with everything before it, so equal ids mean equal prefixes.
 """
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import zstandard
+
 from sglang_cake.core.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
@@ -26,11 +28,11 @@ MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 class TraceRequest:
     """One prompt."""
 
-    at_s: float  # never before the request ahead of it in the file
+    at_s: float  # never before that of the previous request in the file
     tokens: int
     blocks: tuple[int, ...]
-    workload: str = ""  # what the trace says that it is for
-    turn: int | None = None  # as the trace says
+    workload: str = ""  # as the trace states
+    turn: int | None = None  # of the conversation, as the trace states
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises: ConfigError, one line that names the file and the line of it that is wrong."""
+    """Read a trace. Raises: ConfigError, which names the file and the wrong line."""
     requests: list[TraceRequest] = []
     block_tokens, last_s = 0, 0.0
     try:
@@ -73,16 +75,12 @@ def read_trace(path: Path) -> Trace:
 def _opened(path: Path) -> TextIO:
     if path.suffix != ".zst":
         return path.open(encoding="utf-8")
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"{path}: needs zstandard: pip install zstandard") from None
     stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
     return io.TextIOWrapper(io.BufferedReader(_Checked(stream)), encoding="utf-8")
 
 
 class _Checked(io.RawIOBase):
-    """Damage in a compressed file is an OSError, as it is in any other."""
+    """Raises OSError for damage in a compressed file."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -91,8 +89,6 @@ class _Checked(io.RawIOBase):
         return True
 
     def readinto(self, out: Any) -> int:
-        import zstandard
-
         try:
             return int(self._stream.readinto(out))
         except zstandard.ZstdError as error:
@@ -133,13 +129,13 @@ def _reason(error: Exception) -> str:
 
 
 def head(trace: Trace, requests: int) -> Trace:
-    """Its first requests."""
+    """The trace of its first requests."""
     return Trace(trace.block_tokens, trace.requests[:requests])
 
 
 def next_uses(trace: Trace) -> Iterator[tuple[int, ...]]:
-    """For each request the index of the next one that uses each of its blocks; past the last
-    request where none does."""
+    """For each request, and each of its blocks, the index of the next request that uses it; the
+    number of requests if none does."""
     never = len(trace.requests)
     seen: dict[int, int] = {}
     uses: list[tuple[int, ...]] = []

@@ -1,7 +1,7 @@
-"""What of a transformer decides its costs, and whether cake supports it: read from a `config.json`.
+"""The costs of a transformer, and whether cake supports it, from its `config.json`.
 
-A model that is known by name is a `config.json` as well, of which only the fields that count are
-kept here. So a name and the file that it stands for give one answer.
+A model that is known by name has a `config.json` here too, with only the fields that count. So a
+name and the file of that model give the same answer.
 """
 
 import json
@@ -73,7 +73,7 @@ WINDOW_POOLS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformer, as far as costs, memory and support go.
+    """A transformer: what costs, memory and support depend on.
 
     Attributes:
         heads, kv_heads: that tensor parallelism divides; MLA has one row of KV for all heads.
@@ -82,8 +82,8 @@ class Shape:
         pair_flops: of one (query, key) pair, all layers.
         kv_head_bytes: of one token and one KV head, all layers.
         context_tokens: a prompt must be shorter.
-        refused: why cake does not support it, to be put after "cake does not support"; None: it
-            does.
+        refused: why cake does not support it, a continuation of "cake does not support"; None:
+            cake supports it.
     """
 
     layers: int
@@ -143,7 +143,13 @@ MODELS: dict[str, Config] = {
     "qwen3-8b": _config(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128),
     "qwen3-32b": _config(64, 5120, 64, 8, 25600, 151936, 40960, head_dim=128),
     "qwen3-30b-a3b": _config(
-        *(48, 2048, 32, 4, 6144, 151936, 40960),
+        layers=48,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        width=6144,
+        vocab=151936,
+        context=40960,
         head_dim=128,
         moe_intermediate_size=768,
         num_experts=128,
@@ -151,7 +157,13 @@ MODELS: dict[str, Config] = {
     ),
     "mistral-7b": _config(32, 4096, 32, 8, 14336, 32768, 32768),
     "deepseek-v3": _config(
-        *(61, 7168, 128, 128, 18432, 129280, 163840),
+        layers=61,
+        hidden=7168,
+        heads=128,
+        kv_heads=128,
+        width=18432,
+        vocab=129280,
+        context=163840,
         q_lora_rank=1536,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
@@ -188,9 +200,9 @@ def find_shape(text: str) -> Shape:
 
 
 def shape_of(whole: Config) -> Shape:
-    """Of a parsed `config.json`.
+    """The shape of a parsed `config.json`.
 
-    Raises: KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, where it is none.
+    Raises: KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError if it is none.
     """
     part = next((name for name in _PART_CONFIGS if isinstance(whole.get(name), dict)), None)
     config = {**whole, **whole[part]} if part else whole
@@ -224,7 +236,7 @@ def shape_of(whole: Config) -> Shape:
 
 
 def _latent_attention(config: Config) -> tuple[int, int, int]:
-    """MLA: parameters of a layer, the width of a pair in prefill, values kept of a token."""
+    """MLA: parameters of a layer, the width of a pair in prefill, KV values of a token."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     latent, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
     key, value = int(config.get("qk_nope_head_dim", 128)), int(config.get("v_head_dim", 128))
@@ -236,7 +248,7 @@ def _latent_attention(config: Config) -> tuple[int, int, int]:
 
 
 def _mlp(config: Config, layers: int) -> tuple[int, int]:
-    """Parameters of all layers: those that a token passes, and all."""
+    """MLP parameters of all layers: the ones that a token passes, and all."""
     hidden = int(config["hidden_size"])
     experts = next((int(config[name]) for name in _EXPERT_FIELDS if config.get(name)), 0)
     if not experts:
@@ -256,7 +268,7 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
 
 
 def _weight_bytes(quantization: Config) -> float:
-    """Of one parameter; BF16 unless the checkpoint is quantized."""
+    """Bytes of one parameter; BF16 unless the checkpoint is quantized."""
     method = str(quantization.get("quant_method", "")).lower()
     if method in ("mxfp4", "nvfp4", "modelopt_fp4"):
         return 0.56  # 4 bits, and a scale of 8 bits for 16 values
@@ -271,21 +283,21 @@ def _weight_bytes(quantization: Config) -> float:
 
 
 def _context_tokens(config: Config) -> int:
-    """As SGLang derives it; with longrope, as far as cake goes."""
+    """The context as SGLang derives it; with longrope, as far as cake supports it."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     length = next((config[name] for name in _CONTEXT_FIELDS if config.get(name)), None)
     if length is None:
         return _DEFAULT_CONTEXT_TOKENS
     original = scaling.get("original_max_position_embeddings")
-    if kind == "longrope":  # beyond it, a prompt's KV depends on its batch, and cake refuses
+    if kind == "longrope":  # a longer prompt's KV depends on its batch: cake refuses it
         return int(original or config.get("original_max_position_embeddings") or length)
     scales = config.get("rope_scaling") and original is None and kind != "llama3"
     return int(float(scaling.get("factor") or 1) * length) if scales else int(length)
 
 
 def _refused(whole: Config, config: Config) -> str | None:
-    """The support table of the server, as far as a `config.json` shows it."""
+    """Why cake does not support the model, as far as a `config.json` shows it."""
     names = [str(name) for name in whole.get("architectures") or ()]
     kinds = set(config.get("layer_types") or config.get("layers_block_type") or ())
     if whole.get("is_encoder_decoder"):
@@ -307,6 +319,6 @@ def _refused(whole: Config, config: Config) -> str | None:
 
 
 def _generates(architecture: str) -> bool:
-    """Whether it goes on with a text instead of scoring or embedding it."""
+    """Whether the model generates text, instead of scoring or embedding it."""
     judges = ("ForSequenceClassification", "ForRewardModel", "ForMaskedLM")
     return "LMHead" in architecture or ("For" in architecture and not architecture.endswith(judges))

@@ -1,40 +1,215 @@
-"""A server with many prompts on a virtual clock, decided by the very code that decides in the real
-one.
+"""A server with many prompts on a virtual clock. The real server's own code decides.
 
 `Meet`, `worth_loading`, `next_step`, `early_last_step`, `look_ahead`, `QueueEntry.of`, `order`,
-`PrefillFit` and `LoadFit` are the server's own. Only the clock, the device, the links and the
-forming of a batch are models: a step carries decoding requests first, then prompts in the order
-that the policy gives, until its token budget is used up (as SGLang does with mixed chunks); blocks
-cross each link one after another, last block first. A device that waits looks again when something
-lands, and once in a block's time; as often as a real one while a last step may begin early.
+`PrefillFit` and `LoadFit` are the server's own. The clock, the device, the links and the forming of
+a batch are models:
+
+- A step has decoding requests first, then prompts in the order of the policy, until its token
+  budget is used up (as in SGLang with mixed chunks).
+- Blocks cross each link one after another, last block first.
+- A device that waits for loads decides again when a block lands, and once in a block's time. While
+  a last step may begin early, it decides as often as a real one.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sglang_cake.loading.cost_model import Costs, StepWork, work_of
 from sglang_cake.loading.early_last_step import early_last_step
-from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.planner import Mode, Step, is_late, look_ahead, next_step, worth_loading
+from sglang_cake.loading.meet import BlockState, Meet
+from sglang_cake.loading.planner import (
+    Mode,
+    Progress,
+    Step,
+    device_work,
+    is_late,
+    look_ahead,
+    next_step,
+    worth_loading,
+)
 from sglang_cake.loading.priority import QueueEntry, order
-from sglang_cake.simulator.layered import layered_end_s
-from sglang_cake.simulator.live_prompt import Crossing, Live
-from sglang_cake.simulator.machine import Clock, Knowledge, Machine, Source
-from sglang_cake.simulator.race_records import Lap, Prompt, Race, StepRecord
+from sglang_cake.simulator.machine import Clock, Knowledge, Machine, Source, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
 NOTHING = StepWork(0, 0.0)
 POLL_S = 0.0005  # how often a real server looks while nothing can run but a load is awaited
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request.
+
+    Attributes:
+        stored_blocks: so many of its first full blocks are stored; None: all.
+        new_tokens: to generate; the first one ends the prefill.
+    """
+
+    prompt_tokens: int
+    arrive_s: float = 0.0
+    stored_blocks: int | None = None
+    new_tokens: int = 1
+    rid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStep:
+    """A prompt's part of one step: tokens `[start, stop)` at `[begin_s, end_s)`."""
+
+    start: int
+    stop: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class PromptResult:
+    """The result of one prompt; times are the clock's.
+
+    Attributes:
+        overlapped_tokens: loaded tokens that arrived while the last step ran.
+        waited_s: how long it could have computed, and waited for its loads instead.
+        landings: (time, block), discarded blocks included.
+    """
+
+    prompt: Prompt
+    first_token_s: float = 0.0
+    finish_s: float = 0.0
+    computed_tokens: int = 0
+    loaded_tokens: int = 0
+    overlapped_tokens: int = 0
+    wasted_blocks: int = 0
+    waited_s: float = 0.0
+    steps: list[PromptStep] = field(default_factory=list)
+    landings: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.prompt.arrive_s
+
+    @property
+    def kv_s(self) -> float:
+        """From arrival until the KV of all loadable tokens was on the device.
+
+        Papers that time the loading of a cache stop here: the step over the rest follows.
+        """
+        if not self.loaded_tokens:
+            return self.ttft_s
+        last = self.steps[-1]
+        before = [step.end_s for step in self.steps if step.stop < last.stop]
+        return max(0.0, *before, *(when_s for when_s, _ in self.landings)) - self.prompt.arrive_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of the device, and its tokens by kind."""
+
+    begin_s: float
+    end_s: float
+    decodes: int
+    plain_tokens: int  # of prompts without stored blocks
+    stored_tokens: int  # computed for prompts with stored blocks
+    other_tokens: int = 0  # of `Machine.others`
+
+
+@dataclass(slots=True, eq=False)
+class LivePrompt:
+    """A prompt that is not finished.
+
+    Attributes:
+        ready_s: when its first block can begin to cross a link.
+        keep: blocks from this one on are worth loading; None: no block is.
+        since_s: since when the link owes it a block; None: no link serves it.
+        reading: blocks that cross a link.
+    """
+
+    result: PromptResult
+    meet: Meet
+    stored: int
+    ready_s: float
+    keep: int | None = None
+    planned: bool = False  # in the step being formed
+    since_s: float | None = None
+    begun: bool = False
+    waits_since_s: float | None = None
+    decoded: int = 0
+    reading: set[int] = field(default_factory=set)
+
+    def progress(self, now: float) -> Progress:
+        since_s = 0.0 if self.since_s is None else now - self.since_s
+        return Progress(since_s, self.begun, self.keep)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.meet.front < self.result.prompt.prompt_tokens
+
+    @property
+    def to_compute(self) -> StepWork:
+        """The tokens that its loads leave to compute."""
+        return device_work(self.meet.view(), self.keep)
+
+    @property
+    def to_land(self) -> int:
+        """Blocks that it waits for."""
+        return self.meet.view().states.count(BlockState.WANTED)
+
+    def wanted(self, source: Source) -> int | None:
+        """The block to read next, the last one first."""
+        if self.keep is None:
+            return None
+        view = self.meet.view()
+        end = len(view.states)
+        while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
+            block, end = view.first + found, found
+            if block < self.keep:
+                return None
+            held = source.holds is None or block < source.holds
+            if block not in self.reading and held:
+                return block
+        return None
+
+    def waits(self, yes: bool, now: float) -> None:
+        """Note whether it waits for its loads from now on, although it could compute."""
+        if yes:
+            self.waits_since_s = now if self.waits_since_s is None else self.waits_since_s
+        elif self.waits_since_s is not None:
+            self.result.waited_s += now - self.waits_since_s
+            self.waits_since_s = None
+
+    def attach(self) -> None:
+        """Attach the blocks that have landed at the front."""
+        while (span := self.meet.island()) is not None:
+            self.result.loaded_tokens += span.tokens
+            self.meet.attach(span)
+
+
+@dataclass(slots=True, eq=False)
+class Crossing:
+    """A block that crosses a link."""
+
+    live: LivePrompt
+    block: int
+    source: Source
+    began_s: float
+    work_s: float  # its time at full speed
+    first: bool
+
+    def to_come(self, now: float) -> float:
+        """The share of its bytes that has not arrived."""
+        return 1 - min(1.0, self.source.speed.work_s(self.began_s, now) / self.work_s)
+
+    def there_s(self, share: float = 1.0) -> float:
+        """When the first `share` of its bytes has arrived: they cross evenly."""
+        return self.source.speed.done_s(self.began_s, self.work_s * share)
+
+
 class Server:
-    """One device and its links; hand it prompts, run the clock, look at `races` and `steps`.
+    """One device and its links. `submit` prompts, run the clock, then read `results` and `steps`.
 
     Args:
         chunk_tokens: budget of a step.
-        policy: who gets the device and the links first; `fcfs` is the order of arrival.
+        policy: the order of the prompts, on the device and on the links; `fcfs`: by arrival.
         rule: decides each step, as `next_step` does.
     """
 
@@ -50,7 +225,7 @@ class Server:
         knowledge: Knowledge | None = None,
         rule: Callable[..., Step] = next_step,
     ) -> None:
-        self.races: list[Race] = []
+        self.results: list[PromptResult] = []
         self.steps: list[StepRecord] = []
         self._machine = machine
         self._clock = clock
@@ -60,27 +235,27 @@ class Server:
         self._policy = policy
         self._rule = rule
         self._known = knowledge or Knowledge.of(machine)
-        # As in the real server: the modes that benchmarks compare with do without.
+        # As in the real server: the modes for benchmarks do not overlap.
         self._overlap = 1 - 1 / machine.layers if mode == "auto" else 0.0
-        self._lives: list[Live] = []
-        self._ranks: list[Live] = []
+        self._lives: list[LivePrompt] = []
+        self._ranks: list[LivePrompt] = []
         self._links: list[tuple[Source, list[Crossing]]] = [(s, []) for s in machine.sources]
-        self._landed_s = 0.0  # the last time that anything did
+        self._landed_s = 0.0  # when the last block landed
         self._busy = False
-        self._free_s = 0.0  # when the step under way is predicted to be over
-        self._poll_s = math.inf  # when it will look next
+        self._free_s = 0.0  # the predicted end of the current step
+        self._poll_s = math.inf  # when it will decide next without an event
 
-    def submit(self, prompt: Prompt) -> Race:
-        """`prompt` will arrive at its time; its race fills in as the clock runs."""
-        race = Race(prompt)
-        self.races.append(race)
-        self._clock.at(prompt.arrive_s, lambda: self._arrive(race))
-        return race
+    def submit(self, prompt: Prompt) -> PromptResult:
+        """Let `prompt` arrive at its time. The returned result is filled as the clock runs."""
+        result = PromptResult(prompt)
+        self.results.append(result)
+        self._clock.at(prompt.arrive_s, lambda: self._arrive(result))
+        return result
 
-    # ---- what happens ----
+    # ---- events ----
 
-    def _arrive(self, race: Race) -> None:
-        prompt = race.prompt
+    def _arrive(self, result: PromptResult) -> None:
+        prompt = result.prompt
         meet = Meet(
             block_tokens=self._block,
             page_tokens=1,
@@ -88,7 +263,7 @@ class Server:
             prompt_tokens=prompt.prompt_tokens,
         )
         count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
-        live = Live(race, meet, count, self._clock.now + self._known_latency_s())
+        live = LivePrompt(result, meet, count, self._clock.now + self._known_latency_s())
         stored = [b < count for b in range(meet.blocks)]
         if self._mode != "compute":
             meet.found(stored)
@@ -115,31 +290,33 @@ class Server:
         self._known.load.landed(took_s, first=crossing.first)
         self._landed_s = live.since_s = now
         live.begun = True
-        live.race.landings.append((now, crossing.block))
+        live.result.landings.append((now, crossing.block))
         if not live.meet.landed(crossing.block):
-            live.race.wasted_blocks += 1
+            live.result.wasted_blocks += 1
         self._feed()
         self._step()
 
-    def _stepped(self, work: StepWork, laps: Sequence[tuple[Live, Lap]], begin_s: float) -> None:
+    def _stepped(
+        self, work: StepWork, steps: Sequence[tuple[LivePrompt, PromptStep]], begin_s: float
+    ) -> None:
         now = self._clock.now
         self._busy = False
         self._known.prefill.observe(work, now - begin_s)
         for live in [x for x in self._lives if not x.in_prefill and x.decoded]:
             self._decoded(live)
-        for live, lap in laps:
-            live.race.laps.append(lap)
+        for live, step in steps:
+            live.result.steps.append(step)
             if not live.in_prefill:
-                live.race.first_token_s = now
+                live.result.first_token_s = now
                 self._decoded(live)
         self._rank()
         self._feed()
         self._step()
 
-    def _decoded(self, live: Live) -> None:
+    def _decoded(self, live: LivePrompt) -> None:
         live.decoded += 1
-        if live.decoded == live.race.prompt.new_tokens:
-            live.race.finish_s = self._clock.now
+        if live.decoded == live.result.prompt.new_tokens:
+            live.result.finish_s = self._clock.now
             self._lives.remove(live)
 
     def _polled(self, due_s: float) -> None:
@@ -147,18 +324,18 @@ class Server:
             self._poll_s = math.inf
             self._step()
 
-    # ---- what is decided ----
+    # ---- decisions ----
 
     def _own_costs(self, others: StepWork) -> Costs:
-        """As they are for a prompt in a step that does `others` as well."""
+        """The costs of a prompt in a step that also does `others`."""
         return self._costs.beside(others)
 
     @property
     def _costs(self) -> Costs:
         return replace(self._known.costs, overlap=self._overlap)
 
-    def _revise(self, waiting: Sequence[Live]) -> None:
-        """Whether to load what waits for its turn, given what goes before it."""
+    def _revise(self, waiting: Sequence[LivePrompt]) -> None:
+        """Decide for each waiting prompt whether to load it, given the prompts ahead of it."""
         now, number = self._clock.now, len(self.steps)
         taken = self._machine.others(number) if self._machine.others else 0
         others = StepWork(taken, 0.0, sum(1 for live in self._lives if live.decoded))
@@ -184,8 +361,8 @@ class Server:
         if changed:
             self._rank()
 
-    def _stop(self, live: Live, *, late: bool) -> None:
-        """Nothing of it is worth loading now; of a link that is late, nothing any more."""
+    def _stop(self, live: LivePrompt, *, late: bool) -> None:
+        """Stop its loads; for ever if the link is late."""
         live.keep = None
         live.since_s = None
         if late:
@@ -193,16 +370,16 @@ class Server:
         self._cancel(live, live.meet.blocks)
 
     def _rank(self) -> None:
-        """Who comes first, with the device and with the links."""
+        """Order the prompts, for the device and the links."""
         now = self._clock.now
         waiting = [live for live in self._lives if live.in_prefill]
         if self._policy == "fcfs" or len(waiting) < 2:
             self._ranks = waiting
             return
-        self._ranks = [waiting[i] for i in order([self._claimant(x, now) for x in waiting])]
+        self._ranks = [waiting[i] for i in order([self._queue_entry(x, now) for x in waiting])]
 
-    def _claimant(self, live: Live, now: float) -> QueueEntry:
-        prompt, view = live.race.prompt, live.meet.view()
+    def _queue_entry(self, live: LivePrompt, now: float) -> QueueEntry:
+        prompt, view = live.result.prompt, live.meet.view()
         waited_s = now - prompt.arrive_s
         if not live.stored:
             return QueueEntry(prompt.rid, None, waited_s)
@@ -226,12 +403,12 @@ class Server:
         )
 
     def _feed(self) -> None:
-        """Every idle link begins the most urgent block that it has."""
+        """Every idle link begins the most urgent block of its source."""
         now = self._clock.now
         for number, (source, carried) in enumerate(self._links):
             if carried:
                 continue
-            first = True  # the link owes a block to the one that it works for first, to nobody else
+            first = True  # the link owes a block only to the first prompt that it can serve
             for live in self._ranks:
                 block = live.wanted(source)
                 if not live.reading and (block is None or not first):
@@ -246,7 +423,7 @@ class Server:
                         live.since_s = now
                 first = False
 
-    def _read(self, number: int, source: Source, live: Live, block: int) -> None:
+    def _read(self, number: int, source: Source, live: LivePrompt, block: int) -> None:
         now = self._clock.now
         first = not live.begun and not live.reading
         live.reading.add(block)
@@ -259,12 +436,12 @@ class Server:
         self._links[number][1].append(crossing)
         self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
 
-    def _cancel(self, live: Live, below: int) -> None:
-        """Its reads of blocks below that one end here."""
+    def _cancel(self, live: LivePrompt, below: int) -> None:
+        """Cancel its reads of blocks below that one."""
         for source, carried in self._links:
             if carried and carried[0].live is live and carried[0].block < below:
                 live.reading.discard(carried[0].block)
-                live.race.wasted_blocks += 1
+                live.result.wasted_blocks += 1
                 carried.clear()
                 self._left(source)
 
@@ -274,14 +451,14 @@ class Server:
             source.hub.active -= 1
 
     def _step(self) -> None:
-        """Form the next batch and let the device begin it, unless it is at work."""
+        """Form the next batch and begin it, unless a step is running."""
         if self._busy or not any(live.in_prefill or live.decoded for live in self._lives):
             return
         number = len(self.steps)
         decodes = sum(1 for live in self._lives if live.decoded)
         taken = self._machine.others(number) if self._machine.others else 0
         work = StepWork(taken, 0.0, decodes)
-        parts: list[tuple[Live, int, int]] = []
+        parts: list[tuple[LivePrompt, int, int]] = []
         for live in list(self._ranks):
             live.planned = False
             left = self._chunk - decodes - work.tokens
@@ -302,8 +479,8 @@ class Server:
         self._rank()
         self._feed()
 
-    def _decide(self, live: Live, left: int, work: StepWork) -> int:
-        """How far this prompt computes in the step being formed."""
+    def _decide(self, live: LivePrompt, left: int, work: StepWork) -> int:
+        """The token at which this prompt's part of the next step ends."""
         now = self._clock.now
         step = self._rule(
             live.meet.view(),
@@ -320,30 +497,30 @@ class Server:
         return step.stop
 
     def _begin(
-        self, number: int, work: StepWork, parts: Sequence[tuple[Live, int, int]], taken: int
+        self, number: int, work: StepWork, parts: Sequence[tuple[LivePrompt, int, int]], taken: int
     ) -> None:
         now = self._clock.now
         self._free_s = now + self._known.prefill.cost.work_s(work)
         took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
         end_s = self._machine.device.done_s(now, took_s)
-        laps = []
+        steps = []
         for live, start, stop in parts:
             self._claim(live, start, stop)
-            laps.append((live, Lap(start, stop, now, end_s)))
+            steps.append((live, PromptStep(start, stop, now, end_s)))
         stored = sum(stop - start for live, start, stop in parts if live.stored)
         plain = sum(stop - start for live, start, stop in parts if not live.stored)
         self.steps.append(StepRecord(now, end_s, work.decodes, plain, stored, taken))
         self._busy = True
-        self._clock.at(end_s, lambda: self._stepped(work, laps, now))
+        self._clock.at(end_s, lambda: self._stepped(work, steps, now))
 
-    def _claim(self, live: Live, start: int, stop: int) -> None:
+    def _claim(self, live: LivePrompt, start: int, stop: int) -> None:
         live.meet.claim(stop)
-        live.race.computed_tokens += stop - start
+        live.result.computed_tokens += stop - start
         self._cancel(live, live.meet.fence)  # compute has claimed them
 
     def _begin_last_early(self, number: int) -> bool:
-        """Begin the last step of a prompt that waits for its last blocks, if it is time for that.
-        It holds the device, so nobody else may want it."""
+        """Begin the last step of a prompt while its last blocks are on their way, if that is
+        faster. The step holds the device, so there must be no other prompt."""
         if not self._overlap or len(self._lives) > 1:
             return False
         (live,), machine, now = self._lives, self._machine, self._clock.now
@@ -358,7 +535,7 @@ class Server:
             return False
         live.waits(False, now)
         tail = [c for c in coming.values() if c.block in live.meet.blocks_of(span)]
-        start, stop = span.stop, live.race.prompt.prompt_tokens
+        start, stop = span.stop, live.result.prompt.prompt_tokens
         took_s = machine.prefill.work_s(work_of(start, stop)) * machine.noise(number)
         end_s = layered_end_s(
             now,
@@ -367,27 +544,28 @@ class Server:
             machine.device,
             lambda share: max(crossing.there_s(share) for crossing in tail),
         )
-        lap = Lap(start, stop, now, end_s)
+        step = PromptStep(start, stop, now, end_s)
         self.steps.append(StepRecord(now, end_s, 0, 0, stop - start))
-        self._busy, self._free_s = True, end_s
-        self._clock.at(end_s, lambda: self._overlapped(live, lap, [c.block for c in tail]))
+        self._busy = True
+        self._free_s = end_s
+        self._clock.at(end_s, lambda: self._overlapped(live, step, [c.block for c in tail]))
         return True
 
-    def _overlapped(self, live: Live, lap: Lap, tail: Sequence[int]) -> None:
-        """The last step is over, which began while the blocks of `tail` were on their way."""
+    def _overlapped(self, live: LivePrompt, step: PromptStep, tail: Sequence[int]) -> None:
+        """End a last step that began while the blocks of `tail` were on their way."""
         before = live.meet.front
         live.attach()
         size, end = self._block, live.meet.front
-        assert end == lap.start
-        live.race.overlapped_tokens += sum(
+        assert end == step.start
+        live.result.overlapped_tokens += sum(
             min(end, (block + 1) * size) - max(before, block * size) for block in tail
         )
-        self._claim(live, lap.start, lap.stop)
-        # It waited: what it took says nothing of other steps.
-        self._stepped(StepWork(), [(live, lap)], lap.begin_s)
+        self._claim(live, step.start, step.stop)
+        # It waited for KV: its time says nothing about other steps.
+        self._stepped(StepWork(), [(live, step)], step.begin_s)
 
     def _poll(self) -> None:
-        # As often as a real server only while a few ms matter: while a last step may begin early.
+        # As often as a real server only where a few ms matter: while a last step may begin early.
         alone = len(self._lives) == 1 and self._lives[0].to_land <= len(self._links)
         block_s = min(source.load.block_s for source in self._machine.sources)
         wait_s = 0.0 if self._overlap and alone else block_s
@@ -408,7 +586,7 @@ def serve(
     knowledge: Knowledge | None = None,
     rule: Callable[..., Step] = next_step,
 ) -> Server:
-    """Serve `prompts` until all are finished; returns the server, with all that happened."""
+    """Serve `prompts` until all are finished; returns the server with its results."""
     clock = Clock()
     server = Server(
         machine,
@@ -424,3 +602,28 @@ def serve(
         server.submit(prompt)
     clock.run()
     return server
+
+
+def simulate_prompt(
+    machine: Machine,
+    prompt_tokens: int,
+    *,
+    chunk_tokens: int,
+    block_tokens: int = 128,
+    mode: Mode = "auto",
+    stored_blocks: int | None = None,
+    knowledge: Knowledge | None = None,
+    rule: Callable[..., Step] = next_step,
+) -> PromptResult:
+    """Serve one prompt on an idle server. Its first `stored_blocks` full blocks (None: all) are
+    stored."""
+    server = serve(
+        machine,
+        [Prompt(prompt_tokens, stored_blocks=stored_blocks)],
+        chunk_tokens=chunk_tokens,
+        block_tokens=block_tokens,
+        mode=mode,
+        knowledge=knowledge,
+        rule=rule,
+    )
+    return server.results[0]

@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from sglang_cake.codecs.blocks import takes_lossy
-from sglang_cake.codecs.encoded_payload import encoded_frame
-from sglang_cake.codecs.encodings import Forms
-from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.codecs.pipeline import Chain, is_raw
+from sglang_cake.codecs.frame import BlockFrame, encoded_frame
+from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.codec_names import AUTO, CODECS, LOSSLESS, RAW

@@ -13,14 +13,14 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from sglang_cake.codecs.encrypted_frame import (
-    FIELD,
+from sglang_cake.codecs.frame import (
     NONCE_BYTES,
     SEALED_BYTES,
+    SEALED_FIELD,
+    BlockFrame,
     sealed_frame,
     sealed_namespace,
 )
-from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.core.keys import BlockKey, Digest
@@ -180,7 +180,7 @@ class EncryptedSource:
 
 def _unsealed(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:
     """What `EncryptedSource.open` needs to open `stored`; None if it cannot be opened."""
-    plain = {name: value for name, value in stored.fields.items() if name != FIELD}
+    plain = {name: value for name, value in stored.fields.items() if name != SEALED_FIELD}
     try:  # the description is anybody's: it may hold more than text
         namespace = Namespace(tuple(plain.items()))
         if sealed_namespace(namespace, key_name).digest() != stored.digest:

@@ -1,7 +1,4 @@
-"""What every codec must do, as tests: subclass `CodecContract` and say which.
-
-A chain of one's own steps is tested the same way as the built-in ones.
-"""
+"""The contract of codecs as tests: subclass `CodecContract`, also for codecs of other packages."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,27 +7,26 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.blocks import Block, relative_error
 from sglang_cake.codecs.catalogue import decode, parse
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.relative_error import relative_error
 from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 MHA = (("k", (2, 16)), ("v", (2, 16)))
-UNLIKE = (("k", (3, 8)), ("v", (1, 20)))  # K and V of other sizes, none a multiple of a group
+UNEQUAL = (("k", (3, 8)), ("v", (1, 20)))  # K and V of different sizes, no multiples of a group
 MLA = (("kv", (36,)),)
 LAYOUTS = [
     BlockLayout(layers, parts, dtype, tokens)
     for layers, parts, tokens in (
         (2, MHA, 64),
-        (1, UNLIKE, 19),
+        (1, UNEQUAL, 19),
         (3, MLA, 16),
         (2, MHA, 1),  # one token
         (1, (("k", (1, 1)), ("v", (1, 1))), 1),  # one number
         (2, MHA, 200),  # more than a group of tokens
-        (2, MHA, 0),  # nothing
+        (2, MHA, 0),  # no token
     )
     for dtype in ("bfloat16", "float16", "float32")
 ]
@@ -50,7 +46,7 @@ def as_bytes(numbers: npt.NDArray[np.float64], dtype: str) -> bytes:
 
 
 def kv_like(layout: BlockLayout, seed: int = 0) -> bytes:
-    """Smooth neighbours, a few large channels in K: what keys and values look like."""
+    """Like real keys and values: smooth along tokens, with a few large channels in K."""
     draw = np.random.default_rng(seed)
     planes = []
     for _ in range(layout.layers):
@@ -65,7 +61,7 @@ def kv_like(layout: BlockLayout, seed: int = 0) -> bytes:
 
 
 def odd_blocks(layout: BlockLayout) -> Iterator[tuple[str, bytes]]:
-    """Blocks that no model should make and any may."""
+    """Extreme blocks, which any model may make."""
     count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
     draw = np.random.default_rng(1)
     noise = draw.normal(size=count)
@@ -90,17 +86,17 @@ def odd_blocks(layout: BlockLayout) -> Iterator[tuple[str, bytes]]:
 class CodecContract:
     """Subclass it and implement `chain`."""
 
-    max_error = 0.0  # of `kv_like` blocks, as `relative_error`; 0: every bit is kept
-    odd_error = 0.0  # of the odd blocks that are finite
+    max_error = 0.0  # `relative_error` of `kv_like` blocks; 0: every bit is kept
+    odd_error = 0.0  # `relative_error` of the finite `odd_blocks`
 
     def chain(self, layout: BlockLayout) -> Chain:
         """The codec under test."""
         raise NotImplementedError
 
     def round_trip(self, layout: BlockLayout, block: bytes) -> tuple[bytes, bytes]:
-        """Payload, and the block that comes out of it; memory behind both must stay as it is."""
-        payload = bytearray(b"\xa5" * (layout.block_bytes + HEAD_BYTES + 64))
-        view = memoryview(payload)[: layout.block_bytes + HEAD_BYTES]
+        """The payload, and the decoded block. Memory behind both must not be written."""
+        payload = bytearray(b"\xa5" * (layout.block_bytes + ENCODED_HEAD_BYTES + 64))
+        view = memoryview(payload)[: layout.block_bytes + ENCODED_HEAD_BYTES]
         size = self.chain(layout).encode(layout, memoryview(block), view)
         assert 0 < size <= len(view)
         assert payload[len(view) :] == b"\xa5" * 64
@@ -138,7 +134,7 @@ class CodecContract:
         for plane in source.planes():
             plane[:1] = plane[:1] ^ plane.dtype.type(1 << (4 * plane.itemsize))
         chain = self.chain(layout).of_first()
-        payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+        payload = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
         size = chain.encode(layout, whole, payload)
         out = memoryview(bytearray(layout.block_bytes))
         assert decode(layout, payload[:size], out) in (chain, Chain())

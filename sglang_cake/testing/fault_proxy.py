@@ -1,4 +1,4 @@
-"""Stands between a client and an HTTP server of this machine, and spoils answers as it is told."""
+"""A proxy in front of an HTTP server of this machine, which injects faults into its answers."""
 
 import asyncio
 import contextlib
@@ -12,33 +12,33 @@ from yarl import URL
 from sglang_cake.testing.slow_link import PIECE_BYTES, SlowLink
 
 READ_METHODS = ("GET",)
-# Of one connection; the proxy sets the length itself.
+# Headers of one connection; the proxy sets the length itself.
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
-_TO_NOBODY = b"Location: http://user:secret@127.0.0.1:9/elsewhere?signature=ab\r\n"
+_REDIRECT = b"Location: http://user:secret@127.0.0.1:9/elsewhere?signature=ab\r\n"
 HUGE_BYTES = 100 << 30
 
 
 @dataclass(eq=False)
 class Exchange:
-    """One request, and the server's answer to it on its way to the client."""
+    """One request, and the server's answer before it is sent to the client."""
 
     method: str
     path: str
     status: int
     fields: bytes  # header lines of the answer, without its length
     body: bytes
-    length: int | None  # as the answer names it; None: it names none
+    length: int | None  # Content-Length of the answer; None: it has none
     link: "FaultProxy"
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     def head(self, length: int | None) -> bytes:
-        """The head of the answer, with this length in it."""
+        """The head of the answer, with this Content-Length."""
         line = b"" if length is None else f"Content-Length: {length}\r\n".encode()
         return f"HTTP/1.1 {self.status} x\r\n".encode() + self.fields + line + b"\r\n"
 
     async def send(self, data: bytes) -> None:
-        """At the link's rate. Raises: OSError if the client has left."""
+        """Send at the link's rate. Raises: OSError if the client has disconnected."""
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             await self.link.pass_on(len(piece))
@@ -46,30 +46,32 @@ class Exchange:
             await self.writer.drain()
 
     async def answer(self) -> None:
-        """As it is."""
+        """Send the answer unchanged."""
         await self.send(self.head(self.length) + self.body)
 
     async def answer_as(self, status: int, fields: bytes = b"", body: bytes = b"no") -> None:
-        """Another answer in its place."""
-        self.status, self.fields, self.body = status, fields, body
+        """Send another answer instead."""
+        self.status = status
+        self.fields = fields
+        self.body = body
         self.length = len(body)
         if self.method == "HEAD":
             self.body = b""
         await self.answer()
 
     async def half(self) -> None:
-        """Its head, and half of its body."""
+        """Send the head, and half of the body."""
         await self.send(self.head(self.length) + self.body[: len(self.body) // 2])
 
     async def client_left(self) -> None:
-        """The client has closed the connection."""
+        """Wait until the client closes the connection."""
         with contextlib.suppress(OSError):
             while await self.reader.read(PIECE_BYTES):
                 pass
         self.writer.close()
 
     async def trickle(self, data: bytes) -> None:
-        """Byte by byte, with a pause after each."""
+        """Send byte by byte, with a pause after each."""
         for at in range(len(data)):
             self.writer.write(data[at : at + 1])
             await self.writer.drain()
@@ -80,12 +82,12 @@ Fault = Callable[[Exchange], Awaitable[None]]
 
 
 async def refused(exchange: Exchange) -> None:
-    """Every connection breaks, and no new one is taken."""
+    """Every connection breaks, and new ones are refused."""
     exchange.link.stop()
 
 
 async def reset(exchange: Exchange) -> None:
-    """Nothing comes, and the connection breaks."""
+    """The connection breaks without an answer."""
     exchange.writer.transport.abort()
 
 
@@ -96,75 +98,75 @@ async def reset_halfway(exchange: Exchange) -> None:
 
 
 async def truncated(exchange: Exchange) -> None:
-    """The connection ends in good order in the middle of the answer."""
+    """The connection is closed cleanly in the middle of the answer."""
     await exchange.half()
     exchange.writer.close()
 
 
 async def silent(exchange: Exchange) -> None:
-    """Nothing comes."""
+    """No byte is sent."""
     await exchange.client_left()
 
 
 async def stalled(exchange: Exchange) -> None:
-    """Nothing comes after the middle of the answer."""
+    """No byte is sent after the middle of the answer."""
     await exchange.half()
     await exchange.client_left()
 
 
 async def trickling(exchange: Exchange) -> None:
-    """The body comes byte by byte."""
+    """The body is sent byte by byte."""
     await exchange.send(exchange.head(exchange.length))
     await exchange.trickle(exchange.body)
 
 
 async def slow_headers(exchange: Exchange) -> None:
-    """The head comes byte by byte."""
+    """The head is sent byte by byte."""
     await exchange.trickle(exchange.head(exchange.length))
 
 
 async def endless_headers(exchange: Exchange) -> None:
-    """The head has no end."""
+    """The head never ends."""
     await exchange.send(b"HTTP/1.1 200 x\r\n")
     while True:
         await exchange.send(b"X-More: " + b"x" * 1000 + b"\r\n")
 
 
 async def endless_body(exchange: Exchange) -> None:
-    """The body has no end, and no length is named."""
+    """The body never ends, and has no length."""
     await exchange.send(exchange.head(None)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n")
     while True:
         await exchange.send(b"%x\r\n" % PIECE_BYTES + bytes(PIECE_BYTES) + b"\r\n")
 
 
 async def huge_length(exchange: Exchange) -> None:
-    """The answer names a length that it has not."""
+    """The answer has a much too large Content-Length."""
     await exchange.send(exchange.head(HUGE_BYTES) + exchange.body)
     await exchange.client_left()
 
 
 async def too_long(exchange: Exchange) -> None:
-    """The answer has one byte more, and says so."""
+    """The answer has one byte more, and a matching Content-Length."""
     await exchange.send(exchange.head(len(exchange.body) + 1) + exchange.body + b"x")
 
 
 async def too_short(exchange: Exchange) -> None:
-    """The answer has one byte less, and says so."""
+    """The answer has one byte less, and a matching Content-Length."""
     await exchange.send(exchange.head(max(0, len(exchange.body) - 1)) + exchange.body[:-1])
 
 
 async def flipped_bit(exchange: Exchange) -> None:
-    """The last bit of the body is another one."""
+    """The last bit of the body is flipped."""
     await exchange.send(exchange.head(exchange.length) + flipped(exchange.body))
 
 
 def flipped(body: bytes) -> bytes:
-    """With another last bit."""
+    """`body` with its last bit flipped."""
     return body[:-1] + bytes([body[-1] ^ 1]) if body else b""
 
 
 def status(code: int, fields: bytes = b"", body: bytes = b"no") -> Fault:
-    """Another status, and nothing of the answer."""
+    """A fault that sends another status instead of the answer."""
 
     async def fault(exchange: Exchange) -> None:
         await exchange.answer_as(code, fields, body)
@@ -173,7 +175,7 @@ def status(code: int, fields: bytes = b"", body: bytes = b"no") -> Fault:
 
 
 def body_of(other: bytes) -> Fault:
-    """The same head, another body."""
+    """A fault that sends another body with the same head."""
 
     async def fault(exchange: Exchange) -> None:
         await exchange.send(exchange.head(len(other)) + other)
@@ -205,21 +207,21 @@ FAULTS: dict[str, Fault] = {
     "503, Retry-After 3600": status(503, b"Retry-After: 3600\r\n"),
     "403": status(403, body=_s3_error("AccessDenied")),
     "no such bucket": status(404, body=_s3_error("NoSuchBucket")),
-    "redirect": status(307, _TO_NOBODY),
+    "redirect": status(307, _REDIRECT),
 }
 
 
 class FaultProxy(SlowLink):
-    """A `SlowLink` that knows HTTP. Both of its ends are of this machine, and trusted: it holds
-    whole requests and answers in memory."""
+    """A `SlowLink` that parses HTTP. Both ends are on this machine and trusted: it holds whole
+    requests and answers in memory."""
 
     def __init__(
         self, store: int, bytes_per_s: float = math.inf, *, trickle_s: float = 1.0
     ) -> None:
         """Args:
         store: the port of the store.
-        bytes_per_s: of what comes from it.
-        trickle_s: between two bytes that trickle.
+        bytes_per_s: bandwidth from the store.
+        trickle_s: the pause of `Exchange.trickle`.
         """
         self.trickle_s = trickle_s
         self._fault: Fault | None = None
@@ -231,22 +233,24 @@ class FaultProxy(SlowLink):
     def spoil(
         self, fault: Fault | None, *, methods: Collection[str] | None = None, spare: int = 0
     ) -> None:
-        """Have every answer spoilt from now on; None: none.
+        """Inject `fault` into every later answer; None: into none.
 
         Args:
-            methods: only of such requests; None: of all.
-            spare: so many of these answers are left as they are.
+            methods: only for these requests; None: for all.
+            spare: how many of these answers are first sent unchanged.
         """
 
         async def change() -> None:
-            self._fault, self._methods, self._spare = fault, methods, spare
+            self._fault = fault
+            self._methods = methods
+            self._spare = spare
             if not self._server.is_serving():
                 await self._listen()
 
         asyncio.run_coroutine_threadsafe(change(), self._loop).result(60)
 
     def stop(self) -> None:
-        """Break every connection, and take none until `spoil` is called. In the link's thread."""
+        """Break every connection, and refuse new ones until `spoil`. The link's thread."""
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()
@@ -258,7 +262,7 @@ class FaultProxy(SlowLink):
         super().close()
 
     async def pass_on(self, count: int) -> None:
-        """Until so many bytes have crossed the link."""
+        """Wait until so many bytes have crossed the link."""
         await self._pass(count)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -280,7 +284,7 @@ class FaultProxy(SlowLink):
         return self._fault
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
-        """Read a request, and ask the server."""
+        """Read a request, and forward it to the server."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         line, *lines = head.strip().split("\r\n")
         method, path, _ = line.split(" ")
@@ -300,7 +304,7 @@ class FaultProxy(SlowLink):
             data=body or None,
             allow_redirects=False,
         ) as answer:
-            said = [
+            header_lines = [
                 name + b": " + value + b"\r\n"
                 for name, value in answer.raw_headers
                 if name.decode("latin-1").lower() not in _HOP
@@ -311,6 +315,13 @@ class FaultProxy(SlowLink):
                 length = answer.content_length or 0
             bodiless = answer.status in (204, 304)
             return Exchange(
-                *(method, path, answer.status, b"".join(said), data),
-                *(None if bodiless else length, self, reader, writer),
+                method=method,
+                path=path,
+                status=answer.status,
+                fields=b"".join(header_lines),
+                body=data,
+                length=None if bodiless else length,
+                link=self,
+                reader=reader,
+                writer=writer,
             )

@@ -1,4 +1,4 @@
-"""Fakes around a real store, for tests of whoever uses one. None of them ever sleeps."""
+"""Test doubles around a real store. None of them ever sleeps."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -10,7 +10,7 @@ from sglang_cake.stores.base import BlockInfo, Store, StoreStats
 
 
 class PassingStore:
-    """Implements `Store` by handing every call on; the fakes below override what they change."""
+    """Implements `Store` by forwarding every call. Subclasses override some."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -40,18 +40,18 @@ class PassingStore:
 
 
 class SlowStore(PassingStore):
-    """Every read waits until the test lets it go on."""
+    """Every read waits until the test releases it."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.waiting: list[BlockKey] = []  # reads that were asked for and not let go, oldest first
+        self.waiting: list[BlockKey] = []  # reads that were not released, oldest first
         self._gates: dict[BlockKey, asyncio.Event] = {}
         self._changed = asyncio.Event()
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """A cancelled read leaves `waiting`."""
+        """A cancelled read is removed from `waiting`."""
         self.waiting.append(key)
         self._changed.set()
         try:
@@ -67,7 +67,7 @@ class SlowStore(PassingStore):
             await self._changed.wait()
 
     def release(self, *keys: BlockKey) -> None:
-        """Let reads of `keys` go on, those that wait and those to come."""
+        """Release all waiting and all later reads of `keys`."""
         for key in keys:
             self._gate(key).set()
 
@@ -76,7 +76,7 @@ class SlowStore(PassingStore):
 
 
 class FaultyStore(PassingStore):
-    """Misbehaves for the keys it is told to."""
+    """Fails for chosen keys."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -85,17 +85,17 @@ class FaultyStore(PassingStore):
         self._lost: set[BlockKey] = set()
 
     def fail(self, key: BlockKey, error: StoreError) -> None:
-        """From now on reads and puts of `key` raise `error`; a failed read leaves garbage."""
+        """Let reads and puts of `key` raise `error`; a failed read leaves garbage in `out`."""
         self._errors[key] = error
 
     def lose(self, key: BlockKey) -> None:
-        """`contains` goes on saying yes, but the block cannot be had: evicted in between."""
+        """Let reads of `key` raise BlockMissing, as after an eviction; `contains` stays true."""
         self._lost.add(key)
 
     def flip(self, key: BlockKey) -> None:
-        """Reads of `key` return with one bit wrong and say nothing.
+        """Let reads of `key` return with one wrong bit, without an error.
 
-        No store may do that. It is how a test shows that it would notice.
+        No store may do that. A test uses it to show that it would notice.
         """
         self._flipped.add(key)
 
@@ -105,7 +105,7 @@ class FaultyStore(PassingStore):
         view = out.cast("B")
         error = BlockMissing(key.hex()) if key in self._lost else self._errors.get(key)
         if error is not None:
-            view[:] = b"\xa5" * len(view)  # `out` is undefined after an error: show it
+            view[:] = b"\xa5" * len(view)  # `out` is undefined after an error
             raise error
         size_bytes = await self.inner.get_into(key, out, progress)
         if key in self._flipped:
@@ -119,14 +119,14 @@ class FaultyStore(PassingStore):
 
 
 class RecordingStore(PassingStore):
-    """Remembers every call, in order of asking."""
+    """Records every call, in order."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.calls: list[tuple[str, BlockKey]] = []  # ("contains" | "get" | "put" | "delete", key)
 
     def keys_of(self, call: str) -> list[BlockKey]:
-        """The keys that `call` was asked for, in order."""
+        """The keys of all calls of that name, in order."""
         return [key for name, key in self.calls if name == call]
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -149,7 +149,7 @@ class RecordingStore(PassingStore):
 
 
 class OutageStore(PassingStore):
-    """Every call fails while `error` is set, or never answers while `hangs` is."""
+    """Every call fails while `error` is set, and never returns while `hangs` is true."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)

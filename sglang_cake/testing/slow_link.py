@@ -1,4 +1,4 @@
-"""A link of a stated bandwidth between a server and its store, which may break."""
+"""A TCP proxy with a limited bandwidth between a server and its store, which can break."""
 
 import asyncio
 import contextlib
@@ -9,16 +9,17 @@ PIECE_BYTES = 8192
 
 
 class SlowLink:
-    """Hands bytes on over TCP, in a thread of its own. What comes from the store shares the
-    bandwidth among all connections, piece by piece; what goes there is not held up.
+    """Forwards bytes over TCP, in its own thread. All connections share the bandwidth from the
+    store; bytes to the store are not delayed.
 
-    `port` is the one to connect to, on this machine.
+    Clients connect to `port` on this machine.
     """
 
     def __init__(self, store: int, bytes_per_s: float) -> None:
         """Args: store: the port of the store, on this machine."""
-        self._store, self.bytes_per_s = store, bytes_per_s
-        self._free_s = 0.0  # when the link has sent what it was given
+        self._store = store
+        self.bytes_per_s = bytes_per_s
+        self._free_s = 0.0  # when all accepted bytes have crossed the link
         self._cut_bytes: int | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -29,16 +30,16 @@ class SlowLink:
         assert ready.wait(60)
 
     def cut_after(self, count: int) -> None:
-        """Once, when so many bytes more have come from the store, every connection breaks."""
+        """Break every connection, once, after `count` more bytes from the store."""
         self._loop.call_soon_threadsafe(setattr, self, "_cut_bytes", count)
 
     @property
     def is_cut(self) -> bool:
-        """Whether that has happened."""
+        """Whether the cut has happened."""
         return self._cut_bytes is None
 
     def close(self) -> None:
-        """Every connection ends. Blocks until they have."""
+        """End every connection. Blocks until they have ended."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
 
@@ -53,7 +54,7 @@ class SlowLink:
         self._loop.close()
 
     async def _listen(self) -> None:
-        """On the port that it had, if it had one."""
+        """Listen on the former port, if there was one."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -83,7 +84,7 @@ class SlowLink:
             target.write_eof()
 
     async def _pass(self, count: int) -> None:
-        """Until so many bytes have crossed the link."""
+        """Wait until so many bytes have crossed the link."""
         self._free_s = max(self._free_s, time.monotonic()) + count / self.bytes_per_s
         await asyncio.sleep(self._free_s - time.monotonic())
 

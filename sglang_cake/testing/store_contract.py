@@ -1,7 +1,7 @@
-"""What every `Store` must do, as pytest tests.
+"""The contract of `Store` as pytest tests.
 
-Use: subclass `StoreContract` under a name that starts with `Test` and say how to open the store.
-No plugin is needed; each test runs its own event loop.
+Use: subclass `StoreContract` under a name that starts with `Test`, and define `open`. No plugin is
+needed; each test runs its own event loop.
 """
 
 import asyncio
@@ -51,13 +51,14 @@ async def read(store: Store, key: BlockKey, layout: BlockLayout = LAYOUT) -> byt
 
 
 class Told:
-    """A `TellBytes` of a read of `block` into `out`: notes what it is told, and whether that is
-    true then and there. In any thread."""
+    """A `TellBytes` of a read of `block` into `out`: records each count, and whether `out` has that
+    many bytes at that moment. Any thread."""
 
     def __init__(self, out: bytearray | memoryview, block: bytes | memoryview) -> None:
-        self._out, self._block = memoryview(out), bytes(block)
+        self._out = memoryview(out)
+        self._block = bytes(block)
         self.counts: list[int] = []
-        self.wrong: list[int] = []  # those of `counts` of which not all bytes were there
+        self.wrong: list[int] = []  # counts whose bytes had not all arrived
 
     def __call__(self, count: int) -> None:
         self.counts.append(count)
@@ -66,7 +67,7 @@ class Told:
 
     @property
     def grew(self) -> bool:
-        """Whether it was 0 at first, and then more and more."""
+        """Whether the counts began with 0 and grew strictly."""
         return self.counts[:1] == [0] and self.counts == sorted(set(self.counts))
 
 

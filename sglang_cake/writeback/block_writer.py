@@ -1,8 +1,8 @@
-"""Puts new blocks into the store, in the background and bounded.
+"""Puts new blocks into the store, in the background, with bounded memory.
 
-The scheduler thread copies a block off the device into a write buffer and offers it; the I/O
-thread hashes the key and stores it. When every buffer is in use, the block is not stored, and that
-is counted: serving never waits for the store.
+The scheduler thread copies a block from the device into a write buffer and offers it. The I/O
+thread hashes the key and stores the block. If all buffers are in use, the block is not stored, and
+counted: serving never waits for the store.
 """
 
 import asyncio
@@ -24,27 +24,30 @@ from sglang_cake.stores.request_info import RequestFacts, tell
 
 logger = logging.getLogger(__name__)
 PUTS_IN_FLIGHT = 2
-COMPLAIN_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
     """Some blocks of one request, in host buffers.
 
-    `ready` returns when the copies into the buffers are complete (on a GPU it waits for an event);
-    it is called outside the scheduler thread.
+    Attributes:
+        tokens: 'q': all tokens up to the end of the last block.
+        ready: returns when the copies into the buffers are complete (on a GPU it waits for an
+            event); it is called outside the scheduler thread.
+        facts: of the request; the store gets them before the blocks.
     """
 
     chain: KeyChain
-    tokens: "array[int]"  # 'q': everything up to the end of the last block
+    tokens: "array[int]"
     blocks: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     ready: Callable[[], None]
-    facts: RequestFacts | None = None  # to tell the store, before it gets the blocks
+    facts: RequestFacts | None = None
 
 
 class Writer:
-    """The write pipeline. The pool's capacity bounds what waits in it."""
+    """The write pipeline. The capacity of the pool bounds the waiting blocks."""
 
     def __init__(
         self, store: Store | None, pool: BufferPool, io: IoThread, counters: Counters
@@ -56,26 +59,26 @@ class Writer:
         self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0
-        self.pending_blocks = 0  # I/O thread writes, anyone may read
+        self.pending_blocks = 0  # the I/O thread writes, any thread may read
 
     def take(self) -> Buffer | None:
-        """A buffer for one block, or None when the queue is full (counted). Scheduler thread."""
+        """A buffer for one block, or None if all are in use (counted). Scheduler thread."""
         buffer = self._pool.take()
         if buffer is None:
             self._counters.add("unstored_blocks", label="queue_full")
         return buffer
 
     def offer(self, job: WriteJob) -> None:
-        """Hand over `job` and its buffers; without a store they come back, and its blocks count as
-        unstored. Scheduler thread."""
+        """Take over `job` and its buffers. Without a store, its blocks are counted as unstored.
+        Scheduler thread."""
         self._io.post(self._accept, job, self._store)
 
     def use(self, store: Store | None) -> None:
-        """Jobs that are offered from now on go to `store`; None: nowhere. Scheduler thread."""
+        """Set the store of later jobs; None: their blocks are not stored. Scheduler thread."""
         self._store = store
 
     async def drained(self) -> None:
-        """Return when everything that was offered is stored or given up. I/O thread."""
+        """Return when all offered blocks are stored or given up. I/O thread."""
         while self._jobs:
             await asyncio.wait(self._jobs)
 
@@ -103,7 +106,7 @@ class Writer:
             return
         if job.facts is not None:
             try:
-                with contextlib.suppress(StoreError):  # what to keep is decided without
+                with contextlib.suppress(StoreError):  # eviction works without the facts
                     await tell(store, keys, job.facts)
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
@@ -123,17 +126,17 @@ class Writer:
         except StoreError as error:
             known = error.reason in UNSTORED_REASONS
             self._counters.add("unstored_blocks", label=error.reason if known else "unavailable")
-            self._complain(error)
+            self._warn(error)
         except Exception:
             self._counters.add("unstored_blocks", label="unavailable")
             logger.exception("a store broke its contract; a block was not stored")
         finally:
             self._release(buffer)
 
-    def _complain(self, error: StoreError) -> None:
+    def _warn(self, error: StoreError) -> None:
         now_s = time.monotonic()
-        if now_s >= self._quiet_until_s:  # a full disk fails every block, and says so once
-            self._quiet_until_s = now_s + COMPLAIN_EVERY_S
+        if now_s >= self._quiet_until_s:  # a full disk fails every block: one warning is enough
+            self._quiet_until_s = now_s + WARN_EVERY_S
             logger.warning("blocks are not stored: %s", error)
 
     def _release(self, buffer: Buffer) -> None:

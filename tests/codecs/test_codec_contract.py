@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.codecs.blocks import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
-from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.relative_error import relative_error
 from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 from sglang_cake.testing.codec_contract import CodecContract, as_bytes
@@ -133,7 +132,7 @@ def _numbers(layout: BlockLayout, block: bytes) -> list[tuple[str, np.ndarray]]:
 
 
 def _round_trip(layout: BlockLayout, block: bytes, codec: str) -> bytes:
-    payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+    payload = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
     size = chain_of(codec, layout).encode(layout, memoryview(block), payload)
     out = bytearray(layout.block_bytes)
     decode(layout, payload[:size], memoryview(out))

@@ -13,11 +13,17 @@ import pytest
 from sglang_cake.cli import main
 from sglang_cake.codecs.blocks import Block
 from sglang_cake.codecs.catalogue import chain_of
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES, encoded_frame, frame_of
 from sglang_cake.codecs.encoders import OneCodec
-from sglang_cake.codecs.encodings import Forms
-from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
-from sglang_cake.codecs.pipeline import is_raw
+from sglang_cake.codecs.frame import (
+    ENCODED_HEAD_BYTES,
+    HEADER_BYTES,
+    BlockFrame,
+    encoded_frame,
+    frame_of,
+    payload_checksum,
+    read_header,
+)
+from sglang_cake.codecs.pipeline import Forms, is_raw
 from sglang_cake.core.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
@@ -291,7 +297,7 @@ def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> No
     int8 = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
 
     def payload_of(block: bytes) -> memoryview:
-        room = memoryview(bytearray(LAYOUT.block_bytes + HEAD_BYTES))
+        room = memoryview(bytearray(LAYOUT.block_bytes + ENCODED_HEAD_BYTES))
         return int8.encode(Forms(memoryview(block), False, lambda: room), 0)
 
     assert not is_raw(payload_of(BLOCK))
@@ -368,7 +374,7 @@ def test_what_requests_tell_and_ask_goes_on_to_the_store_below() -> None:
 
     async def go() -> None:
         encode = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
-        size = LAYOUT.block_bytes + HEAD_BYTES
+        size = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
         store = EncodedStore(
             *(inner, LAYOUT, encode),
             link=LinkSpeed(),

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.codecs import entropy_kernels as kernels
+from sglang_cake.codecs import entropy
 from sglang_cake.codecs.catalogue import chain_of, decode
 from sglang_cake.codecs.distributions import BITS, CLASSES, distribution, tables, widest
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
-from sglang_cake.codecs.entropy import begun
+from sglang_cake.codecs.entropy import decode_numbers, decoder
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.testing.codec_contract import kv_like
@@ -80,7 +80,7 @@ def ours(words, classes, tokens):
     """The numbers that words stand for; None if no encoder wrote them."""
     gaps = np.empty((*classes.shape, tokens), np.int32)
     order = np.argsort(classes, axis=1, kind="stable")
-    if kernels.decode(words, begun(words), order, classes, *tables(), gaps):
+    if decode_numbers(words, decoder(words), order, classes, *tables(), gaps):
         return gaps.reshape(-1)
     return None
 
@@ -152,7 +152,7 @@ def test_words_that_lead_behind_the_last_quantile_are_refused():
 
 
 def payload_of(layout):
-    payload = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+    payload = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
     size = chain_of("cachegen2", layout).encode(layout, memoryview(kv_like(layout)), payload)
     return payload[:size]
 
@@ -170,14 +170,15 @@ def test_decoding_needs_neither_the_gil_nor_the_library(monkeypatch):
     payload = payload_of(LAYOUT)
     monkeypatch.setitem(sys.modules, "constriction", None)
     decode(LAYOUT, payload, memoryview(bytearray(LAYOUT.block_bytes)))
-    for loop in (kernels.decode, kernels.restore):
+    for loop in (decode_numbers, entropy.restore):
         assert loop.targetoptions["nogil"]
 
 
 def test_nothing_is_compiled_for_the_first_block(monkeypatch):
-    loops = {name: numba.njit(getattr(kernels, name).py_func) for name in ("decode", "restore")}
+    names = ("decode_numbers", "restore")
+    loops = {name: numba.njit(getattr(entropy, name).py_func) for name in names}
     for name, loop in loops.items():
-        monkeypatch.setattr(kernels, name, loop)
+        monkeypatch.setattr(entropy, name, loop)
     payload = payload_of(LAYOUT)
     chain = chain_of("cachegen2", LAYOUT)
     chain.warm_up(LAYOUT)

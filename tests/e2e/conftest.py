@@ -15,8 +15,8 @@ import pytest
 from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 from warm import ONE_THREAD, Forked
 
-from sglang_cake.testing.models import build_llama
-from sglang_cake.testing.server import Running, Server, spawned
+from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.sglang_server import Running, Server, spawned
 
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {

@@ -18,9 +18,9 @@ from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, pa
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.demo.sglang_server import Server
 from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder
-from sglang_cake.testing.server import Server
 
 BLOCK = 64
 CHUNK = 256

@@ -20,10 +20,10 @@ from live import (
     until,
 )
 
+from sglang_cake.codecs.blocks import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
 from sglang_cake.codecs.frame import HEADER_BYTES, read_header
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.relative_error import relative_error
 from sglang_cake.core.codec_names import CODECS
 
 Make = Callable[[int], list[int]]

@@ -8,7 +8,7 @@ import pytest
 import requests
 from live import BLOCK, DEADLINE_S, Live, assert_same, request, until
 
-from sglang_cake.testing.server import generate
+from sglang_cake.demo.sglang_server import generate
 
 Make = Callable[[int], list[int]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm import ONE_THREAD, run_forked
 
-from sglang_cake.testing.server import Server
+from sglang_cake.demo.sglang_server import Server
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0

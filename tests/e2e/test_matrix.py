@@ -10,7 +10,7 @@ import pytest
 from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
 from warm import run_forked
 
-from sglang_cake.testing.models import build_llama
+from sglang_cake.demo.models import build_llama
 
 Make = Callable[[int], list[int]]
 HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV changes tokens

@@ -15,8 +15,8 @@ import requests
 from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, PendingRequest, Start, assert_same, until
 
 from sglang_cake.cli import main
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.table import load_table
-from sglang_cake.testing.server import free_port
 
 PAGE = 16
 LONG = 1200

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from live import BLOCK, VOCAB, Answer, Live, Start, assert_same, until
 
-from sglang_cake.testing.models import build_llama
+from sglang_cake.demo.models import build_llama
 
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),

@@ -7,10 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.loading.cost_model import PrefillCost
-from sglang_cake.simulator.offline import BeladyPolicy, seconds_bound
-from sglang_cake.simulator.replay import Replay
+from sglang_cake.simulator.replay import (
+    SHAPES,
+    BeladyPolicy,
+    Replay,
+    ReplayShape,
+    SavedTime,
+    seconds_bound,
+)
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
-from sglang_cake.simulator.ttft import SHAPES, SavedTime, Shape
 from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.workload import WorkloadPolicy
@@ -163,7 +168,7 @@ LINK = st.sampled_from([1e-6, 0.5, 1.0, 3.0, 1e6])
 
 
 def clock(load_s, pair_s=0.01):
-    return SavedTime(Shape("test", PrefillCost(7.0, 0.2, pair_s), load_s / SIZE), SIZE)
+    return SavedTime(ReplayShape("test", PrefillCost(7.0, 0.2, pair_s), load_s / SIZE), SIZE)
 
 
 @given(stored=st.lists(st.booleans(), max_size=12), load_s=LINK)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_cake.testing.server import has_gpu
+from sglang_cake.demo.sglang_server import has_gpu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

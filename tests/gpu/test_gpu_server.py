@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_cake.testing.models import build_llama
-from sglang_cake.testing.server import Reply, Server, flush_cache, generate
+from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, generate
 
 TOKENS = 6000
 STRICT = {

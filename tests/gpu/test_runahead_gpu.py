@@ -16,8 +16,8 @@ pytest.importorskip("sglang")
 
 import torch
 
-from sglang_cake.testing.models import build_llama
-from sglang_cake.testing.server import Reply, Server, flush_cache, free_port, generate
+from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, free_port, generate
 
 LAYERS, SLOTS, TOKENS = 4, 4096, 512
 LONG, SPLIT = 6000, 3200

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_of, mha, mla
 
 from sglang_cake.codecs.blocks import Block, parts_of
-from sglang_cake.codecs.catalogue import chain_of, decode, left_to_device, prepare
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.catalogue import chain_of, decode, decodes_on_device, prepare
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform
 from sglang_cake.codecs.pipeline import Chain, Raw, begin, split
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 def encoded(chain: Chain, layout: BlockLayout, block: bytes) -> tuple[bytearray, int]:
     """Memory as the loader has it, and how much of it is payload."""
-    memory = bytearray(b"\xa5" * (layout.block_bytes + HEAD_BYTES))
+    memory = bytearray(b"\xa5" * (layout.block_bytes + ENCODED_HEAD_BYTES))
     return memory, chain.encode(layout, memoryview(block), memoryview(memory))
 
 
@@ -90,8 +90,8 @@ def test_keys_are_turned_as_the_loops_turn_them(pack: PackStep, dtype: str) -> N
     layout = replace(WIDE, dtype=dtype)
     for arrays in ((InverseRope(500000.0, 64),), (InverseRope(10000.0, 64), InverseRope(3.0, 2))):
         chain = Chain(pack, arrays)
-        assert left_to_device(chain)
-        memory = bytearray(layout.block_bytes + HEAD_BYTES)
+        assert decodes_on_device(chain)
+        memory = bytearray(layout.block_bytes + ENCODED_HEAD_BYTES)
         size = begin(chain.describe(), np.frombuffer(memory, np.uint8))
         body = np.frombuffer(memory, np.uint8)[size:]
         block = Block.over(layout, memoryview(kv_like(layout)))
@@ -143,13 +143,13 @@ def test_what_the_device_cannot_decode_is_decoded_before(codec: str, first: bool
     memory, size = encoded(chain, SMOOTH, kv_like(SMOOTH))
     wanted, before = by_loops(SMOOTH, memoryview(memory)[:size]), bytes(memory[:size])
     prepare(SMOOTH, memoryview(memory)[:size], memoryview(memory))
-    assert (bytes(memory[:size]) == before) == left_to_device(chain)
+    assert (bytes(memory[:size]) == before) == decodes_on_device(chain)
     assert by_torch(SMOOTH, memory) == wanted
 
 
 @pytest.mark.parametrize("rope_theta", [None, 10000.0])
 def test_the_names_say_what_the_device_decodes(rope_theta: float | None) -> None:
-    found = [codec for codec in CODECS if left_to_device(chain_of(codec, SMOOTH, rope_theta))]
+    found = [codec for codec in CODECS if decodes_on_device(chain_of(codec, SMOOTH, rope_theta))]
     assert found == [RAW, *ON_DEVICE]
 
 

@@ -12,7 +12,6 @@ from kv_pools import as_bytes, buffers_of, mha
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
-from sglang_cake.runahead import hop as hop_module
 from sglang_cake.runahead.hop import Broken, Hop, Inflow, Late, Outflow, Source
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.transport import Payload
@@ -116,8 +115,12 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
     for rank, worker in enumerate(workers):
         before = [Source(r, spans[r]) for r in range(rank)]
         last = rank == len(workers) - 1
-        outflow = None if last else Outflow(worker.rows, JOB, send_to(rank + 1), pytest.fail)
-        inflow = Inflow(worker.rows, before) if before else None
+        outflow = inflow = None
+        if not last:  # several parts of each layer
+            send = send_to(rank + 1)
+            outflow = Outflow(worker.rows, JOB, send, pytest.fail, part_bytes=1024)
+        if before:  # two slow cores
+            inflow = Inflow(worker.rows, before, bind_timeout_s=60.0)
         hops.append(
             Hop(JOB, before=None, after=None, inflow=inflow, outflow=outflow, patience_s=20.0)
         )
@@ -141,12 +144,6 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
         assert not thread.is_alive()
     cuda.run_all()
     return workers
-
-
-@pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hop_module, "MAX_PART_BYTES", 1024)  # several parts of each layer
-    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", 60.0)  # two slow cores
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -13,18 +13,18 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.boundary import OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead import runahead_owner as module
 from sglang_cake.integration.runahead.runahead_owner import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
-from sglang_cake.runahead import hop, member
+from sglang_cake.runahead.member import MemberSettings
 from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
 from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.server import free_port
 
 HELPER, OWNER = 0, 1
 LAYERS, SPLIT, STOP = 3, 64, 128
@@ -85,7 +85,8 @@ def fail_after_one_layer(transport: ZmqTransport, job: str) -> None:
 class Setup:
     """An owner whose one request is about to be shared."""
 
-    def __init__(self, then: Callable[[ZmqTransport, str], None]) -> None:
+    def __init__(self, then: Callable[[ZmqTransport, str], None], **changes: Any) -> None:
+        """Args: changes: of the settings of the owner as a member."""
         peers = [("127.0.0.1", free_port()) for _ in range(2)]
         namespace = Digest(bytes(32))
         self.transports = [
@@ -113,6 +114,7 @@ class Setup:
             page_tokens=16,
             limit_tokens=SPLIT,
             table=WatchedTable(None),
+            member_settings=MemberSettings(**{"bind_timeout_s": 60.0, **changes}),
         )
         params = SimpleNamespace(custom_params={"cake_runahead": [SPLIT, STOP]})
         nothing = dict.fromkeys(
@@ -196,11 +198,10 @@ class Setup:
 @pytest.fixture
 def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
     monkeypatch.setattr(module, "ANSWER_S", 20.0)  # two slow cores
-    monkeypatch.setattr(hop, "BIND_TIMEOUT_S", 60.0)
     made: list[Setup] = []
 
-    def make(then: Callable[[ZmqTransport, str], None]) -> Setup:
-        made.append(Setup(then))
+    def make(then: Callable[[ZmqTransport, str], None], **changes: Any) -> Setup:
+        made.append(Setup(then, **changes))
         made[-1].agree()
         return made[-1]
 
@@ -221,8 +222,7 @@ def test_a_shared_step_computes_the_last_span_alone(setup: Callable[..., Setup])
 def test_what_a_helper_failed_at_is_computed_in_the_same_step(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "LEFT_OUT_S", (60.0, 120.0))
-    one = setup(fail_after_one_layer)
+    one = setup(fail_after_one_layer, left_out_s=(60.0, 120.0))
     monkeypatch.setattr(module, "run_part", lambda worker, part: one.compute(worker, part))
     assert one.run() == (SPLIT, STOP)
     assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes

@@ -8,6 +8,7 @@ import pytest
 from sglang_cake.core.codec_names import CODECS, REFUSALS
 from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
 from sglang_cake.stores.base import EvictionCounts, StoreStats
@@ -17,7 +18,6 @@ from sglang_cake.stores.request_recording import RecordingStore
 from sglang_cake.stores.sources import parse_sources
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import PassingStore
-from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 LABELS = {"model": "m"}

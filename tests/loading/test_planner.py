@@ -1,4 +1,4 @@
-"""How far a step goes: properties of the decision, and races on a virtual clock that it decides."""
+"""How far a step goes: properties of the decision, and prompts on a virtual clock."""
 
 from dataclasses import replace
 from math import ceil
@@ -27,7 +27,8 @@ from sglang_cake.loading.planner import (
     next_step,
     worth_loading,
 )
-from sglang_cake.simulator.race import Knowledge, Machine, run_race
+from sglang_cake.simulator.machine import Knowledge, Machine
+from sglang_cake.simulator.simulated_server import simulate_prompt
 
 WANTED, LANDED, GONE, ABSENT = (
     BlockState.WANTED,
@@ -395,7 +396,7 @@ def test_only_the_last_steps_end_with_a_block() -> None:
     assert decide([WANTED] * 10, unsure, mode="both", front=330).stop == 700
 
 
-# ---- races ----
+# ---- prompts on a virtual clock ----
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20)  # load alone / compute alone
 
@@ -431,10 +432,10 @@ def ideal_s(machine: Machine, prompt: int) -> float:
 def test_close_to_the_best_split(prompt: int, bound: float, chunk: int, growth: float) -> None:
     for ratio in RATIOS:
         machine = machine_of(ratio, prompt, chunk, growth)
-        race = run_race(machine, prompt, chunk_tokens=chunk)
-        assert race.computed_tokens + race.loaded_tokens == prompt
+        result = simulate_prompt(machine, prompt, chunk_tokens=chunk)
+        assert result.computed_tokens + result.loaded_tokens == prompt
         best_s = min(ideal_s(machine, prompt), machine.prefill.span_s(0, prompt, chunk))
-        assert race.ttft_s <= bound * best_s, ratio
+        assert result.ttft_s <= bound * best_s, ratio
 
 
 @pytest.mark.parametrize("chunk", [512, 2048])
@@ -443,10 +444,12 @@ def test_never_slower_than_either_alone(prompt: int, chunk: int) -> None:
     for ratio in RATIOS:
         machine = machine_of(ratio, prompt, chunk, 0.6)
         alone_s = [
-            run_race(machine, prompt, chunk_tokens=chunk, mode=mode).ttft_s
+            simulate_prompt(machine, prompt, chunk_tokens=chunk, mode=mode).ttft_s
             for mode in ("compute", "load")
         ]
-        assert run_race(machine, prompt, chunk_tokens=chunk).ttft_s <= 1.02 * min(alone_s), ratio
+        assert simulate_prompt(machine, prompt, chunk_tokens=chunk).ttft_s <= 1.02 * min(alone_s), (
+            ratio
+        )
 
 
 @pytest.mark.parametrize("chunk", [512, 2048])
@@ -458,18 +461,18 @@ def test_not_knowing_the_machine_costs_a_step_at_most(chunk: int) -> None:
             PrefillFit(PrefillCost(1.0, 0.2, 0.2 / 6000)),
             LoadFit(LoadCost(0.0, machine.load.block_s / 50)),
         )
-        race = run_race(machine, prompt, chunk_tokens=chunk, knowledge=strangers)
+        result = simulate_prompt(machine, prompt, chunk_tokens=chunk, knowledge=strangers)
         best_s = min(ideal_s(machine, prompt), machine.prefill.span_s(0, prompt, chunk))
-        assert race.ttft_s <= 1.055 * best_s + machine.prefill.step_s(0, chunk), ratio
+        assert result.ttft_s <= 1.055 * best_s + machine.prefill.step_s(0, chunk), ratio
 
 
 def test_the_arms_do_what_their_names_say() -> None:
     machine = machine_of(1.0, 4153, 512, 0.6)
-    compute = run_race(machine, 4153, chunk_tokens=512, mode="compute")
-    assert (compute.computed_tokens, len(compute.laps), compute.waited_s) == (4153, 9, 0.0)
+    compute = simulate_prompt(machine, 4153, chunk_tokens=512, mode="compute")
+    assert (compute.computed_tokens, len(compute.steps), compute.waited_s) == (4153, 9, 0.0)
     assert compute.ttft_s == pytest.approx(machine.prefill.span_s(0, 4153, 512))
-    load = run_race(machine, 4153, chunk_tokens=512, mode="load")
-    assert (load.computed_tokens, load.loaded_tokens, len(load.laps)) == (57, 4096, 1)
+    load = simulate_prompt(machine, 4153, chunk_tokens=512, mode="load")
+    assert (load.computed_tokens, load.loaded_tokens, len(load.steps)) == (57, 4096, 1)
     assert load.waited_s == pytest.approx(32 * machine.load.block_s, rel=0.01)
 
 
@@ -487,15 +490,15 @@ def test_every_race_ends_with_every_token(
     prompt: int, chunk: int, block: int, block_s: float, fixed_s: float, mode: Mode, stored: int
 ) -> None:
     machine = Machine(PrefillCost(fixed_s, 1.0, 1e-4), LoadCost(0.0, block_s))
-    race = run_race(
+    result = simulate_prompt(
         machine, prompt, chunk_tokens=chunk, block_tokens=block, mode=mode, stored_blocks=stored
     )
-    assert race.computed_tokens + race.loaded_tokens == prompt
-    assert race.loaded_tokens <= stored * block
+    assert result.computed_tokens + result.loaded_tokens == prompt
+    assert result.loaded_tokens <= stored * block
 
 
 def test_the_last_token_is_computed_in_any_case() -> None:
     # Eight blocks are stored, but the logits of the last token are wanted: another step.
     machine = Machine(PrefillCost(0.03, 6e-5, 0.0), LoadCost(0.0, 0.06))
-    compute_s = run_race(machine, 1024, chunk_tokens=512, mode="compute").ttft_s
-    assert run_race(machine, 1024, chunk_tokens=512).ttft_s == compute_s
+    compute_s = simulate_prompt(machine, 1024, chunk_tokens=512, mode="compute").ttft_s
+    assert simulate_prompt(machine, 1024, chunk_tokens=512).ttft_s == compute_s

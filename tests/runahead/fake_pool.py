@@ -3,16 +3,17 @@
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from members import WAIT_S
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.runahead.member import Helping, Member, Owned
+from sglang_cake.runahead.member import Helping, Member, MemberSettings, Owned
 from sglang_cake.runahead.transport import Payload
 
 PLANES, TOKEN = 2, 12  # bytes of a token in each plane
+SETTINGS = MemberSettings(first_wait_s=WAIT_S, bind_timeout_s=WAIT_S)  # two slow cores
 
 
 class Done:
@@ -30,6 +31,7 @@ class FakeRows:
         self.token_bytes = PLANES * TOKEN
         self.pool = np.full((layers, PLANES, slots, TOKEN), 255, np.uint8)
         self.writes = 0
+        self.read_fails = False
         self._free = list(np.random.default_rng(layers).permutation(slots))
 
     def alloc(self, tokens: int) -> list[int]:
@@ -43,6 +45,8 @@ class FakeRows:
         pass
 
     def read(self, layer: int, slots: Sequence[int], out: memoryview) -> None:
+        if self.read_fails:
+            raise MemoryError("nothing to copy it to")
         out[:] = self.pool[layer][:, list(slots)].tobytes()
 
     def write(self, layer: int, slots: Sequence[int], payload: Payload, skip: int) -> Done:
@@ -69,10 +73,25 @@ def truth(layer: int, tokens: Sequence[int]) -> np.ndarray:
 class Worker:
     """A member with a pool; `serve` is its scheduler: it looks for an offer and computes."""
 
-    def __init__(self, rank: int, transport: object, layers: int = 5) -> None:
+    def __init__(
+        self,
+        rank: int,
+        transport: object,
+        layers: int = 5,
+        settings: MemberSettings = SETTINGS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.rows = FakeRows(layers)
         self.woken = threading.Event()
-        self.member = Member(rank, transport, self.rows, self.woken.set)  # type: ignore[arg-type]
+        self.member = Member(
+            rank,
+            transport,  # type: ignore[arg-type]
+            self.rows,
+            self.woken.set,
+            settings=settings,
+            clock=clock,
+        )
+        self.helping: Helping | None = None  # the newest job that was accepted
         self.cached = 0  # leading tokens that this worker has in its tree
         self.dies_at: int | None = None  # a layer
         self.raises_at: int | None = None  # a layer
@@ -94,7 +113,7 @@ class Worker:
                 self.member.refuse(owner, offer, "cold")
                 continue
             try:
-                helping = self.member.accept(owner, offer, matched=self.cached)
+                self.helping = helping = self.member.accept(owner, offer, matched=self.cached)
             except RunaheadError:
                 continue
             failure = None

@@ -1,4 +1,4 @@
-"""Groups of members for tests, and a handler that writes down what it hears."""
+"""Groups of members for tests, and a handler that records messages and parts."""
 
 import threading
 import time
@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from sglang_cake.core.keys import Digest
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import Engine, RingTransport, apart
-from sglang_cake.runahead.transport import Transport
+from sglang_cake.runahead.ring import RingTransport, WriteEngine, apart
+from sglang_cake.runahead.transport import LinkTimes, Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.server import free_port
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = Digest(bytes(range(32)))
 WAIT_S = 60.0  # for what takes milliseconds; generous, for machines that are busy
 JOB = "0123456789abcdef" * 2
+PATIENT = LinkTimes(silence_s=WAIT_S, send_s=WAIT_S)  # two slow cores
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = WAIT_S) -> Any:
@@ -32,7 +33,7 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = WAIT_S) -
 
 
 class Ear:
-    """Hears everything; while `open` is cleared, it waits with parts."""
+    """Records everything; while `open` is cleared, it blocks parts."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, Message | LayerPart, bytes]] = []
@@ -67,8 +68,8 @@ def member(
     kind: type[ZmqTransport] = ZmqTransport,
     **changes: Any,
 ) -> ZmqTransport:
-    settings: dict[str, Any] = {"secret": SECRET, "namespace": NAMESPACE, **changes}
-    return kind(rank, peers, **settings)
+    settings: dict[str, Any] = {"secret": SECRET, "namespace": NAMESPACE, "times": PATIENT}
+    return kind(rank, peers, **settings | changes)
 
 
 def zeromq_group(size: int) -> list[Transport]:
@@ -87,16 +88,19 @@ def mooncake_group(size: int) -> list[Transport]:
     return ring_group(size, engine)
 
 
-def ring_group(size: int, engine_of: Callable[[int], Engine]) -> list[Transport]:
+def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[Transport]:
     peers = addresses(size)
     return [ring_member(rank, peers, engine_of(rank)) for rank in range(size)]
 
 
-def ring_member(rank: int, peers: list[tuple[str, int]], engine: Engine) -> RingTransport:
+def ring_member(
+    rank: int, peers: list[tuple[str, int]], engine: WriteEngine, timeout_s: float = WAIT_S
+) -> RingTransport:
     def connect(greeting: Callable[[int], Message]) -> ZmqTransport:
         return member(rank, peers, namespace=apart(NAMESPACE, "ring"), greeting=greeting)
 
-    return RingTransport(connect, frozenset(range(len(peers))) - {rank}, engine)
+    others = frozenset(range(len(peers))) - {rank}
+    return RingTransport(connect, others, engine, timeout_s)
 
 
 def ipc_group(size: int) -> list[Transport]:

@@ -14,7 +14,6 @@ from host_ipc import HostIpc
 from members import JOB, WAIT_S, Ear, addresses, ring_group, ring_member, until
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
-from sglang_cake.runahead import zeromq
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.ring import SLOTS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
@@ -24,7 +23,6 @@ HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
 
 def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     """Takes parts until it is told, and one a time."""
-    zeromq.SILENCE_S = WAIT_S
     ear = Ear()
     here = ring_member(1, peers, HostIpc(1))
     here.start(ear)
@@ -55,7 +53,7 @@ def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
         assert ours.poll(WAIT_S)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
         # A part is heard before its slot is given back; from a stopped process none comes back.
-        until(lambda: not here._links[1]._used, "all slots are free")
+        until(lambda: not here.slots(1).used, "all slots are free")
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)
         for layer in range(2):  # as many as there are slots
@@ -124,7 +122,7 @@ def test_memory_of_peers_that_started_anew_is_let_go() -> None:
     ours, theirs = HostIpc(2), [HostIpc(2) for _ in range(4)]
     for other in theirs:
         assert ours.write(other.session, 0, 0, 4)
-    assert list(ours._theirs) == [other.session for other in theirs[-2:]]
+    assert ours.sessions == [other.session for other in theirs[-2:]]
 
 
 def test_a_handle_is_read_as_it_was_spelled() -> None:

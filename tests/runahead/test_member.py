@@ -3,32 +3,38 @@
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from fake_pool import Worker
+from fake_pool import SETTINGS, Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import GROUPS, WAIT_S, until
+from members import GROUPS, WAIT_S, Ear, until
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.spans import Span
-from sglang_cake.runahead import hop as hop_module
-from sglang_cake.runahead import member as member_module
 from sglang_cake.runahead.hop import Broken, Inflow, Late, Source
 from sglang_cake.runahead.member import Member, Owned
-from sglang_cake.runahead.messages import Cancel, Failed, LayerPart, Message, Offer, Refuse, new_job
+from sglang_cake.runahead.messages import Cancel, Failed, LayerPart, Offer, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
 
 SIZE = 3
 
 
 class Group:
-    def __init__(self, kind: str) -> None:
+    def __init__(
+        self, kind: str, clock: Callable[[], float] = time.monotonic, **changes: Any
+    ) -> None:
+        """Args: changes: of the settings of all members."""
+        settings = replace(SETTINGS, **changes)
         self.transports = GROUPS[kind](SIZE)
-        self.workers = [Worker(rank, t) for rank, t in enumerate(self.transports)]
+        self.workers = [
+            Worker(rank, transport, settings=settings, clock=clock)
+            for rank, transport in enumerate(self.transports)
+        ]
         self.stop = threading.Event()
         self.schedulers = [
             threading.Thread(target=worker.serve, args=(self.stop,), daemon=True)
@@ -67,27 +73,26 @@ class Group:
             worker.member.close()
 
 
-@pytest.fixture(autouse=True)
-def settings_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slow cores: what a part may wait for comes, however late."""
-    monkeypatch.setattr(hop_module, "BIND_TIMEOUT_S", WAIT_S)
-    monkeypatch.setattr(member_module, "FIRST_WAIT_S", WAIT_S)
-
-
 @pytest.fixture(params=GROUPS)
-def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    made = Group(request.param)
-    yield made
-    made.close()
+def new_group(request: pytest.FixtureRequest) -> Iterator[Callable[..., Group]]:
+    made: list[Group] = []
+
+    def make(**settings: Any) -> Group:
+        made.append(Group(request.param, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def group(new_group: Callable[..., Group]) -> Group:
+    return new_group()
 
 
 def prompt(tokens: int) -> "array[int]":
     return array("i", [(i * 37) % 1000 for i in range(tokens)])
-
-
-def left_out(group: Group) -> list[int]:
-    """Who failed. One that had not answered yet when a chain ended may be paused: that is less."""
-    return [rank for rank, (_, for_s) in group.owner._out.items() if for_s > 0]
 
 
 def agreed(owned: Owned) -> None:
@@ -96,9 +101,9 @@ def agreed(owned: Owned) -> None:
 
 @pytest.mark.parametrize("bounds", [(0, 40, 100), (0, 40, 70, 100), (0, 1, 2, 3), (32, 50, 80, 99)])
 def test_every_layer_of_every_token_reaches_the_owner(
-    group: Group, bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    new_group: Callable[..., Group], bounds: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(hop_module, "MAX_PART_BYTES", 7 * 24)  # seven tokens a part
+    group = new_group(part_bytes=7 * 24)  # seven tokens a part
     tokens = prompt(bounds[-1])
     for worker in group.workers:
         worker.cached = bounds[0]
@@ -116,9 +121,9 @@ def test_every_layer_of_every_token_reaches_the_owner(
 
 
 def test_a_helper_that_stops_is_not_waited_for_longer_than_it_is_worth(
-    group: Group, monkeypatch: pytest.MonkeyPatch
+    new_group: Callable[..., Group],
 ) -> None:
-    monkeypatch.setattr(member_module, "LEFT_OUT_S", (60.0, 120.0))
+    group = new_group(left_out_s=(60.0, 120.0))
     group.workers[1].dies_at = 2
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=1.0)
@@ -158,14 +163,14 @@ def test_a_helper_that_dies_in_the_middle_ends_the_job_and_the_other_one_stays(
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
     until(lambda: group.owner.helpers() == (1 - who,), "only the dead one is left out")
-    assert left_out(group) == [who]
+    assert group.owner.failed() == {who}
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
-    group: Group, who: int, monkeypatch: pytest.MonkeyPatch
+    new_group: Callable[..., Group], who: int
 ) -> None:
-    monkeypatch.setattr(member_module, "LEFT_OUT_S", (0.5, 120.0))
+    group = new_group(left_out_s=(0.5, 120.0))
     failing = group.workers[who]
     failing.dies_at = failing.raises_at = 2
     tokens = prompt(90)
@@ -181,7 +186,7 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     with pytest.raises(Broken, match=f"member {who}: no memory"):
         group.workers[-1].own(owned, tokens)
     group.owner.end_owned(owned, "cancelled")
-    assert left_out(group) == [who]
+    assert group.owner.failed() == {who}
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
     failing.dies_at = failing.raises_at = None
@@ -191,23 +196,18 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     assert tried.agreed
     group.workers[-1].own(tried, tokens)
     group.owner.end_owned(tried, "done")
-    assert left_out(group) == []  # it has helped: forgiven
+    assert group.owner.failed() == frozenset()  # since it has helped
 
 
-def test_helper_that_cannot_read_its_own_kv_says_so_and_is_left_out(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*arguments: object) -> None:
-        raise MemoryError("nothing to copy it to")
-
-    monkeypatch.setattr(group.workers[0].rows, "read", read)
+def test_helper_that_cannot_read_its_own_kv_says_so_and_is_left_out(group: Group) -> None:
+    group.workers[0].rows.read_fails = True
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
     agreed(owned)
     with pytest.raises(Broken, match="member 0: nothing to copy it to"):
         group.workers[-1].own(owned, tokens)
     group.owner.end_owned(owned, "cancelled")
-    assert left_out(group) == [0]
+    assert group.owner.failed() == {0}
 
 
 def test_who_is_late_shows_in_what_has_not_come() -> None:
@@ -238,7 +238,7 @@ def test_a_failure_names_a_helper_or_its_sender_is_to_blame(
     agreed(owned)
     group.owner.on_message(0, Failed(owned.hop.job, named, "it says"))
     group.owner.end_owned(owned, "cancelled")
-    assert left_out(group) == [left]  # 2 is the owner itself
+    assert group.owner.failed() == {left}  # 2 is the owner itself
 
 
 def test_a_slow_helper_is_waited_for_as_long_as_it_is_worth(group: Group) -> None:
@@ -288,7 +288,7 @@ def test_a_cancelled_job_stops_its_helpers(group: Group) -> None:
     until(lambda: not group.workers[0].pause.is_set(), "it is in the middle")
     group.owner.end_owned(owned, "cancelled", "aborted by its user")
     until(lambda: group.workers[1].errors, "the one that waits stops")
-    helping = group.workers[0].member._helping
+    helping = group.workers[0].helping
     assert helping is not None
     until(lambda: helping.hop.broken, "the one that computes has heard")
     group.workers[0].pause.set()
@@ -343,18 +343,23 @@ def test_who_cannot_be_reached_is_not_asked(group: Group) -> None:
     assert group.owner.next_offer() is None
 
 
-def test_offers_for_others_are_refused(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[tuple[int, Message]] = []
-    monkeypatch.setattr(group.owner, "on_message", lambda *said: heard.append(said))
+@pytest.mark.parametrize("kind", GROUPS)
+def test_offers_for_others_are_refused(kind: str) -> None:
+    transports, ear = GROUPS[kind](3), Ear()
+    worker = Worker(0, transports[0])
+    transports[2].start(ear)
+    until(lambda: transports[2].reachable() == {0}, "the worker is there")
     tokens = prompt(10)
     wrong = Offer(new_job(), (1, 2), (0, 10, 20), "00", None, None, tokens)
-    group.transports[2].send(0, wrong)  # this member is not in the chain
+    transports[2].send(0, wrong)  # this member is not in the chain
     ours = Offer(new_job(), (0, 1), (0, 10, 20), "00", None, None, tokens)
-    group.transports[2].send(0, ours)  # its owner is somebody else
-    until(lambda: len(heard) == 2, "answers")
-    assert heard == [(0, Refuse(each.job, "this offer is not for me")) for each in (wrong, ours)]
-    assert group.workers[0].member.next_offer() is None
-    assert group.workers[0].computed == []
+    transports[2].send(0, ours)  # its owner is somebody else
+    until(lambda: len(ear.heard) == 2, "answers")
+    refusals = [Refuse(each.job, "this offer is not for me") for each in (wrong, ours)]
+    assert [message for _, message, _ in ear.heard] == refusals
+    assert worker.member.next_offer() is None
+    for each in transports:
+        each.close()
 
 
 @settings(deadline=None, max_examples=50)
@@ -457,17 +462,17 @@ def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
 
 
 def test_who_does_not_answer_is_not_asked_again_at_once(
-    group: Group, monkeypatch: pytest.MonkeyPatch
+    new_group: Callable[..., Group],
 ) -> None:
-    monkeypatch.setattr(member_module, "BUSY_S", 60.0)
+    ahead_s = [0.0]
+    group = new_group(busy_s=60.0, clock=lambda: time.monotonic() + ahead_s[0])
     group.stop.set()  # their schedulers are in a long step
     for scheduler in group.schedulers:
         scheduler.join()
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
     group.owner.end_owned(owned, "cancelled", "no answer")
     assert group.owner.helpers() == ()
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61.0)
-    monkeypatch.setattr(member_module, "time", later)
+    ahead_s[0] = 61.0
     assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
 
 

@@ -2,16 +2,15 @@
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from members import JOB, WAIT_S, Ear, addresses, engine, member, ring_member, until
 
-from sglang_cake.runahead import transport
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, Ring
 from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import SLOTS
+from sglang_cake.runahead.ring import SLOTS, RingTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -23,9 +22,45 @@ def peers() -> list[tuple[str, int]]:
     return addresses(2)
 
 
+class Watched:
+    """A Mooncake engine whose writes a test may change, and whose rings it knows."""
+
+    def __init__(self, inner: MooncakeEngine) -> None:
+        self._inner = inner
+        self.rings: list[int] = []  # addresses, in the order of `lend`
+        self.on_write: Callable[..., bool] = inner.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def lend(self) -> tuple[int, Any]:
+        address, memory = self._inner.lend()
+        self.rings.append(address)
+        return address, memory
+
+    def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
+        return self.on_write(session, source, target, size_bytes)
+
+
+Pair = tuple[list[RingTransport], list[Ear]]
+
+
 @pytest.fixture
-def pair(peers: list[tuple[str, int]]) -> Iterator[tuple[list[Any], list[Ear]]]:
-    members: list[Any] = [ring_member(rank, peers, engine(rank)) for rank in range(2)]
+def engines() -> list[Watched]:
+    return [Watched(engine(rank)) for rank in range(2)]
+
+
+@pytest.fixture
+def timeout_s() -> float:
+    return WAIT_S
+
+
+@pytest.fixture
+def pair(peers: list[tuple[str, int]], engines: list[Watched], timeout_s: float) -> Iterator[Pair]:
+    members = [
+        ring_member(rank, peers, engines[rank], timeout_s)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
     ears = [Ear(), Ear()]
     for each, ear in zip(members, ears, strict=True):
         each.start(ear)
@@ -35,9 +70,6 @@ def pair(peers: list[tuple[str, int]]) -> Iterator[tuple[list[Any], list[Ear]]]:
         ear.open.set()
     for each in members:
         each.close()
-
-
-Pair = tuple[list[Any], list[Ear]]
 
 
 def landed(**changes: int) -> Landed:
@@ -67,50 +99,46 @@ def test_a_lie_ends_the_connection_and_is_not_delivered(pair: Pair, lie: Landed 
     assert ears[1].heard[0][2] == DATA
 
 
-def test_kv_that_changed_on_the_way_is_not_delivered(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_that_changed_on_the_way_is_not_delivered(pair: Pair, engines: list[Watched]) -> None:
     members, ears = pair
-    write = MooncakeEngine.write
 
-    def spoil(self: MooncakeEngine, *args: Any) -> bool:
-        ok = write(self, *args)
-        members[1]._links[0].landing[7] ^= 4
+    def spoil(session: str, source: int, target: int, size_bytes: int) -> bool:
+        ok = engine(0).write(session, source, target, size_bytes)
+        (ctypes.c_ubyte * size_bytes).from_address(target)[7] ^= 4  # both are this process
         return ok
 
-    monkeypatch.setattr(MooncakeEngine, "write", spoil)
+    engines[0].on_write = spoil
     members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: ears[1].gone, "the receiver ends it")
     assert ears[1].heard == []
 
 
+@pytest.mark.parametrize("timeout_s", [0.05])
 def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, engines: list[Watched]
 ) -> None:
     members, ears = pair
-    monkeypatch.setattr(transport, "SEND_TIMEOUT_S", 0.05)
-    let_go, slots = threading.Event(), []
-    write = MooncakeEngine.write
+    let_go = threading.Event()
+    slots: list[int] = []
 
-    def slow(self: MooncakeEngine, session: str, source: int, target: int, size: int) -> bool:
+    def slow(session: str, source: int, target: int, size_bytes: int) -> bool:
         slots.append(target)
         let_go.wait(WAIT_S)
-        return write(self, session, source, target, size)
+        return engine(0).write(session, source, target, size_bytes)
 
-    monkeypatch.setattr(MooncakeEngine, "write", slow)
+    engines[0].on_write = slow
     for _ in range(SLOTS + 2):
         with pytest.raises(PeerGone):
             members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: len(slots) >= SLOTS, "the engine has them")
     assert len(slots) == len(set(slots)) == SLOTS  # each once; then nobody wrote
-    link = members[0]._links[1]
     members[1].send(0, Ring("127.0.0.1:1", 4096, SLOTS + 1))  # they part: the slots stay taken
     until(lambda: ears[0].gone, "they part")
     until(lambda: members[0].reachable(), "they meet")
-    assert link.writing == set(range(SLOTS))
+    assert members[0].slots(1).writing == set(range(SLOTS))
     let_go.set()
-    until(lambda: not link.writing, "the engine returns")
-    monkeypatch.undo()
+    until(lambda: not members[0].slots(1).writing, "the engine returns")
+    engines[0].on_write = engine(0).write
     members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: ears[1].heard, "all is well")
     assert [payload for _, _, payload in ears[1].heard] == [DATA]  # what was late is nobody's
@@ -158,13 +186,14 @@ def test_credits_for_slots_that_do_not_exist_change_nothing(pair: Pair) -> None:
     assert ears[1].heard[0][2] == DATA
 
 
-def test_the_engine_reaches_no_memory_but_its_slots(pair: Pair) -> None:
-    members, _ = pair
+@pytest.mark.usefixtures("pair")
+def test_the_engine_reaches_no_memory_but_its_slots(engines: list[Watched]) -> None:
     other = ctypes.create_string_buffer(DATA, MAX_PART_BYTES)
-    source = members[0]._links[1]._source_address
+    _, source = engines[0].rings  # parts are copied there before they are written
+    landing, _ = engines[1].rings
     session = engine(1).session
-    assert engine(0).write(session, source, members[1]._links[0].ring_address, 64)
+    assert engine(0).write(session, source, landing, 64)
     assert not engine(0).write(session, source, ctypes.addressof(other), 64)
     assert other.raw[:64] == DATA
-    read = engine(0)._engine.transfer_sync_read
+    read = engine(0).engine.transfer_sync_read
     assert read(session, source, ctypes.addressof(other), 64) != 0

@@ -54,7 +54,7 @@ def test_it_measures_nothing_twice_and_keeps_to_pages() -> None:
         stride_tokens=128,
         min_stride_tokens=16,
         page_tokens=16,
-        told=lambda stride, best: levels.append(stride),
+        report=lambda stride, best: levels.append(stride),
     )
     assert len(asked) == len(set(asked)) == found.measured
     assert all(p.bounds[1] % 16 == 0 for p in asked)

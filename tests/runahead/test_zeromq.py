@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,16 +17,18 @@ import msgspec
 import pytest
 import zmq
 import zmq.utils.monitor
-from members import JOB, WAIT_S, Ear, addresses, member, until, zeromq_group
+from members import JOB, PATIENT, WAIT_S, Ear, addresses, member, until, zeromq_group
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead import kv_path, peer, zeromq
+from sglang_cake.runahead import kv_path
 from sglang_cake.runahead.messages import Accept, Cancel, Hello, LayerPart, Message
+from sglang_cake.runahead.transport import LinkTimes
 from sglang_cake.runahead.zeromq import ZmqTransport
 from sglang_cake.testing.slow_link import SlowLink
 
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
 FAST = 1e12  # bytes per second
+TIMES = replace(PATIENT, ping_s=0.1)  # so that there is something to cut
 AFTER_S = 1.0  # in which a link that is half dead would part again
 
 
@@ -39,6 +42,7 @@ class Two:
         others: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        settings = {"times": TIMES, **settings}
         self.peers = addresses(2)
         self.link = SlowLink(self.peers[1][1], FAST)
         known = [self.peers[0], ("127.0.0.1", self.link.port)]
@@ -77,8 +81,7 @@ class Two:
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Two]]:
-    monkeypatch.setattr(zeromq, "PING_S", 0.1)  # so that there is something to cut
+def two() -> Iterator[Callable[..., Two]]:
     made: list[Two] = []
 
     def make(**settings: Any) -> Two:
@@ -125,12 +128,9 @@ def test_a_group_of_another_size_is_left_out(caplog: pytest.LogCaptureFixture) -
         other.close()
 
 
-def test_member_that_nobody_knows_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
-    peers = addresses(3)
-    known, unknown = member(0, peers[:2]), member(2, peers)
+def test_member_that_nobody_knows_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    peers, times = addresses(3), replace(PATIENT, greeting_s=0.1)
+    known, unknown = member(0, peers[:2], times=times), member(2, peers, times=times)
     for each in (known, unknown):
         each.start(Ear())
     try:
@@ -189,10 +189,9 @@ def kv_port(of: ZmqTransport) -> int:
 
 @pytest.mark.parametrize("of_kv", [False, True], ids=["messages", "kv"])
 def test_strangers_that_say_little_keep_no_member_out_and_lose_their_connections(
-    two: Callable[..., Two], of_kv: bool, monkeypatch: pytest.MonkeyPatch
+    of_kv: bool,
 ) -> None:
-    monkeypatch.setattr(zeromq, "HANDSHAKE_S", 1.0)
-    pair = Two()
+    pair = Two(times=replace(TIMES, handshake_s=1.0))
     port = kv_port(pair.members[1]) if of_kv else pair.peers[1][1]
     try:
         with contextlib.ExitStack() as stack:
@@ -273,13 +272,9 @@ def test_port_for_kv_is_closed_to_those_without_the_password(two: Callable[..., 
     assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen
 
 
-def test_member_whose_descriptors_were_used_up_meets_the_others(
-    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_member_whose_descriptors_were_used_up_meets_the_others() -> None:
     """None is free, or fewer than a connection takes: it fails at each of its steps."""
-    monkeypatch.setattr(peer, "RETRY_S", (0.01, 0.01))
-    monkeypatch.setattr(peer, "DIAL_S", 2.0)
-    pair = Two()
+    pair = Two(times=replace(TIMES, retry_s=(0.01, 0.01), connect_s=2.0))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with socket.socket() as early:
@@ -301,14 +296,16 @@ def test_member_whose_descriptors_were_used_up_meets_the_others(
 # ---- lies ----
 
 
+class Foreign(msgspec.Struct, tag=99):
+    """No message of ours."""
+
+
 def test_what_is_no_message_ends_the_connection_and_they_meet_anew(
-    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+    two: Callable[..., Two],
 ) -> None:
     pair = two()
     pair.meet()
-    with monkeypatch.context() as patch:
-        patch.setattr(zeromq, "encode", lambda message: b"\xc1")
-        pair.members[1].send(0, Accept(JOB, 1))
+    pair.members[1].send(0, Foreign())  # type: ignore[arg-type]
     until(lambda: pair.ears[0].gone == [1], "it is not talked to")
     pair.meet()
     assert pair.ears[0].heard == []
@@ -326,7 +323,7 @@ class Captured:
 
 
 def sealed(inlet: kv_path.Inlet, parts: int) -> list[list[zmq.Frame]]:
-    port, outlet = Captured(), kv_path.Outlet(inlet.name, inlet.key)
+    port, outlet = Captured(), kv_path.Outlet(inlet.name, inlet.key, WAIT_S)
     for layer in range(parts):
         outlet.send(port, LayerPart(JOB, layer, 0, 4), memoryview(DATA))  # type: ignore[arg-type]
     return port.sent
@@ -377,20 +374,25 @@ def test_part_that_is_not_the_next_of_its_sender_is_bad(
         there.take(spoil(sent))
 
 
-def test_kv_that_changed_on_the_way_is_not_delivered(
-    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Spoiling:
+    """A port for KV that changes a bit of every part."""
+
+    def __init__(self, inner: kv_path.KvServer) -> None:
+        self._inner = inner
+
+    def put(self, *frames: Any) -> zmq.MessageTracker:
+        frames[2][5] ^= 4
+        return self._inner.put(*frames)
+
+
+def test_kv_that_changed_on_the_way_is_not_delivered(two: Callable[..., Two]) -> None:
     pair = two()
     pair.meet()
-    put = kv_path.KvServer.put
-
-    def spoil(self: kv_path.KvServer, *frames: Any) -> zmq.MessageTracker:
-        frames[2][5] ^= 4
-        return put(self, *frames)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kv_path.KvServer, "put", spoil)
-        pair.members[0].send_part(1, PART, memoryview(DATA))
+    sender = pair.members[0]
+    port = sender.kv
+    sender.kv = Spoiling(port)  # type: ignore[assignment]
+    sender.send_part(1, PART, memoryview(DATA))
+    sender.kv = port
     until(lambda: pair.ears[1].gone == [0], "the receiver ends it")
     pair.meet()
     pair.members[0].send_part(1, PART, memoryview(DATA))
@@ -402,21 +404,18 @@ def test_kv_that_changed_on_the_way_is_not_delivered(
 
 
 def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
-    here = member(1, peers)
+    here = member(1, peers, times=LinkTimes())
     here.start(Ear())
     pipe.recv()
 
 
-def test_silence_is_absence_and_who_returns_is_there_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(zeromq, "SILENCE_S", 1.0)
+def test_silence_is_absence_and_who_returns_is_there_again() -> None:
     peers, ear, spawn = addresses(2), Ear(), multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     child = spawn.Process(target=other_process, args=(peers, theirs), daemon=True)
     child.start()
     assert child.pid is not None
-    here = member(0, peers)
+    here = member(0, peers, times=replace(PATIENT, silence_s=1.0))
     here.start(ear)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
@@ -505,11 +504,8 @@ def test_handler_that_raises_ends_no_link(two: Callable[..., Two]) -> None:
     pair.meet()
 
 
-def test_peer_that_takes_no_kv_is_gone_after_a_time(
-    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_cake.runahead.transport.SEND_TIMEOUT_S", 0.5)
-    pair = two()
+def test_peer_that_takes_no_kv_is_gone_after_a_time(two: Callable[..., Two]) -> None:
+    pair = two(times=replace(TIMES, send_s=0.5))
     pair.meet()
     pair.ears[1].open.clear()
     payload = memoryview(bytes(2**22))
@@ -564,10 +560,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_member_that_is_dialed_in_vain_costs_no_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peer, "RETRY_S", (0.01, 0.01))
+def test_member_that_is_dialed_in_vain_costs_no_descriptors() -> None:
     dials = 0
 
     class Counting(ZmqTransport):
@@ -576,7 +569,8 @@ def test_member_that_is_dialed_in_vain_costs_no_descriptors(
             dials += 1
             return super().listener()
 
-    here = member(0, addresses(2), kind=Counting)
+    times = replace(PATIENT, retry_s=(0.01, 0.01))
+    here = member(0, addresses(2), kind=Counting, times=times)
     here.start(Ear())
     try:
         until(lambda: dials >= 5, "it dials")

@@ -17,10 +17,8 @@ from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, find_medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Knowledge, Machine
-from sglang_cake.simulator.race import run_race
-from sglang_cake.simulator.race_records import Prompt
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.simulator.simulated_server import Policy, Server, serve
+from sglang_cake.simulator.simulated_server import Policy, Prompt, Server, serve, simulate_prompt
 
 BLOCK = 128
 
@@ -42,7 +40,7 @@ class Outcome:
 
 def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
     auto_s, compute_s, load_s = (
-        run_race(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
+        simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
         for mode in ("auto", "compute", "load")
     )
     ideal = clairvoyant(machine, tokens, chunk_tokens=chunk)
@@ -135,11 +133,11 @@ def test_what_waits_behind_others_is_loaded_meanwhile(
     rate: float, at_most: float, policy: Policy
 ) -> None:
     """Alone such a prompt is computed before the store has sent a block of it."""
-    alone = run_race(H100, 2048, chunk_tokens=CHUNK)
+    alone = simulate_prompt(H100, 2048, chunk_tokens=CHUNK)
     assert not alone.loaded_tokens
     assert not alone.landings
     means_s = [
-        statistics.mean(race.ttft_s for race in queue(rate, policy=policy, mode=mode).races)
+        statistics.mean(result.ttft_s for result in queue(rate, policy=policy, mode=mode).results)
         for mode in ("auto", "compute")
     ]
     print(f"{rate}/s, {policy}: {means_s[0] / means_s[1]:.2f}")
@@ -149,9 +147,9 @@ def test_what_waits_behind_others_is_loaded_meanwhile(
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_verdicts_that_are_revised_cost_the_link_little(noise: float) -> None:
     """A verdict that swings to and fro would read blocks in vain, again and again."""
-    races = queue(18, noise=noise).races
-    loaded = sum(race.loaded_tokens for race in races) / BLOCK
-    wasted = [race.wasted_blocks for race in races]
+    results = queue(18, noise=noise).results
+    loaded = sum(result.loaded_tokens for result in results) / BLOCK
+    wasted = [result.wasted_blocks for result in results]
     assert loaded > 100
     assert sum(wasted) <= 0.1 * loaded
     assert max(wasted) <= 3
@@ -163,8 +161,8 @@ def test_a_link_that_stays_silent_is_given_up_once() -> None:
     promised = replace(H100, load=LoadCost(0.01, 1e-4))
     silent = replace(H100, load=LoadCost(0.01, 1e6))
     known = Knowledge.of(promised)
-    race = run_race(silent, 16384, chunk_tokens=CHUNK, knowledge=known)
-    compute_s = run_race(silent, 16384, chunk_tokens=CHUNK, mode="compute").ttft_s
-    assert race.computed_tokens == 16384
-    assert race.wasted_blocks == 1
-    assert race.ttft_s <= 2 * compute_s
+    result = simulate_prompt(silent, 16384, chunk_tokens=CHUNK, knowledge=known)
+    compute_s = simulate_prompt(silent, 16384, chunk_tokens=CHUNK, mode="compute").ttft_s
+    assert result.computed_tokens == 16384
+    assert result.wasted_blocks == 1
+    assert result.ttft_s <= 2 * compute_s

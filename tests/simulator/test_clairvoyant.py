@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import TOLERANCE, clairvoyant
-from sglang_cake.simulator.machine import Machine, Source
-from sglang_cake.simulator.race import run_race
-from sglang_cake.simulator.speed_trace import Speed
+from sglang_cake.simulator.machine import Machine, Source, Speed
+from sglang_cake.simulator.simulated_server import simulate_prompt
 
 costs = st.builds(
     PrefillCost,
@@ -72,9 +71,9 @@ def test_no_race_beats_the_clairvoyant(
         layers=layers,
     )
     stored = None if share is None else int(share * (tokens // 128))
-    race = run_race(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)
+    result = simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)
     ideal = clairvoyant(machine, tokens, chunk_tokens=chunk, stored_blocks=stored)
-    assert race.ttft_s >= ideal.ttft_s * (1 - 1e-9)
+    assert result.ttft_s >= ideal.ttft_s * (1 - 1e-9)
 
 
 def test_computing_alone_is_bounded_by_itself() -> None:
@@ -82,9 +81,9 @@ def test_computing_alone_is_bounded_by_itself() -> None:
     for others in (None, lambda step: 37 * step % 400):
         machine = Machine(PrefillCost(0.01, 1e-4, 1e-8), LoadCost(0.0, 0.01), others=others)
         for tokens in (1, 511, 512, 513, 5000):
-            race = run_race(machine, tokens, chunk_tokens=512, stored_blocks=0)
+            result = simulate_prompt(machine, tokens, chunk_tokens=512, stored_blocks=0)
             ideal = clairvoyant(machine, tokens, chunk_tokens=512, stored_blocks=0)
-            assert ideal.ttft_s == pytest.approx(race.ttft_s)
+            assert ideal.ttft_s == pytest.approx(result.ttft_s)
 
 
 def test_what_comes_after_the_last_block_may_be_computed_with_what_was_not_loaded() -> None:
@@ -103,7 +102,7 @@ def test_auto_is_never_slower_than_the_better_single_way(
 ) -> None:
     machine = Machine(cost, load)
     times = {
-        mode: run_race(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
+        mode: simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
         for mode in ("auto", "compute", "load")
     }
     assert times["auto"] <= 1.02 * min(times["compute"], times["load"])
@@ -152,6 +151,6 @@ def test_random_speeds_of_device_and_link() -> None:
             _trace(draw, 0.25, 0.2),
             _trace(draw, 0.3, 0.1),
         )
-        race = run_race(machine, 16384, chunk_tokens=512)
-        over.append(race.ttft_s / clairvoyant(machine, 16384, chunk_tokens=512).ttft_s)
+        result = simulate_prompt(machine, 16384, chunk_tokens=512)
+        over.append(result.ttft_s / clairvoyant(machine, 16384, chunk_tokens=512).ttft_s)
     assert statistics.median(over) <= 1.05

@@ -11,12 +11,8 @@ from test_clairvoyant import costs, loads
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import clairvoyant
-from sglang_cake.simulator.layered import layered_end_s
-from sglang_cake.simulator.machine import Knowledge, Machine, Source
-from sglang_cake.simulator.race import run_race
-from sglang_cake.simulator.race_records import Prompt
-from sglang_cake.simulator.simulated_server import POLL_S, serve
-from sglang_cake.simulator.speed_trace import Speed
+from sglang_cake.simulator.machine import Knowledge, Machine, Source, Speed, layered_end_s
+from sglang_cake.simulator.simulated_server import POLL_S, Prompt, serve, simulate_prompt
 
 # Loading everything is the quickest by far: a prompt waits for all of its loads.
 SLOW = PrefillCost(fixed_s=0.02, token_s=0.05, pair_s=0.0)
@@ -82,8 +78,8 @@ def test_a_lone_prompt_that_waits_for_its_loads_gains_the_shorter_of_step_and_bl
     machine = Machine(SLOW, LoadCost(0.05, block_s))
     tokens = blocks * BLOCK + suffix
     step_s = SLOW.step_s(blocks * BLOCK, tokens)
-    plain = run_race(machine, tokens, chunk_tokens=512)
-    early = run_race(replace(machine, layers=layers), tokens, chunk_tokens=512)
+    plain = simulate_prompt(machine, tokens, chunk_tokens=512)
+    early = simulate_prompt(replace(machine, layers=layers), tokens, chunk_tokens=512)
     assert plain.ttft_s == pytest.approx(0.05 + blocks * block_s + step_s)
     gain_s = min(step_s, block_s) * (1 - 1 / layers)
     # It looks twice in a millisecond: so late may it see that it is time.
@@ -91,30 +87,30 @@ def test_a_lone_prompt_that_waits_for_its_loads_gains_the_shorter_of_step_and_bl
     assert (early.loaded_tokens, early.computed_tokens) == (blocks * BLOCK, suffix)
     assert (early.overlapped_tokens, plain.overlapped_tokens) == (BLOCK, 0)
     assert early.wasted_blocks == 0
-    (lap,) = early.laps
+    (step,) = early.steps
     landed_s = [when_s for when_s, _ in early.landings]
-    assert landed_s[-2] <= lap.begin_s < landed_s[-1] < lap.end_s == early.first_token_s
+    assert landed_s[-2] <= step.begin_s < landed_s[-1] < step.end_s == early.first_token_s
     assert early.kv_s == landed_s[-1]
-    assert early.waited_s == pytest.approx(lap.begin_s, abs=2 * POLL_S)
+    assert early.waited_s == pytest.approx(step.begin_s, abs=2 * POLL_S)
 
 
 def test_the_last_block_of_every_link_may_be_on_its_way() -> None:
     load = LoadCost(0.05, 0.1)
     machine = Machine(SLOW, load, further=(Source(load),), layers=40)
-    race = run_race(machine, 20 * BLOCK + 30, chunk_tokens=512)
-    assert race.overlapped_tokens == 2 * BLOCK
-    assert (race.loaded_tokens, race.computed_tokens) == (20 * BLOCK, 30)
+    result = simulate_prompt(machine, 20 * BLOCK + 30, chunk_tokens=512)
+    assert result.overlapped_tokens == 2 * BLOCK
+    assert (result.loaded_tokens, result.computed_tokens) == (20 * BLOCK, 30)
     # The step is longer than a block: it begins with both and waits for their first layers.
-    step_s = SLOW.step_s(20 * BLOCK, race.prompt.prompt_tokens)
-    assert race.ttft_s == pytest.approx(0.05 + 9 * 0.1 + 0.1 / 40 + step_s, abs=POLL_S)
+    step_s = SLOW.step_s(20 * BLOCK, result.prompt.prompt_tokens)
+    assert result.ttft_s == pytest.approx(0.05 + 9 * 0.1 + 0.1 / 40 + step_s, abs=POLL_S)
 
 
 def test_of_several_blocks_on_their_way_the_slowest_decides() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), further=(Source(LoadCost(0.05, 0.19)),), layers=40)
-    race = run_race(machine, 20 * BLOCK + 1, chunk_tokens=512)
-    landed_s = max(when_s for when_s, _ in race.landings)
-    assert race.overlapped_tokens == 2 * BLOCK
-    assert race.first_token_s == pytest.approx(landed_s + SLOW.step_s(20 * BLOCK, 2561) / 40)
+    result = simulate_prompt(machine, 20 * BLOCK + 1, chunk_tokens=512)
+    landed_s = max(when_s for when_s, _ in result.landings)
+    assert result.overlapped_tokens == 2 * BLOCK
+    assert result.first_token_s == pytest.approx(landed_s + SLOW.step_s(20 * BLOCK, 2561) / 40)
 
 
 def test_a_step_that_waited_teaches_nothing() -> None:
@@ -122,31 +118,31 @@ def test_a_step_that_waited_teaches_nothing() -> None:
     for layers, measured in ((1, True), (40, False)):
         known = Knowledge.of(machine)
         machine = replace(machine, layers=layers)
-        run_race(machine, 5 * BLOCK + 40, chunk_tokens=512, knowledge=known)
+        simulate_prompt(machine, 5 * BLOCK + 40, chunk_tokens=512, knowledge=known)
         assert known.prefill.measured == measured
 
 
 def test_a_last_step_begins_early_only_for_who_is_alone() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), layers=40)
     stored = Prompt(5 * BLOCK + 30)
-    (alone,) = serve(machine, [stored], chunk_tokens=512).races
+    (alone,) = serve(machine, [stored], chunk_tokens=512).results
     decodes = Prompt(1, stored_blocks=0, new_tokens=100)
-    (beside, _) = serve(machine, [stored, decodes], chunk_tokens=512).races
+    (beside, _) = serve(machine, [stored, decodes], chunk_tokens=512).results
     waits = Prompt(20 * BLOCK + 30)
-    (first, second) = serve(machine, [stored, waits], chunk_tokens=512).races
+    (first, second) = serve(machine, [stored, waits], chunk_tokens=512).results
     busy = replace(machine, others=lambda step: 10)
-    (among,) = serve(busy, [stored], chunk_tokens=512).races
-    overlapped = [race.overlapped_tokens for race in (alone, beside, first, second, among)]
+    (among,) = serve(busy, [stored], chunk_tokens=512).results
+    overlapped = [result.overlapped_tokens for result in (alone, beside, first, second, among)]
     assert overlapped == [BLOCK, 0, 0, BLOCK, 0]
 
 
 def test_who_comes_while_a_last_step_waits_for_its_bytes_waits_for_that_step() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), layers=40)
-    (lap,) = run_race(machine, 5 * BLOCK + 30, chunk_tokens=512).laps
-    late = Prompt(40, arrive_s=(lap.begin_s + lap.end_s) / 2, stored_blocks=0)
-    (early, other) = serve(machine, [Prompt(5 * BLOCK + 30), late], chunk_tokens=512).races
-    assert early.laps == [lap]
-    assert other.laps[0].begin_s == lap.end_s
+    (step,) = simulate_prompt(machine, 5 * BLOCK + 30, chunk_tokens=512).steps
+    late = Prompt(40, arrive_s=(step.begin_s + step.end_s) / 2, stored_blocks=0)
+    (early, other) = serve(machine, [Prompt(5 * BLOCK + 30), late], chunk_tokens=512).results
+    assert early.steps == [step]
+    assert other.steps[0].begin_s == step.end_s
 
 
 # ---- one layer: as it was ----
@@ -154,7 +150,7 @@ def test_who_comes_while_a_last_step_waits_for_its_bytes_waits_for_that_step() -
 # First token, computed and loaded tokens, seconds waited, landings, steps; before layers counted.
 PLAIN = Machine(PrefillCost(0.01, 1e-4, 1e-9, 1e-4), LoadCost(0.02, 0.015))
 BEFORE = {
-    "race": (PLAIN, [Prompt(6000, stored_blocks=40)]),
+    "result": (PLAIN, [Prompt(6000, stored_blocks=40)]),
     "waits": (Machine(SLOW, LoadCost(0.05, 0.1)), [Prompt(5 * BLOCK + 30)]),
     "two": (PLAIN, [Prompt(4000), Prompt(3000, 0.1, new_tokens=3)]),
     "noise": (
@@ -163,7 +159,7 @@ BEFORE = {
     ),
 }
 NUMBERS = {
-    "race": [(0.43289324, 3440, 2560, 0.01072192, 20, 7)],
+    "result": [(0.43289324, 3440, 2560, 0.01072192, 20, 7)],
     "waits": [(2.07, 30, 640, 0.55, 5, 1)],
     "two": [(0.30834112, 2080, 1920, 0.0, 15, 10), (0.44076646, 1464, 1536, 0.002982384, 12, 10)],
     "noise": [(0.7517272, 4800, 3200, 0.0, 25, 13)],
@@ -176,14 +172,14 @@ def test_one_layer_changes_nothing(name: str) -> None:
     server = serve(machine, prompts, chunk_tokens=512)
     found = [
         (
-            race.first_token_s,
-            race.computed_tokens,
-            race.loaded_tokens,
-            race.waited_s,
-            len(race.landings),
+            result.first_token_s,
+            result.computed_tokens,
+            result.loaded_tokens,
+            result.waited_s,
+            len(result.landings),
             len(server.steps),
         )
-        for race in server.races
+        for result in server.results
     ]
     assert found == [pytest.approx(numbers, rel=1e-9) for numbers in NUMBERS[name]]
 
@@ -202,7 +198,7 @@ def test_the_modes_that_are_compared_with_do_without_layers(
         serve(Machine(cost, load, layers=layers), [Prompt(tokens)], chunk_tokens=512, mode=mode)
         for layers in (1, 32)
     ]
-    assert found[0].races == found[1].races
+    assert found[0].results == found[1].results
     assert found[0].steps == found[1].steps
 
 
@@ -226,7 +222,7 @@ def test_a_lone_prompt_does_not_come_later_for_it(
     block; and for what it does not see beforehand: the size of the steps towards the meet."""
     stored = int(share * (tokens // BLOCK))
     plain, early = (
-        run_race(machine, tokens, chunk_tokens=chunk, stored_blocks=stored)
+        simulate_prompt(machine, tokens, chunk_tokens=chunk, stored_blocks=stored)
         for machine in (Machine(cost, load), Machine(cost, load, layers=layers))
     )
     assert early.ttft_s <= 1.01 * plain.ttft_s + load.block_s / layers
@@ -265,11 +261,13 @@ def test_the_gain_is_what_theory_allows_with_one_block_on_its_way(suffix: int, g
 
     gains = []
     for blocks in range(96, 160):
-        races = (
-            run_race(machine, blocks * BLOCK + suffix, chunk_tokens=512, stored_blocks=blocks)
+        results = (
+            simulate_prompt(
+                machine, blocks * BLOCK + suffix, chunk_tokens=512, stored_blocks=blocks
+            )
             for machine in (one, many)
         )
-        plain_s, early_s = (race.ttft_s for race in races)
+        plain_s, early_s = (result.ttft_s for result in results)
         gains.append(100 * (1 - early_s / plain_s))
     print(
         f"{gbps} Gbps: ideal {ideal:.2f} %, one block {allowed:.2f} %, ours", statistics.mean(gains)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.simulator.shapes import MODELS, WINDOW_POOLS, Shape, find_shape, shape_of
-from sglang_cake.testing.models import kv_token_bytes
 
 LLAMA = MODELS["llama-3.1-8b"]
 LONGROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}

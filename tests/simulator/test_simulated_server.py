@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import AGEING
-from sglang_cake.simulator.machine import Clock, Hub, Machine, Source
-from sglang_cake.simulator.race import run_race
-from sglang_cake.simulator.race_records import Prompt
-from sglang_cake.simulator.simulated_server import Policy, Server, serve
-from sglang_cake.simulator.speed_trace import Speed
+from sglang_cake.simulator.machine import Clock, Hub, Machine, Source, Speed
+from sglang_cake.simulator.simulated_server import Policy, Prompt, Server, serve, simulate_prompt
 
 PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 1e-4)
 MACHINE = Machine(PREFILL, LoadCost(0.02, 0.015))
@@ -48,13 +45,13 @@ def test_every_token_comes_once_and_every_prompt_ends(
     taken = None if others is None else lambda step: others
     machine = Machine(PREFILL, MACHINE.load, others=taken, layers=layers)
     server = serve(machine, given_prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
-    for race in server.races:
-        assert race.computed_tokens + race.loaded_tokens == race.prompt.prompt_tokens
-        assert race.prompt.arrive_s < race.first_token_s <= race.finish_s
-        assert race.ttft_s >= race.kv_s > 0
-        assert race.overlapped_tokens <= race.loaded_tokens
-        assert len({block for _, block in race.landings}) == len(race.landings)
-        spans = [(lap.start, lap.stop) for lap in race.laps]
+    for result in server.results:
+        assert result.computed_tokens + result.loaded_tokens == result.prompt.prompt_tokens
+        assert result.prompt.arrive_s < result.first_token_s <= result.finish_s
+        assert result.ttft_s >= result.kv_s > 0
+        assert result.overlapped_tokens <= result.loaded_tokens
+        assert len({block for _, block in result.landings}) == len(result.landings)
+        spans = [(step.start, step.stop) for step in result.steps]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     for step in server.steps:
         held = step.decodes + step.plain_tokens + step.stored_tokens + step.other_tokens
@@ -65,24 +62,24 @@ def test_every_token_comes_once_and_every_prompt_ends(
 
 def test_a_link_carries_one_block_at_a_time() -> None:
     server = serve(MACHINE, [Prompt(4096), Prompt(4096, 0.1)], chunk_tokens=CHUNK, mode="load")
-    landed = sorted(when_s for race in server.races for when_s, _ in race.landings)
+    landed = sorted(when_s for result in server.results for when_s, _ in result.landings)
     gaps = [b - a for a, b in itertools.pairwise(landed)]
     assert min(gaps) >= MACHINE.load.block_s - 1e-9
 
 
 def test_two_sources_are_read_at_once() -> None:
     both = Machine(PREFILL, MACHINE.load, further=(Source(MACHINE.load),))
-    one_s = run_race(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
-    two_s = run_race(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
+    one_s = simulate_prompt(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
+    two_s = simulate_prompt(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     assert two_s < 0.55 * one_s
 
 
 def test_a_source_gives_only_what_it_holds() -> None:
     near = Source(LoadCost(0.02, 0.001), holds=10)
     machine = Machine(PREFILL, MACHINE.load, further=(near,))
-    race = run_race(machine, 8192, chunk_tokens=CHUNK, mode="load")
+    result = simulate_prompt(machine, 8192, chunk_tokens=CHUNK, mode="load")
     # The near one brings its 10 at once, the far one the other 54.
-    assert race.ttft_s == pytest.approx(0.02 + 54 * 0.015, abs=0.1)
+    assert result.ttft_s == pytest.approx(0.02 + 54 * 0.015, abs=0.1)
 
 
 def test_adaptive_lets_new_prompts_pass() -> None:
@@ -90,8 +87,8 @@ def test_adaptive_lets_new_prompts_pass() -> None:
     short = [Prompt(300, 0.1 + 0.01 * i, 0, rid=str(i)) for i in range(8)]
     times: dict[Policy, list[float]] = {}
     for policy in ("fcfs", "adaptive"):
-        found = serve(MACHINE, [stored, *short], chunk_tokens=CHUNK, policy=policy).races
-        times[policy] = [race.ttft_s for race in found]
+        found = serve(MACHINE, [stored, *short], chunk_tokens=CHUNK, policy=policy).results
+        times[policy] = [result.ttft_s for result in found]
     fcfs, adaptive = times["fcfs"], times["adaptive"]
     assert max(adaptive[1:]) < min(fcfs[1:])
     assert adaptive[0] < 1.5 * fcfs[0]
@@ -102,15 +99,15 @@ def test_who_waits_for_the_link_does_not_take_it_for_silent() -> None:
     sizes = (16384, 16384, 4096, 32768)
     for policy in ("fcfs", "adaptive"):
         prompts = [Prompt(tokens) for tokens in sizes]
-        races = serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).races
-        assert all(race.loaded_tokens >= race.prompt.prompt_tokens / 3 for race in races)
+        results = serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).results
+        assert all(result.loaded_tokens >= result.prompt.prompt_tokens / 3 for result in results)
 
 
 SIZES = (4096, 8192, 16384, 32768)
 
 
 def ttfts(prompts: list[Prompt], policy: Policy) -> list[float]:
-    return [r.ttft_s for r in serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).races]
+    return [r.ttft_s for r in serve(MACHINE, prompts, chunk_tokens=CHUNK, policy=policy).results]
 
 
 ALONE_S = {tokens: ttfts([Prompt(tokens)], "adaptive")[0] for tokens in SIZES}
@@ -155,8 +152,8 @@ def test_nobody_starves() -> None:
     # A stored prompt in a stream of new ones that alone would keep the device busy for long.
     stream = [Prompt(512, 0.05 * i, 0, rid=str(i)) for i in range(400)]
     slow = Machine(PREFILL, LoadCost(0.02, 0.1))
-    races = serve(slow, [Prompt(8192, rid="stored"), *stream], chunk_tokens=CHUNK).races
-    assert races[0].first_token_s < max(race.finish_s for race in races) / 2
+    results = serve(slow, [Prompt(8192, rid="stored"), *stream], chunk_tokens=CHUNK).results
+    assert results[0].first_token_s < max(result.finish_s for result in results) / 2
 
 
 def test_requests_that_decode_share_the_steps_of_others() -> None:
@@ -164,7 +161,7 @@ def test_requests_that_decode_share_the_steps_of_others() -> None:
     server = serve(MACHINE, prompts, chunk_tokens=CHUNK)
     mixed = [step for step in server.steps if step.decodes and step.plain_tokens]
     assert len(mixed) >= 8
-    assert server.races[0].finish_s > server.races[1].finish_s
+    assert server.results[0].finish_s > server.results[1].finish_s
     assert sum(step.decodes for step in server.steps) == 49
 
 
@@ -173,10 +170,10 @@ def test_a_hub_slows_those_who_share_it() -> None:
         clock, hub = Clock(), Hub(links=2.0)
         machine = Machine(PREFILL, MACHINE.load, hub=hub)
         fleet = [Server(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)]
-        races = [server.submit(Prompt(4096)) for server in fleet]
+        results = [server.submit(Prompt(4096)) for server in fleet]
         clock.run()
         assert hub.active == 0
-        return max(race.ttft_s for race in races)
+        return max(result.ttft_s for result in results)
 
     assert load_s(2) == pytest.approx(load_s(1))
     assert load_s(8) == pytest.approx(4 * load_s(1), rel=0.15)

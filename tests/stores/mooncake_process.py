@@ -15,8 +15,8 @@ import time
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.sources import parse_sources
-from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 START_S = 120  # two slow cores that have other work

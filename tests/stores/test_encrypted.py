@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from sglang_cake.codecs.encrypted_frame import NONCE_BYTES, SEALED_BYTES, frame_of, sealed_frame
-from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum, read_header
+from sglang_cake.codecs.frame import (
+    HEADER_BYTES,
+    NONCE_BYTES,
+    SEALED_BYTES,
+    BlockFrame,
+    frame_of,
+    payload_checksum,
+    read_header,
+    sealed_frame,
+)
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import StoredNamespace

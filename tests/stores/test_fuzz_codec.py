@@ -11,18 +11,12 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.codecs import (
-    entropy_kernels,
-    group_kernels,
-    nonuniform_kernels,
-    plane_kernels,
-    rope_kernels,
-)
+from sglang_cake.codecs import entropy, groups, nonuniform, rope, zstd
 from sglang_cake.codecs.blocks import parts_of
-from sglang_cake.codecs.catalogue import chain_of, left_to_device, parse
+from sglang_cake.codecs.catalogue import chain_of, decodes_on_device, parse
 from sglang_cake.codecs.distributions import CLASSES
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
 from sglang_cake.codecs.entropy import Entropy
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import RAW_CHAIN, begin, split
 from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.codec_names import CODECS
@@ -48,11 +42,11 @@ LAYOUTS = (
 CHAINS = [chain_of(codec, LAYOUTS[0], theta) for codec in CODECS for theta in (None, 10000.0)]
 CHAINS += [chain.of_first() for chain in CHAINS]
 LOOPS = {
-    entropy_kernels: ("decode", "restore"),
-    group_kernels: ("restore8", "restore4"),
-    nonuniform_kernels: ("restore", "put_back"),
-    plane_kernels: ("put_together",),
-    rope_kernels: ("turn", "copy"),
+    entropy: ("decode_numbers", "restore"),
+    groups: ("restore8", "restore4"),
+    nonuniform: ("restore", "put_back"),
+    zstd: ("unshuffle",),
+    rope: ("rotate", "copy"),
 }
 GUARD = b"\x11" * 64
 KEY = key_of("a")
@@ -75,7 +69,7 @@ def no_encoding(forms, tier):
 
 def outcome(layout, payload, *, on_device):
     """What a server's store gives for such a payload: bytes, or None for a corrupt block."""
-    most = layout.block_bytes + HEAD_BYTES
+    most = layout.block_bytes + ENCODED_HEAD_BYTES
     payload = payload[:most] or b"\0"  # the frame sees to it
 
     async def go():
@@ -114,7 +108,7 @@ def check(layout, payload):
     assert ready is not None
     text, body = split(np.frombuffer(ready, np.uint8))
     chain = parse(text)
-    assert left_to_device(chain)
+    assert decodes_on_device(chain)
     assert chain.max_bytes(layout) <= len(body)
     if chain == RAW_CHAIN:
         assert body[: layout.block_bytes].tobytes() == block
@@ -123,7 +117,7 @@ def check(layout, payload):
 def test_the_loops_look_here():
     words, places = np.zeros(64, np.uint16), np.full((1, 4, 1), 200, np.uint8)
     with pytest.raises(IndexError):
-        nonuniform_kernels.put_back(words, 0, 64, 1, 16, 4, True, places, places.astype(np.uint16))
+        nonuniform.put_back(words, 0, 64, 1, 16, 4, True, places, places.astype(np.uint16))
 
 
 def with_text(text, body):
@@ -153,7 +147,7 @@ BYTES = st.one_of(
 def damaged(draw):
     """What an encoder made of a block, with something done to it."""
     layout, chain = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(CHAINS))
-    memory = memoryview(bytearray(layout.block_bytes + HEAD_BYTES))
+    memory = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
     try:
         size = chain.encode(layout, memoryview(kv_like(layout, draw(st.integers(0, 3)))), memory)
     except Malformed:  # no such heads
@@ -242,7 +236,7 @@ def made_up(draw):
     body = lead + body
     if draw(st.integers(0, 4)) == 0:
         body = body[: draw(st.integers(0, len(body)))]
-    for _ in known.squeezes:
+    for _ in known.compressors:
         body = zstandard.compress(body)
     return layout, with_text(text, body)
 

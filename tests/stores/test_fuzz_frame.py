@@ -6,8 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.codecs import frame as frames
-from sglang_cake.codecs.encrypted_frame import SEALED_BYTES, sealed_frame
-from sglang_cake.codecs.frame import HEADER_BYTES, Incoming, payload_checksum, read_header
+from sglang_cake.codecs.frame import (
+    HEADER_BYTES,
+    SEALED_BYTES,
+    Incoming,
+    payload_checksum,
+    read_header,
+    sealed_frame,
+)
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.stores.encrypted import Sealer
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, Told, block_of, key_of

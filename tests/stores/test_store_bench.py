@@ -5,7 +5,7 @@ import json
 import pytest
 from storetools import ALICE, fill, held, store, told, url_of
 
-from sglang_cake.cli.store_meaning import meaning, tell
+from sglang_cake.cli.store_bench import lines_of, speed_of_model
 from sglang_cake.cli.store_tables import (
     count_text,
     exact_size_text,
@@ -89,7 +89,7 @@ def test_bench_keeps_to_a_bandwidth(tmp_path, capsys):
 
 
 def test_computing_and_loading_at_once_add_up():
-    found = meaning(
+    found = speed_of_model(
         kv_bytes_per_token=1000,
         block_tokens=128,
         read_bytes_per_s=6e6,
@@ -99,7 +99,7 @@ def test_computing_and_loading_at_once_add_up():
     assert found.load_speedup == 3
     assert found.both_speedup == 4
     assert found.break_even_bytes_per_s == 2e6
-    words = "\n".join(tell(found))
+    words = "\n".join(lines_of(found))
     assert "loads at best 6,000 tokens/s (6.0 MB/s)" in words
     assert "loading alone is 3.00 times as fast, both at once up to 4.00 times" in words
 

@@ -8,12 +8,11 @@ import logging
 import pytest
 from tiering import Clock, Tiers, run, until
 
+from sglang_cake.codecs.blocks import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
 from sglang_cake.codecs.encoders import BestCodec, OneCodec
-from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import is_raw
-from sglang_cake.codecs.relative_error import relative_error
 from sglang_cake.core.codec_names import CODECS, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
@@ -31,7 +30,7 @@ from sglang_cake.testing.store_contract import block_of, key_of, read
 MB = 1e6
 LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 BLOCK = kv_like(LAYOUT)
-PAYLOAD_BYTES = LAYOUT.block_bytes + HEAD_BYTES
+PAYLOAD_BYTES = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
 DECODE_S = LAYOUT.block_bytes / (100 * MB)
 FAST, SLOW = 1000 * MB, 5 * MB  # faster than the decoders of these tests, and slower
 KEY = key_of("a")

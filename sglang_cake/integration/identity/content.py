@@ -18,9 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from sglang_cake.core.atomic_write import atomic_write
-from sglang_cake.core.cache_folder import cache_folder
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.local_files import atomic_write, cache_folder
 
 logger = logging.getLogger("sglang_cake")
 

@@ -2,7 +2,7 @@
 
 The same values as the compiled loops of `codecs`, bit for bit: products and sums in float32, each
 rounded, then to the nearest, ties to even. Which chains come here, and that nothing in them leads
-out of a block: `catalogue.left_to_device`, `catalogue.prepare`.
+out of a block: `catalogue.decodes_on_device`, `catalogue.prepare`.
 """
 
 from functools import lru_cache
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from sglang_cake.codecs.blocks import KEYS, Part, parts_of
+from sglang_cake.codecs.catalogue import parse
 from sglang_cake.codecs.groups import Groups
-from sglang_cake.codecs.leading import Leading
 from sglang_cake.codecs.nonuniform import NonUniform
-from sglang_cake.codecs.rope import InverseRope, turns
+from sglang_cake.codecs.pipeline import RAW_CHAIN, Leading, Raw, split
+from sglang_cake.codecs.rope import InverseRope, rotations
 from sglang_cake.core.layout import BlockLayout
 
 _HALF_MAX = 65504.0
@@ -31,9 +32,6 @@ def decode_payload(
     Only its encoded bytes are copied to the device, without waiting for it: `payload` (uint8) must
     stay as it is until that is done. It has passed `prepare`.
     """
-    from sglang_cake.codecs.catalogue import parse
-    from sglang_cake.codecs.pipeline import RAW_CHAIN, Raw, split
-
     text, body = split(payload.numpy())
     chain = parse(text)
     start, size = payload.numel() - len(body), chain.max_bytes(layout)
@@ -141,7 +139,7 @@ def _turns(
     step: InverseRope, tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, float32 `[tokens, head / 2]`."""
-    cos, sin = turns(step.theta, step.head, tokens)
+    cos, sin = rotations(step.theta, step.head, tokens)
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from sglang_cake.codecs.encoded_payload import HEAD_BYTES
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.device_decode import decode_payload
 
 # Row copies run on the widest integer that divides the row: bytes are bytes, whatever the KV dtype
 # (index kernels exist for no float8).
@@ -119,7 +118,7 @@ class DeviceKV:
 
     @property
     def _load_bytes(self) -> int:
-        return self.layout.block_bytes + (HEAD_BYTES if self.encoded else 0)
+        return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
 
     def _taken_bytes(self, size_bytes: int) -> int:
         return size_bytes + PAGE_BYTES
@@ -132,6 +131,8 @@ class DeviceKV:
     def _fetched(self, buffer: Buffer) -> torch.Tensor:
         """The block that a buffer holds (uint8 `[block_bytes]`), on the device."""
         if self.encoded:
+            from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
+
             return decode_payload(self.layout, _tensor(buffer), self.device)
         return _tensor(buffer).to(self.device, non_blocking=True)
 

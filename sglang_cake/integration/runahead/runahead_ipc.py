@@ -21,7 +21,7 @@ _HANDLE = (int, bytes, int, int, bytes, int, bytes, bool)
 
 
 class IpcEngine:
-    """`ring.Engine` between GPUs. Ends with the process.
+    """`ring.WriteEngine` between GPUs. Ends with the process.
 
     Args:
         device: this process's.
@@ -32,7 +32,8 @@ class IpcEngine:
     """
 
     def __init__(self, device: torch.device, peers: int, stream: torch.cuda.Stream) -> None:
-        self._device, self._peers = device, peers
+        self._device = device
+        self._peers = peers
         self._memory = torch.empty(2 * peers * RING_BYTES, dtype=torch.uint8, device=device)
         self._stream = stream
         self._lent = 0
@@ -42,6 +43,12 @@ class IpcEngine:
             self.session = self._export(self._memory)
         except RuntimeError as error:
             raise OSError(f"CUDA does not share memory: {error}") from None
+
+    @property
+    def sessions(self) -> list[str]:
+        """The peers whose memory is open, the oldest first."""
+        with self._lock:
+            return list(self._theirs)
 
     def lend(self) -> tuple[int, torch.Tensor]:
         address = self._lent * RING_BYTES

@@ -43,7 +43,7 @@ from sglang_cake.runahead.decide import (
     plan_beside_loader,
     plan_chain,
 )
-from sglang_cake.runahead.member import Member, Outcome, Owned
+from sglang_cake.runahead.member import MEMBER_SETTINGS, Member, MemberSettings, Outcome, Owned
 from sglang_cake.runahead.table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 
@@ -110,6 +110,7 @@ class Runahead:
         page_tokens: int,
         limit_tokens: int,
         table: WatchedTable,
+        member_settings: MemberSettings = MEMBER_SETTINGS,
     ) -> None:
         self._gate, self._step_costs, self._counters = gate, step_costs, counters
         self._namespace, self._restore, self._loads_only = namespace, restore, loads_only
@@ -125,7 +126,7 @@ class Runahead:
             end.setblocking(False)
         self._poller: Any = None
         self._scheduler: Scheduler | None = None  # known from the first poll on
-        self.member = Member(rank, transport, rows, self._ring)
+        self.member = Member(rank, transport, rows, self._ring, settings=member_settings)
         self._runner = SpanRunner(
             self.member, gate, counters, page_tokens=page_tokens, limit_tokens=limit_tokens
         )

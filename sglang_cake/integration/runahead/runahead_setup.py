@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_cake.core.cache_folder import cache_folder
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.local_files import cache_folder
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_owner import Runahead

@@ -10,9 +10,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.cache_folder import cache_folder
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.local_files import cache_folder
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreStats
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy

