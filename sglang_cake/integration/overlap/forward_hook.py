@@ -1,4 +1,4 @@
-"""The hook around SGLang's forward, for those that have a hand in it, and the gate inside of it."""
+"""The hook around SGLang's forward, for overlapped last steps and for KV-Runahead."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation
 
 
 class ForwardProcess:
-    """Whose forwards run in this process. One scheduler runs in it."""
+    """The tree of the scheduler that runs forwards in this process; there is one."""
 
     tree: CakeRadixCache | None = None
 
@@ -26,9 +26,9 @@ def install() -> None:
 
 
 def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:
-    """Layers of a pool, and its gate: a pool has one.
+    """The rows of a pool by layer, and the gate that its layers pass. A pool has one gate.
 
-    Args: on_device: on a GPU, what comes and goes does so in its memory.
+    Args: on_device: parts that come and go on a GPU stay in its memory.
     """
     if kv.device.type == "cpu":
         return PoolRows(kv), LayerGate(pool)
@@ -40,9 +40,9 @@ def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any
     tree = ForwardProcess.tree
     if tree is None or args or getattr(worker, "is_draft_worker", False):
         return original(worker, batch, *args, **kwargs)
-    if tree.last_step is not None and tree.last_step.is_due(batch):
+    if tree.overlapped_step is not None and tree.overlapped_step.is_due(batch):
         try:
-            return tree.last_step.forward(original, worker, batch, **kwargs)
+            return tree.overlapped_step.forward(original, worker, batch, **kwargs)
         finally:
             tree.let_go()
     if tree.runahead is not None:
@@ -52,4 +52,4 @@ def _forward(original: Plain, worker: Any, batch: Any, *args: Any, **kwargs: Any
             if original.error is error and not isinstance(error, CakeError):
                 raise
             BOUNDARY.failed("TpModelWorker.forward_batch_generation", error)
-    return original(worker, batch, **kwargs)  # all of it: the batch has slots for that
+    return original(worker, batch, **kwargs)  # computes the whole batch, which has slots for it
