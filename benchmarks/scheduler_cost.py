@@ -23,7 +23,7 @@ from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.load_events import Found, Landed, LoaderEvent
+from sglang_cake.loading.loader import Fetched, Found, LoaderEvent
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -106,7 +106,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     while req.prefix_len < prompt_tokens:
         first = max(req.prefix_len // BLOCK_TOKENS, last - landing_per_step)
         for block in range(last - 1, first - 1, -1):
-            loader.news.append(Landed(loader.load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
+            loader.news.append(Fetched(loader.load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
         last = min(last, first)
         marks = [time.perf_counter()]
         coordinator.poll(["r"])

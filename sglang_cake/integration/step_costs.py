@@ -16,7 +16,7 @@ from sglang_cake.loading.cost_model import (
     work_of,
 )
 from sglang_cake.loading.loader import Loader
-from sglang_cake.loading.planner import Mode, Progress, is_late, look_ahead, worth_loading
+from sglang_cake.loading.planner import Mode, Progress, is_overdue, look_ahead, should_load
 
 
 class StepCosts:
@@ -130,8 +130,8 @@ class StepCosts:
         waiting = self._waiting(load, ahead)
         chunk_tokens = self._waiting_chunk_tokens
 
-        def should_load(stored: Sequence[bool], cost: LoadCost) -> bool:
-            return config.may_load(stored[view.first :]) and worth_loading(
+        def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
+            return config.may_load(stored[view.first :]) and should_load(
                 view.found(stored),
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,
@@ -139,11 +139,11 @@ class StepCosts:
                 progress=Progress(),
             )
 
-        return should_load
+        return decide
 
     def should_load(self, load: PromptLoad, mode: Mode, ahead: StepWork) -> bool:
         """The same decision for a request whose lookup is done, on what all ranks know."""
-        return worth_loading(
+        return should_load(
             load.meet.view(),
             mode=mode,
             chunk_tokens=self._waiting_chunk_tokens,
@@ -153,7 +153,7 @@ class StepCosts:
 
     def is_overdue(self, load: PromptLoad) -> bool:
         """Whether a block of the request should have landed by now."""
-        return is_late(load.meet.view(), self.costs(load), load.progress)
+        return is_overdue(load.meet.view(), self.costs(load), load.progress)
 
     def remaining_s(self, load: PromptLoad) -> float:
         """Predicted time to the end of the request's prefill."""

@@ -14,8 +14,8 @@ from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
 from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.staging import StagedBlock
 from sglang_cake.stores.request_info import RequestFacts
 
 SEED = KeySeed(Digest(b"n" * 32))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.fair_queueing import TURN_TOKENS
+from sglang_cake.loading.priority import TURN_TOKENS
 
 
 @pytest.fixture

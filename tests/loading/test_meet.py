@@ -35,7 +35,7 @@ def plan(meet: Meet, chunk: int, known: Costs = COSTS[0], since_s: float = 0.0) 
         mode="both",
         chunk_tokens=chunk,
         costs=known,
-        progress=Progress(since_s, since_s > 0, keep=0),
+        progress=Progress(since_s, since_s > 0, load_from=0),
     )
 
 

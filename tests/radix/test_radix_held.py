@@ -28,8 +28,8 @@ from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.staging import StagedBlock
 from sglang_cake.stores.request_info import RequestFacts
 
 BLOCK = 8

@@ -15,8 +15,8 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.staging import StagedBlock
 
 
 class DeviceSlots:

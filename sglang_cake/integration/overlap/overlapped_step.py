@@ -29,8 +29,8 @@ from sglang_cake.integration.overlap.partial_batch import part_before, run_part
 from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.integration.runahead.runahead_request import drop_answer
 from sglang_cake.integration.scheduler.coordinator import Coordinator
-from sglang_cake.loading.early_last_step import early_last_step
 from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.planner import overlap_span
 from sglang_cake.loading.reading import Reading
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class OverlappedStep:
             return None
         readings = self._loader.under_way(load.load_id)
         coming = {block: reading for block, reading in readings.items() if reading.begun}
-        span = early_last_step(
+        span = overlap_span(
             load.meet.view(),
             coming={block: reading.to_come for block, reading in coming.items()},
             chunk_tokens=chunk_tokens,

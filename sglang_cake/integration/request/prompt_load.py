@@ -28,10 +28,10 @@ import torch
 
 from sglang_cake.core.keys import KeyChain
 from sglang_cake.loading.cost_model import Costs, LoadCost, StepWork
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import Mode, Progress, Step, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
-from sglang_cake.loading.staging import StagedBlock
 from sglang_cake.stores.request_info import RequestFacts
 
 # How long a new request may wait for its lookup before it is scheduled without it. A lookup takes

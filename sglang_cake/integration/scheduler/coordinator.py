@@ -39,11 +39,10 @@ from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
-from sglang_cake.loading.fair_queueing import TenantTokens
 from sglang_cake.loading.loader import Loader, Prompt
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Step, room
-from sglang_cake.loading.priority import QueueEntry
+from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -167,13 +166,13 @@ class Coordinator:
         self._tenants.arrives(load.facts.tenant)
         self._loader.begin(
             Prompt(
-                rid=load.load_id,
+                load_id=load.load_id,
                 chain=load.chain,
                 tokens=tokens,
                 blocks=load.meet.blocks,
                 first_block=load.meet.fence,
                 facts=load.facts,
-                worth=self.step_costs.should_load_at_arrival(load, self._config, ahead),
+                should_load=self.step_costs.should_load_at_arrival(load, self._config, ahead),
             )
         )
         self._reporter.trace(load, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -325,7 +324,7 @@ class Coordinator:
         self.waiting |= step.wait
         load.queue.yielded |= step.wait
         load.queue.planned = True
-        self.inbox.load_from(load, step.keep, overdue=step.late)
+        self.inbox.load_from(load, step.load_from, overdue=step.overdue)
         return step if load.loading else None
 
     def claimed(self, req: "Req", stop: int, *, overlapped: bool = False) -> None:

@@ -6,8 +6,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.loading.load_events import Found, Landed, LoaderEvent
-from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.loader import Fetched, Found, Loader, LoaderEvent
 from sglang_cake.loading.meet import BlockState
 
 
@@ -89,7 +88,7 @@ class LoaderInbox:
             self._loader.fence(load.load_id, load.meet.blocks)
             load.meet.give_up()
         else:
-            self._loader.keep(load.load_id, block)
+            self._loader.load_from(load.load_id, block)
 
     def fence(self, load: PromptLoad, fence: int) -> None:
         """Blocks below `fence` are computed: none of them is read any more."""
@@ -117,14 +116,14 @@ class LoaderInbox:
     # ---- inside ----
 
     def _receive(self, event: LoaderEvent) -> None:
-        load = self._loads.get(event.rid)
+        load = self._loads.get(event.load_id)
         if load is None or load.stats.prefill_s is not None:
-            if isinstance(event, Landed):
+            if isinstance(event, Fetched):
                 event.staged.release(used=False, reason="ended")
         elif isinstance(event, Found):
             load.local.stored = event.stored
             self._reporter.trace(load, "found", stored_blocks=sum(event.stored))
-        elif isinstance(event, Landed):
+        elif isinstance(event, Fetched):
             load.local.fetched[event.block] = event.staged
             load.local.last_fetched_s = max(load.local.last_fetched_s, event.at_s)
             self._reporter.trace(load, "land", at_s=event.at_s, block=event.block)
