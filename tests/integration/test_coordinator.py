@@ -125,7 +125,7 @@ def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(
     auto.coordinator.poll([req.rid])
     assert auto.slow.waiting == []
     assert not auto.coordinator.loading(req.rid)
-    monkeypatch.setattr(auto.loader, "cost_of", lambda ticket: LoadCost(0.0, 1e-4, error=0.0))
+    monkeypatch.setattr(auto.loader, "cost_of", lambda load_id: LoadCost(0.0, 1e-4, error=0.0))
     auto.coordinator.poll([req.rid])
     auto.settle_io()
     assert auto.slow.waiting == [keys[3], keys[2]]
