@@ -106,7 +106,8 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     later = view.states.translate(_TO_BE_PRESENT + _PAD)
 
     def compute_s(held: bytes, start: int, stop: int) -> float:
-        total, at = 0.0, start
+        total = 0.0
+        at = start
         while at < stop:
             begin, end = _next_held(view, held, at)
             total += costs.prefill.span_s(at, min(begin, stop), chunk_tokens)
@@ -131,7 +132,8 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
 
     def both_s(border: int) -> float:
         x = token(border)
-        device_s, loads_s = ahead_s(x), link_s(border)
+        device_s = ahead_s(x)
+        loads_s = link_s(border)
         return max(device_s, loads_s + _to_next_step_s(loads_s, device_s, costs)) + rest_s(x)
 
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
@@ -146,7 +148,8 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
             if link_s(border) >= least_s:
                 break
             if (took_s := both_s(border)) < least_s:
-                best, least_s = border, took_s
+                best = border
+                least_s = took_s
     # Blocks that are not stored are computed in any case.
     meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
