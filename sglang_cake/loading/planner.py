@@ -197,7 +197,7 @@ def next_step(
         chunk_tokens: the most that the scheduler would compute in this step.
     """
     reach = min(view.front + chunk_tokens, view.prompt_tokens)
-    edge = min(reach, room(view))
+    edge = min(reach, island_start(view))
     if BlockState.WANTED not in view.states:
         return Step(edge)
     if mode == "load":
@@ -217,8 +217,9 @@ def next_step(
     return _towards(meet, edge, view, costs)
 
 
-def room(view: View) -> int:
-    """The last token that a step from the front may end at: the start of the first landed block."""
+def island_start(view: View) -> int:
+    """The start of the first landed block right of the front, where a step must end; the end of the
+    prompt if there is none."""
     return _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
 
 

@@ -156,13 +156,13 @@ def test_only_the_first_loads_of_a_long_queue_are_looked_at(
     stored = admission.req("stored", stored=True)
     admission.queue.extend(admission.req(f"like-{i}", stored=True) for i in range(20))
     asked: list[str] = []
-    idle = admission.base.coordinator.would_wait
+    would_wait = admission.base.coordinator.would_wait
 
     def counted(rid: str, chunk_tokens: int) -> bool:
         asked.append(rid)
-        return idle(rid, chunk_tokens)
+        return would_wait(rid, chunk_tokens)
 
-    monkeypatch.setattr(admission.base.coordinator, "idle", counted)
+    monkeypatch.setattr(admission.base.coordinator, "would_wait", counted)
     assert admission.chunk(stored) is stored
     assert len(asked) == 8
     admission.queue.append(admission.req("other"))

@@ -155,7 +155,7 @@ def test_all_come_to_their_end(monkeypatch: pytest.MonkeyPatch, seed: int, prior
     def next_step(load: PromptLoad, *args: Any) -> Step:
         view = load.meet.view()
         if loop.waits(load):
-            return Step(view.front, wait=True, keep=view.first)
+            return Step(view.front, wait=True, load_from=view.first)
         return planned(load, *args)
 
     planned = PromptLoad.next_step

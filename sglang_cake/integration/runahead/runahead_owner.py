@@ -32,7 +32,7 @@ from sglang_cake.integration.runahead.runahead_request import (
 )
 from sglang_cake.integration.runahead.runahead_span import SpanRunner
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.planner import room
+from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.decide import (
     PAYS,
     Costs,
@@ -161,7 +161,7 @@ class Runahead:
             alone: nobody else is in this step.
         """
         loading = self._loading(req)
-        stop = len(req.full_untruncated_fill_ids) if loading is None else room(loading.view)
+        stop = len(req.full_untruncated_fill_ids) if loading is None else island_start(loading.view)
         mine = self._mine
         if mine is not None and mine.rid == req.rid:
             return self._answered(mine, req, stop, alone=alone)

@@ -41,7 +41,7 @@ from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.loader import Loader, Prompt
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.planner import Step, room
+from sglang_cake.loading.planner import Step, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ class Coordinator:
                 self._attached(load, island)
                 cached_tokens.loaded(req, island)
             else:
-                computed = Span(front, min(room(load.meet.view()), span.stop))
+                computed = Span(front, min(island_start(load.meet.view()), span.stop))
                 load.meet.claim(computed.stop)
                 self._computed(load, computed)
                 cached_tokens.computed(req, computed.tokens)

@@ -178,8 +178,8 @@ class CakePrefillAdder(PrefillAdder):
         self._stop = None
         decision = self._decide_waiting(req, has_chunked_req)
         match decision:
-            case Skip(result):
-                return result
+            case Skip(skipped):
+                return skipped
             case Overlap(span):
                 return self._overlap_waiting(req, span, truncation_align_size)
             case Share(stop, helped_tokens):
