@@ -22,9 +22,9 @@ from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY, Plain
-from sglang_cake.integration.overlap import overlapped_step as module
+from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, StreamedBlocks
+from sglang_cake.integration.overlap.overlapped_step import OverlappedStep
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.testing.faulty import PassingStore
 
@@ -77,7 +77,9 @@ class PieceStore(PassingStore):
 class LastStepHarness:
     """A prompt whose blocks are all stored, a server that has nothing else to do, and no model."""
 
-    def __init__(self, *, slots: int = 20 * BLOCK) -> None:
+    def __init__(
+        self, *, slots: int = 20 * BLOCK, forward_part: Callable[[Any, Any], None] | None = None
+    ) -> None:
         # A step takes longer than all loads: they win, and the last step may begin at once.
         self.base = CoordinatorHarness(
             slots=slots,
@@ -90,7 +92,13 @@ class LastStepHarness:
         self.gate = LayerGate(base.pool)
         self.rows = PoolRows(base.kv)
         self.last = OverlappedStep(
-            base.coordinator, base.loader, base.device_slots, self.rows, self.gate, base.counters
+            base.coordinator,
+            base.loader,
+            base.device_slots,
+            self.rows,
+            self.gate,
+            base.counters,
+            forward_part=forward_part or self.part,
         )
         self.req, self.keys = FakeReq("none", req_of(1).origin_input_ids), []
         self.computed: list[Span] = []
@@ -212,12 +220,11 @@ class LastStepHarness:
 
 
 @pytest.fixture
-def harnesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def harnesses() -> Iterator[Make]:
     made: list[LastStepHarness] = []
 
-    def make(**settings: int) -> LastStepHarness:
+    def make(**settings: Any) -> LastStepHarness:
         made.append(LastStepHarness(**settings))
-        monkeypatch.setattr(module, "run_part", made[-1].part)
         return made[-1]
 
     yield make
@@ -230,35 +237,71 @@ def _fail(*args: Any, **kwargs: Any) -> None:
     raise Fault
 
 
-@pytest.mark.parametrize("part", ["begin", "wait", "finish", "write_whole"])
+def rows_cannot_begin(harness: "LastStepHarness") -> None:
+    harness.rows.begin = _fail  # type: ignore[method-assign]
+
+
+def the_first_copy_fails(harness: "LastStepHarness") -> None:
+    write = harness.rows.write
+
+    def fail_once(*args: Any) -> Copy:
+        harness.rows.write = write  # type: ignore[method-assign]
+        raise Fault
+
+    harness.rows.write = fail_once  # type: ignore[method-assign]
+
+
+def every_copy_fails(harness: "LastStepHarness") -> None:
+    harness.rows.write = _fail  # type: ignore[method-assign]
+
+
+def the_first_copy_does_not_complete(harness: "LastStepHarness") -> None:
+    write = harness.rows.write
+
+    def broken(*args: Any) -> Any:
+        harness.rows.write = write  # type: ignore[method-assign]
+        return SimpleNamespace(wait=_fail)
+
+    harness.rows.write = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "computed"),
+    [
+        (rows_cannot_begin, []),
+        (the_first_copy_fails, []),
+        (every_copy_fails, [Span(0, 2 * BLOCK)]),
+        (the_first_copy_does_not_complete, []),
+    ],
+)
 def test_a_step_in_which_our_part_fails_computes_what_was_to_come(
-    harnesses: Make, monkeypatch: pytest.MonkeyPatch, part: str
+    harnesses: Make, fault: Callable[[Any], None], computed: list[Span]
 ) -> None:
     harness = harnesses()
     harness.arrive(2.5)
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
     harness.give(1.0, 0, 1)
-    if part == "begin":
-        harness.rows.begin = _fail  # type: ignore[method-assign]
-    else:
-        monkeypatch.setattr(StreamedBlocks, part, _fail)
-    if part == "write_whole":  # which is called if something else went wrong before
-        monkeypatch.setattr(StreamedBlocks, "finish", _fail)
+    fault(harness)
     harness.run(batch)
     assert harness.bad == 0
-    assert harness.computed == ([Span(0, 2 * BLOCK)] if part == "write_whole" else [])
+    assert harness.computed == computed
     harness.base.leave(harness.req)
     harness.base.all_back()
 
 
-def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(
-    harnesses: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(harnesses: Make) -> None:
     harness = harnesses()
     req = harness.arrive(2.5)
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
     harness.give(1.0, 0, 1)
-    monkeypatch.setattr(harness.base.coordinator, "overlapped", _fail)
+    add = harness.base.counters.add
+
+    def fail(name: str, *args: Any, **kwargs: Any) -> None:
+        if name == "overlapped_tokens":
+            raise Fault
+        add(name, *args, **kwargs)
+
+    harness.base.counters.add = fail  # type: ignore[method-assign]
     harness.run(batch)
     assert (harness.bad, harness.sampled) == (0, 1)
     assert harness.base.coordinator.prompt_load(req.rid) is None
@@ -266,14 +309,11 @@ def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(
     harness.base.all_back()
 
 
-def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(
-    harnesses: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness = harnesses()
+def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(harnesses: Make) -> None:
+    harness = harnesses(forward_part=_fail)
     req: Any = harness.arrive(2.5, fates=["whole", "corrupt"])
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
     harness.give(1.0, 0, 1)
-    monkeypatch.setattr(module, "run_part", _fail)
     before = BOUNDARY.counts.total()
     harness.run(batch)
     assert BOUNDARY.counts.total() == before + 1
@@ -481,41 +521,37 @@ def test_whatever_comes_the_answer_stands_on_what_was_stored(
     fates: list[Fate], matched: int, shares: list[list[float]], tail: int
 ) -> None:
     harness = LastStepHarness()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "run_part", harness.part)
-        try:
-            req: Any = harness.arrive(2 + tail / BLOCK, matched, fates=fates)
-            span = harness.begin()
-            assert span == (matched, 2 * BLOCK)
-            overlap = harness.last.overlap_of(req.rid)
-            overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
-            coming = sorted(overlap.readings)
-            batch = harness.schedule(span)
+    try:
+        req: Any = harness.arrive(2 + tail / BLOCK, matched, fates=fates)
+        span = harness.begin()
+        assert span == (matched, 2 * BLOCK)
+        overlap = harness.last.overlap_of(req.rid)
+        overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
+        coming = sorted(overlap.readings)
+        batch = harness.schedule(span)
 
-            def on_layer(layer: int) -> None:
-                for block in coming:
-                    last = layer == LAYERS - 1 or max(shares[0][block], shares[1][block]) > 0.9
-                    harness.give(1.0 if last else max(0.5, shares[layer][block]), block)
+        def on_layer(layer: int) -> None:
+            for block in coming:
+                last = layer == LAYERS - 1 or max(shares[0][block], shares[1][block]) > 0.9
+                harness.give(1.0 if last else max(0.5, shares[layer][block]), block)
 
-            harness.on_layer = on_layer
-            harness.run(batch)
-            assert harness.bad == 0
-            assert harness.sampled == 1
-            found = {fates[block] for block in coming}
-            assert harness.failures() or not found & {"corrupt", "never"}
-            assert not harness.failures() or found - {
-                "whole"
-            }  # anew: unless nothing was used before
-            had = [b for b in coming if fates[b] in ("whole", "anew")]
-            sure = not any(fates[b] == "never" for b in coming)
-            report = harness.over()
-            stored = sum(min(2 * BLOCK, (b + 1) * BLOCK) - max(matched, b * BLOCK) for b in had)
-            if sure:
-                assert report["loaded_tokens"] in range(stored + 1)
-            assert report["loaded_tokens"] + report["computed_tokens"] + matched == 2 * BLOCK + tail
-        finally:
-            harness.base.coordinator.end_all()
-            harness.base.io.close()
+        harness.on_layer = on_layer
+        harness.run(batch)
+        assert harness.bad == 0
+        assert harness.sampled == 1
+        found = {fates[block] for block in coming}
+        assert harness.failures() or not found & {"corrupt", "never"}
+        assert not harness.failures() or found - {"whole"}  # anew: unless nothing was used before
+        had = [b for b in coming if fates[b] in ("whole", "anew")]
+        sure = not any(fates[b] == "never" for b in coming)
+        report = harness.over()
+        stored = sum(min(2 * BLOCK, (b + 1) * BLOCK) - max(matched, b * BLOCK) for b in had)
+        if sure:
+            assert report["loaded_tokens"] in range(stored + 1)
+        assert report["loaded_tokens"] + report["computed_tokens"] + matched == 2 * BLOCK + tail
+    finally:
+        harness.base.coordinator.end_all()
+        harness.base.io.close()
 
 
 def test_a_request_may_ask_to_wait_for_all(harnesses: Make) -> None:

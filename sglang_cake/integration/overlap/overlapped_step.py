@@ -12,7 +12,7 @@ its check, the same forward computes it and then repeats the step; SGLang sees o
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +172,8 @@ class OverlappedStep:
 
     A step goes through `begin`, then `keep` (it is scheduled) or `give_up` (it is not), then
     `forward`, or `abandon` if it is taken out of the step again.
+
+    Args: forward_part: `(worker, batch)` runs a forward that writes KV and samples nothing.
     """
 
     def __init__(
@@ -182,6 +184,8 @@ class OverlappedStep:
         rows: PoolRows,
         gate: LayerGate,
         counters: Counters,
+        *,
+        forward_part: Callable[[Any, Any], None] = run_part,
     ) -> None:
         self._coordinator = coordinator
         self._loader = loader
@@ -189,6 +193,7 @@ class OverlappedStep:
         self._rows = rows
         self._gate = gate
         self._counters = counters
+        self._forward_part = forward_part
         self._block_tokens = coordinator.block_tokens
         self._overlap: Overlap | None = None
         self.due: Req | None = None  # its step is scheduled, and has not run
@@ -389,7 +394,7 @@ class OverlappedStep:
                 span = Span(start, min(start + limit_tokens, missing.stop))
                 slots = overlap.slots[span.start - first : span.stop - first]
                 tokens = overlap.load.tokens[span.start : span.stop]
-                run_part(worker, part_before(batch, tokens, slots, span))
+                self._forward_part(worker, part_before(batch, tokens, slots, span))
 
     def _runs(self, pieces: Sequence[StreamedBlock]) -> list[Span]:
         """The token spans of pieces, from left to right; adjacent ones are joined."""
