@@ -1,4 +1,4 @@
-"""How the prompt was got, in the response: `meta_info["cake"]`, a plain dictionary."""
+"""The report of a request in its response: `meta_info["cake"]`, a plain dictionary."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request
 
 
 def install() -> None:
-    """Hook the process that answers requests; it knows that it does when plugins are long loaded.
+    """Hook the process that answers requests. Called late: a process learns that it does so after
+    plugins were loaded.
 
-    Responses without a story pass untouched.
+    Responses without a report of cake stay as they are.
     """
     if not is_hooked(_TARGET):
         register(_TARGET, _unwrap, HookType.AFTER)
@@ -21,9 +22,9 @@ def install() -> None:
 
 
 def _unwrap(_: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any) -> None:
-    # SGLang carries extra information as lists that grow with the output; ours is one fact.
-    story = state.customized_info_accumulated.get("cake")
-    if story:
-        meta_info["cake"] = story[0]
-        # Not one item per output token: incremental streams must not slice it.
+    # SGLang carries extra information as lists that grow with the output; this is one item.
+    reports = state.customized_info_accumulated.get("cake")
+    if reports:
+        meta_info["cake"] = reports[0]
+        # Incremental streams must not slice it, as they do with one item per output token.
         state.customized_info_reported_keys.discard("cake")

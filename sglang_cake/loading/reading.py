@@ -14,11 +14,15 @@ class Reading:
     """One read. Thread-safe: the store reports how far it is, the loader when it is over, and one
     other thread waits."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        """Args: buffer: filled by the read, from its start. Its bytes are valid after
-        `end(whole=True)`; after `end(whole=False)` the buffer belongs to another read."""
+    def __init__(self, buffer: Buffer, changed: threading.Condition | None = None) -> None:
+        """
+        Args:
+            buffer: filled by the read, from its start. Its bytes are valid after
+                `end(whole=True)`; after `end(whole=False)` the buffer belongs to another read.
+            changed: guards the state, and is notified of its changes.
+        """
         self.buffer = buffer
-        self._changed = threading.Condition()
+        self._changed = threading.Condition() if changed is None else changed
         self._bytes = 0
         self._starts = 0  # how often the read started from its first byte
         self._begun_s = 0.0  # when it did last

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from kv_pools import load_of
+from virtual_io import virtual_time
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.step_costs import StepCosts
@@ -107,13 +108,11 @@ def test_launched_ahead_only_a_run_of_steps_says_how_long_one_takes() -> None:
 
 
 def test_what_a_step_waited_for_kv_is_no_part_of_what_it_costs(
-    step_costs: StepCosts, monkeypatch: pytest.MonkeyPatch
+    step_costs: StepCosts,
 ) -> None:
-    clock = iter([100.0, 107.0])
-    monkeypatch.setattr(
-        "sglang_cake.integration.step_costs.time", Mock(monotonic=lambda: next(clock))
-    )
-    step_costs.claimed(0, 64)
-    step_costs.waited(6.5)
-    step_costs.polled()
+    with virtual_time() as io:
+        step_costs.claimed(0, 64)
+        io.now_s += 7.0
+        step_costs.waited(6.5)
+        step_costs.polled()
     assert step_costs.own.prefill.step_s(0, 64) == pytest.approx(0.5, rel=0.2)
