@@ -261,7 +261,7 @@ class Meet:
         return first + 1 if taken else first
 
     @property
-    def racing(self) -> bool:
+    def pending(self) -> bool:
         """Whether a block right of the front is still to come or to be attached."""
         first = self._block_of(self.front)
         return any(

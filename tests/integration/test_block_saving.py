@@ -1,4 +1,4 @@
-"""What a checkpoint sends to the store: new full blocks, once, with the right bytes and keys."""
+"""A checkpoint stores new full blocks, once, with the right bytes and keys."""
 
 from collections.abc import Iterator
 

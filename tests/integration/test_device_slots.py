@@ -1,4 +1,4 @@
-"""Slots of landed blocks: found, filled, given on or given back. SGLang's allocator judges."""
+"""Slots of landed blocks are allocated, filled, and passed on or freed, with SGLang's allocator."""
 
 from collections.abc import Callable
 from typing import Any

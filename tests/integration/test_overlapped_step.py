@@ -1,5 +1,5 @@
-"""The last step that begins while blocks are still on their way, with a store that gives bytes one
-by one and a forward that looks at the KV it would read."""
+"""An overlapped last step, with a store whose bytes come as a test says and a forward that checks
+the KV that it would read."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +75,7 @@ class PieceStore(PassingStore):
 
 
 class LastStepHarness:
-    """A prompt whose blocks are all stored, a server that has nothing else to do, and no model."""
+    """A prompt whose blocks are all stored, on a server without other requests and without a model."""
 
     def __init__(
         self, *, slots: int = 20 * BLOCK, forward_part: Callable[[Any, Any], None] | None = None

@@ -1,7 +1,7 @@
-"""The real coordinator and loader in virtual time, always with others on the device.
+"""The real coordinator and loader in virtual time, on a device that other requests share.
 
-What `tests/simulator/test_beside_others.py` asks of the simulator. The device takes what the cost
-model says, the link what its store says; all that decides is the server's own.
+`tests/simulator/test_beside_others.py` tests the same of the simulator. The time of a step is that
+of the cost model, and the time of a read that of the store; all decisions are the server's own.
 """
 
 import asyncio

@@ -208,7 +208,7 @@ class PromptLoad:
     @property
     def awaits_loader(self) -> bool:
         """Whether decisions about this request still depend on the loader."""
-        return self.stats.prefill_s is None and (not self.agreed.lookup_done or self.meet.racing)
+        return self.stats.prefill_s is None and (not self.agreed.lookup_done or self.meet.pending)
 
     @property
     def uses_link(self) -> bool:

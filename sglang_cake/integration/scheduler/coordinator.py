@@ -315,7 +315,7 @@ class Coordinator:
     def plan(self, req: "Req", chunk_tokens: int) -> Step | None:
         """The next step of a settled request; None: compute as usual, no block is to come."""
         load = self._loads.get(req.rid)
-        if load is None or not load.meet.racing:
+        if load is None or not load.meet.pending:
             return None
         load.queue.remaining_s = self.step_costs.remaining_s(load)
         if load.stats.predicted_s is None:
@@ -487,7 +487,7 @@ class Coordinator:
         waiting = [
             load
             for load in live
-            if load.agreed.lookup_done and load.meet.racing and not load.queue.planned
+            if load.agreed.lookup_done and load.meet.pending and not load.queue.planned
         ]
         start = self._reconsidered % max(1, len(waiting))
         rotated = waiting[start:] + waiting[:start]
@@ -495,7 +495,7 @@ class Coordinator:
         self._reconsidered += RECONSIDERED
         ahead = StepWork()
         for load in live:
-            if load.rid in chosen and load.meet.racing:
+            if load.rid in chosen and load.meet.pending:
                 loads = self.step_costs.should_load(load, self._config.mode, ahead)
                 if load in found or loads != (load.agreed.load_from is not None):
                     overdue = self.step_costs.is_overdue(load)

@@ -1,4 +1,4 @@
-"""The request that is being chunked: when it goes back to the queue, for whom, and when not."""
+"""When the request that is being chunked goes back to the queue, and for which request."""
 
 from array import array
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""When the last step may begin although not all is there."""
+"""When a last step may begin before its last loads are over."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A last step's KV on its way into a GPU, copies in the right order: on a made-up device."""
+"""The order of copies of an overlapped last step on a GPU, on a simulated device."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Who may begin its last step early, and what becomes of a request that is not admitted then."""
+"""Which request may begin an overlapped last step, and the request if it is not admitted."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import AddReqResult
-from test_standing_aside import ChunkedAdmission
+from test_requeueing import ChunkedAdmission
 
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY

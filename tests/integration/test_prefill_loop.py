@@ -1,5 +1,5 @@
-"""Many requests through one chunked place, loads that come when they like: all come to their end,
-and nobody goes back to the queue but for somebody who gets on in that very step."""
+"""Many requests, one chunked request at a time, and loads that end at random: every prefill ends,
+and a request goes back to the queue only if another one computes in the same step."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ BUDGET, STEPS = 40, 400
 
 
 class PrefillLoop:
-    """A server's prefill: steps as SGLang forms them, over a tree that may forget who waits."""
+    """Prefill steps as SGLang forms them, over a tree that may evict prefixes of waiting requests."""
 
     def __init__(self, seed: int, priority: str) -> None:
         self.chance = random.Random(seed)
