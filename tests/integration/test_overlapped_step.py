@@ -75,7 +75,7 @@ class PieceStore(PassingStore):
 
 
 class LastStepHarness:
-    """A prompt whose blocks are all stored, on a server without other requests and without a model."""
+    """A prompt whose blocks are all stored, on a server without other requests or a model."""
 
     def __init__(
         self, *, slots: int = 20 * BLOCK, forward_part: Callable[[Any, Any], None] | None = None

@@ -21,7 +21,7 @@ BUDGET, STEPS = 40, 400
 
 
 class PrefillLoop:
-    """Prefill steps as SGLang forms them, over a tree that may evict prefixes of waiting requests."""
+    """Prefill steps as SGLang forms them, over a tree that may evict parts of waiting prompts."""
 
     def __init__(self, seed: int, priority: str) -> None:
         self.chance = random.Random(seed)

@@ -22,7 +22,7 @@ ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 def reach(
     ranks: list[list[PromptLoad]], own: list[PrefillCost]
 ) -> list[tuple[list[LoadUpdate], PrefillCost]]:
-    """The result of each rank: the first call collects the numbers of all, the second reduces them."""
+    """The result of each rank. A first call collects the numbers of all, a second reduces them."""
     said: list[torch.Tensor] = []
     for loads, mine in zip(ranks, own, strict=True):
         RankConsensus(lambda tensor: said.append(tensor.clone())).reach(loads, mine)
