@@ -76,9 +76,9 @@ def restore_groups(
         zeros, scales = (half.view(section.stats).float() * powers for half in stats.view(2, -1))
         numbers = _codes(codes, pack.bits, part.tokens).float()
         dim, length = (1, part.tokens) if part.name == KEYS else (2, part.channels)
-        for turn, first in enumerate(range(0, length, pack.group)):
+        for index, first in enumerate(range(0, length, pack.group)):
             some = numbers.narrow(dim, first, min(pack.group, length - first))
-            some.mul_(scales.narrow(dim, turn, 1)).add_(zeros.narrow(dim, turn, 1))
+            some.mul_(scales.narrow(dim, index, 1)).add_(zeros.narrow(dim, index, 1))
         _write(layout, part, numbers, block)
         at += section.size
 

@@ -36,7 +36,9 @@ class CudaRows(PoolRows):
         self._in = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._written: dict[int, torch.cuda.Event] = {}  # by layer, in this forward
-        self._landed: dict[int, torch.cuda.Event] = {}  # by layer: KV from elsewhere is in the pool
+        self._in_pool: dict[
+            int, torch.cuda.Event
+        ] = {}  # by layer: KV from elsewhere is in the pool
         self._passed: torch.cuda.Event | None = None  # at the layer that the forward reached last
 
     # ---- copies ----
@@ -68,7 +70,7 @@ class CudaRows(PoolRows):
                 part.copy_(torch.frombuffer(payload, dtype=torch.uint8), non_blocking=True)
             self._scatter(layer, slots, part, skip)
             written = self._event(self._in)
-            self._landed[layer] = written
+            self._in_pool[layer] = written
         return Copy(written, (part,))
 
     # ---- where the forward is ----
@@ -79,9 +81,9 @@ class CudaRows(PoolRows):
 
     def follow(self, layer: int) -> None:
         """Later launches follow the writes into `layer` from elsewhere."""
-        landed = self._landed.get(layer)
-        if landed is not None:
-            self._current().wait_event(landed)
+        written = self._in_pool.get(layer)
+        if written is not None:
+            self._current().wait_event(written)
 
     def pass_gate(self) -> None:
         """The forward has reached a layer: wait until the device has reached the one before."""
