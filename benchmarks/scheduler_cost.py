@@ -165,5 +165,6 @@ def _request(tokens: int) -> Any:
         session=None,
         sampling_params=SimpleNamespace(custom_params=None),
         customized_info=None,
+        retracted_stain=True,  # SGLang counts no cached tokens of it
         _compute_max_prefix_len=lambda length: length - 1,
     )
