@@ -1,10 +1,10 @@
-"""The boundary between SGLang and cake: no exception of ours crosses it.
+"""The boundary between SGLang and cake: no exception of cake crosses it.
 
 SGLang calls cake in two ways: through hooks, which `register` puts into SGLang's registry, and
-through methods of classes of ours, which are `guarded`. Behind both is the same rule. An exception
-of ours is counted and logged (its traceback once for each place and type), the request that it
+through methods of cake's classes, which are `guarded`. The same rule holds for both. An exception
+of cake is counted and logged (its traceback once for each place and type), the request that it
 concerns is computed without cake, and SGLang goes on with its own result. If failures repeat, or if
-one leaves behind a state that nobody can trust, cake is switched off for the life of the process.
+one leaves a state that cannot be trusted, cake is switched off for the life of the process.
 Exceptions of SGLang's own code pass, and so do KeyboardInterrupt and SystemExit.
 """
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("sglang_cake")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# SGLang sets it where it has metrics; before, nobody may import the client of Prometheus.
+# SGLang sets it in processes with metrics. The Prometheus client must not be imported before.
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 MOST_FAILURES = 3  # so many of them ...
 AMONG_REQUESTS = 1000  # ... among so many requests, and cake is switched off
@@ -39,17 +39,17 @@ class Health:
         self._requests += 1
 
     def failed(self) -> bool:
-        """One more failure. Returns whether that is too many."""
+        """One more failure. Returns whether there are too many."""
         self._failures.append(self._requests)
         full = len(self._failures) == MOST_FAILURES
         return full and self._requests - self._failures[0] < AMONG_REQUESTS
 
 
 class Owner(Protocol):
-    """What holds the state of cake in a scheduler process: the tree."""
+    """The holder of cake's state in a scheduler process: the tree."""
 
     def forget(self, rid: str) -> None:
-        """Compute this request without cake, and take back all that it holds."""
+        """Compute this request without cake, and return all that it holds."""
         ...
 
     def forget_all(self) -> None:
@@ -57,12 +57,12 @@ class Owner(Protocol):
         ...
 
     def switch_off(self) -> None:
-        """The same, and from now on no request is looked up and nothing is stored."""
+        """The same, and from now on no request is looked up and no block is stored."""
         ...
 
 
 class Meter(Protocol):
-    """Where failures are published."""
+    """Publishes failures."""
 
     def failed(self, hook: str) -> None:
         """A hook has failed once more."""
@@ -74,46 +74,54 @@ class Meter(Protocol):
 
 
 class Boundary:
-    """What became of the exceptions of this process. One scheduler runs in a process."""
+    """The exceptions of this process. One scheduler runs in a process.
+
+    Attributes:
+        hooks: the functions that SGLang calls, by the name of the place.
+        counts: failures by place.
+        off: cake is switched off.
+        touched: an unsafe hook was called since this was reset.
+    """
 
     def __init__(self) -> None:
-        # Every place where SGLang calls cake, by name, and what of ours is called there.
         self.hooks: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
         self.counts: Counter[str] = Counter()
         self.health = Health()
         self.off = False
-        self.touched = False  # an unsafe hook was called since this was looked at
+        self.touched = False
         self._owner: Owner | None = None
         self._meter: Meter | None = None
-        self._told: set[tuple[str, type]] = set()
+        self._logged: set[tuple[str, type]] = set()
 
     def watch(self, owner: Owner, meter: Meter | None) -> None:
-        """From now on failures end in `owner`, and are published by `meter`."""
-        self.health, self._owner, self._meter = Health(), owner, meter
-        if self.off:  # it failed before there was an owner, and nobody knows what was loaded
+        """From now on `owner` gives requests up, and `meter` publishes failures."""
+        self.health = Health()
+        self._owner = owner
+        self._meter = meter
+        if self.off:  # a hook failed before there was an owner: what was loaded is not known
             self._switch_off(owner)
 
     def failed(
         self, hook: str, error: Exception, *, rid: str | None = None, unsafe: bool = False
     ) -> None:
-        """Count, tell and contain an exception of ours. Raises nothing.
+        """Count, log and contain an exception of cake. Raises nothing.
 
         Args:
             rid: the request that it concerns; None: any.
-            unsafe: what cake would load or store after it cannot be trusted.
+            unsafe: KV that cake would load or store after it cannot be trusted.
         """
         try:
-            self._tell(hook, error)
+            self._publish(hook, error)
             self._contain(rid, off=unsafe or self.health.failed())
         except Exception:
             logger.exception("cake: a failure in %s could not be contained", hook)
 
-    def _tell(self, hook: str, error: Exception) -> None:
+    def _publish(self, hook: str, error: Exception) -> None:
         self.counts[hook] += 1
-        if (hook, type(error)) not in self._told:
-            self._told.add((hook, type(error)))
+        if (hook, type(error)) not in self._logged:
+            self._logged.add((hook, type(error)))
             logger.error("cake: %s failed; SGLang goes on without it", hook, exc_info=error)
-        if self._meter is None and _MULTIPROCESS in os.environ:  # it is not a scheduler's process
+        if self._meter is None and _MULTIPROCESS in os.environ:  # not a scheduler's process
             from sglang_cake.integration.metrics import FailureMetrics
 
             self._meter = FailureMetrics({}, ())
@@ -154,8 +162,8 @@ BOUNDARY = Boundary()
 
 
 def guarded(name: str, default: object = None, *, unsafe: bool = False) -> Callable[[F], F]:
-    """A method of ours that SGLang calls, or a part of one: what it raises is contained, and it
-    returns `default`. The first argument that has a `rid` is the request that it concerns.
+    """Marks a method of cake that SGLang calls, or a part of one. Its exceptions are contained, and
+    it returns `default` then. The first argument with a `rid` is the request that it concerns.
 
     Args: unsafe: as of `Boundary.failed`.
     """
@@ -187,7 +195,7 @@ def register(
 
     Args:
         unsafe: as of `Boundary.failed`.
-        passes: what it raises on purpose, for SGLang's caller.
+        passes: exceptions that the hook raises on purpose, for SGLang's caller.
     """
     name = ".".join(target.split(".")[-2:])
 
@@ -203,7 +211,7 @@ def register(
             raise
         except Exception as error:
             failed(error, args)
-            return None  # for SGLang's registry: what there was before
+            return None  # SGLang's registry keeps SGLang's own result
 
     @functools.wraps(hook)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +233,7 @@ def register(
 
 
 class Plain:
-    """SGLang's own function behind an AROUND hook: what it returned or raised last is known."""
+    """SGLang's own function behind an AROUND hook. Remembers its last result or exception."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -234,7 +242,8 @@ class Plain:
         self.error: Exception | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.called, self.error = True, None
+        self.called = True
+        self.error = None
         try:
             self._result = self._function(*args, **kwargs)
         except Exception as error:
@@ -243,7 +252,7 @@ class Plain:
         return self._result
 
     def outcome(self) -> Any:
-        """What the last call came to: its result, or its exception, raised."""
+        """Return the result of the last call, or raise its exception."""
         if self.error is not None:
             raise self.error
         return self._result

@@ -139,11 +139,12 @@ def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with(
             before = BOUNDARY.counts[name]
             replace(guarded, _raise)
             try:
-                BOUNDARY.watch(Tree(), None)
+                owner = Tree()
+                BOUNDARY.watch(owner, None)
                 returned = guarded("self", SimpleNamespace(rid="r"))
                 assert not returned or returned == AS_SGLANG
                 assert BOUNDARY.counts[name] == before + 1
-                assert BOUNDARY._owner.calls == ["r"]  # type: ignore[union-attr]
+                assert owner.calls == ["r"]
                 seen += 1
             finally:
                 for cell in guarded.__closure__:  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Which request may begin an overlapped last step, and the request if it is not admitted."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -91,15 +92,9 @@ def admission(monkeypatch: pytest.MonkeyPatch) -> Iterator[OverlapAdmission]:
 
     monkeypatch.setattr(f"{_ADDER}.add_chunked_req", add_chunked_req)
     monkeypatch.setattr(f"{_ADDER}.add_one_req", add_one_req)
-    monkeypatch.setattr(f"{_ADDER}._lock_node", lambda *args: _Nothing())
+    monkeypatch.setattr(f"{_ADDER}._lock_node", lambda *args: contextlib.nullcontext())
     yield made
     made.close()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
 
 def test_the_chunked_request_gets_the_slots_into_its_row(admission: OverlapAdmission) -> None:
