@@ -131,7 +131,7 @@ class StepCosts:
         chunk_tokens = self._waiting_chunk_tokens
 
         def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
-            return config.may_load(stored[view.first :]) and should_load(
+            return config.allows_loading(stored[view.first :]) and should_load(
                 view.found(stored),
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,

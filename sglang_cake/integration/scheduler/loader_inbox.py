@@ -58,7 +58,7 @@ class LoaderInbox:
         self.now_s = update.now_s
         load.agreed.apply(update)
         if update.stored is not None:
-            if self._config.may_load(update.stored[load.meet.view().first :]):
+            if self._config.allows_loading(update.stored[load.meet.view().first :]):
                 load.meet.found(update.stored)
             else:  # too little is stored, on one rank at least
                 self.stop_loading(load, "peer")
