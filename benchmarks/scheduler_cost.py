@@ -17,13 +17,13 @@ import torch
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
+from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.request.restore import Restore
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.load_events import Found, Landed, LoaderEvent
+from sglang_cake.loading.loader import Fetched, Found, LoaderEvent
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -51,17 +51,19 @@ class _Loader:
         news, self.news = self.news, []
         return news
 
-    def cost_of(self, rid: str) -> LoadCost:
+    def cost_of(self, load_id: str) -> LoadCost:
         return self.cost
 
-    def begin(self, prompt: Any) -> None: ...
-    def fence(self, rid: str, block: int) -> None: ...
-    def keep(self, rid: str, block: int | None) -> None: ...
-    def order(self, rids: Any) -> None: ...
-    def end(self, rid: str) -> None: ...
+    def begin(self, prompt: Any) -> None:
+        self.load_id = prompt.load_id
+
+    def fence(self, load_id: str, block: int) -> None: ...
+    def load_from(self, load_id: str, block: int | None) -> None: ...
+    def order(self, load_ids: Any) -> None: ...
+    def end(self, load_id: str) -> None: ...
 
 
-class _Landing:
+class _DeviceSlots:
     """Slots without a device."""
 
     block_bytes = 1
@@ -69,21 +71,26 @@ class _Landing:
 
     def release_copied(self) -> None: ...
 
-    def place(self, restore: Restore, blocks: Any) -> bool:
+    def stage(self, load: PromptLoad, block: int, staged: Any) -> None:
+        load.landed.staged[block] = staged
+
+    def refuse(self, load: PromptLoad, staged: Any, reason: str) -> None: ...
+
+    def place(self, load: PromptLoad, blocks: Any) -> bool:
         for block in blocks:
-            if restore.staged.pop(block, None) is not None:
-                restore.slots[block] = torch.empty(0)
+            if load.landed.staged.pop(block, None) is not None:
+                load.landed.slots[block] = torch.empty(0)
         return True
 
-    def take(self, restore: Restore, span: Any) -> torch.Tensor:
+    def take(self, load: PromptLoad, span: Any) -> torch.Tensor:
         for block in range(span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)):
-            restore.slots.pop(block)
+            load.landed.slots.pop(block)
         return torch.empty(0)
 
-    def discard(self, restore: Restore, blocks: Any, reason: str) -> None:
+    def discard(self, load: PromptLoad, blocks: Any, reason: str) -> None:
         for block in list(blocks):
-            restore.staged.pop(block, None)
-            restore.slots.pop(block, None)
+            load.landed.staged.pop(block, None)
+            load.landed.slots.pop(block, None)
 
 
 def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[dict[str, float]]:
@@ -93,13 +100,13 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     req = _request(prompt_tokens)
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.news.append(Found("r", (True,) * blocks))
+    loader.news.append(Found(loader.load_id, (True,) * blocks))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:
         first = max(req.prefix_len // BLOCK_TOKENS, last - landing_per_step)
         for block in range(last - 1, first - 1, -1):
-            loader.news.append(Landed("r", block, _Staged(), 0.0))  # type: ignore[arg-type]
+            loader.news.append(Fetched(loader.load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
         last = min(last, first)
         marks = [time.perf_counter()]
         coordinator.poll(["r"])
@@ -123,9 +130,9 @@ def _attach(req: Any, slots: torch.Tensor, stop: int) -> None:
 
 
 def _coordinator(loader: _Loader) -> Coordinator:
-    cake = Coordinator(
+    coordinator = Coordinator(
         loader,  # type: ignore[arg-type]
-        _Landing(),  # type: ignore[arg-type]
+        _DeviceSlots(),  # type: ignore[arg-type]
         config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
         page_tokens=1,
         step_costs=StepCosts(
@@ -139,8 +146,8 @@ def _coordinator(loader: _Loader) -> Coordinator:
         counters=Counters(),
         reporter=RequestReporter(None, speaks=True, metrics=None),
     )
-    cake.rebase(Digest(bytes(32)), suspended=False)
-    return cake
+    coordinator.rebase(Digest(bytes(32)), suspended=False)
+    return coordinator
 
 
 def _request(tokens: int) -> Any:
@@ -158,5 +165,6 @@ def _request(tokens: int) -> Any:
         session=None,
         sampling_params=SimpleNamespace(custom_params=None),
         customized_info=None,
+        retracted_stain=True,  # SGLang counts no cached tokens of it
         _compute_max_prefix_len=lambda length: length - 1,
     )

@@ -86,7 +86,7 @@ class Others:
         scheduler.chunked_prefill_size = own
         coordinator = getattr(scheduler.tree_cache, "coordinator", None)
         if coordinator is not None:
-            coordinator.pace.chunk_tokens = own
+            coordinator.step_costs.chunk_tokens = own
 
     def step(self, scheduler: Any) -> None:
         """Compute the others' part of a step."""

@@ -107,7 +107,7 @@ def test_a_prompt_has_its_share_of_every_step_and_others_the_rest(
         chunked_prefill_size = 512
         waiting_queue: tuple[str, ...] = ()
         chunked_req = None
-        tree_cache = SimpleNamespace(coordinator=SimpleNamespace(pace=SimpleNamespace()))
+        tree_cache = SimpleNamespace(coordinator=SimpleNamespace(step_costs=SimpleNamespace()))
         tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(model="m")))
 
         def get_next_batch_to_run(self) -> int:
@@ -132,7 +132,7 @@ def test_a_prompt_has_its_share_of_every_step_and_others_the_rest(
         done.clear()
         share.write_text(stated)
         tokens = scheduler.get_next_batch_to_run()
-        assert tokens == scheduler.tree_cache.coordinator.pace.chunk_tokens
+        assert tokens == scheduler.tree_cache.coordinator.step_costs.chunk_tokens
         scheduler.run_batch(batch)
         return [tokens, *done]
 

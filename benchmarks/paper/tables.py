@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.paper import costs
 from benchmarks.paper.costs import PRINTED, Setting
 from sglang_cake.loading.meet import View
-from sglang_cake.loading.planner import Step, room
+from sglang_cake.loading.planner import Step, island_start
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
@@ -44,7 +44,7 @@ def cells(table: str) -> tuple[Cell, ...]:
 def whole_chunks(view: View, *, chunk_tokens: int, **_: object) -> Step:
     """The rule of the paper (Cake, Algorithm 1): compute chunk after chunk until what is loaded
     from the other end is met."""
-    return Step(min(view.front + chunk_tokens, view.prompt_tokens, room(view)))
+    return Step(min(view.front + chunk_tokens, view.prompt_tokens, island_start(view)))
 
 
 def _cell(setting: Setting, printed: Cell) -> Cell:

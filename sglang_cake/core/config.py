@@ -262,8 +262,8 @@ class CakeConfig:
 
         return own_chain(self.codec).loses
 
-    def may_load(self, stored: Sequence[bool]) -> bool:
-        """Whether so many of a prompt's next blocks are stored that any may be loaded."""
+    def allows_loading(self, stored: Sequence[bool]) -> bool:
+        """Whether enough of a prompt's next blocks are stored to load any of them."""
         least = max(1, self.min_load_tokens // self.block_tokens)
         return self.mode != "compute" and sum(stored) >= least
 

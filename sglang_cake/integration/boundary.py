@@ -1,4 +1,4 @@
-"""The boundary between SGLang and cake: no exception of ours crosses it.
+"""The boundary between SGLang and cake: no exception of cake crosses it.
 
 SGLang calls cake in two ways: through hooks, which `register` enters into SGLang's registry, and
 through methods of our classes, which are `guarded`. The same rules hold for both:

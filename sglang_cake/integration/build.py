@@ -1,12 +1,12 @@
-"""Puts the parts together in a scheduler process."""
+"""Builds cake in a scheduler process: the tree that SGLang uses, and the service behind it."""
 
 import asyncio
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import platform
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from sglang_cake.integration.metrics import (
     scheduler_labels,
 )
 from sglang_cake.integration.overlap import forward_hook
-from sglang_cake.integration.overlap.overlapped_step import LastStep
+from sglang_cake.integration.overlap.overlapped_step import OverlappedStep
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.runahead import runahead_setup
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
-REMEMBER_TURNS = 6  # of those: how often costs are written down
-PRIOR_BYTES_PER_S = 1e9  # taken for granted of a store that nothing was read from yet
+WRITE_COSTS_EVERY_S = 30.0
+PRIOR_BYTES_PER_S = 1e9  # assumed speed of a store that nothing was read from yet
 NO_CHUNKS = 2**31  # tokens of a step when SGLang does not chunk
 CLOSE_S = 5.0  # how long the end of the process may wait for the store
 
@@ -80,83 +80,93 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     check_context(ctx, config)
     tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
     assert isinstance(tree, CakeRadixCache)
-    engine = Engine(ctx, tree, config)
-    tree.coordinator, tree.saving, tree.engine = engine.coordinator, engine.saving, engine
-    _take_part(ctx, tree, engine, config)
+    service = CakeService(ctx, tree, config)
+    tree.coordinator = service.coordinator
+    tree.saving = service.saving
+    tree.service = service
+    _join_forwards(ctx, tree, service, config)
     labels = scheduler_labels(ctx)
     BOUNDARY.attach(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
     return tree
 
 
-def _take_part(
-    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, engine: "Engine", config: CakeConfig
+def _join_forwards(
+    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, service: "CakeService", config: CakeConfig
 ) -> None:
-    """What has a hand in forwards. Raises: ConfigError."""
-    setting, overlaps = group_setting(config), may_overlap(ctx, config)
+    """Set up the parts that take part in forwards: KV-Runahead and overlapped last steps.
+
+    Raises: ConfigError.
+    """
+    setting = group_setting(config)
+    overlaps = may_overlap(ctx, config)
     if setting is None and not overlaps:
         return
     if setting is not None:
-        engine.identity.wait()  # members meet by their namespace
-        if engine.identity.is_private:
+        service.identity.wait()  # members of a group compare their namespaces
+        if service.identity.is_private:
             raise ConfigError(
                 "KV-Runahead needs weights that come from files: see the warning above, or remove "
                 "--cake-runahead-peers"
             )
     on_device = setting is not None and setting.transport == CUDA_IPC
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    rows, gate = forward_hook.gated(engine.kv, pool, on_device=on_device)
+    rows, gate = forward_hook.gated(service.kv, pool, on_device=on_device)
     if setting is not None:
-        tree.runahead = engine.runahead = runahead_setup.start(
-            ctx, engine, config, setting, rows, gate
-        )
+        service.runahead = runahead_setup.start(ctx, service, config, setting, rows, gate)
+        tree.runahead = service.runahead
     if overlaps and not on_device:
-        tree.last_step = LastStep(
-            engine.coordinator, engine.loader, engine.device_slots, rows, gate, engine.counters
+        tree.overlapped_step = OverlappedStep(
+            service.coordinator,
+            service.loader,
+            service.device_slots,
+            rows,
+            gate,
+            service.counters,
         )
-        engine.step_costs.overlap = 1 - 1 / rows.layers
+        service.step_costs.overlap = 1 - 1 / rows.layers
     forward_hook.ForwardProcess.tree = tree
 
 
-class Engine:
-    """The parts of cake in one scheduler process, and what changes them all: new weights."""
+class CakeService:
+    """Cake in one scheduler process: it owns all parts, opens and closes the store, and follows
+    changes of the weights.
+
+    Attributes:
+        setting: the store in use, as `--cake-store`.
+    """
 
     runahead: "Runahead | None" = None
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
     ) -> None:
-        self._ctx, self._tree, self._config = ctx, tree, config
+        self._ctx = ctx
+        self._tree = tree
+        self._config = config
         allocator = ctx.params.token_to_kv_pool_allocator
         self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
+        check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
         facts = server_fields(
             ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
         )
         tenant_key()  # read now, and not by the first request that has a salt
-        self.counters = Counters()
-        self._io = IoThread()
         labels = scheduler_labels(ctx)
-        self.setting = config.store  # the store in use, as `--cake-store`
-        self._costs_of = Namespace(tuple(facts.items())).digest()  # whatever the weights hold
-        self._cost_file: CostFile | None = None
+        self._io = IoThread()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._namespace: Namespace | None = None  # None: not known yet
+        self._store: Store | None = None  # open while the namespace is known and one is attached
         self._trace: TraceFile | None = None
         if config.record_trace is not None and ctx.tp_rank == 0:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
-        self._namespace: Namespace | None = None  # None: nobody knows yet
-        self._store: Store | None = None  # open while there is a namespace and one is attached
-        check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
+        self.setting = config.store
+        self.counters = Counters()
         self.loader = _loader(self.kv, self._io, self.counters, config)
-        self.writer = Writer(
-            None,
-            BufferPool(
-                max(1, config.write_queue_bytes // self.kv.buffer_bytes), self.kv.new_buffer
-            ),
-            self._io,
-            self.counters,
-        )
+        self.writer = _writer(self.kv, self._io, self.counters, config)
         self.saving = BlockSaving(self.kv, self.writer)
         self.step_costs = _step_costs(ctx, self.loader)
-        self._recall()
+        self._cost_key = Namespace(tuple(facts.items())).digest()  # the same for any weights
+        self._cost_file: CostFile | None = None
+        self._recall_costs()
         self.device_slots = DeviceSlots(
             self.kv, allocator, tree.evict_own, self.counters, self.loader.copied
         )
@@ -184,22 +194,22 @@ class Engine:
 
     @property
     def namespace_digest(self) -> Digest | None:
-        """Whose KV this process computes now; None while nobody knows."""
+        """The namespace of the KV that this process computes; None: not known yet."""
         return None if self._namespace is None else self._namespace.digest()
 
     def namespace_hex(self) -> str | None:
-        """The same in hex; None also while the tree holds KV of another one."""
+        """The same in hex; None also while the tree holds KV of another namespace."""
         digest = self.namespace_digest
         return None if digest is None or self.coordinator.suspended else digest.hex()
 
     @property
     def device(self) -> str:
-        """What computes here, in a word."""
+        """Name of the GPU or the processor that computes."""
         return _device(self._ctx)
 
     def weights_changing(self) -> None:
-        """The server's weights are about to be others. Live requests are forgotten: their KV is of
-        mixed origin and must never be stored. Until `weights_changed`, no request is ours."""
+        """The server's weights are about to change. Live requests are forgotten: their KV is of
+        mixed origin and must never be stored. Until `weights_changed`, no request is loaded."""
         self._namespace = None
         self.identity.weights_changing()
         self.coordinator.rebase(None, suspended=self.coordinator.suspended)
@@ -208,13 +218,13 @@ class Engine:
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None, *, idle: bool
     ) -> None:
-        """The server's weights are others now.
+        """The server's weights have changed.
 
         Args:
-            files: that they were loaded from, or None if nobody can say.
-            load_format: that they were loaded with.
-            version: what the user calls them, if anything.
-            idle: no request that has KV of the old weights is alive.
+            files: the files that they were loaded from; None: not known.
+            load_format: SGLang's format of these files.
+            version: the user's name for them, if there is one.
+            idle: no live request has KV of the old weights.
         """
         mixed = not idle or sum(self._tree.total_size()) > 0
         self.coordinator.rebase(None, suspended=mixed)
@@ -223,35 +233,39 @@ class Engine:
         self.identity.weights_changed(files, load_format, version)
 
     def attach(self, setting: str) -> None:
-        """From now on new requests use another store; those that load go on with the old one as
-        long as it has blocks to write, and then compute. Nothing has to be idle for that.
+        """From now on new requests use another store. Requests that are being loaded use the old
+        store until its pending writes are done, and are computed from then on. The server need not
+        be idle.
 
         Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
         sources_of(setting, self._config.eviction_policy)
-        self.setting, self.coordinator.detached = setting, False
+        self.setting = setting
+        self.coordinator.detached = False
         if self._namespace is not None:
             self._use(self._open(self._namespace))
-        self._recall()
+        self._recall_costs()
         logger.info("cake: store %s attached", redacted(setting))
 
     def detach(self) -> None:
-        """From now on nothing is loaded and nothing stored."""
+        """From now on no block is loaded and no block is stored."""
         self.coordinator.detached = True
         self._use(None)
         logger.info("cake: store detached")
 
     def _known(self, namespace: Namespace) -> None:
-        """What this process computes with has a name."""
+        """The namespace of this process is known now."""
         self._namespace = namespace
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
         if not self.coordinator.detached:
             self._use(self._open(namespace))
-            if not self.identity.is_private:  # else it may never be asked for anything
-                self._io.post(self._try_later)
+            if not self.identity.is_private:  # a private namespace may never need its store
+                self._io.post(self._open_now)
 
-    def _try_later(self) -> None:
+    def _open_now(self) -> None:
+        """Have the store opened before the first request needs it. I/O thread."""
+
         async def attempt() -> None:
             try:
                 if (store := self._store) is not None:
@@ -259,29 +273,30 @@ class Engine:
             except StoreError as error:
                 logger.warning("cake computes all, and tries the store again: %s", error)
 
-        self._keep(attempt())
+        self._start(attempt())
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._io.loop.create_task(work)
-        self._tasks.add(task)  # asyncio itself holds no task
+        self._tasks.add(task)  # asyncio keeps no reference to a task
         task.add_done_callback(self._tasks.discard)
 
     def _use(self, store: Store | None) -> None:
-        old, self._store = self._store, store
+        old = self._store
+        self._store = store
         self.loader.use(store)
         self.writer.use(store)
         if old is not None:
             self._io.post(self._close_later, old)
 
     def close(self) -> None:
-        """Stop reading; finish the block writes under way. Called when the process ends."""
+        """Stop reading, and finish the block writes under way. Called when the process ends."""
         self.identity.close()
         if self.runahead is not None:
             self.runahead.close()
         self.loader.close()
-        self._remember()
+        self._write_costs()
         if self._store is not None:
-            # Nobody is there to be told any more, and the process must end.
+            # The process must end, and an error changes nothing any more.
             with contextlib.suppress(Exception):
                 self._io.run(self._store.close(), CLOSE_S)
         self._io.close()
@@ -291,7 +306,7 @@ class Engine:
         return rope_theta(self._ctx.model_config.hf_text_config)
 
     def _open(self, namespace: Namespace) -> Store:
-        """No I/O: the store is opened when it is first asked, and again until that works."""
+        """Without I/O: the store is opened at its first call, and again until that works."""
         store = open_blocks(
             [LazySource(s) for s in sources_of(self.setting, self._config.eviction_policy)],
             namespace,
@@ -313,23 +328,26 @@ class Engine:
         self._watching = self._io.loop.create_task(self._watch(metrics))
 
     async def _watch(self, metrics: StoreMetrics | None) -> None:
-        for turn in itertools.count():
+        """Publish the store's statistics, and write costs, at intervals."""
+        costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
+        while True:
             store = self._store
             if store is not None and metrics is not None:
                 metrics.publish_events(store)
                 stats = await _stats(store)
                 if stats is not None:
                     metrics.publish(store, stats)
-            if turn % REMEMBER_TURNS == REMEMBER_TURNS - 1:
-                await asyncio.to_thread(self._remember)
+            if time.monotonic() >= costs_due_s:
+                costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
+                await asyncio.to_thread(self._write_costs)
             await asyncio.sleep(STATS_EVERY_S)
 
-    def _recall(self) -> None:
+    def _recall_costs(self) -> None:
         """Start from the costs that an earlier process measured with this model and store."""
-        with contextlib.suppress(RuntimeError):  # no home folder: nothing is remembered
+        with contextlib.suppress(RuntimeError):  # no home folder: costs are not remembered
             self._cost_file = CostFile(
                 cache_folder() / "costs",
-                namespace=self._costs_of,
+                namespace=self._cost_key,
                 store=str(self.setting),
                 device=self.device,
             )
@@ -337,7 +355,7 @@ class Engine:
             if learned is not None:
                 self.step_costs.recall(*learned)
 
-    def _remember(self) -> None:
+    def _write_costs(self) -> None:
         if self._cost_file is not None and self.step_costs.measured:
             self._cost_file.write(*self.step_costs.learned)
 
@@ -346,19 +364,19 @@ class Engine:
             await self.writer.drained()
             await store.close()
 
-        self._keep(close())
+        self._start(close())
 
 
 async def _stats(store: Store) -> StoreStats | None:
     try:
         return await store.stats()
-    except StoreError:  # counted where blocks are concerned
+    except StoreError:  # statistics are optional; failures of blocks are counted elsewhere
         return None
 
 
 def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> DeviceKV:
     stream = _forward_stream(ctx)
-    if stream is None:  # the CPU decodes in threads of the store
+    if stream is None:  # on a CPU, the store's threads decode
         return DeviceKV(pool, block_tokens=config.block_tokens)
     return CudaKV(
         pool,
@@ -374,17 +392,22 @@ def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
 
 
 def _loader(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) -> Loader:
-    depth, block_s = config.queue_depth, kv.layout.block_bytes / PRIOR_BYTES_PER_S
+    depth = config.queue_depth
+    buffers = max(depth + 1, config.staging_bytes // kv.load_buffer_bytes)
+    block_s = kv.layout.block_bytes / PRIOR_BYTES_PER_S
     return Loader(
         None,
-        BufferPool(
-            max(depth + 1, config.staging_bytes // kv.load_buffer_bytes), kv.new_load_buffer
-        ),
+        BufferPool(buffers, kv.new_load_buffer),
         io,
         counters,
         queue_depth=depth,
         prior=LoadCost(0.0, block_s, depth=depth),
     )
+
+
+def _writer(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) -> Writer:
+    buffers = max(1, config.write_queue_bytes // kv.buffer_bytes)
+    return Writer(None, BufferPool(buffers, kv.new_buffer), io, counters)
 
 
 def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:

@@ -1,8 +1,8 @@
-"""Loaded tokens in SGLang's own books: `storage`, as HiCache reports what it reads from storage.
+"""Loaded tokens count as `storage` in SGLang's own statistics, like those that HiCache reads.
 
-SGLang counts what it finds before the first token that a step computes as cached
-(`Req.cached_tokens`), and splits that by where it was. Responses, their streams, OpenAI's `sglext`
-and `sglang:cached_tokens_total` all take the split from `get_cached_tokens_details`.
+SGLang counts the tokens before the first one that a step computes as cached (`Req.cached_tokens`),
+and splits them by where they were. Responses, their streams, OpenAI's `sglext` and
+`sglang:cached_tokens_total` all take the split from `get_cached_tokens_details`.
 """
 
 from functools import lru_cache
@@ -28,7 +28,7 @@ def install() -> None:
 
 def loaded(req: "Req", span: Span) -> None:
     """The tokens of `span`, which SGLang counts as cached, came from the store."""
-    if req.retracted_stain:  # SGLang has stopped counting
+    if req.retracted_stain:  # SGLang does not count a request again after a retraction
         return
     if has_split_cached_tokens(req):
         req.cached_tokens_storage += span.tokens
@@ -38,21 +38,21 @@ def loaded(req: "Req", span: Span) -> None:
 
 
 def computed(req: "Req", tokens: int) -> None:
-    """Tokens that SGLang counted as cached when it scheduled the step were computed in it."""
+    """Tokens that SGLang counted as cached when it scheduled an overlapped step were computed."""
     if not req.retracted_stain:
         req.cached_tokens -= tokens
 
 
 def _details(found: Any, streamer: Any, req: "Req") -> dict[str, Any] | None:
-    engine = getattr(streamer.tree_cache, "engine", None)
-    if found is None or (engine is None and not req.cached_tokens_storage):
+    service = getattr(streamer.tree_cache, "service", None)
+    if found is None or (service is None and not req.cached_tokens_storage):
         return None
     storage = min(req.cached_tokens_storage, req.cached_tokens)
     return {
         "device": req.cached_tokens - storage,
         "host": 0,
         "storage": storage,
-        "storage_backend": "none" if engine is None else _schemes(engine.setting),
+        "storage_backend": "none" if service is None else _schemes(service.setting),
     }
 
 

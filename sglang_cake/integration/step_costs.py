@@ -1,12 +1,12 @@
-"""Measures the steps of this process, and keeps the costs that all ranks decide on."""
+"""Measures the steps of this process, and holds the costs that all ranks decide on."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sglang_cake.core.config import CakeConfig
-from sglang_cake.integration.request.restore import Restore
-from sglang_cake.integration.scheduler.rank_consensus import Facts, RankConsensus
+from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import (
     Costs,
     LoadCost,
@@ -16,16 +16,20 @@ from sglang_cake.loading.cost_model import (
     work_of,
 )
 from sglang_cake.loading.loader import Loader
-from sglang_cake.loading.planner import Mode, Progress, is_late, look_ahead, worth_loading
+from sglang_cake.loading.planner import Mode, Progress, is_overdue, look_ahead, should_load
 
 
 class StepCosts:
-    """What steps and loads cost here. The scheduler thread owns it.
+    """Costs of steps and loads. The scheduler thread owns it.
 
     Args:
-        chunk_tokens: what SGLang computes in one step at most.
-        pipelined: steps are launched while the one before runs, so only in a run of steps does the
-            time from one to the next say how long a step takes.
+        chunk_tokens: the most that SGLang computes in one step.
+        pipelined: steps are launched while the one before runs. Then the time from one step to the
+            next is the time of a step only if both prefill.
+
+    Attributes:
+        agreed: the ranks' common cost of steps.
+        overlap: share of a last step that may run before the loads are over.
     """
 
     def __init__(
@@ -38,10 +42,12 @@ class StepCosts:
         self._steady = False  # the step before the one under way was a prefill step as well
         self._began_s = 0.0
         self._work = StepWork()  # of the step being scheduled or under way
-        self._launched = StepWork()  # of the one before the last poll
+        self._launched = StepWork()  # of the step before the last poll
         self._decodes = 0  # requests that decode in steps that prefill
         self.agreed = self._fit.cost
-        self.overlap = 0.0  # share of a last step that may run before the loads are over
+        self.overlap = 0.0
+
+    # ---- measuring ----
 
     @property
     def own(self) -> Costs:
@@ -50,12 +56,12 @@ class StepCosts:
 
     @property
     def measured(self) -> bool:
-        """Whether steps were measured here, and not only guessed or remembered."""
+        """Whether a step was measured here; otherwise costs are guessed or remembered."""
         return self._fit.measured
 
     @property
     def learned(self) -> tuple[PrefillCost, list[LoadCost | None]]:
-        """What `recall` takes."""
+        """The arguments of `recall`."""
         return self._fit.cost, self._loader.costs
 
     def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> None:
@@ -64,29 +70,15 @@ class StepCosts:
         self._loader.recall(loads)
         self.agreed = self._fit.cost
 
-    def hear(self, restores: Sequence[Restore]) -> None:
-        """What the loads of `restores` cost on this rank, before the ranks agree."""
-        for restore in restores:
-            restore.load = self._loader.cost_of(restore.ticket)
-
-    def agree(self, restores: Sequence[Restore], consensus: RankConsensus) -> list[Facts]:
-        """The ranks' common facts of `restores`, and from now on their common costs."""
-        facts, self.agreed = consensus.reach(restores, self._fit.cost)
-        return facts
-
-    def costs(self, restore: Restore) -> Costs:
-        """The agreed costs of a request's next part in the step being scheduled."""
-        costs = Costs(
-            self.agreed,
-            restore.load,
-            pipelined=self._pipelined,
-            overlap=self._overlap_of(restore),
-        )
-        return costs.beside(self._work)
+    def agree(self, loads: Sequence[PromptLoad], consensus: RankConsensus) -> list[LoadUpdate]:
+        """The ranks' common updates of `loads`. Sets `agreed` as well."""
+        updates, self.agreed = consensus.reach(loads, self._fit.cost)
+        return updates
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
-        self._work, self._decodes = StepWork(decodes=decodes), decodes
+        self._work = StepWork(decodes=decodes)
+        self._decodes = decodes
 
     def claimed(self, start: int, stop: int) -> None:
         """The step being scheduled prefills `[start, stop)` of a request."""
@@ -95,65 +87,91 @@ class StepCosts:
         self._work += work_of(start, stop)
 
     def waited(self, took_s: float) -> None:
-        """The step under way waited so long for KV that was on its way: others do not."""
+        """The step under way waited that long for KV, which other steps do not."""
         self._began_s += took_s
 
-    def helped(self) -> None:
-        """The step under way is computed with others: its time says nothing of ours."""
+    def do_not_measure(self) -> None:
+        """The time of the step under way is not that of an ordinary step."""
         self._work = StepWork()
 
     def polled(self) -> None:
         """The step under way at the last poll took until now."""
-        work, self._work = self._work, StepWork()
+        work = self._work
+        self._work = StepWork()
         self._launched = work
-        steady, self._steady = self._steady, work.tokens > 0
+        steady = self._steady
+        self._steady = work.tokens > 0
         if not work.tokens or (self._pipelined and not steady):
             return
         self._fit.observe(work, time.monotonic() - self._began_s)
 
-    def worth_now(
-        self, restore: Restore, config: CakeConfig, ahead: StepWork
+    # ---- deciding ----
+
+    def costs(self, load: PromptLoad) -> Costs:
+        """The agreed costs of a request's next part in the step being scheduled."""
+        costs = Costs(
+            self.agreed,
+            load.agreed.cost,
+            pipelined=self._pipelined,
+            overlap=self._overlap_of(load),
+        )
+        return costs.beside(self._work)
+
+    def should_load_at_arrival(
+        self, load: PromptLoad, config: CakeConfig, ahead: StepWork
     ) -> Callable[[Sequence[bool], LoadCost], bool]:
-        """Whether to load at once, decided by the I/O thread when it knows which blocks are stored.
+        """A function that decides whether a new request's blocks are loaded at once. The I/O thread
+        calls it with the stored blocks and what loading them costs.
 
         Args:
-            ahead: what the device does before it is the request's turn.
+            ahead: what the device computes before this request.
         """
-        view, waiting = restore.meet.view(), self._waiting(restore, ahead)
+        view = load.meet.view()
+        waiting = self._waiting(load, ahead)
+        chunk_tokens = self._waiting_chunk_tokens
 
-        def worth(stored: Sequence[bool], load: LoadCost) -> bool:
-            return config.may_load(stored[view.first :]) and worth_loading(
+        def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
+            return config.allows_loading(stored[view.first :]) and should_load(
                 view.found(stored),
                 mode=config.mode,
-                chunk_tokens=self._waiting_chunk_tokens,
-                costs=replace(waiting, load=load),
+                chunk_tokens=chunk_tokens,
+                costs=replace(waiting, load=cost),
                 progress=Progress(),
             )
 
-        return worth
+        return decide
 
-    def worth(self, restore: Restore, mode: Mode, ahead: StepWork) -> bool:
-        """The same of a request whose lookup has answered, on what all ranks know."""
-        return worth_loading(
-            restore.meet.view(),
+    def should_load(self, load: PromptLoad, mode: Mode, ahead: StepWork) -> bool:
+        """The same decision for a request whose lookup is done, on what all ranks know."""
+        return should_load(
+            load.meet.view(),
             mode=mode,
             chunk_tokens=self._waiting_chunk_tokens,
-            costs=self._waiting(restore, ahead),
-            progress=restore.progress,
+            costs=self._waiting(load, ahead),
+            progress=load.progress,
         )
 
-    def late(self, restore: Restore) -> bool:
-        """Whether the link owes the request a block that should have come by now."""
-        return is_late(restore.meet.view(), self.costs(restore), restore.progress)
+    def is_overdue(self, load: PromptLoad) -> bool:
+        """Whether a block of the request should have landed by now."""
+        return is_overdue(load.meet.view(), self.costs(load), load.progress)
 
-    def _waiting(self, restore: Restore, ahead: StepWork) -> Costs:
-        """The agreed costs of a request that waits for its turn: `ahead` goes before it, and who
-        decodes now goes on."""
+    def remaining_s(self, load: PromptLoad) -> float:
+        """Predicted time to the end of the request's prefill."""
+        return look_ahead(
+            load.meet.view(),
+            chunk_tokens=self.chunk_tokens,
+            costs=Costs(self.agreed, load.agreed.cost, overlap=self._overlap_of(load)),
+            progress=load.progress,
+        ).best_s
+
+    def _waiting(self, load: PromptLoad, ahead: StepWork) -> Costs:
+        """The agreed costs of a request in the queue: the device computes `ahead` before it, and
+        requests that decode now go on."""
         costs = Costs(
             self.agreed,
-            restore.load,
+            load.agreed.cost,
             pipelined=self._pipelined,
-            overlap=self._overlap_of(restore),
+            overlap=self._overlap_of(load),
         ).beside(StepWork(decodes=self._decodes))
         backlog_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         if self._pipelined:  # the step that was launched last has just begun
@@ -165,14 +183,5 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def remaining_s(self, restore: Restore) -> float:
-        """Predicted rest of its T*."""
-        return look_ahead(
-            restore.meet.view(),
-            chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, restore.load, overlap=self._overlap_of(restore)),
-            progress=restore.progress,
-        ).best_s
-
-    def _overlap_of(self, restore: Restore) -> float:
-        return self.overlap if restore.early else 0.0
+    def _overlap_of(self, load: PromptLoad) -> float:
+        return self.overlap if load.may_overlap else 0.0

@@ -1,6 +1,6 @@
-"""Costs that outlive the process: one small file per machine, namespace and store setting.
+"""Costs kept for the next process: one small file per machine, namespace and store setting.
 
-Only a hint: a file that is absent, foreign or damaged means that the first requests measure anew.
+They are a hint: if the file is absent, foreign or damaged, the first requests measure again.
 """
 
 import contextlib
@@ -27,17 +27,18 @@ class CostFile:
     """Remembers the costs of one machine, namespace and store setting.
 
     Args:
-        folder: where all such files are; made when first written to, 0700.
-        device: what computes here, for example the GPU's name.
+        folder: holds all such files; made at the first write, with mode 0700.
+        device: name of the GPU or the processor that computes.
     """
 
     def __init__(self, folder: Path, *, namespace: Digest, store: str, device: str) -> None:
         machine = f"{platform.node()}\0{os.cpu_count()}\0{device}\0{store}".encode()
         name = hashlib.sha256(bytes(namespace) + machine).hexdigest()[:32]
-        self._folder, self._path = folder, folder / f"{name}.json"
+        self._folder = folder
+        self._path = folder / f"{name}.json"
 
     def read(self) -> tuple[PrefillCost, list[LoadCost | None]] | None:
-        """What was written last, if it can be read and makes sense."""
+        """The costs that were written last; None: there are none, or they are not usable."""
         try:
             with open(self._path, "rb") as file:
                 content = json.loads(file.read(_MAX_BYTES))
@@ -50,9 +51,9 @@ class CostFile:
         return prefill, loads
 
     def write(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> bool:
-        """Replace the file; False if that cannot be done (a read-only home, a full disk).
+        """Replace the file. Returns False if that is not possible (a read-only home, a full disk).
 
-        Args: loads: by source; their depth is a setting, and does not come back.
+        Args: loads: by source. `read` does not return their depth, which is a setting.
         """
         content = {
             "version": VERSION,

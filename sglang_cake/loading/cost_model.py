@@ -1,16 +1,17 @@
-"""What computing and loading cost here, learned from every step and every block that arrives.
+"""The costs of computing and of loading, learned from every step and every fetched block.
 
-Prefill: the time of a step is a fixed part, a part per token (the linear layers), a part per
-(query, key) pair (attention: this is why late chunks cost more), and a part per decoding request
+Prefill: the time of a step has a fixed part, a part per token (the linear layers), a part per
+(query, key) pair (attention, which makes late chunks cost more), and a part per decoding request
 that shares the step. Loading: a latency, and then a time per block.
 
-Nothing is profiled. The first numbers are guesses whose shape comes from the model (`prior`); each
-measured step moves them, the newest most, and a step that took far longer than expected (another
-process, a page fault) only a little. Pure: no clock, no threads, no files.
+Nothing is profiled. The first numbers are guesses with the proportions of the model (`prior`). Each
+measured step moves them, the newest step most. A step that took far longer than predicted (another
+process, a page fault) moves them only a little. Pure: no clock, no threads, no files.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +19,38 @@ from scipy.optimize import nnls
 
 # Weight that an observation keeps after one more: about the last 50 steps count.
 _KEEP = 0.98
-# An observation that misses the prediction by more than this share is pulled in to it.
+# An observation that misses the prediction by more than this share counts as missing it by that.
 _OUTLIER = 1.0
 # Weight of the prior: the squared noise of a step (0.05) over that of a guess (0.7).
 _PRIOR_WEIGHT = 0.005
-_SHORTEST_S, _LONGEST_S = 1e-6, 1e4  # what took less or more was no step
+_SHORTEST_S = 1e-6  # a shorter time is no step
+_LONGEST_S = 1e4  # neither is a longer one
 _TINY_S = 1e-9
-_GUESS_ERROR = 0.5  # of what was never measured
-_FIRST_ERROR = 0.25  # taken for granted after one observation
-# Shorter steps show what a step costs at least, and nothing of what a token costs.
+_GUESS_ERROR = 0.5  # of a cost that was never measured
+_FIRST_ERROR = 0.25  # assumed after one observation
+# Shorter steps show the fixed part of a step, and nothing of the cost of a token.
 _TELLING_TOKENS = 32
 _NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
-_GROUP_BLOCKS = 4  # reads in flight together land together
+_GROUP_BLOCKS = 4  # reads in flight together end together
 _NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block
 _NEWEST_LATENCY = 0.2
-_SLOWEST_TURN = 8.0  # one group may not count as slower than this many times the average
+_SLOWEST_GROUP = 8.0  # a group counts as at most this many times the average
 
 # Units that bring the four features of a step to about the same size.
 _UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0))
 
-# How far off the prior may be, as a share of the first step, where nothing is known.
+# How far off the prior may be where nothing is known, as a share of the first step.
 _UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2))
+
+MOST_SOURCES = 8  # further ones count as the last of these
+# Costs measured longer ago are doubted. Otherwise a source that was slow, so that nothing is loaded
+# from it, would never be known to be fast again.
+DOUBT_S = 60.0
+# A read may take so many times the measured time, and at least LEAST_LIMIT_S. Before anything was
+# measured it may take FIRST_LIMIT_S.
+LIMIT_TIMES = 8.0
+LEAST_LIMIT_S = 5.0
+FIRST_LIMIT_S = 30.0
 
 Matrix = npt.NDArray[np.float64]
 
@@ -55,17 +67,16 @@ class PrefillCost:
 
     @property
     def guessed(self) -> bool:
-        """Whether it was never measured what a token costs, or what was measured agrees so badly
-        that it might as well not have been."""
+        """Whether the cost of a token was never measured, or measurements disagree too much."""
         return self.error >= _GUESS_ERROR
 
     @classmethod
     def prior(cls, *, hidden: int, on_gpu: bool) -> "PrefillCost":
-        """Before anything was measured.
+        """The guess before anything was measured.
 
         A dense transformer layer takes about 24 h^2 FLOPs per token in its matrix products and 4 h
-        per pair in attention, whatever the number of layers: a pair costs 1 / (6 h) of a token.
-        The absolute numbers are of a middling machine; the first measured step replaces them.
+        per pair in attention, so a pair costs 1 / (6 h) of a token for any number of layers. The
+        absolute numbers are those of an average machine; the first measured step replaces them.
         """
         token_s = 1e-4 if on_gpu else 1e-3
         return cls(0.01, token_s, token_s / (6 * hidden), 8 * token_s)
@@ -77,7 +88,7 @@ class PrefillCost:
         return self.fixed_s + self.token_s * (stop - start) + self.pair_s * pairs(start, stop)
 
     def span_s(self, start: int, stop: int, chunk_tokens: int) -> float:
-        """Steps of at most `chunk_tokens` over `[start, stop)`."""
+        """All steps of at most `chunk_tokens` over `[start, stop)`."""
         if stop <= start:
             return 0.0
         steps = -(-(stop - start) // chunk_tokens)
@@ -93,24 +104,24 @@ class PrefillCost:
         )
 
     def queue_s(self, work: "StepWork", chunk_tokens: int) -> float:
-        """As few steps as do `work`, of at most `chunk_tokens` each."""
+        """The fewest steps of at most `chunk_tokens` that do `work`."""
         steps = -(-work.tokens // chunk_tokens)
         return self.work_s(work) + (steps - 1) * self.fixed_s if steps else 0.0
 
     def beside(self, others: "StepWork") -> "PrefillCost":
-        """Of a part of steps that do `others` as well: to the part, that is a fixed cost."""
+        """The cost of a part of steps that do `others` as well, which is a fixed cost to it."""
         return replace(self, fixed_s=self.work_s(others))
 
 
 def pairs(start: float, stop: float) -> float:
-    """(query, key) pairs of tokens `[start, stop)`: each attends to all before it and itself."""
+    """(query, key) pairs of tokens `[start, stop)`: each attends to itself and all before it."""
     tokens = stop - start
     return tokens * start + tokens * (tokens + 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step did: prefilled spans of every request in it, and requests that decoded."""
+    """The work of one step: prefilled spans of every request in it, and requests that decode."""
 
     tokens: int = 0
     pairs: float = 0.0
@@ -131,8 +142,8 @@ class PrefillFit:
     """Least squares over recent steps, with forgetting, robust to outliers, never negative.
 
     Args:
-        prior: holds as long as little was measured; its absolute scale follows the measurements
-            from the first one on, its proportions give way slowly.
+        prior: used while little was measured. Its absolute scale follows the measurements from the
+            first one on, and its proportions slowly.
     """
 
     def __init__(self, prior: PrefillCost) -> None:
@@ -150,7 +161,7 @@ class PrefillFit:
         return self._seen > 0
 
     def recall(self, cost: PrefillCost) -> None:
-        """What an earlier process had learned takes the place of the prior."""
+        """The cost that an earlier process learned replaces the prior."""
         self._prior = _vector(cost)
         self.cost = cost
 
@@ -160,7 +171,7 @@ class PrefillFit:
         if not _SHORTEST_S < took_s < _LONGEST_S or work.tokens <= 0:
             return
         if not telling and not self._seen:
-            return  # its scale would be taken for that of tokens
+            return  # its time is mostly the fixed part, and would set the scale of tokens
         x = np.array((1.0, work.tokens, work.pairs, work.decodes)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
         error = self.cost.error
@@ -169,14 +180,16 @@ class PrefillFit:
                 error += _NEWEST_ERROR * (min(abs(took_s - expected_s) / took_s, 1.0) - error)
             took_s = min(took_s, expected_s * (1 + _OUTLIER))
         else:
-            self._scale, self._first_s = took_s / expected_s, took_s
-            expected_s, error = took_s, _FIRST_ERROR
+            self._scale = took_s / expected_s
+            self._first_s = took_s
+            expected_s = took_s
+            error = _FIRST_ERROR
         self._seen += 1
-        x /= expected_s  # what counts is the relative miss
+        x /= expected_s  # so that relative misses count
         self._products = _KEEP * self._products + np.outer(x, x)
         self._targets = _KEEP * self._targets + x * (took_s / expected_s)
-        # The prior is one more observation of each coefficient alone, as sure as its spread says:
-        # the model knows how tokens and pairs compare, nothing knows the other two.
+        # The prior is one more observation of each coefficient, with the weight of its spread. The
+        # model decides how tokens and pairs compare; nothing is known of the other two.
         prior = np.maximum(self._scale * self._prior, _TINY_S)
         spread = np.maximum(prior, _UNKNOWN * self._first_s)
         found = _nonnegative(
@@ -195,37 +208,37 @@ class LoadCost:
     block_s: float
     copy_s: float = 0.0  # from host staging to the device, per block; only the last is waited for
     error: float = _GUESS_ERROR  # mean share by which predictions missed lately
-    coming_s: float = 0.0  # of a block, from its first byte to its last; 0: nobody tells
+    coming_s: float = 0.0  # of a block, from its first byte to its last; 0: not known
     depth: int = 1  # reads in flight at once
 
     @property
     def last_s(self) -> float:
         """How long before the end of all loads the last block begins to come.
 
-        Reads that share a link take as long as several blocks, each; at the end fewer and fewer
-        share it, so half of that. Where they have it one after another, it is a block's time.
+        Reads that share a link take the time of several blocks each. At the end fewer and fewer
+        share it, so half of that. If they use it one after another, it is the time of one block.
         """
         return min(self.coming_s, (self.coming_s + self.block_s) / 2)
 
-    def is_late(self, since_s: float, *, begun: bool) -> bool:
-        """Whether a block was expected by now; args as those of `load_s`."""
+    def is_overdue(self, since_s: float, *, begun: bool) -> bool:
+        """Whether a block was predicted to be here by now. Args as of `load_s`."""
         return since_s > self._next_s(begun)
 
     def _next_s(self, begun: bool) -> float:
         return self.block_s if begun else self.latency_s + self.block_s
 
     def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
-        """Until `blocks` more have landed.
+        """Time until `blocks` more have landed.
 
         Args:
-            since_s: how long ago the last one landed (or the first read began). A block that was
-                expected by then and has not come says that the link is slower than it was.
-            begun: some have landed in this load already: the latency is behind us.
+            since_s: time since the last block landed, or since the first read began. If that is
+                longer than predicted, the link is slower than it was.
+            begun: a block has landed, so the latency is over.
         """
         if blocks <= 0:
             return 0.0
         first_s = self._next_s(begun)
-        # A block that is overdue is taken to be late for as long again: nobody waits for good.
+        # An overdue block is predicted to take as long again, so that no prompt waits for ever.
         next_s = abs(first_s - since_s)
         block_s = max(self.block_s, (since_s - first_s) / self.depth)
         return next_s + block_s * (blocks - 1) + self.copy_s
@@ -233,16 +246,16 @@ class LoadCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What decisions are made on.
+    """The costs that decisions about one prompt are made on.
 
     Attributes:
-        others_s: what a step takes that does the others' part of these steps alone; 0: they have
-            none, the device rests when this prompt waits.
-        backlog_s: device time that goes to others before this prompt's next step: the rest of the
+        others_s: time of a step that does the other requests' part of these steps alone; 0: there
+            is no such part, and the device rests while this prompt waits.
+        backlog_s: device time of other requests before this prompt's next step: the rest of the
             step under way, and prompts that are served first.
-        pipelined: steps are planned while the one before runs, so that none begins at once.
-        overlap: share of a prompt's last step that may run before its loads are over: of all layers
-            but the first (docs/theory.md).
+        pipelined: steps are planned while the one before runs, so no step begins at once.
+        overlap: share of a prompt's last step that may run before its loads are over, which is that
+            of all layers but the first (docs/theory.md).
     """
 
     prefill: PrefillCost
@@ -253,35 +266,35 @@ class Costs:
     overlap: float = 0.0
 
     def beside(self, others: StepWork) -> "Costs":
-        """Of a prompt in steps that do `others` as well."""
+        """The costs of a prompt in steps that do `others` as well."""
         others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
         return replace(self, prefill=self.prefill.beside(others), others_s=others_s)
 
 
 class LoadFit:
-    """Averages over recent blocks of one link. Blocks that land together count as a group."""
+    """Averages over recent blocks of one link. Blocks that come together count as a group."""
 
     def __init__(self, prior: LoadCost) -> None:
         self.cost = prior
         self.measured = False
-        self._prior_s, self._least_s = prior.block_s, math.inf
+        self._prior_s = prior.block_s
+        self._least_s = math.inf
         self._group_s = 0.0
         self._group = 0
 
     @property
     def best(self) -> LoadCost:
-        """At the best that was measured here; if nothing was, at the best of what was taken for
-        granted."""
+        """The cost with the shortest time per block that was measured; if none was, the prior's."""
         best_s = self._least_s if math.isfinite(self._least_s) else self._prior_s
         return replace(self.cost, block_s=min(self.cost.block_s, best_s))
 
     def recall(self, cost: LoadCost) -> None:
-        """What an earlier process had learned takes the place of the prior."""
+        """The cost that an earlier process learned replaces the prior."""
         self.cost = replace(cost, depth=self.cost.depth)
         self.measured = True
 
-    def landed(self, took_s: float, *, first: bool) -> None:
-        """A block took the link for `took_s`; `first` of a load: its latency is in it."""
+    def fetched(self, took_s: float, *, first: bool) -> None:
+        """A block took the link for `took_s`. `first`: the time contains the latency."""
         cost = self.cost
         if not self.measured:
             self.measured = True
@@ -296,23 +309,24 @@ class LoadFit:
             self._group += 1
             if self._group == _GROUP_BLOCKS:
                 self._measure(self._group_s / _GROUP_BLOCKS)
-                self._group_s, self._group = 0.0, 0
+                self._group_s = 0.0
+                self._group = 0
 
     def copied(self, took_s: float) -> None:
-        """A landed block's copy to the device took `took_s`."""
+        """The copy of a block to the device took `took_s`."""
         cost = self.cost
         weight = _NEWEST_LATENCY if cost.copy_s else 1.0
         self.cost = replace(cost, copy_s=cost.copy_s + weight * (took_s - cost.copy_s))
 
     def came(self, took_s: float) -> None:
-        """A block's bytes came in `took_s`, from the first one to the last; 0: nobody told."""
+        """A block's bytes came in `took_s`, from the first one to the last; 0: not known."""
         cost = self.cost
         weight = _NEWEST_LATENCY if cost.coming_s else 1.0
         self.cost = replace(cost, coming_s=cost.coming_s + weight * (took_s - cost.coming_s))
 
     def _measure(self, block_s: float) -> None:
         cost = self.cost
-        block_s = min(block_s, _SLOWEST_TURN * cost.block_s)
+        block_s = min(block_s, _SLOWEST_GROUP * cost.block_s)
         miss = min(1.0, abs(block_s - cost.block_s) / max(block_s, 1e-9))
         self.cost = replace(
             cost,
@@ -320,6 +334,101 @@ class LoadFit:
             error=cost.error + _NEWEST_ERROR * (miss - cost.error),
         )
         self._least_s = min(self._least_s, self.cost.block_s)
+
+
+class LoadFits:
+    """A `LoadFit` for each source of a store that reads from several. `now_s` is of any steady
+    clock.
+
+    A block counts for the source that it came from, with the time since any block came. So the
+    times add up where sources are read together.
+
+    Args:
+        prior: cost of every source that nothing was read from yet.
+        least_limit_s: every read may take that long.
+    """
+
+    def __init__(self, prior: LoadCost, least_limit_s: float = LEAST_LIMIT_S) -> None:
+        self._prior = prior
+        self._least_limit_s = least_limit_s
+        self._fits = [LoadFit(prior)]
+        self._used_s = [-math.inf]  # by source, when a block came from it last
+        self._newest = self._fits[0]
+
+    @property
+    def newest(self) -> LoadCost:
+        """The cost of the source that was read last."""
+        return self._newest.cost
+
+    @property
+    def all(self) -> list[LoadCost | None]:
+        """The costs by source; None: not known."""
+        return [fit.cost if fit.measured else None for fit in self._fits]
+
+    def is_new(self, source: int) -> bool:
+        """Whether nothing was measured of the source."""
+        return not self._fits[self._index(source)].measured
+
+    def recall(self, costs: Sequence[LoadCost | None], now_s: float) -> None:
+        """The costs that an earlier process learned (`all`) replace the prior."""
+        for source, cost in enumerate(costs[:MOST_SOURCES]):
+            if cost is not None:
+                self._used(source, now_s).recall(cost)
+
+    def fetched(
+        self, source: int, took_s: float, now_s: float, *, first: bool, came_s: float = 0.0
+    ) -> None:
+        """As `LoadFit.fetched` and `LoadFit.came`, of a block of `source`."""
+        self._newest = self._used(source, now_s)
+        self._newest.fetched(took_s, first=first)
+        self._newest.came(came_s)
+
+    def copied(self, took_s: float) -> None:
+        """As `LoadFit.copied`, for every source: a copy does not know its block's source."""
+        for fit in self._fits:
+            fit.copied(took_s)
+
+    def of(self, blocks: Mapping[int, int], now_s: float) -> LoadCost:
+        """The cost of an average block, given the number of blocks by source; without blocks, that
+        of the newest source. A source that was not read for DOUBT_S counts with its best time."""
+        total = sum(blocks.values())
+        if not total:
+            return self.newest
+        shares = [(self._cost(s, now_s), count / total) for s, count in blocks.items() if count]
+        if len(shares) == 1:  # the usual case; asked for each waiting prompt at every block
+            return shares[0][0]
+        columns = zip(*(astuple(cost) for cost, _ in shares), strict=True)
+        means = (
+            sum(value * share for value, (_, share) in zip(column, shares, strict=True))
+            for column in columns
+        )
+        latency_s, block_s, copy_s, error, coming_s, _ = means
+        return LoadCost(latency_s, block_s, copy_s, error, coming_s, self._prior.depth)
+
+    def limit_s(self, source: int, now_s: float) -> float:
+        """How long a read from a source may take, with all reads that share the link with it."""
+        if self.is_new(source):
+            return FIRST_LIMIT_S
+        cost = self._cost(source, now_s)
+        return max(self._least_limit_s, LIMIT_TIMES * (cost.latency_s + cost.depth * cost.block_s))
+
+    def _cost(self, source: int, now_s: float) -> LoadCost:
+        source = self._index(source)
+        fit = self._fits[source]
+        return fit.best if now_s - self._used_s[source] > DOUBT_S else fit.cost
+
+    def _used(self, source: int, now_s: float) -> LoadFit:
+        source = self._index(source)
+        self._used_s[source] = now_s
+        return self._fits[source]
+
+    def _index(self, source: int) -> int:
+        """The index of the source; a new source gets an index."""
+        source = min(source, MOST_SOURCES - 1)
+        while len(self._fits) <= source:
+            self._fits.append(LoadFit(self._prior))
+            self._used_s.append(-math.inf)
+        return source
 
 
 def _vector(cost: PrefillCost) -> Matrix:

@@ -8,18 +8,18 @@ position); the loader lands blocks from the end leftwards. A maximal run of land
     |=========|. . . . . . . . . . . |###|. .|##########|
     0         front                   island      island  limit
 
-Each block is in exactly one state, and everything that may change it stands in TRANSITIONS:
+Each block is in exactly one state, and TRANSITIONS has every change of state:
 
-    ABSENT    nobody stores it (as far as we know): compute it
-    WANTED    stored; the loader is to bring it
-    LANDED    its checked bytes are here, waiting for the front
-    GONE      it was stored, and could not be had, or was dropped again: compute it
-    CLAIMED   compute has it: it is computed, or the step being scheduled computes it
+    ABSENT    not stored, as far as is known: compute it
+    WANTED    stored, and not loaded yet
+    LANDED    its checked bytes are on every rank, waiting for the front
+    GONE      it could not be loaded, or its bytes were given up: compute it
+    CLAIMED   it is computed, or the step being scheduled computes it
     ATTACHED  its landed bytes have joined the tree
 
-Three rules follow from the table: compute never enters a block that is LANDED, nothing that was
-claimed is ever attached, and nothing is attached twice. Progress is certain because every state
-but LANDED can be claimed, and LANDED can be attached or dropped.
+Three rules follow from the table: computing never enters a LANDED block, no CLAIMED block is ever
+attached, and no block is attached twice. Progress is certain, since every state but LANDED can be
+claimed, and a LANDED block can be attached or dropped.
 
 This is Algorithm 1 of Cake (arXiv 2410.03065) with `io_ptr` replaced by a state per block, so that
 a lost block costs one block and not the rest of the prompt.
@@ -46,21 +46,22 @@ class BlockState(IntEnum):
 class Event(IntEnum):
     """What may happen to a block."""
 
-    FIND = 0  # the lookup says that it is stored
-    LAND = 1  # the loader has its checked bytes
-    LOSE = 2  # the loader could not get it
-    DROP = 3  # its landed bytes were given up (memory)
+    FIND = 0  # the lookup answers that it is stored
+    LAND = 1  # its checked bytes are in host memory on every rank
+    LOSE = 2  # it could not be loaded
+    DROP = 3  # its landed bytes were given up, for want of memory
     CLAIM = 4  # the step being scheduled computes it
-    PASS = 5  # the tree turned out to hold it already: the front moved over it
+    PASS = 5  # the tree holds it already: the front moved over it
     ATTACH = 6  # its landed bytes joined the tree
-    EVICT = 7  # the tree held it and does not any more: the front moved back over it
+    EVICT = 7  # the tree has evicted it: the front moved back over it
 
 
 _S, _E = BlockState, Event
 
-# (state, event) -> next state. A pair that is not here is a bug of ours.
-# Self-loops on CLAIMED and GONE are news that came too late: the bytes, if any, are discarded. (The
-# loader brings no block that the front has once passed, so a block stays GONE until it is claimed.)
+# (state, event) -> next state. A pair that is not here is a bug of this package.
+# Self-loops on CLAIMED and GONE are events that came too late; bytes that come with them are
+# discarded. The loader reads no block that the front has passed, so a block stays GONE until it is
+# claimed.
 TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
     (_S.ABSENT, _E.FIND): _S.WANTED,
     (_S.CLAIMED, _E.FIND): _S.CLAIMED,
@@ -94,7 +95,7 @@ TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A prompt as the plan sees it.
+    """A prompt as `planner` sees it.
 
     Attributes:
         front: end of the computed prefix, in tokens.
@@ -111,7 +112,7 @@ class View:
     limit: int
 
     def found(self, stored: Sequence[bool]) -> "View":
-        """As it is once the lookup says which of the prompt's blocks are stored."""
+        """The view after the lookup's answer: which of the prompt's blocks are stored."""
         states = (BlockState.WANTED if yes else BlockState.ABSENT for yes in stored[self.first :])
         return replace(self, states=bytes(states)[: len(self.states)])
 
@@ -124,8 +125,8 @@ class Meet:
     Args:
         block_tokens: tokens of a block.
         page_tokens: the tree's page size; divides `block_tokens`. Only whole pages attach.
-        limit_tokens: tokens of the prompt that may come from a cache at all (the last token never
-            may: its logits are wanted); rounded down to a page here.
+        limit_tokens: leading tokens of the prompt that may come from a cache; the last token never
+            may, since its logits are wanted. Rounded down to a page here.
         prompt_tokens: length of the prompt; blocks are its full blocks.
         front: first token that the tree does not hold.
     """
@@ -149,7 +150,7 @@ class Meet:
         self.front = 0
         self.advance(front)
 
-    # ---- what the world tells ----
+    # ---- events ----
 
     def found(self, stored: Sequence[bool]) -> None:
         """The lookup's answer; entries past the last block are ignored."""
@@ -158,11 +159,11 @@ class Meet:
                 self._apply(block, Event.FIND)
 
     def landed(self, block: int) -> bool:
-        """The loader has the block. False: it came too late, discard its bytes."""
+        """The block is in host memory on every rank. False: too late, discard its bytes."""
         return self._apply(block, Event.LAND) is BlockState.LANDED
 
     def lost(self, block: int) -> None:
-        """The loader could not get the block."""
+        """The block could not be loaded."""
         self._apply(block, Event.LOSE)
 
     def dropped(self, block: int) -> None:
@@ -170,7 +171,7 @@ class Meet:
         self._apply(block, Event.DROP)
 
     def give_up(self) -> None:
-        """What has not landed is not waited for any more: compute it."""
+        """Blocks that have not landed are computed."""
         for block in range(len(self._states)):
             if self._states[block] == BlockState.WANTED:
                 self._apply(block, Event.LOSE)
@@ -178,8 +179,8 @@ class Meet:
     def advance(self, front: int) -> list[int]:
         """The tree holds `[0, front)`. Returns the blocks whose landed bytes are not needed now.
 
-        The front moves back when the tree has evicted part of a prompt that is still waiting;
-        what was there before is then computed.
+        The front moves back if the tree has evicted a part of a waiting prompt. That part is
+        computed then.
         """
         surplus = []
         if front < self.front:
@@ -225,7 +226,7 @@ class Meet:
         self.front = stop
         return self.fence
 
-    # ---- what they ask ----
+    # ---- questions ----
 
     def blocks_of(self, span: Span) -> range:
         """The blocks that `span` touches."""
@@ -236,7 +237,7 @@ class Meet:
         return BlockState(self._states[block])
 
     def view(self) -> View:
-        """What a plan goes by: the front and what is right of it."""
+        """The front and the blocks right of it, for `planner`."""
         first = self._block_of(self.front)
         return View(
             front=self.front,
@@ -254,14 +255,14 @@ class Meet:
 
     @property
     def fence(self) -> int:
-        """Blocks below this one belong to compute: the loader must leave them alone."""
+        """Blocks below this one are computed: the loader must not read them."""
         first = self._block_of(self.front)
         taken = first < len(self._states) and self._states[first] == BlockState.CLAIMED
         return first + 1 if taken else first
 
     @property
-    def racing(self) -> bool:
-        """Whether anything right of the front is still to come or to be attached."""
+    def pending(self) -> bool:
+        """Whether a block right of the front is still to come or to be attached."""
         first = self._block_of(self.front)
         return any(
             self._states.find(state, first) >= 0 for state in (BlockState.WANTED, BlockState.LANDED)
@@ -276,7 +277,7 @@ class Meet:
         return min(token // self.block_tokens, len(self._states))
 
     def _blocks_below(self, front: int) -> int:
-        """Blocks of which nothing right of `front` could be attached."""
+        """The number of blocks of which no token right of `front` could be attached."""
         if front >= self.limit:
             return len(self._states)
         return self._block_of(front)

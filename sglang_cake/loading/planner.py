@@ -1,31 +1,39 @@
 """Compute, load, or both: decided at arrival and again at every poll, on predicted costs.
 
-A prompt's first token can be had in three ways: everything computed, everything that is stored
-loaded, or compute from the front while loads come from the back. `look_ahead` predicts all three;
-`next_step` takes the best and says how far the next step computes; `worth_loading` says whether to
-load meanwhile what waits for its turn. Nothing is final: a prompt that is only computed is loaded
-once that pays, and the other way round.
+There are three ways to a prompt's first token: compute everything, load everything that is stored,
+or compute from the front while blocks are loaded from the back.
 
-The split is greedy: nothing is fixed beforehand, each step starts from what has landed by then
-(theory: 1.02 x a clairvoyant's time). Only the size of a step is predicted. A running step cannot
-be aborted, so what it overshoots past the meeting point is lost; so steps are whole chunks while
-the meeting point is far, then as much of the way as the predictions are good for, then the rest.
+- `look_ahead` predicts the time of all three.
+- `next_step` takes the best way, and says how far the next step computes.
+- `should_load` decides whether blocks of a waiting prompt are loaded.
+- `overlap_span` decides whether the last step begins before the last loads are over.
+
+Decisions are not final: a prompt that is only computed is loaded once that pays, and the other way
+round.
+
+The split is greedy: each step starts from the blocks that have landed by then (docs/theory.md: 1.02
+times the time of a clairvoyant). Only the length of a step is predicted. A running step cannot be
+aborted, so computing past the meeting point is lost time. Steps are therefore whole chunks while
+the meeting point is far, then the share of the way that the predictions are good for, then the
+rest.
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_cake.core.spans import Span
 from sglang_cake.loading.cost_model import Costs, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
 
-# How much longer computing alone may take than the best way with loads before a block is read. What
-# is being loaded goes on unless computing alone is quicker: between the two nothing changes.
+# Loads begin only if computing alone takes longer than the best way with loads by more than this
+# share. Loads that have begun go on unless computing alone is quicker.
 COMPUTE_SLACK = 0.015
 TIE = 1e-9  # two sums of the same steps differ by less
-# How much longer loading alone may take than racing and still leave the device to others.
+# Loading alone may take longer than both by this share, since it leaves the device to others.
 LOAD_SLACK = 0.01
 # No step goes further towards the meeting point than this share when predictions are poor.
 _LEAST_SURE = 0.5
@@ -41,28 +49,32 @@ class Progress:
     """How the loads of a prompt come on.
 
     Attributes:
-        since_s: since the last block landed, or since the link began to serve the prompt.
+        since_s: time since the last block landed, or since the link began to serve the prompt.
         begun: whether a block has landed.
-        keep: as of the last `Step`: no read of a block below it is under way; None: of none.
+        load_from: as of the last `Step`: only blocks from this one on are read; None: no block is.
     """
 
     since_s: float = 0.0
     begun: bool = False
-    keep: int | None = None
+    load_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Predicted seconds from now to the end of prefill, by way, and where compute meets load."""
+    """Predicted seconds from now to the end of prefill for each way.
+
+    Attributes:
+        meet_token: with both, where computing meets loading: stored blocks right of it are loaded.
+    """
 
     compute_s: float
     load_s: float
     both_s: float
-    meet_token: int  # what is stored right of it is loaded
+    meet_token: int
 
     @property
     def best_s(self) -> float:
-        """The remaining T* (theory B), with whole steps and blocks."""
+        """The remaining T* (docs/theory.md, B), with whole steps and blocks."""
         return min(self.compute_s, self.load_s, self.both_s)
 
 
@@ -71,25 +83,31 @@ class Step:
     """What to do now.
 
     Attributes:
-        stop: compute up to this token; with `wait` the front, and nothing is computed.
-        keep: block from which on loads are worth starting; None: nothing is worth loading now.
-        late: with `keep` None: the link owes a block, and is not asked again.
+        stop: compute up to this token.
+        wait: compute nothing; `stop` is the front.
+        load_from: blocks from this one on are worth loading; None: no block is.
+        overdue: with `load_from` None: a block should have landed by now, so none is asked for
+            again.
     """
 
     stop: int
     wait: bool = False
-    keep: int | None = 0
-    late: bool = False
+    load_from: int | None = 0
+    overdue: bool = False
 
 
 def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progress) -> Outlook:
-    """Predict the three ways (theory B): C(x) = l (n - x), over block borders x."""
+    """Predict the three ways (docs/theory.md, B): C(x) = l (n - x), over block borders x.
+
+    Args: chunk_tokens: the most that one step computes.
+    """
     wanted = view.states.translate(_WANTED + _PAD)
     now = view.states.translate(_PRESENT + _PAD)
     later = view.states.translate(_TO_BE_PRESENT + _PAD)
 
     def compute_s(held: bytes, start: int, stop: int) -> float:
-        total, at = 0.0, start
+        total = 0.0
+        at = start
         while at < stop:
             begin, end = _next_held(view, held, at)
             total += costs.prefill.span_s(at, min(begin, stop), chunk_tokens)
@@ -101,36 +119,38 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     def load_s(border: int) -> float:
         return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
 
-    unbroken, early_s = _early_last_step(view, later, chunk_tokens, costs)
+    unbroken, overlap_s = _overlap_gain(view, later, chunk_tokens, costs)
 
     def link_s(border: int) -> float:  # until the last step can begin
-        return max(0.0, load_s(border) - (early_s if border >= unbroken else 0.0))
+        return max(0.0, load_s(border) - (overlap_s if border >= unbroken else 0.0))
 
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
 
-    def ahead_s(x: int) -> float:  # of the device, until x is computed
+    def ahead_s(x: int) -> float:  # until the device has computed up to x
         return costs.backlog_s + compute_s(now, view.front, x)
 
     def both_s(border: int) -> float:
         x = token(border)
-        device_s, loads_s = ahead_s(x), link_s(border)
+        device_s = ahead_s(x)
+        loads_s = link_s(border)
         return max(device_s, loads_s + _to_next_step_s(loads_s, device_s, costs)) + rest_s(x)
 
-    def rest_s(x: int) -> float:  # what no store has, right of x
+    def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range(wanted.rfind(1) + 2)
     meet = bisect_left(borders, 0.0, key=lambda b: ahead_s(token(b)) - link_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
-    if costs.others_s:  # a border further off may be better, if loads end with a step of others
+    if costs.others_s:  # an earlier border may be better, if loads end with a step of others
         least_s = both_s(best)
         for border in range(best - 1, -1, -1):
             if link_s(border) >= least_s:
                 break
             if (took_s := both_s(border)) < least_s:
-                best, least_s = border, took_s
-    # What nobody has is computed in any case.
+                best = border
+                least_s = took_s
+    # Blocks that are not stored are computed in any case.
     meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
         compute_s=ahead_s(view.prompt_tokens),
@@ -140,11 +160,10 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     )
 
 
-def _early_last_step(
-    view: View, later: bytes, chunk_tokens: int, costs: Costs
-) -> tuple[int, float]:
-    """(border from which on all is stored, up to the last step; by how much that step may begin
-    before the loads are over): while the last block comes, if nobody else wants the device."""
+def _overlap_gain(view: View, later: bytes, chunk_tokens: int, costs: Costs) -> tuple[int, float]:
+    """The gain of an overlapped last step: (border from which on all blocks up to that step are
+    stored, seconds that it may begin before the loads are over). Without other requests the step
+    begins while the last block is read."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
     if not stop or costs.others_s or view.prompt_tokens - end > chunk_tokens:
@@ -154,13 +173,13 @@ def _early_last_step(
 
 
 def _to_next_step_s(link_s: float, device_s: float, costs: Costs) -> float:
-    """From the end of loads to that of the step that the device is in by then for others alone; the
-    first of these began when it was through with this prompt."""
+    """Time from the end of loads to the end of the step that the device computes then for other
+    requests. The first such step began when the device had computed its part of this prompt."""
     if link_s <= device_s or not costs.others_s:
         return 0.0
     unsure_s = costs.load.error * link_s + costs.prefill.error * device_s
     if costs.pipelined or unsure_s > costs.others_s / 2:
-        return costs.others_s / 2  # nobody knows: half of one is yet to come, on average
+        return costs.others_s / 2  # not predictable: on average half of the step is left
     return (device_s - link_s) % costs.others_s
 
 
@@ -175,43 +194,44 @@ def next_step(
     """Decide the step that starts at the front, which touches no island.
 
     Args:
-        chunk_tokens: what the scheduler would compute at most in this step.
+        chunk_tokens: the most that the scheduler would compute in this step.
     """
     reach = min(view.front + chunk_tokens, view.prompt_tokens)
-    edge = min(reach, room(view))
+    edge = min(reach, island_start(view))
     if BlockState.WANTED not in view.states:
         return Step(edge)
     if mode == "load":
         return Step(view.front, wait=True)
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
-        return Step(edge, keep=None, late=is_late(view, costs, progress))
+        return Step(edge, load_from=None, overdue=is_overdue(view, costs, progress))
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
         if mode == "auto" and costs.prefill.guessed:
-            # Or a guess that is too high would stand for ever: nothing would be computed.
-            return Step(_one_block(edge, view), keep=view.first)
-        # No wait for good: a loader that does not keep its promise makes `since_s`, and with it
-        # the predicted load, grow until compute goes on.
-        return Step(view.front, wait=True, keep=view.first)
+            # A guess that is too high would never be corrected if nothing was computed.
+            return Step(_one_block(edge, view), load_from=view.first)
+        # The wait ends: if no block lands, `since_s` grows, and with it the predicted load, until
+        # computing is predicted to be quicker.
+        return Step(view.front, wait=True, load_from=view.first)
     return _towards(meet, edge, view, costs)
 
 
-def room(view: View) -> int:
-    """Where a step that starts at the front ends at the latest: at the first landed block."""
+def island_start(view: View) -> int:
+    """The start of the first landed block right of the front, where a step must end; the end of the
+    prompt if there is none."""
     return _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
 
 
-def worth_loading(
+def should_load(
     view: View, *, mode: Mode, chunk_tokens: int, costs: Costs, progress: Progress
 ) -> bool:
-    """Whether what is stored of a prompt should be loaded while it waits for its turn.
+    """Whether the stored blocks of a prompt should be loaded while it waits in the queue.
 
-    Asked at arrival and again at polls, with the device's load as it is then.
+    Asked at arrival and again at polls, with the backlog of the device at that time.
 
     Args:
-        costs: `backlog_s` is what goes before it.
+        costs: `backlog_s` is the device time of requests before it.
     """
     if mode != "auto":
         return mode != "compute"
@@ -219,27 +239,66 @@ def worth_loading(
     return not _computing_wins(outlook, progress)
 
 
-def device_work(view: View, keep: int | None) -> StepWork:
-    """What a prompt computes if what lies right of block `keep` is loaded; None: nothing is."""
-    loads = keep is not None and BlockState.WANTED in view.states
-    stop = min(view.prompt_tokens, (keep or 0) * view.block_tokens) if loads else view.prompt_tokens
+def device_work(view: View, load_from: int | None) -> StepWork:
+    """What a prompt computes if blocks from `load_from` on are loaded; None: no block is."""
+    stop = view.prompt_tokens
+    if load_from is not None and BlockState.WANTED in view.states:
+        stop = min(stop, load_from * view.block_tokens)
     return work_of(view.front, max(view.front, stop))
 
 
-def is_late(view: View, costs: Costs, progress: Progress) -> bool:
-    """Whether the link owes the prompt a block that should have come by now."""
-    late = costs.load.is_late(progress.since_s, begun=progress.begun)
-    return late and _is_asked(view, progress)
+def is_overdue(view: View, costs: Costs, progress: Progress) -> bool:
+    """Whether a block of the prompt was predicted to land by now, and has not."""
+    overdue = costs.load.is_overdue(progress.since_s, begun=progress.begun)
+    return overdue and _is_asked(view, progress)
 
 
 def _is_asked(view: View, progress: Progress) -> bool:
-    """Whether the link works for the prompt."""
-    keep = progress.keep
-    return keep is not None and view.first + view.states.rfind(BlockState.WANTED) >= keep
+    """Whether a block of the prompt is being read, or is next on the link."""
+    load_from = progress.load_from
+    if load_from is None:
+        return False
+    return view.first + view.states.rfind(BlockState.WANTED) >= load_from
+
+
+def overlap_span(
+    view: View,
+    *,
+    coming: Mapping[int, float],
+    chunk_tokens: int,
+    costs: Costs,
+) -> Span | None:
+    """The stored tokens, from the front on, that an overlapped last step would find loaded or on
+    their way if it began now (docs/theory.md). None: it must wait, or there will be no such step.
+
+    The step computes the tokens behind the stored part. Its layer i needs KV of layer i alone, and
+    a block's bytes come layer by layer. So it can run while the last blocks are read, and wait at
+    each layer for KV that is not there yet.
+
+    It begins when the loads are predicted to end before a step that begins now. So it holds the
+    device for at most twice the time that the step takes anyway. The caller must see that no other
+    request wants the device.
+
+    Args:
+        coming: blocks whose bytes are coming, and the share of each that is still to come.
+        chunk_tokens: the most that the step may compute.
+    """
+    there = (BlockState.LANDED, BlockState.WANTED)
+    count = next((i for i, state in enumerate(view.states) if state not in there), len(view.states))
+    if any(state in there for state in view.states[count:]):
+        return None  # the hole between these blocks is computed first
+    wanted = [view.first + i for i in range(count) if view.states[i] == BlockState.WANTED]
+    stop = min((view.first + count) * view.block_tokens, view.limit)
+    fits = stop > view.front and view.prompt_tokens - stop <= chunk_tokens
+    if not wanted or not fits or not all(block in coming for block in wanted):
+        return None
+    left_s = costs.load.block_s * sum(coming[block] for block in wanted)
+    step_s = costs.prefill.step_s(stop, view.prompt_tokens)
+    return Span(view.front, stop) if left_s <= step_s else None
 
 
 def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
-    slack = COMPUTE_SLACK if progress.keep is None else TIE
+    slack = COMPUTE_SLACK if progress.load_from is None else TIE
     return outlook.compute_s < min(outlook.both_s, outlook.load_s) * (1 + slack)
 
 
@@ -249,24 +308,25 @@ def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
     smallest = _one_block(edge, view)
     stop = min(edge, max(meet, smallest))
     error = min(_LEAST_SURE, max(costs.prefill.error, costs.load.error))
-    keep = meet // size - int(error * (meet - stop) / size)
-    # In the last step towards the meet: what a wrong prediction would cost, half of the time,
-    # against another step.
+    load_from = meet // size - int(error * (meet - stop) / size)
+    # In the last step towards the meet, a wrong prediction costs time in half of the cases; a
+    # shorter step costs another step.
     at_risk_s = error * costs.prefill.step_s(view.front, stop) / 2
     if stop == meet and at_risk_s > costs.prefill.fixed_s:
-        # Whole blocks: one that is begun is one that cannot be loaded.
+        # Whole blocks: a block that is begun cannot be loaded.
         sure = view.front + int((meet - view.front) * (1 - error))
         stop = max(smallest, sure - sure % size)
-    return Step(stop, keep=keep)
+    return Step(stop, load_from=load_from)
 
 
 def _one_block(edge: int, view: View) -> int:
-    """Where the least step that is of use ends."""
+    """The end of the shortest useful step: the end of the block at the front."""
     return min(edge, (view.front // view.block_tokens + 1) * view.block_tokens)
 
 
 def _next_held(view: View, held: bytes, at: int) -> tuple[int, int]:
-    """Token span of the next run of held blocks at or after token `at`; past the prompt: none."""
+    """Token span of the next run of held blocks at or after token `at`; past the prompt if there is
+    none."""
     size = view.block_tokens
     begin = held.find(1, at // size - view.first)
     if begin < 0 or at >= view.limit:

@@ -1,31 +1,40 @@
-"""Who gets the device's budget and the link first, when several prompts want them.
+"""Which prompt gets the budget of a step, and the link, first when several want them.
 
-Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3) with the order of docs/theory.md:
+The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), as derived in
+docs/theory.md:
 
-1. prompts for which nothing is loaded, or nothing more, in SGLang's order; of equal age those first
-   whose rest fits one step;
-2. prompts that are being loaded, the one with the smallest remaining T* first: they take what the
-   others leave of a step's budget, down to nothing, while their loads go on.
+1. Prompts of which nothing is being loaded, in SGLang's order. Of equal age, prompts whose rest
+   fits one step come first.
+2. Prompts that are being loaded, the one with the smallest remaining T* first. They get what the
+   others leave of a step's budget, which may be nothing, while their loads go on.
 
-Nobody starves: whoever waits ages, and a second of waiting is worth AGEING seconds of T*. So the
-order is that of `remaining T* - AGEING x waited`, where a prompt of 1 has no T*: what is being
-loaded gives way to whoever comes within `T* / AGEING` after it, and to nobody who comes later. All
-age alike: the order of two changes only with what is left of them.
+Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
+of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
+that arrive within `remaining_s / AGEING` seconds after it. All prompts age alike, so the order of
+two of them changes only with their remaining times.
 
-Priorities, where they count, come before all of that; then, when asked, tenants: all of one that
-had less (`loading/fair_queueing.py`) go before those of one that had more. A prompt that is being
-computed in chunks is interrupted between two of them: see `preempts`. The link goes to prompts in
-the same order.
+Priorities, where they count, come before all of that. With `--cake-priority fair`, tenants come
+next (`TenantTokens`): all prompts of a tenant that was given fewer tokens go before those of one
+that was given more. The link serves prompts in the same order. `preempts` says when a prompt that
+is being computed in chunks is interrupted between two of them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_cake.loading.meet import BlockState, View
 
-# More is nearer to first come, first served; less, nearer to the least mean (docs/scheduling.md).
+# A larger value is nearer to first come, first served; a smaller one, to the least mean time
+# (docs/scheduling.md).
 AGEING = 1 / 3
 
+MOST_TENANTS = 4096
+# Tenants whose counts fall into the same span of this many tokens have the same turn, in which the
+# shortest prompt goes first. With a smaller span they would alternate at every step.
+TURN_TOKENS = 4096
+
+# Level, turn, aged remaining time, not nearly done: the lowest is served first.
 Rank = tuple[int, int, float, bool]
 
 
@@ -34,12 +43,12 @@ class QueueEntry:
     """A waiting prompt.
 
     Attributes:
-        remaining_s: predicted rest of its T*, if it is being loaded; None: nothing is, or no more.
-        waited_s: since it arrived, by a clock that all share.
+        remaining_s: predicted rest of its T*; None: no block of it is being loaded.
+        waited_s: time since it arrived, by a clock that all ranks share.
         nearly_done: its loads are over, and the rest fits one step.
-        turn: its tenant's, lowest first; all the same where tenants do not count.
-        level: its priority's, lowest first; all the same where priorities do not count.
-        yielded: the device was its own, and it left it to others since loading was as quick.
+        turn: that of its tenant, lowest first; equal for all where tenants do not count.
+        level: that of its priority, lowest first; equal for all where priorities do not count.
+        yielded: it could have had the device, and waited for its loads instead.
     """
 
     rid: str
@@ -62,13 +71,13 @@ class QueueEntry:
         begun: bool,
         chunk_tokens: int,
     ) -> "QueueEntry":
-        """A prompt of which something is stored, as it is now.
+        """The entry of a prompt with stored blocks, as it is now.
 
         Args:
-            loads: whether what is to come is being loaded now.
-            remaining_s: predicts the rest of its T*; asked only if it is being loaded.
-            begun: whether it has had something from the store.
-            chunk_tokens: what one step computes at most.
+            loads: whether wanted blocks are being loaded now.
+            remaining_s: predicts the rest of its T*; called only if it is being loaded.
+            begun: whether a block of it has landed.
+            chunk_tokens: the most that one step computes.
         """
         if loads and BlockState.WANTED in view.states:
             return cls(rid, remaining_s(), waited_s)
@@ -78,37 +87,42 @@ class QueueEntry:
 
     @property
     def only_computed(self) -> bool:
-        """Whether nothing of it is loaded, and its end is not near."""
+        """Whether no block of it is being loaded, and its end is not near."""
         return self.remaining_s is None and not self.nearly_done
 
 
-def order(claimants: Sequence[QueueEntry]) -> list[int]:
-    """Indices into `claimants`, who is served first first. Stable.
+def order(entries: Sequence[QueueEntry]) -> list[int]:
+    """Indices into `entries`, in the order of service. Stable.
 
-    Prompts that are only computed stay in the order in which they are given: none counts as older
-    than the one before it, or a prompt that is loaded would give way to newer ones for an old one
-    which that order puts last.
+    Prompts that are only computed stay in the given order. None of them counts as older than the
+    one before it: otherwise a loaded prompt would let newer ones go first because of an old one
+    that the given order puts last.
     """
     youngest_s: dict[tuple[int, int], float] = {}
 
     def rank(each: QueueEntry) -> Rank:
         if not each.only_computed:
             return _rank(each)
-        group = each.level, each.turn
+        group = (each.level, each.turn)
         youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
         return _rank(replace(each, waited_s=youngest_s[group]))
 
-    ranks = [rank(each) for each in claimants]
-    return sorted(range(len(claimants)), key=ranks.__getitem__)
+    ranks = [rank(each) for each in entries]
+    return sorted(range(len(entries)), key=ranks.__getitem__)
 
 
 def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
-    """Whether a waiting prompt that could use the device now goes before the one being chunked.
+    """Whether a waiting prompt that could compute now goes before the one that is being chunked.
+    The first row that fits decides.
 
-    One that is only computed is interrupted by who is one step from its end, or has aged further as
-    `order` sees the two alone, or has a higher priority and stood aside; never by another that is
-    only computed, nor for another tenant's turn. One that is being loaded gives way to whoever
-    `order` puts first.
+    | running | waiting | preempted when |
+    |---|---|---|
+    | being loaded | any | the waiting prompt is first in `order` |
+    | any other | another priority | it is first in `order`, and had yielded the device |
+    | only computed | only computed | never |
+    | nearly done | any | never |
+    | only computed | nearly done | its tenant's turn is not later |
+    | only computed | being loaded | it is first in `order`, and of the same turn |
     """
     first = _rank(waiting) < _rank(running)
     if running.remaining_s is not None:
@@ -122,6 +136,57 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     return first and waiting.turn == running.turn
 
 
-def _rank(claimant: QueueEntry) -> Rank:
-    aged_s = (claimant.remaining_s or 0.0) - AGEING * claimant.waited_s
-    return claimant.level, claimant.turn, aged_s, not claimant.nearly_done
+def _rank(entry: QueueEntry) -> Rank:
+    aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
+    return entry.level, entry.turn, aged_s, not entry.nearly_done
+
+
+class TenantTokens:
+    """Counts of prompt tokens by tenant. Not thread-safe.
+
+    This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al.,
+    OSDI 2024, section 4). A tenant pays for every prompt token that is computed or loaded for it. A
+    tenant that comes back after a pause is lifted to the lowest count of the live tenants, so turns
+    cannot be saved up. There is no clock, so all ranks of a group count alike.
+    """
+
+    def __init__(self) -> None:
+        self._paid: dict[int, int] = {}
+        self._live: Counter[int] = Counter()  # requests
+        self._last = 0  # count of the last tenant of which a request was live
+
+    def __len__(self) -> int:
+        """How many tenants have a count."""
+        return len(self._paid)
+
+    def arrives(self, tenant: int) -> None:
+        """A request of `tenant` has arrived."""
+        self._paid[tenant] = self._count(tenant)
+        self._live[tenant] += 1
+
+    def leaves(self, tenant: int) -> None:
+        """A request that had arrived is over."""
+        self._live[tenant] -= 1
+        if self._live[tenant]:
+            return
+        del self._live[tenant]
+        if not self._live:
+            self._last = self._paid[tenant]
+        if len(self._paid) > MOST_TENANTS:
+            gone = [each for each in self._paid if each not in self._live]
+            del self._paid[min(gone, key=self._paid.__getitem__)]
+
+    def charge(self, tenant: int, tokens: int) -> None:
+        """`tokens` were computed or loaded for a live request of `tenant`."""
+        self._paid[tenant] += tokens
+
+    def turn(self, tenant: int) -> int:
+        """The turn of a tenant, lowest first. Without a live request, the turn that it would have
+        if one came now."""
+        return self._count(tenant) // TURN_TOKENS
+
+    def _count(self, tenant: int) -> int:
+        paid = self._paid.get(tenant, 0)
+        if tenant in self._live:
+            return paid
+        return max(paid, min((self._paid[other] for other in self._live), default=self._last))

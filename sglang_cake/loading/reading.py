@@ -1,7 +1,7 @@
-"""A block's read that is under way, as a thread sees it that needs its first bytes before the rest.
+"""The read of a block that is under way, for a thread that uses its first bytes before the rest.
 
-What has come is not checked until all has. So whoever uses it early must see the read end well, and
-must be able to take back what came of it.
+Bytes are not checked until all have come. A thread that uses them before must wait for the end of
+the read, and must be able to undo what it did with them.
 """
 
 import threading
@@ -11,74 +11,85 @@ from sglang_cake.core.buffers import Buffer
 
 
 class Reading:
-    """One read. Thread-safe: a store tells how far it is, the loader when it is over, and one other
-    thread waits."""
+    """One read. Thread-safe: the store reports how far it is, the loader when it is over, and one
+    other thread waits."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        """Args: buffer: what the read fills, from its start. Once the read is over it is whoever's
-        it is then: what is there means something only after `end(whole=True)`."""
+    def __init__(self, buffer: Buffer, changed: threading.Condition | None = None) -> None:
+        """
+        Args:
+            buffer: filled by the read, from its start. Its bytes are valid after
+                `end(whole=True)`; after `end(whole=False)` the buffer belongs to another read.
+            changed: guards the state, and is notified of its changes.
+        """
         self.buffer = buffer
-        self._changed = threading.Condition()
+        self._changed = threading.Condition() if changed is None else changed
         self._bytes = 0
-        self._turns = 0  # how often bytes began to come
-        self._begun_s = 0.0  # the last time that they did
-        self._used: int | None = None  # the turn whose bytes were used
+        self._starts = 0  # how often the read started from its first byte
+        self._begun_s = 0.0  # when it did last
+        self._used: int | None = None  # the start whose bytes were used
         self._whole: bool | None = None  # None: under way
 
     def came(self, count: int) -> None:
-        """So many leading bytes are there, unchecked (a `TellBytes`)."""
+        """`count` leading bytes have come, unchecked (a `TellBytes`). 0: the read starts."""
         with self._changed:
             if count == 0:
-                self._turns += 1
+                self._starts += 1
                 self._begun_s = time.monotonic()
             self._bytes = count
             self._changed.notify_all()
 
     def end(self, *, whole: bool) -> None:
-        """It is over. Args: whole: all bytes are there, and passed the check."""
+        """The read is over. Args: whole: all bytes have come and passed the check."""
         with self._changed:
             self._whole = whole
             self._changed.notify_all()
 
     @property
     def begun(self) -> bool:
-        """Whether bytes come, and are told of."""
+        """Whether the read is under way, and the store reports its progress."""
         with self._changed:
-            return self._turns > 0 and self._whole is None
+            return self._starts > 0 and self._whole is None
 
     @property
     def to_come(self) -> float:
-        """The share of its bytes that is not there."""
+        """The share of the bytes that is still to come."""
         with self._changed:
             return 0.0 if self._whole else 1 - self._bytes / len(self.buffer.view)
 
     @property
+    def is_over(self) -> bool:
+        """Whether the read has ended, well or not."""
+        with self._changed:
+            return self._whole is not None
+
+    @property
     def is_whole(self) -> bool:
-        """Whether all bytes are there, and passed the check."""
+        """Whether all bytes have come and passed the check."""
         with self._changed:
             return self._whole is True
 
     def coming_s(self) -> float:
-        """Since the first byte came; 0 if nobody told."""
+        """Time since the first byte came; 0 if the store does not report its progress."""
         with self._changed:
-            return time.monotonic() - self._begun_s if self._turns else 0.0
+            return time.monotonic() - self._begun_s if self._starts else 0.0
 
     def has(self, count: int) -> bool:
-        """Whether so many leading bytes are there."""
+        """Whether `count` leading bytes have come."""
         with self._changed:
             return self._has(count)
 
     def wait(self, count: int, until_s: float) -> bool:
-        """Until so many leading bytes are there, to be used at once. False: they will not be, or
-        what was used before them was no part of the same bytes, or it is `until_s` (monotonic)."""
+        """Block until `count` leading bytes have come, which the caller uses at once. Returns False
+        if the read failed, if it restarted after bytes had been used, or at `until_s` (monotonic).
+        """
         with self._changed:
             while not self._has(count) and self._whole is None and self._tick(until_s):
                 pass
             return self._has(count) and self._use()
 
     def wait_whole(self, until_s: float) -> bool:
-        """Until it is over, and all that was used was part of what has passed the check. False
-        otherwise, and if it is not over at `until_s` (monotonic)."""
+        """Block until the read is over. Returns whether all bytes passed the check, and all bytes
+        that had been used are among them. False also at `until_s` (monotonic)."""
         with self._changed:
             while self._whole is None and self._tick(until_s):
                 pass
@@ -92,5 +103,5 @@ class Reading:
 
     def _use(self) -> bool:
         if self._used is None:
-            self._used = self._turns
-        return self._used == self._turns
+            self._used = self._starts
+        return self._used == self._starts

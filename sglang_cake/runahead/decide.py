@@ -7,7 +7,7 @@ from sglang_cake.core.spans import Span
 from sglang_cake.loading.cost_model import Costs as LoadingCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import View
-from sglang_cake.loading.planner import Progress, look_ahead, room
+from sglang_cake.loading.planner import Progress, island_start, look_ahead
 from sglang_cake.runahead.partition import Partition, balanced
 from sglang_cake.runahead.table import PartitionTable
 
@@ -125,7 +125,7 @@ def plan_beside_loader(
             pair_s=costs.prefill.pair_s / workers,
         )
         stop, meet_s = meet(shared, _NO_LIMIT)
-        span = Span(view.front, min(stop, room(view)))
+        span = Span(view.front, min(stop, island_start(view)))
         partition = _within(span, workers, costs, limits)
         if partition is None:
             return None

@@ -1,6 +1,6 @@
 """A server with many prompts on a virtual clock. The real server's own code decides.
 
-`Meet`, `worth_loading`, `next_step`, `early_last_step`, `look_ahead`, `QueueEntry.of`, `order`,
+`Meet`, `should_load`, `next_step`, `overlap_span`, `look_ahead`, `QueueEntry.of`, `order`,
 `PrefillFit` and `LoadFit` are the server's own. The clock, the device, the links and the forming of
 a batch are models:
 
@@ -17,17 +17,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sglang_cake.loading.cost_model import Costs, StepWork, work_of
-from sglang_cake.loading.early_last_step import early_last_step
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
     Mode,
     Progress,
     Step,
     device_work,
-    is_late,
+    is_overdue,
     look_ahead,
     next_step,
-    worth_loading,
+    overlap_span,
+    should_load,
 )
 from sglang_cake.loading.priority import QueueEntry, order
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, Source, layered_end_s
@@ -287,7 +287,7 @@ class Server:
         took_s = now - max(crossing.began_s, min(self._landed_s, now))
         if crossing.first:
             took_s = now - crossing.began_s + self._known_latency_s()
-        self._known.load.landed(took_s, first=crossing.first)
+        self._known.load.fetched(took_s, first=crossing.first)
         self._landed_s = live.since_s = now
         live.begun = True
         live.result.landings.append((now, crossing.block))
@@ -344,7 +344,7 @@ class Server:
         for live in self._ranks:
             if live in waiting and live.to_land:
                 backlog_s = max(0.0, self._free_s - now) + costs.prefill.queue_s(ahead, chunk)
-                loads = worth_loading(
+                loads = should_load(
                     live.meet.view(),
                     mode=self._mode,
                     chunk_tokens=chunk,
@@ -356,16 +356,18 @@ class Server:
                     if loads:
                         live.keep = 0
                     else:
-                        self._stop(live, late=is_late(live.meet.view(), costs, live.progress(now)))
+                        self._stop(
+                            live, overdue=is_overdue(live.meet.view(), costs, live.progress(now))
+                        )
             ahead += live.to_compute
         if changed:
             self._rank()
 
-    def _stop(self, live: LivePrompt, *, late: bool) -> None:
-        """Stop its loads; for ever if the link is late."""
+    def _stop(self, live: LivePrompt, *, overdue: bool) -> None:
+        """Stop its loads; for ever if the link is overdue."""
         live.keep = None
         live.since_s = None
-        if late:
+        if overdue:
             live.meet.give_up()
         self._cancel(live, live.meet.blocks)
 
@@ -490,9 +492,9 @@ class Server:
             progress=live.progress(now),
         )
         live.planned = True
-        if step.keep is None:
-            self._stop(live, late=step.late)
-        live.keep = step.keep
+        if step.load_from is None:
+            self._stop(live, overdue=step.overdue)
+        live.keep = step.load_from
         live.waits(step.wait, now)
         return step.stop
 
@@ -525,7 +527,7 @@ class Server:
             return False
         (live,), machine, now = self._lives, self._machine, self._clock.now
         coming = {c.block: c for _, carried in self._links for c in carried}
-        span = early_last_step(
+        span = overlap_span(
             live.meet.view(),
             coming={block: crossing.to_come(now) for block, crossing in coming.items()},
             chunk_tokens=self._chunk,

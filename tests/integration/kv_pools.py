@@ -1,5 +1,6 @@
-"""SGLang's own KV pools and slot allocators on a CPU, small, and records to go with them."""
+"""Small KV pools and slot allocators of SGLang on a CPU, and records of prompts for them."""
 
+import time
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.staging import StagedBlock
 from sglang_cake.stores.request_info import RequestFacts
 
 SEED = KeySeed(Digest(b"n" * 32))
@@ -82,24 +83,36 @@ def allocator_of(pool: Any, page: int) -> Any:
     return PagedTokenToKVPoolAllocator(pool.size, page, pool.dtype, "cpu", pool, need_sort=False)
 
 
-def restore_of(
-    blocks: int, *, block: int, page: int = 1, rid: str = "r", limit: int | None = None
-) -> Restore:
-    """A record of a prompt of whole blocks."""
-    tokens = array("q", range(blocks * block))
-    return Restore(
+def load_of(
+    blocks: int,
+    *,
+    block: int,
+    page: int = 1,
+    rid: str = "r",
+    limit: int | None = None,
+    extra_tokens: int = 0,
+    waited_s: float = 0.0,
+) -> PromptLoad:
+    """A record of a prompt of whole blocks and `extra_tokens` behind them that arrived `waited_s`
+    ago."""
+    tokens = array("q", range(blocks * block + extra_tokens))
+    cost = LoadCost(0.0, 0.01, depth=4)
+    arrived_s = time.monotonic() - waited_s
+    return PromptLoad(
         rid=rid,
-        ticket=rid,
+        load_id=rid,
         tokens=tokens,
         chain=KeyChain(SEED, block),
         facts=RequestFacts(rid, len(tokens)),
         meet=Meet(
             block_tokens=block,
             page_tokens=page,
-            limit_tokens=len(tokens) if limit is None else limit,
+            limit_tokens=blocks * block if limit is None else limit,
             prompt_tokens=len(tokens),
         ),
-        load=LoadCost(0.0, 0.01, depth=4),
+        local=LocalLoads(cost, served_since_s=arrived_s),
+        agreed=AgreedLoads(cost),
+        arrived_s=arrived_s,
     )
 
 
@@ -114,13 +127,13 @@ class Staging:
     def __post_init__(self) -> None:
         self.pool = BufferPool(64, self.kv.new_buffer)
 
-    def land(self, restore: Restore, block: int) -> bytes:
+    def land(self, load: PromptLoad, block: int) -> bytes:
         """`block` is in host memory, wanted; returns its bytes."""
         buffer = self.pool.take()
         assert isinstance(buffer, HostBuffer)
         generator = torch.Generator().manual_seed(block)
         size = len(buffer.tensor)
         buffer.tensor.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
-        assert restore.meet.landed(block)
-        restore.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
+        assert load.meet.landed(block)
+        load.landed.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
         return bytes(buffer.view)

@@ -1,6 +1,7 @@
 """No exception of ours reaches SGLang, and every exception of SGLang passes."""
 
 import ast
+import contextlib
 import logging
 import sys
 from collections import defaultdict
@@ -13,11 +14,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from faults import Fault, replace
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from test_coordinator import BLOCK, Desk, FakeReq, req_of
 
 import sglang_cake
 from sglang_cake.core.config import ENABLED_ENV
@@ -33,7 +34,7 @@ from sglang_cake.integration.boundary import (
 )
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder
+from sglang_cake.integration.scheduler.prefill_adder import AS_SGLANG, CakePrefillAdder
 
 PACKAGE = Path(sglang_cake.__file__).parent
 
@@ -140,7 +141,8 @@ def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with() -> None:
             try:
                 handler = Tree()
                 BOUNDARY.attach(handler, None)
-                assert not guarded("self", SimpleNamespace(rid="r"))
+                returned = guarded("self", SimpleNamespace(rid="r"))
+                assert not returned or returned == AS_SGLANG
                 assert BOUNDARY.counts[name] == before + 1
                 assert handler.calls == ["r"]
                 seen += 1
@@ -288,7 +290,7 @@ def test_new_weights_that_cannot_be_named_switch_off(
     source = SimpleNamespace(weights_or_none=lambda: None, is_local=True)
     identity = SimpleNamespace(update_source=lambda path: source if called else _raise(_raise)())
     holder: Any = CakeRadixCache.__new__(CakeRadixCache)
-    holder.engine = SimpleNamespace(
+    holder.service = SimpleNamespace(
         identity=identity, weights_changing=lambda: None, weights_changed=_raise(_raise)
     )
     updater = SimpleNamespace(
@@ -312,15 +314,15 @@ def test_an_idle_rank_asks_the_others_once_after_an_unsafe_hook_before_it_reduce
     """The hook may have failed on one rank, which then looks for nothing and does not reduce."""
     calls: list[str] = []
     coordinator = SimpleNamespace(
-        left=False,
-        step_s=0.0,
+        off_everywhere=False,
+        timed=contextlib.nullcontext,
         adaptive=False,
-        together=lambda: calls.append("together") or True,
+        on_everywhere=lambda: calls.append("together") or True,
         poll=lambda serving: calls.append("poll"),
     )
     identity = SimpleNamespace(poll=lambda: calls.append("identify"))
     holder = SimpleNamespace(
-        coordinator=coordinator, engine=SimpleNamespace(identity=identity), runahead=None
+        coordinator=coordinator, service=SimpleNamespace(identity=identity), runahead=None
     )
     scheduler = SimpleNamespace(
         tree_cache=holder, chunked_req=None, waiting_queue=[], policy=None, running_batch=None
@@ -374,55 +376,55 @@ class Bomb:
             raise Fault(self.where)
 
 
-def _steps(desk: Desk, req: FakeReq) -> Iterator[Callable[[], Any]]:
+def _steps(harness: CoordinatorHarness, req: FakeReq) -> Iterator[Callable[[], Any]]:
     """A prompt of which the last blocks are loaded and the first computed."""
-    cake = desk.cake
-    yield lambda: cake.arrive(req, lambda tokens, limit: 0)
+    coordinator = harness.coordinator
+    yield lambda: coordinator.arrive(req, lambda tokens, limit: 0)
     for _ in range(4):
-        desk.settle_io()
-        yield lambda: cake.poll([req.rid])
+        harness.settle_io()
+        yield lambda: coordinator.poll([req.rid])
     for _ in range(6):
-        yield lambda: cake.settle(req, desk.attach)
-        yield lambda: cake.plan(req, BLOCK)
+        yield lambda: coordinator.settle(req, harness.attach)
+        yield lambda: coordinator.plan(req, BLOCK)
         stop = min(req.prefix_len + BLOCK, len(req.origin_input_ids))
-        slots = desk.allocator.alloc(-(-(stop - req.prefix_len) // 4) * 4)
+        slots = harness.allocator.alloc(-(-(stop - req.prefix_len) // 4) * 4)
         assert slots is not None
         req.owned.append(slots)
-        yield lambda stop=stop: cake.claimed(req, stop)
+        yield lambda stop=stop: coordinator.claimed(req, stop)
         req.prefix_len = stop
-        desk.settle_io()
-        yield lambda: cake.poll([req.rid])
-    yield lambda: cake.reclaim(BLOCK)
-    yield lambda: cake.end(req.rid)
+        harness.settle_io()
+        yield lambda: coordinator.poll([req.rid])
+    yield lambda: coordinator.reclaim(BLOCK)
+    yield lambda: coordinator.end(req.rid)
 
 
 def _run_with(bomb: Bomb) -> None:
-    desk, req = Desk(), req_of(6.5)
+    harness, req = CoordinatorHarness(), req_of(6.5)
     try:
-        keys = desk.fill(req.origin_input_ids, {3, 4, 5})
-        desk.open(*keys)
-        for step in _steps(desk, req):
+        keys = harness.fill(req.origin_input_ids, {3, 4, 5})
+        harness.open(*keys)
+        for step in _steps(harness, req):
             sys.setprofile(bomb)
             try:
                 step()
             except Fault:
                 sys.setprofile(None)
-                desk.cake.end(req.rid)  # what the boundary does
+                harness.coordinator.end(req.rid)  # what the boundary does
             finally:
                 sys.setprofile(None)
             owned = sum(len(each) for each in req.owned)
-            free = desk.allocator.available_size()
-            assert owned + free + desk.cake.held_tokens == desk.size, bomb.where
+            free = harness.allocator.available_size()
+            assert owned + free + harness.coordinator.held_tokens == harness.size, bomb.where
         for slots in req.owned:
-            desk.allocator.free(slots)
-        desk.settle_io()
-        desk.cake.poll([])
-        desk.settle_io()
-        if "discard" not in bomb.where:  # `discard` itself frees them
-            assert desk.cake.held_tokens == 0, bomb.where
-            assert desk.allocator.available_size() == desk.size, bomb.where
+            harness.allocator.free(slots)
+        harness.settle_io()
+        harness.coordinator.poll([])
+        harness.settle_io()
+        if "discard" not in bomb.where:  # that is what gives them back
+            assert harness.coordinator.held_tokens == 0, bomb.where
+            assert harness.allocator.available_size() == harness.size, bomb.where
     finally:
-        desk.io.close()
+        harness.io.close()
 
 
 def test_slots_are_never_lost_whatever_call_fails() -> None:

@@ -1,4 +1,4 @@
-"""Slots of landed blocks: found, filled, given on or given back. SGLang's allocator judges."""
+"""Slots of landed blocks are allocated, filled, and passed on or freed, with SGLang's allocator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,20 +7,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_pools import Staging, allocator_of, as_bytes, buffers_of, mha, restore_of, scramble
+from kv_pools import Staging, allocator_of, as_bytes, buffers_of, load_of, mha, scramble
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.loading.meet import BlockState
 
 BLOCK = 64
 
 
-class Desk:
-    """A landing on a pool of `blocks` blocks, beside a tree that can give `evictable` tokens."""
+class SlotsHarness:
+    """Device slots on a pool of `blocks` blocks, beside a tree that can be evicted."""
 
     def __init__(self, *, blocks: int = 8, page: int = 16, block: int = BLOCK) -> None:
         self.block, self.page = block, page
@@ -45,8 +45,8 @@ class Desk:
             self.allocator.free(slots)
             tokens -= len(slots)
 
-    def restore(self, blocks: int, *, limit: int | None = None, rid: str = "r") -> Restore:
-        made = restore_of(blocks, block=self.block, page=self.page, limit=limit, rid=rid)
+    def prompt_load(self, blocks: int, *, limit: int | None = None, rid: str = "r") -> PromptLoad:
+        made = load_of(blocks, block=self.block, page=self.page, limit=limit, rid=rid)
         made.meet.found([True] * blocks)
         return made
 
@@ -76,98 +76,98 @@ class Desk:
 def test_a_span_gets_its_bytes_and_the_rest_of_its_slots_go_back(
     page: int, offset: int, cut: int
 ) -> None:
-    desk = Desk(page=page)
+    harness = SlotsHarness(page=page)
     offset, cut = offset * page % BLOCK, cut * page % BLOCK
-    restore = desk.restore(3, limit=3 * BLOCK - cut)
-    data = {b: desk.staging.land(restore, b) for b in (2, 1, 0)}
-    before = [as_bytes(b).clone() for b in buffers_of(desk.pool)]
-    assert desk.device_slots.place(restore, [0, 1, 2])
-    assert desk.free == desk.size - 3 * BLOCK
-    assert desk.device_slots.held_tokens == 3 * BLOCK
-    placed = torch.cat(list(restore.slots.values()))
-    assert desk.staging.pool.free == 64  # the copies are complete: staging is free again
-    assert all(s.used for s in desk.staging.freed)
-    restore.meet.advance(offset)
-    span = restore.meet.island()
+    load = harness.prompt_load(3, limit=3 * BLOCK - cut)
+    data = {b: harness.staging.land(load, b) for b in (2, 1, 0)}
+    before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
+    assert harness.device_slots.place(load, [0, 1, 2])
+    assert harness.free == harness.size - 3 * BLOCK
+    assert harness.device_slots.held_tokens == 3 * BLOCK
+    placed = torch.cat(list(load.landed.slots.values()))
+    assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
+    assert all(s.used for s in harness.staging.freed)
+    load.meet.advance(offset)
+    span = load.meet.island()
     assert span == Span(offset, 3 * BLOCK - cut)
-    slots = desk.device_slots.take(restore, span)
+    slots = harness.device_slots.take(load, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
-    assert desk.free == desk.size - span.tokens
-    assert desk.device_slots.held_tokens == 0
-    assert restore.slots == {}
+    assert harness.free == harness.size - span.tokens
+    assert harness.device_slots.held_tokens == 0
+    assert load.landed.slots == {}
     for b in range(3):
         start, stop = max(span.start, b * BLOCK), min(span.stop, (b + 1) * BLOCK)
-        there = desk.bytes_at(slots[start - span.start : stop - span.start])
-        assert there == desk.cut(data[b], start - b * BLOCK, stop - b * BLOCK)
-    others = torch.ones(desk.size + page, dtype=torch.bool)
+        there = harness.bytes_at(slots[start - span.start : stop - span.start])
+        assert there == harness.cut(data[b], start - b * BLOCK, stop - b * BLOCK)
+    others = torch.ones(harness.size + page, dtype=torch.bool)
     others[placed] = False
-    for buffer, old in zip(buffers_of(desk.pool), before, strict=True):
+    for buffer, old in zip(buffers_of(harness.pool), before, strict=True):
         assert torch.equal(as_bytes(buffer)[others], old[others])
-    desk.allocator.free(slots)
-    assert desk.free == desk.size
-    assert desk.wasted() == {}
+    harness.allocator.free(slots)
+    assert harness.free == harness.size
+    assert harness.wasted() == {}
 
 
 def test_without_memory_for_all_the_rightmost_are_placed() -> None:
-    desk = Desk(blocks=2)
-    restore = desk.restore(4)
+    harness = SlotsHarness(blocks=2)
+    load = harness.prompt_load(4)
     for b in range(4):
-        desk.staging.land(restore, b)
-    assert not desk.device_slots.place(restore, range(4))
-    assert sorted(restore.slots) == [2, 3]
-    assert sorted(restore.staged) == [0, 1]
-    assert desk.free == 0
-    assert not desk.device_slots.place(restore, range(4))
-    assert desk.device_slots.held_tokens == 2 * BLOCK
-    desk.device_slots.discard(restore, range(4), "ended")
-    assert desk.free == desk.size
-    assert desk.device_slots.held_tokens == 0
-    assert desk.staging.pool.free == 64
+        harness.staging.land(load, b)
+    assert not harness.device_slots.place(load, range(4))
+    assert sorted(load.landed.slots) == [2, 3]
+    assert sorted(load.landed.staged) == [0, 1]
+    assert harness.free == 0
+    assert not harness.device_slots.place(load, range(4))
+    assert harness.device_slots.held_tokens == 2 * BLOCK
+    harness.device_slots.discard(load, range(4), "ended")
+    assert harness.free == harness.size
+    assert harness.device_slots.held_tokens == 0
+    assert harness.staging.pool.free == 64
     # Staged bytes are counted by whoever frees the staging, slots here; the request counts both.
-    assert desk.wasted() == {"ended": 2 * desk.device_slots.block_bytes}
-    assert restore.wasted_bytes == 4 * desk.device_slots.block_bytes
-    assert [s.used for s in desk.staging.freed] == [True, True, False, False]
+    assert harness.wasted() == {"ended": 2 * harness.device_slots.block_bytes}
+    assert load.landed.wasted_bytes == 4 * harness.device_slots.block_bytes
+    assert [s.used for s in harness.staging.freed] == [True, True, False, False]
     # Encoded blocks, of which two were read: what crossed the link counts.
-    desk.counters.add("read_blocks", 2)
-    desk.counters.add("read_bytes", 600)
-    assert desk.device_slots.link_bytes == 300
-    assert {s.reason for s in desk.staging.freed if not s.used} == {"ended"}
+    harness.counters.add("read_blocks", 2)
+    harness.counters.add("read_bytes", 600)
+    assert harness.device_slots.link_bytes == 300
+    assert {s.reason for s in harness.staging.freed if not s.used} == {"ended"}
 
 
 def test_the_tree_gives_way_only_as_far_as_needed() -> None:
-    desk = Desk(blocks=3)
-    desk.tree = [desk.allocator.alloc(BLOCK), desk.allocator.alloc(BLOCK)]
-    restore = desk.restore(2)
-    desk.staging.land(restore, 1)
-    assert desk.device_slots.place(restore, [1])
-    assert desk.asked == []
-    desk.staging.land(restore, 0)
-    assert desk.device_slots.place(restore, [0])
-    assert desk.asked == [BLOCK]
-    assert len(desk.tree) == 1
-    assert desk.device_slots.place(restore, [0, 1])  # both are placed: nothing to do
-    assert desk.free == 0
+    harness = SlotsHarness(blocks=3)
+    harness.tree = [harness.allocator.alloc(BLOCK), harness.allocator.alloc(BLOCK)]
+    load = harness.prompt_load(2)
+    harness.staging.land(load, 1)
+    assert harness.device_slots.place(load, [1])
+    assert harness.asked == []
+    harness.staging.land(load, 0)
+    assert harness.device_slots.place(load, [0])
+    assert harness.asked == [BLOCK]
+    assert len(harness.tree) == 1
+    assert harness.device_slots.place(load, [0, 1])  # both are placed: nothing to do
+    assert harness.free == 0
 
 
 def test_reclaim_takes_the_last_request_first_and_its_leftmost_block() -> None:
-    desk = Desk(blocks=6)
-    first, last = desk.restore(3, rid="first"), desk.restore(3, rid="last")
-    for restore in (first, last):
+    harness = SlotsHarness(blocks=6)
+    first, last = harness.prompt_load(3, rid="first"), harness.prompt_load(3, rid="last")
+    for load in (first, last):
         for b in range(3):
-            desk.staging.land(restore, b)
-        assert desk.device_slots.place(restore, range(3))
-    assert desk.free == 0
-    assert desk.device_slots.reclaim([first, last], 1) == BLOCK
-    assert desk.free == BLOCK
-    assert sorted(last.slots) == [1, 2]
+            harness.staging.land(load, b)
+        assert harness.device_slots.place(load, range(3))
+    assert harness.free == 0
+    assert harness.device_slots.reclaim([first, last], 1) == BLOCK
+    assert harness.free == BLOCK
+    assert sorted(last.landed.slots) == [1, 2]
     assert last.meet.state(0) is BlockState.GONE
-    assert desk.device_slots.reclaim([first, last], 2 * BLOCK + 1) == 3 * BLOCK
-    assert last.slots == {}
-    assert sorted(first.slots) == [1, 2]
-    assert desk.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
-    assert desk.free == desk.size
-    assert desk.device_slots.held_tokens == 0
-    assert desk.wasted() == {"memory": 6 * desk.device_slots.block_bytes}
+    assert harness.device_slots.reclaim([first, last], 2 * BLOCK + 1) == 3 * BLOCK
+    assert last.landed.slots == {}
+    assert sorted(first.landed.slots) == [1, 2]
+    assert harness.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
+    assert harness.free == harness.size
+    assert harness.device_slots.held_tokens == 0
+    assert harness.wasted() == {"memory": 6 * harness.device_slots.block_bytes}
 
 
 class Unfinished:
@@ -183,30 +183,30 @@ class Unfinished:
 
 
 def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk()
+    harness = SlotsHarness()
     copies: list[Unfinished] = []
-    load: Callable[..., Any] = desk.kv.load
+    copy_in: Callable[..., Any] = harness.kv.load
 
     def slow(*args: Any) -> Unfinished:
-        load(*args)
+        copy_in(*args)
         copies.append(Unfinished())
         return copies[-1]
 
-    monkeypatch.setattr(desk.kv, "load", slow)
-    restore = desk.restore(3)
+    monkeypatch.setattr(harness.kv, "load", slow)
+    load = harness.prompt_load(3)
     for b in (2, 1):
-        desk.staging.land(restore, b)
-        assert desk.device_slots.place(restore, [b])
-    assert desk.staging.pool.free == 62
-    desk.device_slots.discard(restore, [2], "overtaken")  # slots go back; the host bytes later
-    assert desk.free == desk.size - BLOCK
-    assert desk.staging.pool.free == 62
+        harness.staging.land(load, b)
+        assert harness.device_slots.place(load, [b])
+    assert harness.staging.pool.free == 62
+    harness.device_slots.discard(load, [2], "overtaken")  # slots go back; the host bytes later
+    assert harness.free == harness.size - BLOCK
+    assert harness.staging.pool.free == 62
     copies[1].complete = True
-    desk.device_slots.release_copied()
-    assert desk.staging.pool.free == 62  # copies complete in order
+    harness.device_slots.release_copied()
+    assert harness.staging.pool.free == 62  # copies complete in order
     copies[0].complete = True
-    desk.device_slots.release_copied()
-    assert desk.staging.pool.free == 64
+    harness.device_slots.release_copied()
+    assert harness.staging.pool.free == 64
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -222,38 +222,38 @@ def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPa
     ),
 )
 def test_slots_are_free_or_held_or_given_on(page: int, actions: list[tuple[str, int, int]]) -> None:
-    desk = Desk(blocks=7, page=page, block=16)
-    restores = [desk.restore(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
+    harness = SlotsHarness(blocks=7, page=page, block=16)
+    loads = [harness.prompt_load(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
     given_on = 0
     for action, who, number in actions:
-        restore = restores[who]
-        meet, device_slots = restore.meet, desk.device_slots
+        load = loads[who]
+        meet, device_slots = load.meet, harness.device_slots
         if action == "land" and number < meet.blocks:
             if meet.state(number) is BlockState.WANTED:
-                desk.staging.land(restore, number)
+                harness.staging.land(load, number)
         elif action == "place":
-            device_slots.place(restore, list(restore.staged))
+            device_slots.place(load, list(load.landed.staged))
         elif action == "take" and (span := meet.island()) is not None:
-            if device_slots.place(restore, meet.blocks_of(span)):
-                given_on += len(device_slots.take(restore, span))
+            if device_slots.place(load, meet.blocks_of(span)):
+                given_on += len(device_slots.take(load, span))
                 meet.attach(span)
         elif action == "discard":
-            here = [b for b in (number,) if b in restore.staged or b in restore.slots]
-            device_slots.discard(restore, here, "memory")
+            here = [b for b in (number,) if b in load.landed.staged or b in load.landed.slots]
+            device_slots.discard(load, here, "memory")
             for b in here:
                 meet.dropped(b)
         elif action == "reclaim":
-            device_slots.reclaim(restores, number * 5)
+            device_slots.reclaim(loads, number * 5)
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
-            device_slots.discard(restore, meet.advance(front), "in_tree")
-        held = sum(len(s) for r in restores for s in r.slots.values())
+            device_slots.discard(load, meet.advance(front), "in_tree")
+        held = sum(len(s) for r in loads for s in r.landed.slots.values())
         assert device_slots.held_tokens == held
-        assert desk.free == desk.size - held - given_on
-        in_staging = sum(len(r.staged) for r in restores)
-        assert desk.staging.pool.free == 64 - in_staging
-    for restore in restores:
-        desk.device_slots.discard(restore, {*restore.staged, *restore.slots}, "ended")
-    assert desk.device_slots.held_tokens == 0
-    assert desk.free == desk.size - given_on
-    assert desk.staging.pool.free == 64
+        assert harness.free == harness.size - held - given_on
+        in_staging = sum(len(r.landed.staged) for r in loads)
+        assert harness.staging.pool.free == 64 - in_staging
+    for load in loads:
+        harness.device_slots.discard(load, {*load.landed.staged, *load.landed.slots}, "ended")
+    assert harness.device_slots.held_tokens == 0
+    assert harness.free == harness.size - given_on
+    assert harness.staging.pool.free == 64

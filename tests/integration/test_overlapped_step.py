@@ -1,5 +1,5 @@
-"""The last step that begins while blocks are still on their way, with a store that gives bytes one
-by one and a forward that looks at the KV it would read."""
+"""An overlapped last step, with a store whose bytes come as a test says and a forward that checks
+the KV that it would read."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -11,26 +11,26 @@ import torch
 
 pytest.importorskip("sglang")
 
+from coordinator_harness import BLOCK, PAGE, PATIENCE_S, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_of
-from test_coordinator import BLOCK, PAGE, PATIENCE_S, Desk, FakeReq, req_of
 
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction
-from sglang_cake.integration.overlap import overlapped_step as module
+from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.overlapped_step import LastStep
-from sglang_cake.integration.overlap.streamed_blocks import StreamedBlocks
+from sglang_cake.integration.overlap.overlapped_step import OverlappedStep
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.testing.faulty import PassingStore
 
 LAYERS = 2
 TOKEN_S = 1.0
+Make = Callable[..., "LastStepHarness"]
 Fate = Literal["whole", "corrupt", "anew", "never"]
 
 
@@ -74,23 +74,31 @@ class PieceStore(PassingStore):
         return size
 
 
-class Stage:
-    """A prompt whose blocks are all stored, a server that has nothing else to do, and no model."""
+class LastStepHarness:
+    """A prompt whose blocks are all stored, on a server without other requests or a model."""
 
-    def __init__(self, *, slots: int = 20 * BLOCK) -> None:
+    def __init__(
+        self, *, slots: int = 20 * BLOCK, forward_part: Callable[[Any, Any], None] | None = None
+    ) -> None:
         # A step takes longer than all loads: they win, and the last step may begin at once.
-        self.desk = Desk(
+        self.base = CoordinatorHarness(
             slots=slots,
             mode="auto",
             prefill=PrefillCost(0.0, TOKEN_S, 0.0, error=0.0),
             store=PieceStore,
         )
-        desk = self.desk
-        desk.step_costs.overlap = 1 - 1 / LAYERS
-        self.gate = LayerGate(desk.pool)
-        self.rows = PoolRows(desk.kv)
-        self.last = LastStep(
-            desk.cake, desk.loader, desk.device_slots, self.rows, self.gate, desk.counters
+        base = self.base
+        base.step_costs.overlap = 1 - 1 / LAYERS
+        self.gate = LayerGate(base.pool)
+        self.rows = PoolRows(base.kv)
+        self.last = OverlappedStep(
+            base.coordinator,
+            base.loader,
+            base.device_slots,
+            self.rows,
+            self.gate,
+            base.counters,
+            forward_part=forward_part or self.part,
         )
         self.req, self.keys = FakeReq("none", req_of(1).origin_input_ids), []
         self.computed: list[Span] = []
@@ -109,21 +117,21 @@ class Stage:
     ) -> FakeReq:
         self.req = req = req_of(blocks)
         req.sampling_params.custom_params = asks
-        self.keys = self.desk.fill(req.origin_input_ids, set(range(int(blocks))))
-        self.desk.front.fates = dict(zip(self.keys, fates, strict=False))
-        self.desk.arrive(req, matched)
+        self.keys = self.base.fill(req.origin_input_ids, set(range(int(blocks))))
+        self.base.front.fates = dict(zip(self.keys, fates, strict=False))
+        self.base.arrive(req, matched)
         return req
 
     def give(self, share: float, *blocks: int) -> None:
         keys = [self.keys[block] for block in blocks]
-        self.desk.io.run(self.desk.front.give(share, *keys), PATIENCE_S)
-        self.desk.settle_io()
+        self.base.io.run(self.base.front.give(share, *keys), PATIENCE_S)
+        self.base.settle_io()
 
     def begin(self) -> Span | None:
         """As a scheduling step does for a request that is alone."""
-        self.desk.cake.poll([self.req.rid])
-        self.desk.cake.settle(self.req, self.desk.attach)
-        step = self.desk.cake.plan(self.req, 64)
+        self.base.coordinator.poll([self.req.rid])
+        self.base.coordinator.settle(self.req, self.base.attach)
+        step = self.base.coordinator.plan(self.req, 64)
         if step is None or not step.wait:
             return None
         return self.last.begin(self.req, 64)  # type: ignore[arg-type]
@@ -136,9 +144,9 @@ class Stage:
         req.owned.append(slots)
         total = len(req.origin_input_ids)
         pages = -(-(total - span.stop) // PAGE)
-        own = self.desk.allocator.alloc(pages * PAGE)
+        own = self.base.allocator.alloc(pages * PAGE)
         req.owned.append(own)
-        self.desk.cake.claimed(req, total)
+        self.base.coordinator.claimed(req, total, overlapped=True)
         self.slots = torch.cat([*req.owned])[:total]
         return SimpleNamespace(
             reqs=[req],
@@ -188,288 +196,318 @@ class Stage:
         )
 
     def _rows_of(self, layer: int, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        sizes = self.desk.kv.layout.plane_token_bytes
+        sizes = self.base.kv.layout.plane_token_bytes
         parts = len(sizes) // LAYERS
         blocks = [
-            torch.frombuffer(bytearray(self.desk.block(b)), dtype=torch.uint8)
+            torch.frombuffer(bytearray(self.base.block(b)), dtype=torch.uint8)
             for b in range(-(-span.stop // BLOCK))
         ]
         for plane in range(layer * parts, (layer + 1) * parts):
             at, size = sum(sizes[:plane]) * BLOCK, sizes[plane]
             rows = torch.cat([b[at : at + size * BLOCK].view(BLOCK, size) for b in blocks])
-            yield buffers_of(self.desk.pool)[plane], rows[span.start : span.stop]
+            yield buffers_of(self.base.pool)[plane], rows[span.start : span.stop]
 
     def over(self) -> dict[str, Any]:
-        """The story that the response tells; everything is given back."""
-        [story] = self.req.customized_info["cake"]  # type: ignore[index]
-        self.desk.leave(self.req)
-        self.desk.all_back()
-        return dict(story)
+        """The report that the response tells; everything is given back."""
+        [report] = self.req.customized_info["cake"]  # type: ignore[index]
+        self.base.leave(self.req)
+        self.base.all_back()
+        return dict(report)
 
     def failures(self) -> dict[str, int]:
-        counted = self.desk.counters.snapshot().items()
+        counted = self.base.counters.snapshot().items()
         return {label: n for (name, label), n in counted if name == "overlap_failures" and n}
 
 
 @pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
-    made: list[Stage] = []
+def harnesses() -> Iterator[Make]:
+    made: list[LastStepHarness] = []
 
-    def make(**settings: int) -> Stage:
-        made.append(Stage(**settings))
-        monkeypatch.setattr(module, "run_part", made[-1].part)
+    def make(**settings: Any) -> LastStepHarness:
+        made.append(LastStepHarness(**settings))
         return made[-1]
 
     yield make
-    for stage in made:
-        stage.desk.cake.end_all()
-        stage.desk.io.close()
+    for harness in made:
+        harness.base.coordinator.end_all()
+        harness.base.io.close()
 
 
 def _fail(*args: Any, **kwargs: Any) -> None:
     raise Fault
 
 
-@pytest.mark.parametrize("part", ["begin", "wait", "finish", "write_whole"])
+def rows_cannot_begin(harness: "LastStepHarness") -> None:
+    harness.rows.begin = _fail  # type: ignore[method-assign]
+
+
+def the_first_copy_fails(harness: "LastStepHarness") -> None:
+    write = harness.rows.write
+
+    def fail_once(*args: Any) -> Copy:
+        harness.rows.write = write  # type: ignore[method-assign]
+        raise Fault
+
+    harness.rows.write = fail_once  # type: ignore[method-assign]
+
+
+def every_copy_fails(harness: "LastStepHarness") -> None:
+    harness.rows.write = _fail  # type: ignore[method-assign]
+
+
+def the_first_copy_does_not_complete(harness: "LastStepHarness") -> None:
+    write = harness.rows.write
+
+    def broken(*args: Any) -> Any:
+        harness.rows.write = write  # type: ignore[method-assign]
+        return SimpleNamespace(wait=_fail)
+
+    harness.rows.write = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "computed"),
+    [
+        (rows_cannot_begin, []),
+        (the_first_copy_fails, []),
+        (every_copy_fails, [Span(0, 2 * BLOCK)]),
+        (the_first_copy_does_not_complete, []),
+    ],
+)
 def test_a_step_in_which_our_part_fails_computes_what_was_to_come(
-    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, part: str
+    harnesses: Make, fault: Callable[[Any], None], computed: list[Span]
 ) -> None:
-    stage = stages()
-    stage.arrive(2.5)
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
-    if part == "begin":
-        stage.rows.begin = _fail  # type: ignore[method-assign]
-    else:
-        monkeypatch.setattr(StreamedBlocks, part, _fail)
-    if part == "write_whole":  # which is called if something else went wrong before
-        monkeypatch.setattr(StreamedBlocks, "finish", _fail)
-    stage.run(batch)
-    assert stage.bad == 0
-    assert stage.computed == ([Span(0, 2 * BLOCK)] if part == "write_whole" else [])
-    stage.desk.leave(stage.req)
-    stage.desk.all_back()
+    harness = harnesses()
+    harness.arrive(2.5)
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
+    fault(harness)
+    harness.run(batch)
+    assert harness.bad == 0
+    assert harness.computed == computed
+    harness.base.leave(harness.req)
+    harness.base.all_back()
 
 
-def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(
-    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = stages()
-    req = stage.arrive(2.5)
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
-    monkeypatch.setattr(stage.desk.cake, "overlapped", _fail)
-    stage.run(batch)
-    assert (stage.bad, stage.sampled) == (0, 1)
-    assert stage.desk.cake.restore(req.rid) is None
-    stage.desk.leave(req)
-    stage.desk.all_back()
+def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(harnesses: Make) -> None:
+    harness = harnesses()
+    req = harness.arrive(2.5)
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
+    add = harness.base.counters.add
+
+    def fail(name: str, *args: Any, **kwargs: Any) -> None:
+        if name == "overlapped_tokens":
+            raise Fault
+        add(name, *args, **kwargs)
+
+    harness.base.counters.add = fail  # type: ignore[method-assign]
+    harness.run(batch)
+    assert (harness.bad, harness.sampled) == (0, 1)
+    assert harness.base.coordinator.prompt_load(req.rid) is None
+    harness.base.leave(req)
+    harness.base.all_back()
 
 
-def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(
-    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = stages()
-    req: Any = stage.arrive(2.5, fates=["whole", "corrupt"])
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
-    monkeypatch.setattr(module, "run_part", _fail)
+def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(harnesses: Make) -> None:
+    harness = harnesses(forward_part=_fail)
+    req: Any = harness.arrive(2.5, fates=["whole", "corrupt"])
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
     before = BOUNDARY.counts.total()
-    stage.run(batch)
+    harness.run(batch)
     assert BOUNDARY.counts.total() == before + 1
     assert req.skip_radix_cache_insert
     assert req.discard_output_reason is not None
-    stage.desk.leave(req)
-    stage.desk.all_back()
+    harness.base.leave(req)
+    harness.base.all_back()
 
 
-def test_what_sglang_raises_in_the_step_passes(stages: Callable[..., Stage]) -> None:
-    stage, error = stages(), MemoryError("of the device")
-    stage.arrive(2.5)
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
+def test_what_sglang_raises_in_the_step_passes(harnesses: Make) -> None:
+    harness, error = harnesses(), MemoryError("of the device")
+    harness.arrive(2.5)
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
 
     def fail(layer: int) -> None:
         raise error
 
-    stage.on_layer = fail
+    harness.on_layer = fail
     with pytest.raises(MemoryError) as caught:
-        stage.run(batch)
+        harness.run(batch)
     assert caught.value is error
-    stage.desk.leave(stage.req)
-    stage.desk.all_back()
+    harness.base.leave(harness.req)
+    harness.base.all_back()
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_request_leaves_before_its_step_and_not_within(
-    stages: Callable[..., Stage], kept: bool
-) -> None:
-    stage = stages()
-    req = stage.arrive(2.5)
-    span = stage.begin()
+def test_a_request_leaves_before_its_step_and_not_within(harnesses: Make, kept: bool) -> None:
+    harness = harnesses()
+    req = harness.arrive(2.5)
+    span = harness.begin()
     assert span is not None
     if kept:
-        batch = stage.schedule(span)
-        stage.give(1.0, 0, 1)
-        assert not stage.last.leave(req.rid)
-        stage.run(batch)
-        assert stage.bad == 0
-    assert stage.last.leave(req.rid)
-    stage.desk.leave(req)
-    stage.desk.all_back()
+        batch = harness.schedule(span)
+        harness.give(1.0, 0, 1)
+        assert not harness.last.leave(req.rid)
+        harness.run(batch)
+        assert harness.bad == 0
+    assert harness.last.leave(req.rid)
+    harness.base.leave(req)
+    harness.base.all_back()
 
 
 @pytest.mark.parametrize("blocks", [2, 2.25, 2.5])
 @pytest.mark.parametrize("matched", [0, 4, 16, 20])
 def test_each_layer_is_there_when_attention_comes_to_it(
-    stages: Callable[..., Stage], blocks: float, matched: int
+    harnesses: Make, blocks: float, matched: int
 ) -> None:
     """Whether or not the first block is begun, or the last one is wanted to its end."""
-    stage = stages()
-    req = stage.arrive(blocks, matched)
-    span = stage.begin()
+    harness = harnesses()
+    req = harness.arrive(blocks, matched)
+    span = harness.begin()
     total = len(req.origin_input_ids)
     assert span == (matched, min(2 * BLOCK, (total - 1) // PAGE * PAGE))
-    batch = stage.schedule(span)
-    stage.on_layer = lambda layer: stage.give((layer + 1) / LAYERS, 0, 1)
-    stage.run(batch)
-    assert stage.bad == 0
-    assert stage.computed == []
-    assert stage.failures() == {}
-    story = stage.over()
-    assert story["loaded_tokens"] == story["overlapped_tokens"] == span.tokens
-    assert story["computed_tokens"] == total - span.stop
-    assert stage.desk.counters.snapshot()["overlapped_tokens", ""] == span.tokens
+    batch = harness.schedule(span)
+    harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
+    harness.run(batch)
+    assert harness.bad == 0
+    assert harness.computed == []
+    assert harness.failures() == {}
+    report = harness.over()
+    assert report["loaded_tokens"] == report["overlapped_tokens"] == span.tokens
+    assert report["computed_tokens"] == total - span.stop
+    assert harness.base.counters.snapshot()["overlapped_tokens", ""] == span.tokens
 
 
-def test_what_landed_before_is_part_of_it(stages: Callable[..., Stage]) -> None:
-    stage = stages()
-    stage.arrive(4.5)
-    assert stage.begin() is None  # two reads at once: the first two blocks have not begun
-    stage.give(1.0, 3, 2)
-    span = stage.begin()
+def test_what_landed_before_is_part_of_it(harnesses: Make) -> None:
+    harness = harnesses()
+    harness.arrive(4.5)
+    assert harness.begin() is None  # two reads at once: the first two blocks have not begun
+    harness.give(1.0, 3, 2)
+    span = harness.begin()
     assert span == (0, 4 * BLOCK)
-    batch = stage.schedule(span)
-    stage.give(1.0, 0, 1)
-    stage.run(batch)
-    assert stage.bad == 0
-    story = stage.over()
-    assert story["loaded_tokens"] == 4 * BLOCK
-    assert story["overlapped_tokens"] == 2 * BLOCK
-    assert story["meet_token"] == 0
+    batch = harness.schedule(span)
+    harness.give(1.0, 0, 1)
+    harness.run(batch)
+    assert harness.bad == 0
+    report = harness.over()
+    assert report["loaded_tokens"] == 4 * BLOCK
+    assert report["overlapped_tokens"] == 2 * BLOCK
+    assert report["meet_token"] == 0
 
 
-def test_a_step_that_is_not_scheduled_leaves_all_as_it_was(stages: Callable[..., Stage]) -> None:
-    stage = stages()
-    req: Any = stage.arrive(4.5)
-    stage.give(1.0, 3, 2)
-    stage.desk.cake.poll([req.rid])
-    free = stage.desk.allocator.available_size()
-    assert stage.desk.cake.held_tokens == 2 * BLOCK
+def test_a_step_that_is_not_scheduled_leaves_all_as_it_was(
+    harnesses: Make,
+) -> None:
+    harness = harnesses()
+    req: Any = harness.arrive(4.5)
+    harness.give(1.0, 3, 2)
+    harness.base.coordinator.poll([req.rid])
+    free = harness.base.allocator.available_size()
+    assert harness.base.coordinator.held_tokens == 2 * BLOCK
     for _ in range(3):
-        assert stage.begin() == (0, 4 * BLOCK)
-        assert stage.desk.cake.held_tokens == 0  # nobody may count on them
-        stage.last.give_up(req)
-        assert stage.desk.allocator.available_size() == free
-        assert stage.desk.cake.held_tokens == 2 * BLOCK
-    stage.give(1.0, 0, 1)
-    stage.desk.cake.poll([req.rid])
-    assert stage.desk.step(req)
-    assert stage.over()["loaded_tokens"] == 4 * BLOCK
+        assert harness.begin() == (0, 4 * BLOCK)
+        assert harness.base.coordinator.held_tokens == 0  # nobody may count on them
+        harness.last.give_up(req)
+        assert harness.base.allocator.available_size() == free
+        assert harness.base.coordinator.held_tokens == 2 * BLOCK
+    harness.give(1.0, 0, 1)
+    harness.base.coordinator.poll([req.rid])
+    assert harness.base.step(req)
+    assert harness.over()["loaded_tokens"] == 4 * BLOCK
 
 
-def test_without_memory_it_waits(stages: Callable[..., Stage]) -> None:
-    stage = stages(slots=3 * BLOCK)
-    req: Any = stage.arrive(2.5)
-    hog = stage.desk.allocator.alloc(2 * BLOCK)
-    assert stage.begin() is None
-    assert stage.desk.allocator.available_size() == BLOCK
-    stage.desk.allocator.free(hog)
-    stage.give(1.0, 0, 1)
-    stage.desk.cake.poll([req.rid])
-    assert stage.desk.step(req)
-    assert stage.over()["loaded_tokens"] == 2 * BLOCK
+def test_without_memory_it_waits(harnesses: Make) -> None:
+    harness = harnesses(slots=3 * BLOCK)
+    req: Any = harness.arrive(2.5)
+    hog = harness.base.allocator.alloc(2 * BLOCK)
+    assert harness.begin() is None
+    assert harness.base.allocator.available_size() == BLOCK
+    harness.base.allocator.free(hog)
+    harness.give(1.0, 0, 1)
+    harness.base.coordinator.poll([req.rid])
+    assert harness.base.step(req)
+    assert harness.over()["loaded_tokens"] == 2 * BLOCK
 
 
 def test_a_block_that_is_wrong_at_its_end_is_computed_and_the_step_repeated(
-    stages: Callable[..., Stage],
+    harnesses: Make,
 ) -> None:
-    stage = stages()
-    stage.arrive(2.5, fates=["corrupt"])
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.on_layer = lambda layer: stage.give((layer + 1) / LAYERS, 0, 1)
-    stage.run(batch)
-    assert stage.bad == 0
-    assert stage.computed == [(0, BLOCK)]
-    assert stage.failures() == {"lost": 1}
-    assert stage.sampled == 1  # nothing is sampled from bytes that did not pass the check
-    story = stage.over()
-    assert story["loaded_tokens"] == story["overlapped_tokens"] == BLOCK
-    assert story["computed_tokens"] == BLOCK + BLOCK // 2
+    harness = harnesses()
+    harness.arrive(2.5, fates=["corrupt"])
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
+    harness.run(batch)
+    assert harness.bad == 0
+    assert harness.computed == [(0, BLOCK)]
+    assert harness.failures() == {"lost": 1}
+    assert harness.sampled == 1  # nothing is sampled from bytes that did not pass the check
+    report = harness.over()
+    assert report["loaded_tokens"] == report["overlapped_tokens"] == BLOCK
+    assert report["computed_tokens"] == BLOCK + BLOCK // 2
 
 
 def test_bytes_that_come_anew_after_they_were_used_are_used_again(
-    stages: Callable[..., Stage],
+    harnesses: Make,
 ) -> None:
     """A connection that broke off in the middle, after which the whole block came."""
-    stage = stages()
-    stage.arrive(2.5, fates=["whole", "anew"])
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.on_layer = lambda layer: stage.give((layer + 1) / LAYERS, 0, 1)
-    stage.run(batch)
-    assert stage.bad == 0
-    assert stage.computed == []
-    assert stage.failures() == {"lost": 1}
-    assert stage.over()["loaded_tokens"] == 2 * BLOCK
+    harness = harnesses()
+    harness.arrive(2.5, fates=["whole", "anew"])
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
+    harness.run(batch)
+    assert harness.bad == 0
+    assert harness.computed == []
+    assert harness.failures() == {"lost": 1}
+    assert harness.over()["loaded_tokens"] == 2 * BLOCK
 
 
 def test_a_link_that_falls_silent_is_waited_for_no_longer_than_it_may_take(
-    stages: Callable[..., Stage],
+    harnesses: Make,
 ) -> None:
-    stage = stages()
-    req: Any = stage.arrive(2.5)
-    span = stage.begin()
+    harness = harnesses()
+    req: Any = harness.arrive(2.5)
+    span = harness.begin()
     assert span is not None
-    overlap = stage.desk.cake.restore(req.rid).overlap  # type: ignore[union-attr]
+    overlap = harness.last.overlap_of(req.rid)
     # One step, and by how much predictions miss: not what is loaded, computed, which is 32 tokens.
     assert 8 * TOKEN_S <= overlap.patience_s <= 1.25 * 8.2 * TOKEN_S
     overlap.patience_s = 0.05
-    batch = stage.schedule(span)
-    stage.give(0.75, 0, 1)
-    stage.run(batch)
-    assert stage.bad == 0
-    assert stage.computed == [(0, 2 * BLOCK)]
-    assert stage.failures() == {"late": 1}
-    story = stage.over()  # which gives up what is still being read
-    assert story["loaded_tokens"] == story["overlapped_tokens"] == 0
+    batch = harness.schedule(span)
+    harness.give(0.75, 0, 1)
+    harness.run(batch)
+    assert harness.bad == 0
+    assert harness.computed == [(0, 2 * BLOCK)]
+    assert harness.failures() == {"late": 1}
+    report = harness.over()  # which gives up what is still being read
+    assert report["loaded_tokens"] == report["overlapped_tokens"] == 0
 
 
 @pytest.mark.parametrize("skipped", range(LAYERS))
-def test_attention_that_comes_not_to_all_layers_is_no_answer(
-    stages: Callable[..., Stage], skipped: int
-) -> None:
-    stage = stages()
-    stage.arrive(2.5)
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
-    stage.skips = {skipped}
-    stage.run(batch)
-    assert stage.bad == 0
-    assert stage.failures() == {"layers": 1}
-    assert stage.over()["loaded_tokens"] == 2 * BLOCK
-    stage.arrive(2.5)
-    assert stage.begin() is None  # never again: it will not be better next time
-    stage.give(1.0, 0, 1)
+def test_attention_that_comes_not_to_all_layers_is_no_answer(harnesses: Make, skipped: int) -> None:
+    harness = harnesses()
+    harness.arrive(2.5)
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
+    harness.skips = {skipped}
+    harness.run(batch)
+    assert harness.bad == 0
+    assert harness.failures() == {"layers": 1}
+    assert harness.over()["loaded_tokens"] == 2 * BLOCK
+    harness.arrive(2.5)
+    assert harness.begin() is None  # never again: it will not be better next time
+    harness.give(1.0, 0, 1)
 
 
-def test_one_at_a_time(stages: Callable[..., Stage]) -> None:
-    stage = stages()
-    stage.arrive(2.5)
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    assert stage.last.begin(req_of(2.5, "r"), 64) is None  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
-    stage.run(batch)
-    stage.over()
+def test_one_at_a_time(harnesses: Make) -> None:
+    harness = harnesses()
+    harness.arrive(2.5)
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    assert harness.last.begin(req_of(2.5, "r"), 64) is None  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
+    harness.run(batch)
+    harness.over()
 
 
 @given(
@@ -482,83 +520,88 @@ def test_one_at_a_time(stages: Callable[..., Stage]) -> None:
 def test_whatever_comes_the_answer_stands_on_what_was_stored(
     fates: list[Fate], matched: int, shares: list[list[float]], tail: int
 ) -> None:
-    stage = Stage()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "run_part", stage.part)
-        try:
-            req: Any = stage.arrive(2 + tail / BLOCK, matched, fates=fates)
-            span = stage.begin()
-            assert span == (matched, 2 * BLOCK)
-            overlap = stage.desk.cake.restore(req.rid).overlap  # type: ignore[union-attr]
-            overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
-            coming = sorted(overlap.readings)
-            batch = stage.schedule(span)
+    harness = LastStepHarness()
+    try:
+        req: Any = harness.arrive(2 + tail / BLOCK, matched, fates=fates)
+        span = harness.begin()
+        assert span == (matched, 2 * BLOCK)
+        overlap = harness.last.overlap_of(req.rid)
+        overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
+        coming = sorted(overlap.readings)
+        batch = harness.schedule(span)
 
-            def on_layer(layer: int) -> None:
-                for block in coming:
-                    last = layer == LAYERS - 1 or max(shares[0][block], shares[1][block]) > 0.9
-                    stage.give(1.0 if last else max(0.5, shares[layer][block]), block)
+        def on_layer(layer: int) -> None:
+            for block in coming:
+                last = layer == LAYERS - 1 or max(shares[0][block], shares[1][block]) > 0.9
+                harness.give(1.0 if last else max(0.5, shares[layer][block]), block)
 
-            stage.on_layer = on_layer
-            stage.run(batch)
-            assert stage.bad == 0
-            assert stage.sampled == 1
-            found = {fates[block] for block in coming}
-            assert stage.failures() or not found & {"corrupt", "never"}
-            assert not stage.failures() or found - {"whole"}  # anew: unless nothing was used before
-            had = [b for b in coming if fates[b] in ("whole", "anew")]
-            sure = not any(fates[b] == "never" for b in coming)
-            story = stage.over()
-            stored = sum(min(2 * BLOCK, (b + 1) * BLOCK) - max(matched, b * BLOCK) for b in had)
-            if sure:
-                assert story["loaded_tokens"] in range(stored + 1)
-            assert story["loaded_tokens"] + story["computed_tokens"] + matched == 2 * BLOCK + tail
-        finally:
-            stage.desk.cake.end_all()
-            stage.desk.io.close()
+        harness.on_layer = on_layer
+        harness.run(batch)
+        assert harness.bad == 0
+        assert harness.sampled == 1
+        found = {fates[block] for block in coming}
+        assert harness.failures() or not found & {"corrupt", "never"}
+        assert not harness.failures() or found - {"whole"}  # anew: unless nothing was used before
+        had = [b for b in coming if fates[b] in ("whole", "anew")]
+        sure = not any(fates[b] == "never" for b in coming)
+        report = harness.over()
+        stored = sum(min(2 * BLOCK, (b + 1) * BLOCK) - max(matched, b * BLOCK) for b in had)
+        if sure:
+            assert report["loaded_tokens"] in range(stored + 1)
+        assert report["loaded_tokens"] + report["computed_tokens"] + matched == 2 * BLOCK + tail
+    finally:
+        harness.base.coordinator.end_all()
+        harness.base.io.close()
 
 
-def test_a_request_may_ask_to_wait_for_all(stages: Callable[..., Stage]) -> None:
-    stage = stages()
-    stage.arrive(2.5, asks={"cake_last_step": "late"})
-    assert stage.begin() is None
-    stage.give(1.0, 0, 1)
+def test_a_request_may_ask_to_wait_for_all(harnesses: Make) -> None:
+    harness = harnesses()
+    harness.arrive(2.5, asks={"cake_last_step": "late"})
+    assert harness.begin() is None
+    harness.give(1.0, 0, 1)
 
 
-def test_what_was_computed_after_all_is_not_called_cached(stages: Callable[..., Stage]) -> None:
-    stage = stages()
-    req = stage.arrive(2.5, fates=["whole", "corrupt"])
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+def test_what_was_computed_after_all_is_not_called_cached(
+    harnesses: Make,
+) -> None:
+    harness = harnesses()
+    req = harness.arrive(2.5, fates=["whole", "corrupt"])
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
     req.cached_tokens = 2 * BLOCK  # as SGLang counts when it schedules
     req._cache_breakdown_computed = True
-    stage.give(1.0, 0, 1)
-    stage.run(batch)
+    harness.give(1.0, 0, 1)
+    harness.run(batch)
     assert (req.cached_tokens, req.cached_tokens_storage) == (BLOCK, BLOCK)
-    assert stage.over()["loaded_tokens"] == BLOCK
+    assert harness.over()["loaded_tokens"] == BLOCK
 
 
 def test_what_is_missing_is_computed_in_steps_of_what_one_may_compute(
-    stages: Callable[..., Stage],
+    harnesses: Make,
 ) -> None:
-    stage = stages()
-    stage.desk.step_costs.chunk_tokens = 20
-    stage.arrive(2.5, fates=["corrupt", "corrupt"])
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
-    stage.give(1.0, 0, 1)
-    stage.run(batch)
-    assert stage.computed == [(0, 20), (20, 2 * BLOCK)]
-    assert stage.bad == 0
-    stage.over()
+    harness = harnesses()
+    harness.base.step_costs.chunk_tokens = 20
+    harness.arrive(2.5, fates=["corrupt", "corrupt"])
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
+    harness.give(1.0, 0, 1)
+    harness.run(batch)
+    assert harness.computed == [(0, 20), (20, 2 * BLOCK)]
+    assert harness.bad == 0
+    harness.over()
 
 
-def test_a_step_is_learned_from_without_what_it_waited(stages: Callable[..., Stage]) -> None:
-    stage = stages()
-    stage.arrive(2.5)
-    batch = stage.schedule(stage.begin())  # type: ignore[arg-type]
+def test_a_step_is_learned_from_without_what_it_waited(
+    harnesses: Make,
+) -> None:
+    harness = harnesses()
+    harness.arrive(2.5)
+    batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
     waited: list[float] = []
-    stage.desk.step_costs.waited = waited.append  # type: ignore[method-assign]
-    stage.on_layer = lambda layer: stage.give((layer + 1) / LAYERS, 0, 1)
-    stage.run(batch)
+    harness.base.step_costs.waited = waited.append  # type: ignore[method-assign]
+    harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
+    harness.run(batch)
     assert len(waited) == 1
-    assert stage.desk.step_costs._work.tokens == BLOCK // 2  # what `polled` will observe
-    stage.over()
+    load = harness.base.coordinator.prompt_load("r")
+    assert load is not None
+    step_s = harness.base.step_costs.costs(load).others_s  # of the step that will be observed
+    assert step_s == pytest.approx(TOKEN_S * BLOCK / 2)
+    harness.over()

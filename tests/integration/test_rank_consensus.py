@@ -1,17 +1,16 @@
-"""Ranks that see different things and must decide alike."""
+"""Ranks with different views, which must decide alike."""
 
 import copy
 import random
-from array import array
-from types import SimpleNamespace
+import time
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_pools import restore_of
+from kv_pools import load_of
 
-from sglang_cake.integration.request.restore import Restore
-from sglang_cake.integration.scheduler.rank_consensus import Facts, RankConsensus
+from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 BLOCK = 4
@@ -21,21 +20,21 @@ ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 
 def reach(
-    ranks: list[list[Restore]], own: list[PrefillCost]
-) -> list[tuple[list[Facts], PrefillCost]]:
-    """What each rank learns: once to hear what all of them say, once to tell them the minimum."""
+    ranks: list[list[PromptLoad]], own: list[PrefillCost]
+) -> list[tuple[list[LoadUpdate], PrefillCost]]:
+    """The result of each rank. A first call collects the numbers of all, a second reduces them."""
     said: list[torch.Tensor] = []
-    for restores, mine in zip(ranks, own, strict=True):
-        RankConsensus(lambda tensor: said.append(tensor.clone())).reach(restores, mine)
+    for loads, mine in zip(ranks, own, strict=True):
+        RankConsensus(lambda tensor: said.append(tensor.clone())).reach(loads, mine)
     assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
     least = torch.stack(said).min(dim=0).values
     return [
-        RankConsensus(lambda tensor: tensor.copy_(least)).reach(restores, mine)
-        for restores, mine in zip(ranks, own, strict=True)
+        RankConsensus(lambda tensor: tensor.copy_(least)).reach(loads, mine)
+        for loads, mine in zip(ranks, own, strict=True)
     ]
 
 
-def restore(
+def load(
     blocks: int,
     *,
     arrived: tuple[int, ...] = (),
@@ -43,21 +42,22 @@ def restore(
     answer: tuple[bool, ...] | None = None,
     known: bool = False,
     extra: int = 0,
-) -> Restore:
-    made = restore_of(blocks, block=BLOCK)
-    made.tokens = array("q", range(blocks * BLOCK + extra))
-    made.arrived = dict.fromkeys(arrived)  # type: ignore[assignment]
-    made.failed = set(failed)
-    made.answer, made.known = answer, known
+    waited_s: float = 0.0,
+) -> PromptLoad:
+    made = load_of(blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s)
+    made.local.fetched = dict.fromkeys(arrived)  # type: ignore[assignment]
+    made.local.failed = set(failed)
+    made.local.stored = answer
+    made.agreed.lookup_done = known
     return made
 
 
 def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> None:
     yes = (True,) * 4
     ranks = [
-        [restore(4, arrived=(0, 2, 3), answer=yes)],
-        [restore(4, arrived=(2, 3), failed=(1,), answer=yes)],
-        [restore(4, arrived=(3, 0), answer=yes)],
+        [load(4, arrived=(0, 2, 3), answer=yes)],
+        [load(4, arrived=(2, 3), failed=(1,), answer=yes)],
+        [load(4, arrived=(3, 0), answer=yes)],
     ]
     results = reach(ranks, [ANY] * 3)
     for facts, _ in results:
@@ -67,16 +67,16 @@ def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> N
 
 
 def test_a_lookup_counts_when_every_rank_has_answered() -> None:
-    quick, slow = restore(2, answer=(True, True)), restore(2)
+    quick, slow = load(2, answer=(True, True)), load(2)
     for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
-    slow.answer = (True, False)
+    slow.local.stored = (True, False)
     for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
 
 
 def test_an_answer_is_given_once() -> None:
-    told = restore(2, answer=(True, True), known=True)
+    told = load(2, answer=(True, True), known=True)
     for facts, _ in reach([[told]], [ANY]):
         assert facts[0].stored is None
 
@@ -89,27 +89,23 @@ def test_costs_are_the_smallest_of_all() -> None:
 
 
 def test_a_single_rank_agrees_with_itself() -> None:
-    one = restore(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
+    one = load(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
     facts, agreed = RankConsensus(None).reach([one], ANY)
     assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
 
 
-def test_clocks_agree_on_the_least(monkeypatch) -> None:
-    waits, clocks = {"a": 5.0, "b": 2.0}, iter([20.0, 10.0, 21.0, 11.0])
-    monkeypatch.setattr(Restore, "local_elapsed_s", lambda self: waits[self.rid])
-    monkeypatch.setattr(
-        "sglang_cake.integration.scheduler.rank_consensus.time",
-        SimpleNamespace(monotonic=lambda: next(clocks)),
-    )
-    ranks = [[restore(1)], [restore(1)]]
-    ranks[0][0].rid, ranks[1][0].rid = "a", "b"
-    learned = [facts[0] for facts, _ in reach(ranks, [ANY] * 2)]
-    assert [(facts.elapsed_s, facts.now_s) for facts in learned] == [(2.0, 10.0)] * 2
+def test_clocks_agree_on_the_least() -> None:
+    before_s = time.monotonic()
+    ranks = [[load(1, waited_s=5000.0)], [load(1, waited_s=2000.0)]]
+    one, other = (updates[0] for updates, _ in reach(ranks, [ANY] * 2))
+    assert (one.elapsed_s, one.now_s) == (other.elapsed_s, other.now_s)
+    assert 2000.0 <= one.elapsed_s < 5000.0
+    assert int(before_s) <= one.now_s <= time.monotonic()
 
 
 @st.composite
-def views(draw: st.DrawFn) -> list[list[Restore]]:
+def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
     """The same requests as several ranks see them."""
     shapes = draw(
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=4)
@@ -122,7 +118,7 @@ def views(draw: st.DrawFn) -> list[list[Restore]]:
             stored = tuple(draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks)))
             answer = stored if known or draw(st.booleans()) else None
             rank.append(
-                restore(
+                load(
                     blocks,
                     arrived=tuple(b for b, s in enumerate(state) if s == "l"),
                     failed=tuple(b for b, s in enumerate(state) if s == "f"),
@@ -138,7 +134,7 @@ def views(draw: st.DrawFn) -> list[list[Restore]]:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
 def test_every_rank_learns_the_same_and_it_is_true(
-    ranks: list[list[Restore]], numbers: list[float]
+    ranks: list[list[PromptLoad]], numbers: list[float]
 ) -> None:
     own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
     results = reach(copy.copy(ranks), own)
@@ -147,10 +143,10 @@ def test_every_rank_learns_the_same_and_it_is_true(
     assert len({agreed for _, agreed in results}) == 1
     for n, (stored, landed, lost) in enumerate(plain[0]):
         views_of_it = [rank[n] for rank in ranks]
-        assert set(landed) == set.intersection(*(set(r.arrived) for r in views_of_it))
-        assert set(lost) == set.union(*(r.failed for r in views_of_it))
-        answers = [r.answer for r in views_of_it]
-        if views_of_it[0].known or None in answers:
+        assert set(landed) == set.intersection(*(set(r.local.fetched) for r in views_of_it))
+        assert set(lost) == set.union(*(r.local.failed for r in views_of_it))
+        answers = [r.local.stored for r in views_of_it]
+        if views_of_it[0].agreed.lookup_done or None in answers:
             assert stored is None
         else:
             assert stored == tuple(
@@ -159,17 +155,17 @@ def test_every_rank_learns_the_same_and_it_is_true(
 
 
 def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_take() -> None:
-    ranks = [[restore(2), restore(3, extra=1)] for _ in range(2)]
+    ranks = [[load(2), load(3, extra=1)] for _ in range(2)]
     for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
         for made, slower in zip(rank, (1, 100), strict=True):
-            made.load = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
+            made.local.cost = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
     for facts, _ in reach(ranks, [ANY] * 2):
         assert [fact.cost for fact in facts] == [
             LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
             LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
         ]
     alone, _ = RankConsensus(None).reach(ranks[0], ANY)
-    assert [fact.cost for fact in alone] == [made.load for made in ranks[0]]
+    assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
 
 
 @given(
@@ -191,7 +187,7 @@ def test_a_rank_alone_learns_what_it_would_learn_among_equals(
     order = [b for b in arrived if b < blocks]
     seed.shuffle(order)
     stored = tuple(b % 3 != 0 for b in range(blocks))
-    alone = restore(
+    alone = load(
         blocks,
         arrived=tuple(order),
         failed=tuple(b for b in failed if b < blocks),

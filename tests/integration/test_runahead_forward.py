@@ -98,7 +98,7 @@ class Setup:
         step_costs: Any = SimpleNamespace(
             agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
             measured=False,
-            helped=lambda: None,
+            do_not_measure=lambda: None,
         )
         self.owner = Runahead(
             OWNER,
@@ -108,7 +108,7 @@ class Setup:
             step_costs=step_costs,
             counters=self.counters,
             namespace=lambda: "00",
-            restore=lambda rid: None,
+            prompt_load=lambda rid: None,
             loads_only=False,
             least_tokens=0,
             page_tokens=16,

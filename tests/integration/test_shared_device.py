@@ -1,7 +1,7 @@
-"""The real coordinator and loader in virtual time, always with others on the device.
+"""The real coordinator and loader in virtual time, on a device that other requests share.
 
-What `tests/simulator/test_beside_others.py` asks of the simulator. The device takes what the cost
-model says, the link what its store says; all that decides is the server's own.
+`tests/simulator/test_beside_others.py` tests the same of the simulator. The time of a step is that
+of the cost model, and the time of a read that of the store; all decisions are the server's own.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_coordinator import BLOCK, Desk, FakeReq
+from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq
 from virtual_io import VirtualIo, virtual_time
 
 from sglang_cake.core.buffers import TellBytes
@@ -45,19 +45,19 @@ class Far(WrapperStore):
         return await self._inner.get_into(key, out, progress)
 
 
-class Shared:
+class SharedDevice:
     """A scheduler and its device, which others may share for good."""
 
     def __init__(self, io: VirtualIo, mode: Mode, cost: PrefillCost, load: LoadCost) -> None:
         self.io, self.cost = io, cost
 
         def link(inner: Store) -> Store:
-            size = self.desk_block_bytes
+            size = self.block_bytes
             speed = {"bytes_per_s": size / load.block_s, "clock": lambda: io.now_s}
             return Far(ThrottledStore(inner, block_bytes=size, **speed), load.latency_s)
 
-        self.desk_block_bytes = 2 * 2 * 2 * 4 * 4 * BLOCK  # layers, K and V, heads, dim, float32
-        self.desk = Desk(
+        self.block_bytes = 2 * 2 * 2 * 4 * 4 * BLOCK  # layers, K and V, heads, dim, float32
+        self.base = CoordinatorHarness(
             io=io,
             mode=mode,
             store=link,
@@ -67,22 +67,22 @@ class Shared:
             staging=64,
             chunk=CHUNK,
         )
-        assert self.desk.kv.layout.block_bytes == self.desk_block_bytes
-        self.desk.loader.recall([load])
+        assert self.base.kv.layout.block_bytes == self.block_bytes
+        self.base.loader.recall([load])
 
     def serve(self, arrivals: Sequence[tuple[float, FakeReq]], others: int) -> list[float]:
         """Seconds from arrival to the end of prefill of each, as others take so many tokens of
         every step."""
-        cake, begun_s = self.desk.cake, self.io.now_s
+        coordinator, begun_s = self.base.coordinator, self.io.now_s
         coming, live, done = deque(arrivals), [], {}
         while coming or live:
             while coming and begun_s + coming[0][0] <= self.io.now_s:
                 at_s, req = coming.popleft()
                 self._arrive(req, begun_s + at_s)
                 live.append((at_s, req))
-            claimants = [cake.queue_entry(req) for _, req in live]
+            claimants = [coordinator.queue_entry(req) for _, req in live]
             live = [live[i] for i in order(claimants)]
-            cake.poll([req.rid for _, req in live])
+            coordinator.poll([req.rid for _, req in live])
             took_s = self._step([req for _, req in live], others)
             if coming and not live:
                 took_s = max(took_s, begun_s + coming[0][0] - self.io.now_s)
@@ -90,41 +90,41 @@ class Shared:
             for at_s, req in list(live):
                 if req.prefix_len == len(req.origin_input_ids):
                     done[req.rid] = self.io.now_s - begun_s - at_s
-                    cake.end(req.rid)
+                    coordinator.end(req.rid)
                     live.remove((at_s, req))
         return [done[req.rid] for _, req in arrivals]
 
     def _arrive(self, req: FakeReq, at_s: float) -> None:
-        self.desk.cake.arrive(req, lambda tokens, limit: 0)
-        live = self.desk.cake.restore(req.rid)
-        assert live is not None
-        live.arrived_s = live.served_since_s = at_s
+        now_s = self.io.now_s
+        self.io.now_s = at_s  # it came while the step before was computed
+        self.base.coordinator.arrive(req, lambda tokens, limit: 0)
+        self.io.now_s = now_s
 
     def _step(self, queue: Sequence[FakeReq], others: int) -> float:
         """Form a step, and say how long it takes."""
-        cake, work = self.desk.cake, StepWork()
-        cake.step_costs.scheduling(decodes=0)
+        coordinator, work = self.base.coordinator, StepWork()
+        coordinator.step_costs.scheduling(decodes=0)
         if others:
-            cake.claimed(FakeReq("other", array("q")), others)  # of whom Cake has no record
+            coordinator.claimed(FakeReq("other", array("q")), others)  # of whom Cake has no record
             work += work_of(0, others)
         for req in queue:
             stop = self._stop(req, CHUNK - work.tokens)
             if stop > req.prefix_len:
-                cake.claimed(req, stop)
+                coordinator.claimed(req, stop)
                 work += work_of(req.prefix_len, stop)
                 req.prefix_len = stop
         return self.cost.work_s(work) if work.tokens else POLL_S
 
     def _stop(self, req: FakeReq, left: int) -> int:
-        cake, total = self.desk.cake, len(req.origin_input_ids)
-        if left <= 0 or cake.hold(req):
+        coordinator, total = self.base.coordinator, len(req.origin_input_ids)
+        if left <= 0 or coordinator.hold(req):
             return req.prefix_len
-        cake.settle(req, self._attach)
-        step = cake.plan(req, left)
+        coordinator.settle(req, self._attach)
+        step = coordinator.plan(req, left)
         return min(total, req.prefix_len + left) if step is None else step.stop
 
     def _attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
-        self.desk.allocator.free(slots)
+        self.base.allocator.free(slots)
         req.prefix_len = stop
 
 
@@ -137,10 +137,10 @@ def ttfts_s(
 ) -> list[float]:
     """Of wholly stored prompts, each a moment and its tokens."""
     with virtual_time() as io:
-        shared, reqs = Shared(io, mode, cost, load), []
+        shared, reqs = SharedDevice(io, mode, cost, load), []
         for number, (at_s, tokens) in enumerate(arrivals):
             req = FakeReq(str(number), array("q", range(number, number + tokens)))
-            shared.desk.fill(req.origin_input_ids, set(range(tokens // BLOCK)))
+            shared.base.fill(req.origin_input_ids, set(range(tokens // BLOCK)))
             reqs.append((at_s, req))
         return shared.serve(reqs, others)
 

@@ -4,13 +4,14 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from kv_pools import restore_of
+from kv_pools import load_of
+from virtual_io import virtual_time
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost, StepWork
 
-LIVE = restore_of(4, block=16)
+LIVE = load_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)
 
 
@@ -28,7 +29,7 @@ def test_what_a_step_already_does_is_part_of_its_price(step_costs: StepCosts) ->
     others_s = 110 * 1e-3 + (5050 + 10 * 50 + 55) * 1e-6 + 3 * 0.002
     assert step_costs.costs(LIVE).prefill.fixed_s == pytest.approx(0.01 + others_s)
     assert step_costs.costs(LIVE).prefill.token_s == COST.token_s
-    assert step_costs.costs(LIVE).load == LIVE.load  # that of its own blocks
+    assert step_costs.costs(LIVE).load == LIVE.agreed.cost  # that of its own blocks
     assert step_costs.agreed == COST  # of a step that has nothing else to do
 
 
@@ -36,7 +37,7 @@ def test_the_next_step_starts_from_nothing(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     step_costs.claimed(0, 100)
     step_costs.polled()
-    assert step_costs.costs(LIVE) == Costs(step_costs.agreed, LIVE.load)
+    assert step_costs.costs(LIVE) == Costs(step_costs.agreed, LIVE.agreed.cost)
     assert step_costs.measured
 
 
@@ -46,44 +47,48 @@ NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
 
 def test_what_waits_on_the_device_is_known_at_arrival_and_later(step_costs: StepCosts) -> None:
     """0.05 s a block, and 0.074 s for all four to be computed: alone it is computed."""
-    live = restore_of(4, block=16)
+    live = load_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
-    assert not step_costs.worth_now(live, AUTO, NOTHING)(stored, load)
-    assert step_costs.worth_now(live, AUTO, QUEUE)(stored, load)
+    assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.should_load_at_arrival(live, AUTO, QUEUE)(stored, load)
     live.meet.found(stored)
-    live.load = load
-    assert not step_costs.worth(live, "auto", NOTHING)
-    assert step_costs.worth(live, "auto", QUEUE)
-    assert not step_costs.worth(live, "compute", QUEUE)
-    assert step_costs.worth(live, "load", NOTHING)
+    live.agreed.cost = load
+    assert not step_costs.should_load(live, "auto", NOTHING)
+    assert step_costs.should_load(live, "auto", QUEUE)
+    assert not step_costs.should_load(live, "compute", QUEUE)
+    assert step_costs.should_load(live, "load", NOTHING)
 
 
 def test_who_decodes_shares_the_steps_of_who_waits(step_costs: StepCosts) -> None:
-    live = restore_of(4, block=16)
+    live = load_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     step_costs.scheduling(decodes=60)
     step_costs.polled()
-    assert step_costs.worth_now(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
 def test_launched_ahead_the_step_under_way_goes_first() -> None:
     step_costs = StepCosts(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=640, pipelined=True)
-    live = restore_of(4, block=16)
+    live = load_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
-    assert not step_costs.worth_now(live, AUTO, NOTHING)(stored, load)
+    assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
     step_costs.claimed(0, 640)
-    assert step_costs.worth_now(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
     step_costs.polled()
-    assert step_costs.worth_now(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
     step_costs.polled()
-    assert not step_costs.worth_now(live, AUTO, NOTHING)(stored, load)
+    assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
 def test_too_little_is_never_loaded(step_costs: StepCosts) -> None:
-    live = restore_of(4, block=16)
+    live = load_of(4, block=16)
     least = replace(AUTO, min_load_tokens=48)
-    assert not step_costs.worth_now(live, least, QUEUE)((False, False, True, True), LIVE.load)
-    assert step_costs.worth_now(live, least, QUEUE)((False, True, True, True), LIVE.load)
+    assert not step_costs.should_load_at_arrival(live, least, QUEUE)(
+        (False, False, True, True), LIVE.agreed.cost
+    )
+    assert step_costs.should_load_at_arrival(live, least, QUEUE)(
+        (False, True, True, True), LIVE.agreed.cost
+    )
 
 
 def test_steps_without_prefill_are_not_measured(step_costs: StepCosts) -> None:
@@ -103,13 +108,11 @@ def test_launched_ahead_only_a_run_of_steps_says_how_long_one_takes() -> None:
 
 
 def test_what_a_step_waited_for_kv_is_no_part_of_what_it_costs(
-    step_costs: StepCosts, monkeypatch: pytest.MonkeyPatch
+    step_costs: StepCosts,
 ) -> None:
-    clock = iter([100.0, 107.0])
-    monkeypatch.setattr(
-        "sglang_cake.integration.step_costs.time", Mock(monotonic=lambda: next(clock))
-    )
-    step_costs.claimed(0, 64)
-    step_costs.waited(6.5)
-    step_costs.polled()
+    with virtual_time() as io:
+        step_costs.claimed(0, 64)
+        io.now_s += 7.0
+        step_costs.waited(6.5)
+        step_costs.polled()
     assert step_costs.own.prefill.step_s(0, 64) == pytest.approx(0.5, rel=0.2)

@@ -120,9 +120,9 @@ def test_whatever_is_measured_costs_stay_sane(steps: list[tuple[int, int, float]
 def test_a_link_is_measured_apart_from_its_latency() -> None:
     fit = LoadFit(LoadCost(0.0, 1.0))
     for _ in range(20):
-        fit.landed(0.5 + 0.02, first=True)
+        fit.fetched(0.5 + 0.02, first=True)
         for _ in range(12):
-            fit.landed(0.02, first=False)
+            fit.fetched(0.02, first=False)
     assert fit.cost.block_s == pytest.approx(0.02, rel=0.05)
     assert fit.cost.latency_s == pytest.approx(0.5, rel=0.1)
     assert fit.cost.error < 0.05
@@ -131,7 +131,7 @@ def test_a_link_is_measured_apart_from_its_latency() -> None:
 def test_reads_in_flight_together_that_land_together_are_one_rate() -> None:
     fit = LoadFit(LoadCost(0.0, 1.0))
     for i in range(64):
-        fit.landed(0.04 if i % 4 == 0 else 0.0, first=False)
+        fit.fetched(0.04 if i % 4 == 0 else 0.0, first=False)
     assert fit.cost.block_s == pytest.approx(0.01, rel=0.1)
 
 

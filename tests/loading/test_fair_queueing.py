@@ -5,8 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.loading.fair_queueing import MOST_TENANTS, TURN_TOKENS, TenantTokens
-from sglang_cake.loading.priority import QueueEntry, order
+from sglang_cake.loading.priority import MOST_TENANTS, TURN_TOKENS, QueueEntry, TenantTokens, order
 
 
 def test_who_had_less_goes_first_and_equals_go_by_length() -> None:
@@ -53,7 +52,7 @@ def test_only_so_many_tenants_are_remembered() -> None:
     for tenant in range(1, 2 * MOST_TENANTS):
         tenants.arrives(tenant)
         tenants.leaves(tenant)
-    assert len(tenants._had) <= MOST_TENANTS + 1
+    assert len(tenants) <= MOST_TENANTS + 1
     assert tenants.turn(0) == 0
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.loading.cost_model import LoadCost, LoadFit
-from sglang_cake.loading.load_fits import DOUBT_S, MOST_SOURCES, LoadFits
+from sglang_cake.loading.cost_model import DOUBT_S, MOST_SOURCES, LoadCost, LoadFit, LoadFits
 
 PRIOR = LoadCost(0.0, 1.0, depth=4)
 times = st.floats(1e-4, 10.0)
@@ -15,8 +14,8 @@ times = st.floats(1e-4, 10.0)
 def test_of_one_source_it_is_one_fit(took: list[tuple[float, bool]]) -> None:
     fits, fit = LoadFits(PRIOR), LoadFit(PRIOR)
     for took_s, first in took:
-        fits.landed(0, took_s, 1.0, first=first)
-        fit.landed(took_s, first=first)
+        fits.fetched(0, took_s, 1.0, first=first)
+        fit.fetched(took_s, first=first)
     assert fits.newest == fit.cost
     assert fits.all == [fit.cost if took else None]
     assert fits.is_new(0) == (not took)
@@ -29,9 +28,9 @@ def test_of_one_source_it_is_one_fit(took: list[tuple[float, bool]]) -> None:
 def test_a_slow_source_does_not_make_a_fast_one_slow() -> None:
     fits = LoadFits(PRIOR)
     for _ in range(40):
-        fits.landed(0, 0.001, 1.0, first=False)
+        fits.fetched(0, 0.001, 1.0, first=False)
     for _ in range(40):
-        fits.landed(1, 0.1, 1.0, first=False)
+        fits.fetched(1, 0.1, 1.0, first=False)
     assert fits.of({0: 5}, 1.0).block_s == pytest.approx(0.001)
     assert fits.of({1: 5}, 1.0).block_s == pytest.approx(0.1)
     assert fits.newest.block_s == pytest.approx(0.1)
@@ -43,7 +42,7 @@ def test_a_slow_source_does_not_make_a_fast_one_slow() -> None:
 
 def test_copies_say_nothing_of_the_source() -> None:
     fits = LoadFits(PRIOR)
-    fits.landed(1, 0.1, 1.0, first=False)
+    fits.fetched(1, 0.1, 1.0, first=False)
     fits.copied(0.25)
     assert fits.all[0] is None  # nothing was read there
     assert [fits.of({source: 1}, 1.0).copy_s for source in (0, 1)] == [0.25, 0.25]
@@ -60,7 +59,7 @@ def test_what_was_learned_is_recalled_by_source() -> None:
 def test_sources_are_few() -> None:
     fits = LoadFits(PRIOR)
     for source in range(100):
-        fits.landed(source, 0.1, 1.0, first=False)
+        fits.fetched(source, 0.1, 1.0, first=False)
     fits.recall([PRIOR] * 100, 1.0)
     assert len(fits.all) == MOST_SOURCES
     assert fits.of({0: 1, 99: 1}, 1.0).block_s > 0
@@ -70,10 +69,10 @@ def test_what_was_slow_long_ago_gets_another_chance() -> None:
     fits = LoadFits(PRIOR)
     for block_s in (0.01, 0.5):  # it was fast once, then slow
         for _ in range(100):
-            fits.landed(0, block_s, 1.0, first=False)
+            fits.fetched(0, block_s, 1.0, first=False)
     assert fits.of({0: 5}, 1.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
     assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.01)
-    fits.landed(0, 0.5, 2.0 + DOUBT_S, first=False)
+    fits.fetched(0, 0.5, 2.0 + DOUBT_S, first=False)
     assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
 
 
@@ -83,5 +82,5 @@ def test_what_is_only_remembered_is_doubted_too() -> None:
     assert fits.of({0: 5}, 1.0).block_s == 9.0
     assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == PRIOR.block_s
     for _ in range(4):
-        fits.landed(0, 9.0, 100.0, first=False)
+        fits.fetched(0, 9.0, 100.0, first=False)
     assert fits.of({0: 5}, 999.0).block_s == pytest.approx(9.0)  # this is how it is

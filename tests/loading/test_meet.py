@@ -35,7 +35,7 @@ def plan(meet: Meet, chunk: int, known: Costs = COSTS[0], since_s: float = 0.0) 
         mode="both",
         chunk_tokens=chunk,
         costs=known,
-        progress=Progress(since_s, since_s > 0, keep=0),
+        progress=Progress(since_s, since_s > 0, load_from=0),
     )
 
 
@@ -241,13 +241,13 @@ class Race(RuleBasedStateMachine):
             assert not any(b < meet.fence for b in self.loading)
 
     @invariant()
-    def racing_means_something_is_to_come(self) -> None:
+    def pending_means_a_block_is_to_come(self) -> None:
         if hasattr(self, "meet"):
             states_ahead = {state for _, state in ahead(self.meet)}
             if self.meet.front < self.meet.limit:
-                assert self.meet.racing == bool(states_ahead & {S.WANTED, S.LANDED})
+                assert self.meet.pending == bool(states_ahead & {S.WANTED, S.LANDED})
             else:
-                assert not self.meet.racing
+                assert not self.meet.pending
 
     def teardown(self) -> None:
         """Drive to the end: the loader falls silent, compute goes on."""
@@ -263,7 +263,7 @@ class Race(RuleBasedStateMachine):
                 assert not step.wait
                 self.claim(step.stop)
         assert "" not in self.got
-        assert not self.meet.racing
+        assert not self.meet.pending
         assert self.meet.island() is None
         assert self.bytes_here == set() or all(
             b * self.block >= self.meet.limit for b in self.bytes_here
@@ -366,7 +366,7 @@ def test_a_prompt_shorter_than_a_block_has_nothing_to_load() -> None:
     meet.found([])
     assert meet.blocks == 0
     assert meet.island() is None
-    assert not meet.racing
+    assert not meet.pending
     assert plan(meet, 32) == Step(32)
     assert meet.claim(57) == 0
     assert meet.front == 57
@@ -382,7 +382,7 @@ def test_a_wholly_stored_prompt_leaves_its_last_page_to_compute(page: int, attac
     assert meet.island() == Span(0, attached)
     meet.attach(Span(0, attached))
     assert meet.front == attached
-    assert not meet.racing
+    assert not meet.pending
     assert meet.island() is None
     assert plan(meet, 512) == Step(256)
     meet.claim(256)
@@ -399,13 +399,13 @@ def test_a_hole_makes_two_islands_and_costs_one_block() -> None:
     meet.claim(128)
     assert meet.island() == Span(128, 192)
     meet.attach(Span(128, 192))
-    assert meet.racing
+    assert meet.pending
     assert meet.island() is None
     assert plan(meet, 512) == Step(256)  # up to the second island, however large the chunk
     assert meet.claim(256) == 4
     assert meet.island() == Span(256, 384)
     meet.attach(Span(256, 384))
-    assert not meet.racing
+    assert not meet.pending
     assert states(meet) == [S.CLAIMED, S.CLAIMED, S.ATTACHED, S.CLAIMED, S.ATTACHED, S.ATTACHED]
 
 
@@ -452,7 +452,7 @@ def test_the_last_block_is_cut_by_the_limit() -> None:
     assert meet.landed(2)
     assert meet.island() == Span(128, 160)
     meet.attach(Span(128, 160))
-    assert not meet.racing
+    assert not meet.pending
 
 
 def test_a_limit_before_a_block_leaves_the_block_out() -> None:
@@ -468,7 +468,7 @@ def test_a_front_past_the_limit_owns_every_block() -> None:
     assert meet.advance(170) == [2]
     assert states(meet) == [S.CLAIMED] * 3
     assert meet.fence == 3
-    assert not meet.racing
+    assert not meet.pending
 
 
 def test_a_tree_that_forgets_before_the_lookup_answers() -> None:

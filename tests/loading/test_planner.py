@@ -25,7 +25,7 @@ from sglang_cake.loading.planner import (
     device_work,
     look_ahead,
     next_step,
-    worth_loading,
+    should_load,
 )
 from sglang_cake.simulator.machine import Knowledge, Machine
 from sglang_cake.simulator.simulated_server import simulate_prompt
@@ -241,14 +241,14 @@ def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
     else:
         assert view.front < step.stop <= edge_of(now)
     if mode == "both":
-        assert step.keep is not None
+        assert step.load_from is not None
 
 
 @SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
 def test_nobody_waits_for_good(now: dict, mode: Mode, begun: bool) -> None:
     least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
-    now["progress"] = Progress(1e6 * (1 + least_s), begun, keep=0)
+    now["progress"] = Progress(1e6 * (1 + least_s), begun, load_from=0)
     assert not next_step(mode=mode, **now).wait
 
 
@@ -267,19 +267,19 @@ def test_with_nothing_to_come_a_step_is_full(now: dict, mode: Mode) -> None:
 
 
 def test_the_split_follows_the_costs() -> None:
-    assert decide([WANTED] * 10, costs(400)) == Step(800, keep=8)
-    assert decide([WANTED] * 10, costs(100, token_s=4)) == Step(200, keep=2)
-    assert decide([WANTED] * 10, costs(400), chunk=250) == Step(250, keep=8)
-    assert decide([WANTED] * 10, costs(400), chunk=50) == Step(50, keep=8)
+    assert decide([WANTED] * 10, costs(400)) == Step(800, load_from=8)
+    assert decide([WANTED] * 10, costs(100, token_s=4)) == Step(200, load_from=2)
+    assert decide([WANTED] * 10, costs(400), chunk=250) == Step(250, load_from=8)
+    assert decide([WANTED] * 10, costs(400), chunk=50) == Step(50, load_from=8)
 
 
 def test_who_is_not_sure_goes_part_of_the_way() -> None:
-    assert decide([WANTED] * 10, costs(400, error=0.25)) == Step(600, keep=8)
+    assert decide([WANTED] * 10, costs(400, error=0.25)) == Step(600, load_from=8)
     # Unless another step costs more than being wrong.
     assert decide([WANTED] * 10, costs(400, error=0.25, fixed_s=150), mode="both").stop == 800
     # Loads below the meeting point may be worth it after all.
     far = decide([WANTED] * 10, costs(400, error=0.25), chunk=200)
-    assert far == Step(200, keep=7)
+    assert far == Step(200, load_from=7)
 
 
 def test_what_has_landed_is_no_work_for_either() -> None:
@@ -293,20 +293,20 @@ def test_a_quick_link_is_waited_for_until_it_breaks_its_promise() -> None:
     quick = costs(1)
     wait = Step(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
-    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True, keep=0)) == wait
-    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, keep=0)).wait
+    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True, load_from=0)) == wait
+    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, load_from=0)).wait
 
 
 def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
     blocks, hopeless = [WANTED] * 10, costs(990)  # one block is saved, at the very end
-    assert decide(blocks, hopeless) == Step(1050, keep=None)
-    assert decide(blocks, hopeless, progress=Progress(keep=0)).keep == 9
+    assert decide(blocks, hopeless) == Step(1050, load_from=None)
+    assert decide(blocks, hopeless, progress=Progress(load_from=0)).load_from == 9
     short = [ABSENT] * 99 + [WANTED]
     gain = 100 / (99 * 100 + 150)
     assert gain < COMPUTE_SLACK
-    assert decide(short, costs(1)) == Step(10_000, keep=None)
-    assert decide(short, costs(1), progress=Progress(keep=0)).keep is not None
-    assert decide(short, costs(1), mode="both").keep is not None
+    assert decide(short, costs(1)) == Step(10_000, load_from=None)
+    assert decide(short, costs(1), progress=Progress(load_from=0)).load_from is not None
+    assert decide(short, costs(1), mode="both").load_from is not None
 
 
 def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() -> None:
@@ -314,9 +314,9 @@ def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() ->
     blocks = [WANTED] * 10
     guess, quick = PrefillCost(0.0, 1.0, 0.0), LoadCost(0.0, 0.1, error=0.0)
     assert guess.guessed
-    assert decide(blocks, Costs(guess, quick)) == Step(100, keep=0)
-    assert decide(blocks, Costs(guess, quick), front=100) == Step(200, keep=1)
-    assert decide(blocks, Costs(guess, quick), chunk=30) == Step(30, keep=0)
+    assert decide(blocks, Costs(guess, quick)) == Step(100, load_from=0)
+    assert decide(blocks, Costs(guess, quick), front=100) == Step(200, load_from=1)
+    assert decide(blocks, Costs(guess, quick), chunk=30) == Step(30, load_from=0)
     known = replace(guess, error=0.25)
     assert decide(blocks, Costs(known, quick)).wait
     assert decide(blocks, Costs(guess, quick), mode="load").wait
@@ -326,7 +326,7 @@ def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() ->
 def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
     def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
         view = view_of([ABSENT] * len(states), front=front).found(states)
-        return worth_loading(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
+        return should_load(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
 
     assert worth([True] * 10, costs(100))
     assert not worth([True] * 10, costs(1100))
@@ -342,7 +342,7 @@ def test_a_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
     known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
 
     def worth(known: Costs) -> bool:
-        return worth_loading(view, mode="auto", chunk_tokens=100, costs=known, progress=Progress())
+        return should_load(view, mode="auto", chunk_tokens=100, costs=known, progress=Progress())
 
     assert not worth(known)
     assert worth(known.beside(busy))
@@ -361,24 +361,24 @@ def test_what_goes_before_a_prompt_is_time_for_its_loads() -> None:
 
 
 @SLOW
-@given(now=situations(), backlog_s=st.floats(0, 1e4), keep=st.sampled_from([None, 0]))
+@given(now=situations(), backlog_s=st.floats(0, 1e4), load_from=st.sampled_from([None, 0]))
 def test_a_verdict_that_was_just_revised_stands(
-    now: dict, backlog_s: float, keep: int | None
+    now: dict, backlog_s: float, load_from: int | None
 ) -> None:
     """Whichever it was before: with the same costs the next poll says the same again."""
     now["costs"] = replace(now["costs"], backlog_s=backlog_s)
-    now["progress"] = Progress(keep=keep)
-    loads = worth_loading(mode="auto", **now)
-    now["progress"] = Progress(keep=0 if loads else None)
-    assert worth_loading(mode="auto", **now) == loads
+    now["progress"] = Progress(load_from=load_from)
+    loads = should_load(mode="auto", **now)
+    now["progress"] = Progress(load_from=0 if loads else None)
+    assert should_load(mode="auto", **now) == loads
 
 
 def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
     blocks, quick = [WANTED] * 10, costs(1)
-    silent = decide(blocks, quick, progress=Progress(5000, begun=True, keep=0))
-    assert (silent.keep, silent.late) == (None, True)
-    slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, keep=0))
-    assert (slow.keep, slow.late) == (None, False)
+    silent = decide(blocks, quick, progress=Progress(5000, begun=True, load_from=0))
+    assert (silent.load_from, silent.overdue) == (None, True)
+    slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, load_from=0))
+    assert (slow.load_from, slow.overdue) == (None, False)
 
 
 @pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])

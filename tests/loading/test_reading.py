@@ -15,26 +15,39 @@ BYTES, PATIENCE_S = 64, 60.0
 NOW_S = 0.0  # long ago: who waits until then does not wait
 
 
-def new_reading() -> Reading:
-    return Reading(PlainBuffer(BYTES))
+class WatchedCondition(threading.Condition):
+    """Shows that a thread waits for it. That thread holds the lock from then on until it really
+    waits, so a change by another thread comes after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_for.set()
+        return super().wait(timeout)
+
+
+class WatchedReading(Reading):
+    def __init__(self) -> None:
+        self.condition = WatchedCondition()
+        super().__init__(PlainBuffer(BYTES), self.condition)
+
+
+def new_reading() -> WatchedReading:
+    return WatchedReading()
 
 
 class Waiter:
-    """A thread that waits, and what it was answered."""
+    """A thread that waits for a reading, and the result."""
 
-    def __init__(self, reading: Reading, wait: Callable[[float], bool]) -> None:
-        """It holds the reading's lock from when it is seen to wait until it really does: whatever
-        the test says next comes when it waits."""
+    def __init__(self, reading: WatchedReading, wait: Callable[[float], bool]) -> None:
+        """Returns when the thread waits."""
         self.answer: bool | None = None
-        self._tick, self._waits = reading._tick, threading.Event()
-        reading._tick = self._ticked  # type: ignore[method-assign]
+        reading.condition.waited_for.clear()
         self._thread = threading.Thread(target=self._run, args=(wait,), daemon=True)
         self._thread.start()
-        assert self._waits.wait(PATIENCE_S)
-
-    def _ticked(self, until_s: float) -> bool:
-        self._waits.set()
-        return self._tick(until_s)
+        assert reading.condition.waited_for.wait(PATIENCE_S)
 
     def _run(self, wait: Callable[[float], bool]) -> None:
         # As good as never: a wake-up that is lost must not look like one that came.
@@ -51,11 +64,11 @@ class Waiter:
         return self._thread.is_alive()
 
 
-def waiter(reading: Reading, count: int) -> Waiter:
+def waiter(reading: WatchedReading, count: int) -> Waiter:
     return Waiter(reading, lambda until_s: reading.wait(count, until_s))
 
 
-def whole_waiter(reading: Reading) -> Waiter:
+def whole_waiter(reading: WatchedReading) -> Waiter:
     return Waiter(reading, reading.wait_whole)
 
 

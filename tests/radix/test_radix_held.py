@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from trees import CORES, SLOTS, Nobody, Side
+from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
@@ -26,17 +26,17 @@ from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.staging import StagedBlock
 from sglang_cake.stores.request_info import RequestFacts
 
 BLOCK = 8
 
 
-class Holding(Side):
-    """A tree whose coordinator holds landed blocks, by cake's own Landing."""
+class TreeWithLandedBlocks(TreeWithSlots):
+    """A tree whose coordinator holds landed blocks, by cake's own DeviceSlots."""
 
     def __init__(self, core: str) -> None:
         super().__init__(CakeRadixCache, 1, core)
@@ -46,10 +46,10 @@ class Holding(Side):
             kv, self.allocator, self.tree.evict_own, self.counters, lambda took_s: None
         )
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
-        self.restores: list[Restore] = []
-        self.tree.coordinator = Nobody()
+        self.loads: list[PromptLoad] = []
+        self.tree.coordinator = FakeCoordinator()
         self.tree.coordinator.held = lambda: self.device_slots.held_tokens
-        self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.restores, n)
+        self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.loads, n)
 
     def land(self, blocks: int) -> bool:
         """Have `blocks` blocks of a new prompt in device slots; False: no memory for all."""
@@ -58,22 +58,31 @@ class Holding(Side):
         meet = Meet(block_tokens=BLOCK, page_tokens=1, limit_tokens=count, prompt_tokens=count)
         meet.found([True] * blocks)
         chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
-        rid = f"r{len(self.restores)}"
-        facts = RequestFacts(rid, count)
-        load = LoadCost(0.0, 0.01)
-        restore = Restore(rid, rid, tokens, chain=chain, facts=facts, meet=meet, load=load)
-        self.restores.append(restore)
+        rid = f"r{len(self.loads)}"
+        cost = LoadCost(0.0, 0.01)
+        load = PromptLoad(
+            rid=rid,
+            load_id=rid,
+            tokens=tokens,
+            chain=chain,
+            facts=RequestFacts(rid, count),
+            meet=meet,
+            local=LocalLoads(cost, served_since_s=0.0),
+            agreed=AgreedLoads(cost),
+            arrived_s=0.0,
+        )
+        self.loads.append(load)
         for block in range(blocks):
             buffer = self.pool.take()
             if buffer is None:
                 return False
             meet.landed(block)
-            restore.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
-        return self.device_slots.place(restore, list(restore.staged))
+            load.landed.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
+        return self.device_slots.place(load, list(load.landed.staged))
 
     def drop(self, index: int) -> None:
-        restore = self.restores.pop(index)
-        self.device_slots.discard(restore, {*restore.staged, *restore.slots}, "ended")
+        load = self.loads.pop(index)
+        self.device_slots.discard(load, {*load.landed.staged, *load.landed.slots}, "ended")
 
     @property
     def held(self) -> int:
@@ -83,12 +92,12 @@ class Holding(Side):
         return int(UnifiedRadixCache.evictable_size(self.tree))
 
 
-class Held(RuleBasedStateMachine):
+class LandedBlocksMachine(RuleBasedStateMachine):
     core = "python"
 
     @initialize()
     def begin(self) -> None:
-        self.side = Holding(self.core)
+        self.side = TreeWithLandedBlocks(self.core)
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=24))
     def insert(self, tokens: list[int]) -> None:
@@ -111,10 +120,10 @@ class Held(RuleBasedStateMachine):
     def land(self, blocks: int) -> None:
         self.side.land(blocks)
 
-    @precondition(lambda self: self.side.restores)
+    @precondition(lambda self: self.side.loads)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        self.side.drop(data.draw(st.integers(0, len(self.side.restores) - 1)))
+        self.side.drop(data.draw(st.integers(0, len(self.side.loads) - 1)))
 
     @rule(tokens=st.integers(1, 60))
     def evict(self, tokens: int) -> None:
@@ -137,17 +146,17 @@ class Held(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_lost(self) -> None:
         side = self.side
-        free, evictable, protected = side.books()
+        free, evictable, protected = side.accounting()
         assert free + evictable + protected == SLOTS
         assert evictable == side.own_evictable() + side.held
         assert side.tree.full_evictable_size() == evictable
-        assert side.held == sum(len(s) for r in side.restores for s in r.slots.values())
+        assert side.held == sum(len(s) for r in side.loads for s in r.landed.slots.values())
         side.tree.sanity_check()
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_no_slot_is_lost_whatever_happens(core: str) -> None:
-    machine = type("Machine", (Held,), {"core": core})
+    machine = type("Machine", (LandedBlocksMachine,), {"core": core})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None)
     )
@@ -155,7 +164,7 @@ def test_no_slot_is_lost_whatever_happens(core: str) -> None:
 
 @pytest.mark.parametrize("core", CORES)
 def test_eviction_takes_the_tree_first_and_then_landed_blocks(core: str) -> None:
-    side = Holding(core)
+    side = TreeWithLandedBlocks(core)
     side.insert(list(range(100, 140)))
     assert side.land(4)
     assert side.tree.evictable_size() == 40 + 4 * BLOCK
@@ -163,22 +172,20 @@ def test_eviction_takes_the_tree_first_and_then_landed_blocks(core: str) -> None
     assert (side.own_evictable(), side.held) == (0, 4 * BLOCK)
     result = side.tree.evict(EvictParams(num_tokens=BLOCK + 1))
     assert result.num_tokens_evicted == 2 * BLOCK
-    restore = side.restores[0]
-    assert sorted(restore.slots) == [2, 3]  # the leftmost go: compute would reach them first
-    assert [restore.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [
-        BlockState.LANDED
-    ] * 2
+    load = side.loads[0]
+    assert sorted(load.landed.slots) == [2, 3]  # the leftmost go: compute would reach them first
+    assert [load.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [BlockState.LANDED] * 2
     assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.device_slots.block_bytes
     assert side.pool.free == side.pool.capacity
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_landing_makes_room_in_the_tree_but_takes_no_landed_block(core: str) -> None:
-    side = Holding(core)
+    side = TreeWithLandedBlocks(core)
     assert side.land(6)
     side.insert(list(range(100, 140)))
     assert side.land(5)  # 8 slots are free, 32 come from the tree
     assert side.held == 11 * BLOCK
     assert not side.land(2)  # there is room for one
     assert side.held == 12 * BLOCK
-    assert len(side.restores[0].slots) == 6
+    assert len(side.loads[0].landed.slots) == 6

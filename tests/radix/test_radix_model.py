@@ -21,7 +21,7 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixtures
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
-from trees import CORES, SLOTS, Nobody, Side, config_of
+from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots, config_of
 
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
@@ -38,9 +38,9 @@ class TwoTrees(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.sides = [
-            Side(cls, self.page, self.core) for cls in (CakeRadixCache, UnifiedRadixCache)
+            TreeWithSlots(cls, self.page, self.core) for cls in (CakeRadixCache, UnifiedRadixCache)
         ]
-        self.sides[0].tree.coordinator = Nobody()
+        self.sides[0].tree.coordinator = FakeCoordinator()
 
     def whole(self, tokens: list[int]) -> list[int]:
         """The tokens at page size 1; each as one page otherwise."""
@@ -88,8 +88,8 @@ class TwoTrees(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self) -> None:
         if getattr(self, "sides", None):
-            cake, model = self.sides
-            assert cake.books() == model.books()
+            coordinator, model = self.sides
+            assert coordinator.accounting() == model.accounting()
             for side in self.sides:
                 side.tree.sanity_check()
 
@@ -121,9 +121,9 @@ def test_checkpoints_of_a_request_give_the_same_tree(page: int, core: str) -> No
     kit.cfg = config_of(page)
     seen = []
     for cls in (CakeRadixCache, UnifiedRadixCache):
-        side = Side(cls, page, core)
+        side = TreeWithSlots(cls, page, core)
         if cls is CakeRadixCache:
-            side.tree.coordinator = Nobody()
+            side.tree.coordinator = FakeCoordinator()
         ids = [token for token in range(12) for _ in range(page)][:40]
         side.insert(ids[: 4 * page])
         req, _ = kit._make_inflight_req(
@@ -133,6 +133,6 @@ def test_checkpoints_of_a_request_give_the_same_tree(page: int, core: str) -> No
         for stop in (2 * page, 6 * page, len(ids)):
             side.tree.checkpoint(req, up_to=stop)
             side.tree.sanity_check()
-            steps.append((side.books(), side.match(ids).device_prefix_len))
+            steps.append((side.accounting(), side.match(ids).device_prefix_len))
         seen.append(steps)
     assert seen[0] == seen[1]

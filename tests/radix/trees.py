@@ -19,8 +19,6 @@ from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
-from sglang_cake.integration.request.restore import Restore
-
 CORES = ("python", "rust")
 SLOTS = 96
 
@@ -63,8 +61,8 @@ def key_of(tokens: list[int], extra: str | None = None) -> RadixKey:
     return RadixKey(array("q", tokens), extra_key=extra)
 
 
-class Side:
-    """One tree with its slots."""
+class TreeWithSlots:
+    """A tree with its allocator and request pool."""
 
     def __init__(self, cls: type, page: int, core: str) -> None:
         self.tree, self.allocator, self.requests = build(cls, page, core)
@@ -87,25 +85,21 @@ class Side:
     def is_root(self, node: Any) -> bool:
         return bool(node == self.tree.root_node_handle())
 
-    def books(self) -> tuple[int, int, int]:
+    def accounting(self) -> tuple[int, int, int]:
         tree = self.tree
         return self.allocator.available_size(), tree.evictable_size(), tree.protected_size()
 
 
-class Nobody:
+class FakeCoordinator:
     """A coordinator without requests, or with those whose landed blocks a test holds."""
 
     def __init__(self) -> None:
         self.held: Callable[[], int] = lambda: 0
         self.reclaim: Callable[[int], int] = lambda tokens: 0
-        self.step_s = 0.0
 
     @property
     def held_tokens(self) -> int:
         return self.held()
-
-    def restore(self, rid: str) -> Restore | None:
-        return None
 
     def end(self, rid: str) -> None:
         pass

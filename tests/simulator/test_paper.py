@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_cake.loading.meet import BlockState, View
-from sglang_cake.loading.planner import Step, room
+from sglang_cake.loading.planner import Step, island_start
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_no_other_meeting_point_is_better_where_more_is_printed(util: float) -> 
     target = 0
 
     def fixed(view: View, *, chunk_tokens: int, **_: object) -> Step:
-        edge = min(view.front + chunk_tokens, view.prompt_tokens, room(view))
+        edge = min(view.front + chunk_tokens, view.prompt_tokens, island_start(view))
         if BlockState.WANTED not in view.states:
             return Step(edge)
         return Step(max(view.front, min(edge, target)), wait=view.front >= target)

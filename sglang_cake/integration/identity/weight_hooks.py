@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -12,10 +12,7 @@ from sglang_cake.integration.boundary import register
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import LOADED, MAX_ADAPTERS, ModelSource
-from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-
-if TYPE_CHECKING:
-    from sglang_cake.integration.build import Engine
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -104,19 +101,19 @@ def _record_adapter(lora_id: str, files: Files | None) -> None:
         del LOADED.adapters[next(iter(LOADED.adapters))]
 
 
-def _engine(updater: Any) -> "Engine | None":
+def _service(updater: Any) -> Service | None:
     tree = updater.scheduler.tree_cache
-    return tree.engine if isinstance(tree, CakeRadixCache) else None
+    return tree.service if isinstance(tree, CakeRadixCache) else None
 
 
 def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
-    engine = _engine(updater)
-    if engine is None:
+    service = _service(updater)
+    if service is None:
         return original(updater, request)
-    source = engine.identity.update_source(request.model_path)
+    source = service.identity.update_source(request.model_path)
     before = source.weights_or_none()
     was_local = source.is_local
-    engine.weights_changing()
+    service.weights_changing()
     files: Files | None = None
     try:
         result = original(updater, request)
@@ -124,43 +121,43 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
         if result.success and (before == after or (before is None and not was_local)):
             files = after  # after a failed update, a part of the weights may have changed
     finally:
-        _changed(engine, updater, request, files, request.load_format)
+        _changed(service, updater, request, files, request.load_format)
     return result
 
 
 def _changed(
-    engine: "Engine", updater: Any, request: Any, files: Files | None, load_format: str | None
+    service: Service, updater: Any, request: Any, files: Files | None, load_format: str | None
 ) -> None:
     # A running request adds KV of the old weights to the tree, even if the tree is empty now.
     idle = updater.is_fully_idle(ignore_waiting=True)
     version = getattr(request, "weight_version", None)
-    engine.weights_changed(files, load_format, version, idle=idle)
+    service.weights_changed(files, load_format, version, idle=idle)
 
 
 def _begin_update(original: Any, updater: Any, request: Any) -> Any:
-    engine = _engine(updater)
-    if engine is not None:
-        engine.weights_changing()
+    service = _service(updater)
+    if service is not None:
+        service.weights_changing()
     return original(updater, request)
 
 
 def _push(original: Any, updater: Any, request: Any) -> Any:
-    engine = _engine(updater)
-    if engine is None:
+    service = _service(updater)
+    if service is None:
         return original(updater, request)
-    engine.weights_changing()
+    service.weights_changing()
     try:
         return original(updater, request)
     finally:
-        _changed(engine, updater, request, None, None)
+        _changed(service, updater, request, None, None)
 
 
 def _resume(original: Any, updater: Any, request: Any) -> Any:
     """Weights whose memory was released have unknown values, unless SGLang kept a copy."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
-    engine = _engine(updater)
+    service = _service(updater)
     lost = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
-    if engine is None or not lost or engine.identity.keeps_weights:
+    if service is None or not lost or service.identity.keeps_weights:
         return original(updater, request)
     return _push(original, updater, request)

@@ -1,39 +1,43 @@
-"""New blocks on their way out: from the slots of a request into the write pipeline."""
+"""New blocks, copied from the slots of a request into the write pipeline."""
 
 from array import array
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
 
 
 class BlockSaving:
-    """Copies the full blocks that a checkpoint completed and nobody stores. Scheduler thread."""
+    """Copies the full blocks that a checkpoint completed and the store lacks. Scheduler thread."""
 
     def __init__(self, kv: DeviceKV, writer: Writer) -> None:
         self._kv = kv
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
+        # Blocks before this one were offered to the writer, or are left out for good.
+        self._next: WeakKeyDictionary[PromptLoad, int] = WeakKeyDictionary()
 
     def checkpointed(
-        self, restore: Restore, tokens: "array[int]", row: torch.Tensor, *, last: bool
+        self, load: PromptLoad, tokens: "array[int]", row: torch.Tensor, *, last: bool
     ) -> None:
         """The tree holds the KV of `tokens`.
 
         Args:
-            tokens: the request's tokens whose KV is complete; restarts where an earlier call ended.
-            row: slot of each of them, on the device, `[len(tokens)]`.
+            tokens: the request's leading tokens whose KV is complete.
+            row: device slot of each of these tokens, `[len(tokens)]`.
             last: no further checkpoint of this request will come.
         """
-        if not restore.known and not last:
-            return  # whether they are stored is not known yet; the next checkpoint looks again
+        if not load.agreed.lookup_done and not last:
+            return  # it is not known which blocks are stored; the next checkpoint looks again
         full = len(tokens) // self._block_tokens
-        todo = [b for b in range(restore.next_write, full) if self._is_new(restore, b)]
-        restore.next_write = max(restore.next_write, full)
+        start = self._next.get(load, 0)
+        todo = [b for b in range(start, full) if self._is_new(load, b)]
+        self._next[load] = max(start, full)
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in todo:
@@ -48,19 +52,20 @@ class BlockSaving:
         copy = self._kv.save(slots, buffers)
         self._writer.offer(
             WriteJob(
-                chain=restore.chain,
+                chain=load.chain,
                 tokens=tokens[: full * size],
                 blocks=tuple(blocks),
                 buffers=tuple(buffers),
                 ready=copy.wait,
-                # At the lookup the store was told of the prompt's blocks; these are new to it.
-                facts=restore.facts if full * size > len(restore.tokens) else None,
+                # The lookup told the store of the prompt's blocks; later blocks are new to it.
+                facts=load.facts if full * size > len(load.tokens) else None,
             )
         )
 
-    def _is_new(self, restore: Restore, block: int) -> bool:
-        if block in restore.failed:
-            return True  # the store could not give it: put it there again
-        if block < restore.meet.blocks and restore.meet.state(block) is BlockState.ATTACHED:
+    def _is_new(self, load: PromptLoad, block: int) -> bool:
+        if block in load.local.failed:
+            return True  # the store could not deliver it: put it there again
+        if block < load.meet.blocks and load.meet.state(block) is BlockState.ATTACHED:
             return False
-        return not (block < len(restore.stored) and restore.stored[block])
+        stored = load.agreed.stored
+        return not (block < len(stored) and stored[block])

@@ -1,8 +1,7 @@
-"""SGLang's radix tree with a door to the store."""
+"""SGLang's radix tree, which calls cake where KV is computed, released or evicted."""
 
 import logging
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -20,29 +19,62 @@ from sglang_cake.integration.boundary import BOUNDARY, guarded
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_cake.integration.build import Engine
+    from sglang_cake.integration.identity.content import Files
+    from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
-    from sglang_cake.integration.overlap.overlapped_step import LastStep
-    from sglang_cake.integration.request.restore import Overlap
+    from sglang_cake.integration.overlap.overlapped_step import Overlap, OverlappedStep
     from sglang_cake.integration.runahead.runahead_owner import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
 logger = logging.getLogger("sglang_cake")
 
 
+class Service(Protocol):
+    """Cake in one scheduler process (`build.CakeService`), as hooks reach it through the tree."""
+
+    setting: str | None
+
+    @property
+    def identity(self) -> "Identity":
+        """The namespace of this process, and how it is found."""
+        ...
+
+    def weights_changing(self) -> None:
+        """The server's weights are about to change."""
+        ...
+
+    def weights_changed(
+        self, files: "Files | None", load_format: str | None, version: str | None, *, idle: bool
+    ) -> None:
+        """The server's weights have changed."""
+        ...
+
+    def attach(self, setting: str) -> None:
+        """Use another store for new requests. Raises: ConfigError."""
+        ...
+
+    def detach(self) -> None:
+        """Use no store."""
+        ...
+
+
 class CakeRadixCache(UnifiedRadixCache):
     """The default tree of SGLang; matching, locking and eviction stay its own.
 
     Slots that hold landed blocks count as evictable: SGLang may plan with that memory, and `evict*`
-    gives them up after everything else. So its books balance at every moment.
+    gives them up after everything else. So SGLang's accounting balances at every moment.
+
+    Attributes: set by `build`, and None where cake, or that part of it, is off.
+        releasing: id of a request that gives its row back and returns to the queue
+            (`queue_order.requeue`).
     """
 
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
-    engine: "Engine | None" = None
+    service: Service | None = None
     runahead: "Runahead | None" = None
-    last_step: "LastStep | None" = None
-    releasing: str | None = None  # gives its row back and goes on waiting (`queue_order.requeue`)
+    overlapped_step: "OverlappedStep | None" = None
+    releasing: str | None = None
 
     # ---- what SGLang calls: each method calls SGLang's own once, outside of the guarded part ----
 
@@ -51,7 +83,8 @@ class CakeRadixCache(UnifiedRadixCache):
         if overlap is None or overlap.slots is None:
             own: torch.Tensor = super().prefix_device_indices(req)
             return own
-        prefix_len, req.prefix_len = req.prefix_len, overlap.span.start
+        prefix_len = req.prefix_len
+        req.prefix_len = overlap.span.start
         matched = super().prefix_device_indices(req)
         req.prefix_len = prefix_len
         return torch.cat([matched, overlap.slots])
@@ -96,9 +129,9 @@ class CakeRadixCache(UnifiedRadixCache):
     # ---- what the boundary calls ----
 
     def forget(self, rid: str) -> None:
-        """Compute this request without cake, and take back all that it holds. One whose last step
-        is scheduled over KV that is still to come goes on until that step is over."""
-        if self.last_step is not None and not self.last_step.leave(rid):
+        """Compute this request without cake, and return all that it holds. If its overlapped last
+        step is scheduled, that happens after the step."""
+        if self.overlapped_step is not None and not self.overlapped_step.leave(rid):
             return
         if self.coordinator is not None:
             self.coordinator.end(rid)
@@ -111,24 +144,28 @@ class CakeRadixCache(UnifiedRadixCache):
             self.forget(rid)
 
     def switch_off(self) -> None:
-        """From now on this process does nothing for any request. With several ranks, cake stays in
-        the reductions until all of them have heard of it (`let_go`)."""
-        cake, self.saving, self.runahead = self.coordinator, None, None
-        if cake is None:
+        """From now on this process does nothing for any request. With several ranks, cake takes
+        part in the reductions until all ranks know (`let_go`)."""
+        self.saving = None
+        self.runahead = None
+        coordinator = self.coordinator
+        if coordinator is None:
             return
-        for rid in cake.live:
+        for rid in coordinator.live:
             try:
                 self.forget(rid)
             except Exception:
                 logger.exception("cake: request %s could not be given up", rid)
-        if cake.leave():
+        if coordinator.switch_off():
             self.let_go()
 
     def let_go(self) -> None:
-        """Drop cake, if all ranks know that it is off and no last step of it is under way."""
-        busy = self.last_step is not None and self.last_step.due
-        if self.coordinator is not None and self.coordinator.left and not busy:
-            self.coordinator = self.engine = self.last_step = None
+        """Drop cake, if all ranks know that it is off and no overlapped step is under way."""
+        busy = self.overlapped_step is not None and self.overlapped_step.due
+        if self.coordinator is not None and self.coordinator.off_everywhere and not busy:
+            self.coordinator = None
+            self.service = None
+            self.overlapped_step = None
 
     # ---- what cake calls ----
 
@@ -137,12 +174,12 @@ class CakeRadixCache(UnifiedRadixCache):
         super().evict_for_alloc(EvictParams(num_tokens=tokens))
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
-        """How many leading tokens the device holds."""
+        """How many leading tokens the tree holds."""
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
     def attach_running(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
-        """Give `slots` to the row of a request between two chunks, and so to the tree."""
+        """Give `slots` to the row of a request between two chunks, and with the row to the tree."""
         row = (req.kv.req_pool_idx, slice(req.prefix_len, stop))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
         req.kv.kv_allocated_len = stop
@@ -152,8 +189,8 @@ class CakeRadixCache(UnifiedRadixCache):
         req.prefix_len = stop
 
     def lend_running(self, req: "Req", slots: torch.Tensor, start: int) -> None:
-        """Give `slots` to the row of a request between two chunks, from token `start` on: they are
-        its own, and join the tree with what it computes next."""
+        """Give `slots` to the row of a request between two chunks, from token `start` on. The
+        request owns them; they join the tree with the tokens that it computes next."""
         row = (req.kv.req_pool_idx, slice(start, start + len(slots)))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
 
@@ -175,10 +212,11 @@ class CakeRadixCache(UnifiedRadixCache):
         )
         req.init_next_round_input(self)
 
-    # ---- ours, of what SGLang calls ----
+    # ---- the guarded parts of what SGLang calls ----
 
     def _ran_past(self, req: "Req") -> None:
-        """SGLang ran a step without us that lacks KV: no answer is given, and nothing is kept."""
+        """SGLang ran an overlapped step without cake, so KV was missing. The request ends without
+        an answer, and its KV is dropped."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         reason = FINISH_ABORT("its last step ran without all of its KV")
@@ -187,26 +225,24 @@ class CakeRadixCache(UnifiedRadixCache):
             req.finished_reason = reason
         else:
             req.to_finish = reason
-        if self.last_step is not None:
-            self.last_step.due = None
+        if self.overlapped_step is not None:
+            self.overlapped_step.due = None
         error = OverlapError(f"the step of {req.rid} ran past cake, without all of its KV", "lost")
         BOUNDARY.failed("CakeRadixCache.checkpoint", error, unsafe=True)
 
     def _overlap(self, req: "Req") -> "Overlap | None":
-        restore = None if self.coordinator is None else self.coordinator.restore(req.rid)
-        return None if restore is None else restore.overlap
+        return None if self.overlapped_step is None else self.overlapped_step.overlap_of(req.rid)
 
     @guarded("CakeRadixCache.checkpoint")
     def _save(self, req: "Req", up_to: int) -> None:
         if self.coordinator is None or self.saving is None:
             return
-        restore = self.coordinator.restore(req.rid)
-        if restore is not None and req.kv.holds_kv:
-            started_s = time.perf_counter()
-            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
-            tokens = req.full_untruncated_fill_ids[:up_to]
-            self.saving.checkpointed(restore, tokens, row, last=req.finished())
-            self.coordinator.step_s += time.perf_counter() - started_s
+        load = self.coordinator.prompt_load(req.rid)
+        if load is not None and req.kv.holds_kv:
+            with self.coordinator.timed():
+                row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+                tokens = req.full_untruncated_fill_ids[:up_to]
+                self.saving.checkpointed(load, tokens, row, last=req.finished())
 
     @guarded("CakeRadixCache.on_release")
     def _released(self, req: "Req") -> None:
@@ -229,7 +265,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     @guarded("CakeRadixCache.evict", 0)
     def _reclaim(self, missing: int) -> int:
-        """Give up slots of landed blocks. Returns the tokens freed."""
+        """Free slots of landed blocks. Returns the tokens freed."""
         if missing <= 0 or self.coordinator is None or not self.coordinator.held_tokens:
             return 0
         return self.coordinator.reclaim(missing)

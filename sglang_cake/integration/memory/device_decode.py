@@ -1,8 +1,8 @@
-"""Decoding with torch, where KV is wanted: encoded bytes cross the bus, not whole blocks.
+"""Decoding with torch on the device that needs the KV: encoded bytes cross the bus, not blocks.
 
-The same values as the compiled loops of `codecs`, bit for bit: products and sums in float32, each
-rounded, then to the nearest, ties to even. Which chains come here, and that nothing in them leads
-out of a block: `catalogue.decodes_on_device`, `catalogue.prepare`.
+The values are those of the compiled loops of `codecs`, bit for bit: products and sums in float32,
+each rounded to the nearest, ties to even. `catalogue.decodes_on_device` decides which chains are
+decoded here, and `catalogue.prepare` checks that no index in them leads out of a block.
 """
 
 from functools import lru_cache
@@ -19,8 +19,8 @@ from sglang_cake.codecs.rope import InverseRope, rotations
 from sglang_cake.core.layout import BlockLayout
 
 _HALF_MAX = 65504.0
-# The same bits in a type that torch can index with, or copy: it has hardly anything for unsigned
-# numbers of more than 8 bits.
+# Types of the same size that torch can index with and copy: it supports little for unsigned numbers
+# of more than 8 bits.
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -29,18 +29,20 @@ def decode_payload(
 ) -> torch.Tensor:
     """The block (uint8 `[block_bytes]`, on `device`) that a payload in host memory begins with.
 
-    Only its encoded bytes are copied to the device, without waiting for it: `payload` (uint8) must
-    stay as it is until that is done. It has passed `prepare`.
+    Only its encoded bytes are copied to the device, asynchronously: `payload` (uint8) must not
+    change until the copy is done. It has passed `prepare`.
     """
     text, body = split(payload.numpy())
     chain = parse(text)
-    start, size = payload.numel() - len(body), chain.max_bytes(layout)
+    start = payload.numel() - len(body)
+    size = chain.max_bytes(layout)
     source = payload[start : start + size].to(device, non_blocking=True)
     if chain == RAW_CHAIN:
         return source
     block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
     lead = chain.leading_bytes(layout)
-    kept, source = source[:lead], source[lead:]
+    kept = source[:lead]
+    source = source[lead:]
     if isinstance(chain.pack, Groups):
         restore_groups(layout, chain.pack, source, block)
     elif isinstance(chain.pack, NonUniform):
@@ -63,7 +65,8 @@ def restore_groups(
     at = 0
     for part in parts_of(layout):
         section = pack.section(part)
-        layers, count = part.layers, section.stats_count
+        layers = part.layers
+        count = section.stats_count
         powers = source[at : at + 4 * layers].view(torch.float32).view(-1, 1, 1)
         stats = source[at + 4 * layers : at + 4 * layers + 4 * count].view(torch.float16)
         codes_at = at + 4 * layers + 4 * count
@@ -71,9 +74,9 @@ def restore_groups(
         zeros, scales = (half.view(section.stats).float() * powers for half in stats.view(2, -1))
         numbers = _codes(codes, pack.bits, part.tokens).float()
         dim, length = (1, part.tokens) if part.name == KEYS else (2, part.channels)
-        for turn, first in enumerate(range(0, length, pack.group)):
+        for index, first in enumerate(range(0, length, pack.group)):
             some = numbers.narrow(dim, first, min(pack.group, length - first))
-            some.mul_(scales.narrow(dim, turn, 1)).add_(zeros.narrow(dim, turn, 1))
+            some.mul_(scales.narrow(dim, index, 1)).add_(zeros.narrow(dim, index, 1))
         _write(layout, part, numbers, block)
         at += section.size
 
@@ -85,7 +88,8 @@ def restore_nonuniform(
     at = 0
     for part in parts_of(layout):
         section = pack.section(part, layout)
-        fields, here = [], at
+        fields = []
+        here = at
         for kind, shape in section.fields():
             field = _field(source, here, np.dtype(kind), shape)
             here += field.numel() * field.element_size()
@@ -100,7 +104,8 @@ def restore_nonuniform(
         _write(layout, part, numbers, block)
         if section.kept:
             if across == 1:
-                kept, places = kept.transpose(1, 2), places.transpose(1, 2)
+                kept = kept.transpose(1, 2)
+                places = places.transpose(1, 2)
             mask = 2 ** (8 * places.element_size()) - 1
             _planes(layout, part, block).scatter_(across, places.long() & mask, kept)
         at += section.size

@@ -1,8 +1,8 @@
-"""Landed blocks between host staging and the tree: device slots for them, and back.
+"""The memory of landed blocks between host staging and the tree.
 
-Slots that hold landed blocks are owned by exactly one restore until they join the tree. The tree
-reports them as evictable (`cake_radix_cache.py`), so SGLang may count on that memory; when it
-really needs it, `reclaim` gives slots up, and their blocks are computed instead.
+One prompt owns the slots of a landed block until the block joins the tree. The tree reports these
+slots as evictable (`cake_radix_cache.py`), so SGLang may plan with that memory. When SGLang needs
+it, `reclaim` frees slots, and their blocks are computed instead.
 """
 
 from collections import deque
@@ -14,18 +14,18 @@ import torch
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.staging import StagedBlock
 
 
 class DeviceSlots:
-    """Device slots of landed blocks. The scheduler thread owns it.
+    """The only writer of `PromptLoad.landed`. The scheduler thread owns it.
 
     Args:
         allocator: SGLang's slot allocator (`alloc`, `free`, `available_size`).
         evict: `(tokens)` evicts that many tokens from the tree, if it can.
-        copied: `(seconds)` is told what the copy of a block took.
+        copied: `(seconds)` is called with the time that the copy of a block took.
     """
 
     def __init__(
@@ -48,53 +48,71 @@ class DeviceSlots:
 
     @property
     def link_bytes(self) -> int:
-        """What a block took on its way over the link, on average."""
+        """Bytes that a block takes on the link, on average."""
         return self._counters.link_bytes(self.block_bytes)
 
-    def place(self, restore: Restore, blocks: Iterable[int]) -> bool:
-        """Find slots for staged `blocks` and launch the copies. False: not enough memory for all.
+    # ---- from the loader to slots ----
 
-        Rightmost blocks first: they stay landed longest.
+    def stage(self, load: PromptLoad, block: int, staged: StagedBlock) -> None:
+        """The block has landed: its host memory is the prompt's."""
+        load.landed.staged[block] = staged
+
+    def refuse(self, load: PromptLoad, staged: StagedBlock, reason: str) -> None:
+        """The prompt has no use for a block that was loaded for it. Its bytes count as wasted."""
+        load.landed.wasted_bytes += self.link_bytes
+        staged.release(used=False, reason=reason)
+
+    def place(self, load: PromptLoad, blocks: Iterable[int]) -> bool:
+        """Allocate slots for staged `blocks` and launch the copies. False: not enough memory for
+        all.
+
+        Rightmost blocks come first, since they stay landed longest.
         """
-        todo = sorted((b for b in blocks if b not in restore.slots), reverse=True)
+        landed = load.landed
+        todo = sorted((b for b in blocks if b not in landed.slots), reverse=True)
         placed = []
         for block in todo:
             slots = self._allocate(self._block_tokens)
             if slots is None:
                 break
-            restore.slots[block] = slots
-            self.held_tokens += len(slots)  # at once: the books are right whatever fails below
+            landed.slots[block] = slots
+            self.held_tokens += len(slots)  # at once: the count is right if a later call raises
             placed.append(block)
         if placed:
-            staged = [restore.staged[b] for b in placed]
-            slots = torch.cat([restore.slots[b] for b in placed])
+            staged = [landed.staged[b] for b in placed]
+            slots = torch.cat([landed.slots[b] for b in placed])
             self._copies.append((self._kv.load([s.buffer for s in staged], slots), staged))
             for block in placed:
-                del restore.staged[block]
+                del landed.staged[block]
             self.release_copied()
         return len(placed) == len(todo)
 
-    def take(self, restore: Restore, span: Span) -> torch.Tensor:
-        """Slots that hold `span`, which from now on are the caller's; all its blocks are placed.
+    # ---- from slots to the tree ----
 
-        What the blocks hold beside the span is freed. Whatever the scheduler launches next sees
-        the copies complete.
+    def take(self, load: PromptLoad, span: Span) -> torch.Tensor:
+        """Slots of `span`, all of whose blocks are placed. The caller owns them from now on.
+
+        Slots of these blocks outside of the span are freed. The scheduler's next launches see the
+        copies complete.
         """
-        lent = {b: restore.slots[b] for b in self._blocks_of(span)}
-        slots = self.keep(lent, span)
-        for block in lent:
-            del restore.slots[block]
-        self.held_tokens -= len(lent) * self._block_tokens
+        taken = {b: load.landed.slots[b] for b in self._blocks_of(span)}
+        slots = self.keep(taken, span)
+        for block in taken:
+            del load.landed.slots[block]
+        self.held_tokens -= len(taken) * self._block_tokens
         return slots
 
+    # ---- from slots to an overlapped last step, and back ----
+
     def lend(
-        self, restore: Restore, span: Span, coming: Collection[int]
+        self, load: PromptLoad, span: Span, coming: Collection[int]
     ) -> dict[int, torch.Tensor] | None:
-        """Slots of the blocks of `span`, by block: those of what has landed, and new ones for what
-        is `coming`. They are the caller's until `keep` or `take_back`. None: not enough memory."""
+        """Slots of the blocks of `span`, by block: those of landed blocks, and new ones for blocks
+        that are `coming`. The caller owns them until `keep` or `take_back`. None: not enough
+        memory."""
         blocks = self._blocks_of(span)
         landed = [b for b in blocks if b not in coming]
-        if not self.place(restore, landed):
+        if not self.place(load, landed):
             return None
         fresh: dict[int, torch.Tensor] = {}
         for block in coming:
@@ -104,10 +122,11 @@ class DeviceSlots:
                 return None
             fresh[block] = slots
         self.held_tokens -= len(landed) * self._block_tokens
-        return fresh | {b: restore.slots.pop(b) for b in landed}
+        return fresh | {b: load.landed.slots.pop(b) for b in landed}
 
     def keep(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
-        """As `take`, of slots that were lent."""
+        """Of lent slots, those of `span`; the others are freed. Ownership and order of copies are
+        as with `take`."""
         slots = torch.cat([lent[b] for b in self._blocks_of(span)])
         self._kv.order_after_copies()
         offset = span.start % self._block_tokens
@@ -115,54 +134,57 @@ class DeviceSlots:
         return slots[offset : offset + span.tokens]
 
     def take_back(
-        self, restore: Restore, lent: dict[int, torch.Tensor], coming: Collection[int]
+        self, load: PromptLoad, lent: dict[int, torch.Tensor], coming: Collection[int]
     ) -> None:
-        """What was lent is not needed now."""
+        """Lent slots are not needed now: those of blocks that are `coming` are freed."""
         self._free([slots for block, slots in lent.items() if block in coming])
         landed = {block: slots for block, slots in lent.items() if block not in coming}
-        restore.slots |= landed
+        load.landed.slots |= landed
         self.held_tokens += len(landed) * self._block_tokens
 
     def free(self, slots: torch.Tensor) -> None:
-        """Slots that were kept and are of no use; copies may still be writing to them."""
+        """Free slots that were kept and are of no use; copies may still be writing to them."""
         self._kv.order_after_copies()
         self._free([slots])
 
-    def discard(self, restore: Restore, blocks: Iterable[int], reason: str) -> None:
-        """Give up landed blocks, wherever they are; their bytes count as wasted."""
+    # ---- giving up ----
+
+    def discard(self, load: PromptLoad, blocks: Iterable[int], reason: str) -> None:
+        """Give up landed blocks, staged or placed. Their bytes count as wasted."""
         blocks = set(blocks)
+        landed = load.landed
         link_bytes = self.link_bytes
-        slots = {b: restore.slots[b] for b in blocks if b in restore.slots}
+        slots = {b: landed.slots[b] for b in blocks if b in landed.slots}
         if slots:
             self._kv.order_after_copies()  # a copy may still be writing to them
             for block in slots:
-                del restore.slots[block]
+                del landed.slots[block]
             self.held_tokens -= len(slots) * self._block_tokens
             self._free(list(slots.values()))
-            restore.wasted_bytes += len(slots) * link_bytes
+            landed.wasted_bytes += len(slots) * link_bytes
             self._counters.add("wasted_bytes", len(slots) * link_bytes, label=reason)
-        for block in blocks & restore.staged.keys():
-            restore.wasted_bytes += link_bytes
-            restore.staged.pop(block).release(used=False, reason=reason)
+        for block in blocks & landed.staged.keys():
+            self.refuse(load, landed.staged.pop(block), reason)
 
-    def reclaim(self, restores: Sequence[Restore], tokens: int) -> int:
+    def reclaim(self, loads: Sequence[PromptLoad], tokens: int) -> int:
         """Give up slots until `tokens` are freed: last request first, its leftmost block first.
+        Returns the tokens freed.
 
-        The leftmost landed block is the one that compute would reach soonest.
+        Computing would reach the leftmost landed block soonest.
         """
         freed = 0
-        for restore in reversed(restores):
-            for block in sorted(restore.slots):
+        for load in reversed(loads):
+            for block in sorted(load.landed.slots):
                 if freed >= tokens:
                     return freed
-                self.discard(restore, [block], "memory")
-                if restore.meet.state(block) is BlockState.LANDED:
-                    restore.meet.dropped(block)
+                self.discard(load, [block], "memory")
+                if load.meet.state(block) is BlockState.LANDED:
+                    load.meet.dropped(block)
                 freed += self._block_tokens
         return freed
 
     def release_copied(self) -> None:
-        """Let go of the host buffers whose copies are complete."""
+        """Return the host buffers whose copies are complete."""
         while self._copies and self._copies[0][0].done():
             copy, blocks = self._copies.popleft()
             self._copied(copy.seconds() / len(blocks))

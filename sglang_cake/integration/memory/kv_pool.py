@@ -1,4 +1,4 @@
-"""SGLang's KV pools as rows of bytes: what a block is there, and copies in and out of it."""
+"""SGLang's KV pools as rows of bytes: the layout of a block, and copies in and out of the pool."""
 
 import contextlib
 import time
@@ -13,14 +13,14 @@ from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 
-# Row copies run on the widest integer that divides the row: bytes are bytes, whatever the KV dtype
-# (index kernels exist for no float8).
+# Row copies use the widest integer type that divides the row, whatever the dtype of the KV: there
+# are no index kernels for float8.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """One block of host memory, on a page; pinned when the KV pool is on a GPU."""
+    """Host memory of one block, aligned to a page; pinned if the KV pool is on a GPU."""
 
     tensor: torch.Tensor  # uint8 [block_bytes]
 
@@ -32,19 +32,26 @@ class HostBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A batch of copies that was launched; keeps their device memory alive until waited for."""
+    """A batch of copies that was launched.
 
-    event: torch.cuda.Event | None = None  # None: complete
+    Attributes:
+        event: recorded behind the copies; None: they are complete.
+        keep: device memory that must live until the copies are complete.
+        begin: recorded before the copies, if they are timed.
+        took_s: time of copies that were complete at once.
+    """
+
+    event: torch.cuda.Event | None = None
     keep: tuple[torch.Tensor, ...] = ()
     begin: torch.cuda.Event | None = None
-    took_s: float = 0.0  # of a copy that was complete at once
+    took_s: float = 0.0
 
     def done(self) -> bool:
-        """Whether the copies are complete: the host buffers may be reused."""
+        """Whether the copies are complete, so that the host buffers may be reused."""
         return self.event is None or bool(self.event.query())
 
     def seconds(self) -> float:
-        """How long a copy that is done took, on the device if that made it."""
+        """How long the copies took, once they are done."""
         if self.event is None or self.begin is None:
             return self.took_s
         return float(self.begin.elapsed_time(self.event)) / 1e3
@@ -62,7 +69,7 @@ class DeviceKV:
 
     Args:
         pool: `MHATokenToKVPool` or `MLATokenToKVPool`. Raises: ConfigError for any other.
-        encoded: what is loaded are payloads, to be decoded on the device.
+        encoded: `load` gets payloads, which are decoded on the device.
     """
 
     def __init__(self, pool: Any, *, block_tokens: int, encoded: bool = False) -> None:
@@ -73,12 +80,13 @@ class DeviceKV:
             dtype=str(dtype).removeprefix("torch."),
             block_tokens=block_tokens,
         )
-        self.device, self.encoded = buffers[0].device, encoded
+        self.device = buffers[0].device
+        self.encoded = encoded
         self._rows = [_as_words(buffer) for buffer in buffers]
 
     @property
     def rows(self) -> Sequence[torch.Tensor]:
-        """The pool itself, in block order: for each layer its planes, each `[slots, words]`."""
+        """The pool itself, in block order: the planes of each layer, each `[slots, words]`."""
         return self._rows
 
     def new_buffer(self) -> HostBuffer:
@@ -87,16 +95,16 @@ class DeviceKV:
 
     @property
     def buffer_bytes(self) -> int:
-        """What `new_buffer` takes of the host's memory."""
+        """Host memory that `new_buffer` takes."""
         return self._taken_bytes(self.layout.block_bytes)
 
     def new_load_buffer(self) -> HostBuffer:
-        """A host buffer of what `load` takes."""
+        """A host buffer of one block, to load from."""
         return HostBuffer(self._memory(self._load_bytes))
 
     @property
     def load_buffer_bytes(self) -> int:
-        """What `new_load_buffer` takes of the host's memory."""
+        """Host memory that `new_load_buffer` takes."""
         return self._taken_bytes(self._load_bytes)
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
@@ -114,7 +122,7 @@ class DeviceKV:
         return Copy()
 
     def order_after_copies(self) -> None:
-        """What the scheduler launches from now on starts after the copies launched so far."""
+        """Launches of the scheduler from now on start after the copies launched so far."""
 
     @property
     def _load_bytes(self) -> int:
@@ -162,8 +170,8 @@ class DeviceKV:
 class CudaKV(DeviceKV):
     """The same on a GPU: copies run on a side stream, beside the forwards.
 
-    `load` and `save` order their copies after everything launched so far; `order_after_copies`
-    orders what is launched next after them. Host buffers are pinned.
+    `load` and `save` order their copies after all launches so far; `order_after_copies` orders
+    later launches after the copies. Host buffers are pinned.
 
     Args:
         forward_stream: the stream that forwards run on.
@@ -194,7 +202,7 @@ class CudaKV(DeviceKV):
         with self._beside():
             targets = [torch.empty_like(_tensor(b), device=self.device) for b in blocks]
             self._gather(slots, targets)
-            launcher.wait_stream(self._side)  # for the gather, not for the way to the host
+            launcher.wait_stream(self._side)  # for the gather, not for the copy to the host
             for block, target in zip(blocks, targets, strict=True):
                 _tensor(block).copy_(target, non_blocking=True)
             return self._launched(*targets, slots)
@@ -228,10 +236,10 @@ def _tensor(buffer: Buffer) -> torch.Tensor:
 def _planes(
     pool: Any,
 ) -> tuple[list[torch.Tensor], tuple[tuple[str, tuple[int, ...]], ...], torch.dtype]:
-    """The pool's buffers in block order, the planes of a layer, and the dtype KV means."""
+    """The pool's buffers in block order, the planes of a layer, and the dtype of the KV."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    # Exactly these: subclasses keep scales, indexes or other layouts beside the buffers.
+    # Exactly these classes: subclasses have scales, indexes or other layouts beside the buffers.
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     if type(pool) is MHATokenToKVPool:
         pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)

@@ -1,4 +1,8 @@
-"""SGLang's KV pool as a chain sees it: layers of rows, and the gate that every layer passes."""
+"""SGLang's KV pool by layers: copies of rows, and the gate that a forward passes at each layer.
+
+KV-Runahead and overlapped last steps use it to bring KV of a layer into the pool before attention
+reads it, and to take KV out as soon as it is written.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -15,7 +19,7 @@ BOUNDARY.hooks[_HOOK] = []
 
 
 class PoolRows:
-    """`runahead.rows.Rows` over a pool in CPU memory: every copy is complete when the call returns.
+    """`runahead.rows.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
 
     Slots are int64 tensors.
     """
@@ -55,7 +59,8 @@ class PoolRows:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The layer's planes in the pool, and in a part (uint8 `[bytes]`), in the same words."""
         tokens = part.numel() // self.token_bytes
-        first, offset = layer * self._planes, 0
+        first = layer * self._planes
+        offset = 0
         for rows, token_bytes in zip(
             self._rows[first : first + self._planes], self._plane_bytes, strict=True
         ):
@@ -65,16 +70,17 @@ class PoolRows:
 
 
 class Passage(Protocol):
-    """What a forward needs of elsewhere, layer by layer (a `Hop` is one). What it raises ends the
-    forward."""
+    """KV that a forward needs from elsewhere, layer by layer (`Hop`, `StreamedBlocks`). The
+    forward's own tokens are those that it computes. Exceptions of these methods end the forward.
+    """
 
     def reach(self, layer: int) -> None:
-        """The forward has written K and V of its own tokens of `layer`, and goes on to read: until
-        all that is before them is there."""
+        """The forward has written K and V of its own tokens of `layer`. Return when the KV of all
+        tokens before them is in the pool."""
         ...
 
     def check(self) -> None:
-        """Whether to go on at all."""
+        """Raise if the forward should not go on."""
         ...
 
     def wrote(self, layer: int) -> None:
@@ -82,27 +88,30 @@ class Passage(Protocol):
         ...
 
     def has(self, layer: int) -> bool:
-        """Whether all that is before the own tokens of `layer` is there."""
+        """Whether `wait` would return at once."""
         ...
 
     def wait(self, layer: int) -> None:
-        """Until it is."""
+        """Return when the KV of `layer` of all tokens before the own ones is in the pool."""
         ...
 
 
 class LayerGate:
-    """A layer-transfer counter for the pool: attention passes it after it has written K and V of
-    its own tokens of a layer, and before it reads any, as `torch_native` does. One forward runs at
-    a time."""
+    """A layer-transfer counter for SGLang's pool. Attention calls it when it has written K and V of
+    its own tokens of a layer, and before it reads any, as the `torch_native` backend does. One
+    forward runs at a time.
+
+    `with gate(passage):` runs a forward with that passage.
+    """
 
     def __init__(self, pool: Any) -> None:
-        self.consumer_index = -1  # SGLang's counters have one; nothing here reads it
+        self.consumer_index = -1  # SGLang's counters have it; it is not used here
         self._passage: Passage | None = None
         pool.register_layer_transfer_counter(self)
 
     def wait_until(self, layer: int) -> None:
-        """Called by the pool. Raises: OverlapError or RunaheadError, out of the forward; whatever
-        else the passage raises becomes one, so that it is known for ours there."""
+        """Called by the pool. Raises: OverlapError or RunaheadError, which leave the forward. Other
+        exceptions of the passage become a RunaheadError, so that they are known as cake's there."""
         passage = self._passage
         if passage is None:
             return
@@ -118,7 +127,6 @@ class LayerGate:
         passage.reach(layer)
 
     def __call__(self, passage: Passage) -> "LayerGate":
-        """`with gate(passage):` a forward of it."""
         self._passage = passage
         return self
 

@@ -1,14 +1,14 @@
-"""The same on a GPU: copies on side streams, beside a forward that only streams and events order.
+"""The gate of layers on a GPU: copies run on side streams, and events order them with the forward.
 
     forward    |proj 0| attn 0 |proj 1|    wait     | attn 1 |proj 2| ...
                           \\ event: K and V of layer 0 are written
     out stream             |gather, to pinned memory|                     then it is sent
-                                            / event: what came of layer 1 is in the pool
+                                            / event: KV of layer 1 from elsewhere is in the pool
     in stream              | from pinned memory, scatter |
 
-The host launches layers before the device computes them. It runs no more than a layer ahead, so
-that a hop that failed ends within a layer or two; and before it waits for KV of others it lets the
-device come up, so that only time in which the device has nothing to do counts as waited.
+The host launches layers before the device computes them, at most one layer ahead, so that a failure
+ends the forward within a layer or two. Before the host waits for KV from elsewhere it waits for the
+device, so that only time in which the device is idle counts as waited.
 """
 
 from typing import Any
@@ -22,21 +22,24 @@ from sglang_cake.runahead.transport import Payload
 
 
 class CudaRows(PoolRows):
-    """`runahead.rows.Rows` over a pool on a GPU; and what the forward's thread says of where it is,
-    on the stream that it launches on.
+    """`runahead.rows.Rows` over a pool on a GPU. It also records where the forward is, on the
+    stream that the forward's thread launches on.
 
     Args:
-        on_device: parts come and go in memory of the GPU; in pinned memory otherwise.
+        on_device: parts come and go in memory of the GPU; otherwise in pinned memory.
     """
 
     def __init__(self, kv: DeviceKV, *, on_device: bool = False) -> None:
         super().__init__(kv)
         self._on_device = on_device
         self._device = kv.device
-        self._in, self._out = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._in = torch.cuda.Stream(self._device)
+        self._out = torch.cuda.Stream(self._device)
         self._written: dict[int, torch.cuda.Event] = {}  # by layer, in this forward
-        self._landed: dict[int, torch.cuda.Event] = {}
-        self._passed: torch.cuda.Event | None = None
+        self._in_pool: dict[
+            int, torch.cuda.Event
+        ] = {}  # by layer: KV from elsewhere is in the pool
+        self._passed: torch.cuda.Event | None = None  # at the layer that the forward reached last
 
     # ---- copies ----
 
@@ -66,29 +69,31 @@ class CudaRows(PoolRows):
             if not self._on_device:
                 part.copy_(torch.frombuffer(payload, dtype=torch.uint8), non_blocking=True)
             self._scatter(layer, slots, part, skip)
-            self._landed[layer] = copy = self._event(self._in)
-        return Copy(copy, (part,))
+            written = self._event(self._in)
+            self._in_pool[layer] = written
+        return Copy(written, (part,))
 
     # ---- where the forward is ----
 
     def wrote(self, layer: int) -> None:
-        """K and V of the own tokens of `layer` were launched: reads come after them."""
+        """The writes of K and V of the own tokens of `layer` were launched: reads follow them."""
         self._written[layer] = self._event(self._current())
 
     def follow(self, layer: int) -> None:
-        """What is launched from now on comes after what was written into `layer`."""
-        landed = self._landed.get(layer)
-        if landed is not None:
-            self._current().wait_event(landed)
+        """Later launches follow the writes into `layer` from elsewhere."""
+        written = self._in_pool.get(layer)
+        if written is not None:
+            self._current().wait_event(written)
 
     def pass_gate(self) -> None:
-        """The forward comes to a layer: wait until the device has come to the one before."""
-        before, self._passed = self._passed, self._event(self._current())
+        """The forward has reached a layer: wait until the device has reached the one before."""
+        before = self._passed
+        self._passed = self._event(self._current())
         if before is not None:
             before.synchronize()
 
     def catch_up(self) -> None:
-        """Wait until the device has come here, too."""
+        """Wait until the device has reached the same layer."""
         if self._passed is not None:
             self._passed.synchronize()
 
@@ -99,19 +104,19 @@ class CudaRows(PoolRows):
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # who waits for it leaves the processor to others
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it yields the processor
         event.record(stream)
         return event
 
 
 class CudaGate(LayerGate):
-    """Attention passes it before it reads KV of a layer, once or more often, and maybe before it
-    has written its own, as FlashInfer does: its own of a layer is there when it comes to the next.
+    """Attention passes it before it reads KV of a layer, once or more often, and with FlashInfer
+    before it has written its own KV of that layer. That is written when it reaches the next layer.
     """
 
     def __init__(self, pool: Any, rows: CudaRows) -> None:
         self._rows = rows
-        self._layer = -1  # that it has come to
+        self._layer = -1  # that attention has reached
         super().__init__(pool)
 
     def _reach(self, passage: Passage, layer: int) -> None:
@@ -134,10 +139,11 @@ class CudaGate(LayerGate):
         self._layer = -1
 
     def __exit__(self, *error: object) -> None:
-        passage, self._passage = self._passage, None
+        passage = self._passage
+        self._passage = None
         if passage is None or error[0] is not None:
             return
-        if self._layer != self._rows.layers - 1:  # it has read what may not have come
+        if self._layer != self._rows.layers - 1:  # a layer was read that may not have come
             raise Broken(f"attention ended with layer {self._layer}")
         self._wrote(passage, self._layer)
 

@@ -1,15 +1,19 @@
-"""The last step of a prompt, begun while its last blocks are still on their way (docs/theory.md).
+"""The overlapped last step: a prompt's last step, begun while its last blocks are still being read
+(docs/theory.md).
 
-To SGLang it is a step over what no store has: the prefix before it counts as there. Slots of the
-prefix belong to the request alone, as those of what it computes do; they join the tree with those,
-when the step is over and every byte has passed its check. The forward waits at each layer for the
-KV that it reads there. If something does not come, or turns out wrong, the same forward computes
-it, and then the step again: nobody else notices.
+To SGLang it is a step over the tokens that are not stored: the prefix before them counts as
+present. The slots of that prefix belong to the request alone, like those of the tokens that the
+step computes. They join the tree together, when the step is over and every byte has passed its
+check.
+
+The forward waits at each layer for the KV that it reads there. If a block does not come, or fails
+its check, the same forward computes it and then repeats the step; SGLang sees one step.
 """
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,109 +23,250 @@ from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_batch import part_before, run_part
-from sglang_cake.integration.overlap.streamed_blocks import LAYERS, StreamedBlock, StreamedBlocks
-from sglang_cake.integration.request.restore import Overlap, Restore
+from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.integration.runahead.runahead_request import drop_answer
 from sglang_cake.integration.scheduler.coordinator import Coordinator
-from sglang_cake.loading.early_last_step import early_last_step
 from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.planner import overlap_span
+from sglang_cake.loading.reading import Reading
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger("sglang_cake")
 MOST_SLACK = 0.25  # of a step, for loads that come a little later than predicted
+LAYERS = "layers"  # reason of a failure: this model's attention cannot be followed by layer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
 
-class LastStep:
-    """Last steps that overlap with loads, one at a time. The scheduler thread owns it."""
+@dataclass(slots=True, eq=False)
+class Overlap:
+    """One overlapped last step, from before it is scheduled until it has run.
+
+    Attributes:
+        span: stored tokens that the step finds, or that come while it runs.
+        readings: the blocks of `span` that are being read.
+        patience_s: how long the step may take before blocks that have not come are computed.
+        lent: slots of the blocks of `span`, until the step is scheduled.
+        slots: slots of `span`, int64 `[span.tokens]`, once the step is scheduled.
+    """
+
+    load: PromptLoad
+    span: Span
+    readings: dict[int, Reading]
+    patience_s: float
+    lent: dict[int, torch.Tensor]
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBlock:
+    """A block that is being read while a forward needs it.
+
+    Attributes:
+        slots: of those of its tokens that are needed, int64.
+        skip: tokens of the block before these.
+    """
+
+    block: int
+    reading: Reading
+    slots: torch.Tensor
+    skip: int
+
+
+class StreamedBlocks:
+    """A `Passage` that copies each layer of some blocks into their slots before attention reads the
+    layer. Used by the forward's thread.
+
+    Args:
+        block_tokens: tokens of a whole block.
+        until_s: monotonic; the forward waits for no byte longer than that.
+
+    Attributes:
+        waited_s: how long the forward has waited so far.
+    """
+
+    def __init__(
+        self, rows: PoolRows, pieces: Sequence[StreamedBlock], *, block_tokens: int, until_s: float
+    ) -> None:
+        self._rows = rows
+        self._until_s = until_s
+        self._layer_bytes = rows.token_bytes * block_tokens
+        self._written = 0  # layers
+        self._copies: list[Copy] = []
+        self.pieces = pieces
+        self.waited_s = 0.0
+
+    def reach(self, layer: int) -> None:
+        self.wait(layer)
+
+    def check(self) -> None:
+        pass  # `wait` checks
+
+    def wrote(self, layer: int) -> None:
+        pass  # nothing is sent anywhere
+
+    def has(self, layer: int) -> bool:
+        if self._is_last(layer):
+            return all(piece.reading.is_whole for piece in self.pieces)
+        needed_bytes = (layer + 1) * self._layer_bytes
+        return all(piece.reading.has(needed_bytes) for piece in self.pieces)
+
+    def wait(self, layer: int) -> None:
+        """Return when the layer is in its slots. At the last layer, every byte has passed its check
+        then, so that nothing is sampled from unchecked bytes. Raises: OverlapError."""
+        if layer < self._written:
+            return
+        if layer > self._written:
+            raise OverlapError(f"attention skipped layer {self._written}", LAYERS)
+        began_s = time.monotonic()
+        for piece in self.pieces:
+            if not self._came(piece.reading, layer):
+                late = time.monotonic() >= self._until_s
+                what = "did not come in time" if late else "did not come, or came anew"
+                raise OverlapError(f"block {piece.block} {what}", "late" if late else "lost")
+        self.waited_s += time.monotonic() - began_s
+        self._write(self.pieces, layer)
+        self._written += 1
+
+    def finish(self) -> None:
+        """The forward has run. Raises: OverlapError if it used bytes that were not checked."""
+        if self._written != self._rows.layers:
+            raise OverlapError(f"attention ended before layer {self._written}", LAYERS)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for all copies: then buffers may be reused, and slots written by others."""
+        while self._copies:
+            self._copies.pop().wait()
+
+    def write_whole(self, pieces: Sequence[StreamedBlock]) -> None:
+        """Copy all layers of pieces whose reads have ended well, again if need be."""
+        for layer in range(self._rows.layers):
+            self._write(pieces, layer)
+        self.settle()
+
+    def _write(self, pieces: Sequence[StreamedBlock], layer: int) -> None:
+        size = self._layer_bytes
+        for piece in pieces:
+            buffer = piece.reading.buffer
+            assert isinstance(buffer, HostBuffer)
+            part = buffer.view[layer * size : (layer + 1) * size]
+            self._copies.append(self._rows.write(layer, piece.slots, part, piece.skip))
+
+    def _came(self, reading: Reading, layer: int) -> bool:
+        if self._is_last(layer):
+            return reading.wait_whole(self._until_s)
+        return reading.wait((layer + 1) * self._layer_bytes, self._until_s)
+
+    def _is_last(self, layer: int) -> bool:
+        return layer == self._rows.layers - 1
+
+
+class OverlappedStep:
+    """Overlapped last steps, one at a time. The scheduler thread owns it.
+
+    A step goes through `begin`, then `keep` (it is scheduled) or `give_up` (it is not), then
+    `forward`, or `abandon` if it is taken out of the step again.
+
+    Args: forward_part: `(worker, batch)` runs a forward that writes KV and samples nothing.
+    """
 
     def __init__(
         self,
-        cake: Coordinator,
+        coordinator: Coordinator,
         loader: Loader,
         device_slots: DeviceSlots,
         rows: PoolRows,
         gate: LayerGate,
         counters: Counters,
+        *,
+        forward_part: Callable[[Any, Any], None] = run_part,
     ) -> None:
-        self._cake, self._loader, self._device_slots = cake, loader, device_slots
-        self._rows, self._gate, self._counters = rows, gate, counters
-        self._block_tokens = cake.block_tokens
-        self._lent: dict[int, torch.Tensor] = {}  # by block, until the step is scheduled
+        self._coordinator = coordinator
+        self._loader = loader
+        self._device_slots = device_slots
+        self._rows = rows
+        self._gate = gate
+        self._counters = counters
+        self._forward_part = forward_part
+        self._block_tokens = coordinator.block_tokens
+        self._overlap: Overlap | None = None
         self.due: Req | None = None  # its step is scheduled, and has not run
 
     # ---- while a step is scheduled ----
 
-    def begin(self, req: "Req", chunk_tokens: int) -> Span | None:
-        """The stored tokens that may count as there for a last step of a settled request, which is
-        alone; None: it is no time for that, or there is no memory. `keep` or `give_up` must follow.
-        """
-        restore = self._cake.restore(req.rid)
-        if restore is None or self.due is not None:
+    def overlap_of(self, rid: str) -> Overlap | None:
+        """The step that was begun for this request and has not run, if there is one."""
+        overlap = self._overlap
+        if overlap is None or self._coordinator.prompt_load(rid) is not overlap.load:
             return None
-        costs, readings = (
-            self._cake.step_costs.costs(restore),
-            self._loader.under_way(restore.ticket),
-        )
+        return overlap
+
+    def begin(self, req: "Req", chunk_tokens: int) -> Span | None:
+        """The stored tokens that count as present for a last step of `req`, which is settled and
+        alone on the device. `keep` or `give_up` must follow. None: the step must wait, since loads
+        would take too long or there is no memory."""
+        load = self._coordinator.prompt_load(req.rid)
+        if load is None or self.due is not None:
+            return None
+        costs = self._coordinator.step_costs.costs(load)
         if not costs.overlap:
             return None
+        readings = self._loader.under_way(load.load_id)
         coming = {block: reading for block, reading in readings.items() if reading.begun}
-        span = early_last_step(
-            restore.meet.view(),
+        span = overlap_span(
+            load.meet.view(),
             coming={block: reading.to_come for block, reading in coming.items()},
             chunk_tokens=chunk_tokens,
             costs=costs,
         )
         if span is None:
             return None
-        wanted = {b: coming[b] for b in restore.meet.blocks_of(span) if b in coming}
-        lent = self._device_slots.lend(restore, span, wanted)
+        wanted = {b: coming[b] for b in load.meet.blocks_of(span) if b in coming}
+        lent = self._device_slots.lend(load, span, wanted)
         if lent is None:
             return None
-        self._lent = lent
-        step_s = costs.prefill.step_s(span.stop, len(restore.tokens))
+        step_s = costs.prefill.step_s(span.stop, len(load.tokens))
         # The loads should be over within a step, as far as predictions hold. A longer wait could
-        # cost more than the prompt would have taken without the store, by more than a step.
+        # cost more than a step on top of the time without a store.
         patience_s = step_s * (1 + min(costs.load.error, MOST_SLACK))
-        restore.overlap = Overlap(span, wanted, patience_s)
+        self._overlap = Overlap(load, span, wanted, patience_s, lent)
         return span
 
     def keep(self, req: "Req") -> torch.Tensor:
-        """The step is scheduled. Returns the slots of the tokens that count as there (int64
-        `[tokens]`), which are the request's from now on."""
-        _, overlap = self._mine(req)
-        overlap.slots = self._device_slots.keep(self._lent, overlap.span)
-        self._lent, self.due = {}, req
+        """The step is scheduled. Returns the slots of the tokens that count as present (int64
+        `[tokens]`), which the request owns from now on."""
+        overlap = self._begun(req)
+        overlap.slots = self._device_slots.keep(overlap.lent, overlap.span)
+        overlap.lent = {}
+        self.due = req
         return overlap.slots
 
     def give_up(self, req: "Req") -> None:
         """The step is not scheduled."""
-        restore, overlap = self._mine(req)
-        self._device_slots.take_back(restore, self._lent, overlap.readings)
-        self._lent, restore.overlap = {}, None
+        self._take_back(self._begun(req))
 
     def leave(self, rid: str) -> bool:
         """The request is computed without cake. False: not yet, its step is scheduled."""
         if self.due is not None and self.due.rid == rid:
             return False
-        restore = self._cake.restore(rid)
-        if restore is not None and restore.overlap is not None:
-            self._device_slots.take_back(restore, self._lent, restore.overlap.readings)
-            self._lent, restore.overlap = {}, None
+        overlap = self.overlap_of(rid)
+        if overlap is not None:
+            self._take_back(overlap)
         return True
 
     def abandon(self, req: "Req") -> None:
-        """The step was scheduled, and is not any more: free the slots that it had."""
-        restore = self._cake.restore(req.rid)
-        if self.due is req and restore is not None and restore.overlap is not None:
-            assert restore.overlap.slots is not None
-            self._device_slots.free(restore.overlap.slots)
-            restore.overlap = None
+        """The step was scheduled, and is not any more: free its slots."""
+        overlap = self.overlap_of(req.rid)
+        if self.due is req and overlap is not None:
+            assert overlap.slots is not None
+            self._device_slots.free(overlap.slots)
+            self._overlap = None
             self.due = None
 
     # ---- the forward ----
@@ -131,14 +276,16 @@ class LastStep:
         return self.due is not None and batch is not None and self.due in batch.reqs
 
     def forward(self, original: OriginalFunction, worker: Any, batch: Any, **kwargs: Any) -> Any:
-        """AROUND a worker's `forward_batch_generation`, of a batch that is due. Raises: what SGLang
-        raises. If something of ours fails, what was to come is computed; if that cannot be done
-        either, the request ends without an answer."""
+        """AROUND a worker's `forward_batch_generation`, of a batch that is due.
+
+        An exception of cake makes it compute the blocks that were to come. If that fails too, the
+        request ends without an answer. Raises: what SGLang raises.
+        """
         (req,) = batch.reqs
-        counted = False
+        reported = False
         try:
-            result, tail, landed = self._overlap(original, worker, batch, kwargs)
-            counted = self._count(req, batch, tail, landed)
+            result, streamed, used = self._overlapped(original, worker, batch, kwargs)
+            reported = self._report(req, batch, streamed, used)
         except Exception as error:
             if original.error is error and not isinstance(error, CakeError):
                 raise
@@ -147,95 +294,110 @@ class LastStep:
             result = original(worker, batch, **kwargs)
         finally:
             self.due = None
-        if not counted and (restore := self._cake.restore(req.rid)) is not None:
-            restore.overlap = None  # its slots are the row's
-            self._cake.end(req.rid)
+        if not reported and self._coordinator.prompt_load(req.rid) is not None:
+            self._overlap = None  # its slots are the row's
+            self._coordinator.end(req.rid)
         return result
 
     # ---- inside ----
 
-    def _overlap(
+    def _overlapped(
         self, original: OriginalFunction, worker: Any, batch: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StreamedBlocks, Collection[int]]:
-        """The step, once more if something did not come. Returns its result, and the blocks that
-        have come."""
+        """Run the step, and once more if a block did not come. Returns its result, and the blocks
+        that came and were used."""
         (req,) = batch.reqs
-        restore, overlap = self._mine(req)
+        overlap = self._begun(req)
         pieces = self._pieces(overlap)
         until_s = time.monotonic() + overlap.patience_s
-        tail = StreamedBlocks(self._rows, pieces, block_tokens=self._block_tokens, until_s=until_s)
+        streamed = StreamedBlocks(
+            self._rows, pieces, block_tokens=self._block_tokens, until_s=until_s
+        )
         try:
             self._rows.begin()
-            with self._gate(tail):
+            with self._gate(streamed):
                 result = original(worker, batch, **kwargs)
-            tail.finish()
-            return result, tail, {piece.block for piece in pieces}
+            streamed.finish()
+            return result, streamed, {piece.block for piece in pieces}
         except (OverlapError, RunaheadError) as error:
             self._failed(req, error)
         except Exception as error:
             if original.error is error:
                 raise
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
-        landed = self._bring(req, tail, pieces)
-        self._compute(worker, batch, restore, [p for p in pieces if p.block not in landed])
-        return original(worker, batch, **kwargs), tail, landed
+        used = self._write_fetched(req, streamed, pieces)
+        self._compute(worker, batch, overlap, [p for p in pieces if p.block not in used])
+        return original(worker, batch, **kwargs), streamed, used
 
-    def _mine(self, req: "Req") -> tuple[Restore, Overlap]:
-        restore = self._cake.restore(req.rid)
-        assert restore is not None
-        assert restore.overlap is not None
-        return restore, restore.overlap
+    def _begun(self, req: "Req") -> Overlap:
+        overlap = self.overlap_of(req.rid)
+        assert overlap is not None
+        return overlap
+
+    def _take_back(self, overlap: Overlap) -> None:
+        self._device_slots.take_back(overlap.load, overlap.lent, overlap.readings)
+        self._overlap = None
 
     def _pieces(self, overlap: Overlap) -> list[StreamedBlock]:
         assert overlap.slots is not None
-        size, (start, stop), pieces = self._block_tokens, overlap.span, []
+        size = self._block_tokens
+        start, stop = overlap.span
+        pieces = []
         for block, reading in overlap.readings.items():
-            first, last = max(start, block * size), min(stop, (block + 1) * size)
+            first = max(start, block * size)
+            last = min(stop, (block + 1) * size)
             slots = overlap.slots[first - start : last - start]
             pieces.append(StreamedBlock(block, reading, slots, first - block * size))
         return pieces
 
     @guarded(_HOOK, False)
-    def _count(self, req: "Req", batch: Any, tail: StreamedBlocks, landed: Collection[int]) -> bool:
-        """The step is over: the books of the request, and of the process."""
-        restore, _ = self._mine(req)
-        self._cake.inbox.take()
-        self._cake.step_costs.waited(tail.waited_s)
-        tokens = sum(len(piece.slots) for piece in tail.pieces if piece.block in landed)
-        restore.overlapped_tokens += tokens
-        self._counters.add("overlapped_tokens", tokens)
-        self._cake.overlapped(req, batch.prefix_lens[0] + batch.extend_lens[0], landed)
+    def _report(
+        self, req: "Req", batch: Any, streamed: StreamedBlocks, used: Collection[int]
+    ) -> bool:
+        """The step has run: bring the request's record up to date. Returns True."""
+        overlap = self._begun(req)
+        self._coordinator.inbox.take()
+        self._coordinator.step_costs.waited(streamed.waited_s)
+        self._overlap = None
+        self._coordinator.overlapped(
+            req,
+            batch.prefix_lens[0] + batch.extend_lens[0],
+            span=overlap.span,
+            used=[block for block in overlap.readings if block in used],
+            missing=[block for block in overlap.readings if block not in used],
+            tokens=sum(len(piece.slots) for piece in streamed.pieces if piece.block in used),
+        )
         return True
 
     @guarded(_HOOK, frozenset())
-    def _bring(
-        self, req: "Req", tail: StreamedBlocks, pieces: Sequence[StreamedBlock]
+    def _write_fetched(
+        self, req: "Req", streamed: StreamedBlocks, pieces: Sequence[StreamedBlock]
     ) -> Collection[int]:
-        """Bring what has come by now to its slots, once more; returns its blocks."""
-        restore, _ = self._mine(req)
-        tail.settle()
-        self._cake.inbox.take()
-        landed = {piece.block for piece in pieces if piece.block in restore.arrived}
-        tail.write_whole([piece for piece in pieces if piece.block in landed])
-        return landed
+        """Write the blocks that have been fetched by now to their slots, whatever was written
+        before. Returns these blocks."""
+        load = self._begun(req).load
+        streamed.settle()
+        self._coordinator.inbox.take()
+        fetched = {piece.block for piece in pieces if piece.block in load.local.fetched}
+        streamed.write_whole([piece for piece in pieces if piece.block in fetched])
+        return fetched
 
     def _compute(
-        self, worker: Any, batch: Any, restore: Restore, pieces: Sequence[StreamedBlock]
+        self, worker: Any, batch: Any, overlap: Overlap, pieces: Sequence[StreamedBlock]
     ) -> None:
-        """Compute what was to come, in place of it."""
-        overlap, limit_tokens = restore.overlap, self._cake.step_costs.chunk_tokens
-        assert overlap is not None
+        """Compute blocks that did not come, into their slots."""
+        limit_tokens = self._coordinator.step_costs.chunk_tokens
+        first = overlap.span.start
         assert overlap.slots is not None
         for missing in self._runs(pieces):
             for start in range(missing.start, missing.stop, limit_tokens):
                 span = Span(start, min(start + limit_tokens, missing.stop))
-                first = overlap.span.start
                 slots = overlap.slots[span.start - first : span.stop - first]
-                tokens = restore.tokens[span.start : span.stop]
-                run_part(worker, part_before(batch, tokens, slots, span))
+                tokens = overlap.load.tokens[span.start : span.stop]
+                self._forward_part(worker, part_before(batch, tokens, slots, span))
 
     def _runs(self, pieces: Sequence[StreamedBlock]) -> list[Span]:
-        """What pieces cover, from left to right."""
+        """The token spans of pieces, from left to right; adjacent ones are joined."""
         found: list[Span] = []
         for piece in sorted(pieces, key=lambda piece: piece.block):
             start = piece.block * self._block_tokens + piece.skip
@@ -246,9 +408,9 @@ class LastStep:
         return found
 
     def _failed(self, req: "Req", error: OverlapError | RunaheadError) -> None:
-        self._cake.step_costs.helped()  # what the step takes says nothing of others
+        self._coordinator.step_costs.do_not_measure()
         reason = error.reason if isinstance(error, OverlapError) else LAYERS
         self._counters.add("overlap_failures", label=reason)
         logger.warning("cake: request %s, last step once more: %s", req.rid, error)
-        if reason == LAYERS:  # it will not be better next time
-            self._cake.step_costs.overlap = 0.0
+        if reason == LAYERS:  # it would fail every time
+            self._coordinator.step_costs.overlap = 0.0

@@ -1,4 +1,4 @@
-"""Forwards over a part of what SGLang has scheduled."""
+"""Forwards over a part of a scheduled batch."""
 
 import copy
 from array import array
@@ -10,10 +10,10 @@ from sglang_cake.core.spans import Span
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
-    """A batch of one request that computes tokens `[start, stop)` of what `batch` computes.
+    """A batch of one request that computes tokens `[start, stop)` of those that `batch` computes.
 
-    Slots, sampling and everything else are shared with it. What ends before the batch does gives
-    no logprobs.
+    Slots, sampling and all else are shared with `batch`. A part that ends before `batch` returns no
+    logprobs.
     """
     (first,), (tokens,) = batch.prefix_lens, batch.extend_lens
     assert first <= start < stop <= first + tokens
@@ -21,7 +21,8 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     cut = slice(start - first, stop - first)
     part.input_ids = batch.input_ids[cut]
     part.out_cache_loc = batch.out_cache_loc[cut]
-    part.prefix_lens, part.extend_lens = [start], [stop - start]
+    part.prefix_lens = [start]
+    part.extend_lens = [stop - start]
     part.extend_num_tokens = stop - start
     if batch.extend_logprob_start_lens is not None:
         part.extend_logprob_start_lens = [
@@ -37,17 +38,18 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def part_before(batch: Any, tokens: "array[int]", slots: torch.Tensor, span: Span) -> Any:
-    """A batch of one request that computes `span` of the prefix of what `batch` computes.
+    """A batch of one request that computes `span`, which lies before the tokens of `batch`.
 
     Args:
-        tokens: of the span.
-        slots: of these tokens.
+        tokens: token ids of the span.
+        slots: slots of these tokens.
     """
     part = copy.copy(batch)
     inputs = torch.tensor(tokens, dtype=batch.input_ids.dtype)
     part.input_ids = inputs.to(batch.input_ids.device)
     part.out_cache_loc = slots.to(batch.out_cache_loc.dtype)
-    part.prefix_lens, part.extend_lens = [span.start], [span.tokens]
+    part.prefix_lens = [span.start]
+    part.extend_lens = [span.tokens]
     part.extend_num_tokens = span.tokens
     part.seq_lens = torch.full_like(batch.seq_lens, span.stop)
     part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, span.stop)
@@ -59,7 +61,7 @@ def part_before(batch: Any, tokens: "array[int]", slots: torch.Tensor, span: Spa
 
 
 def run_part(worker: Any, part: Any) -> None:
-    """The forward alone: KV is written, nothing is sampled."""
+    """Run the forward alone: KV is written, and no token is sampled."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     forward = ForwardBatch.init_new(

@@ -1,4 +1,4 @@
-"""What a request is, and what the store may know of it."""
+"""Facts about a request: whether its tokens decide its KV, its keys, and what the store is told."""
 
 import functools
 import hashlib
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-FIELD = "cake_workload"  # of a request's `custom_params`
-# "late": its last step waits until all KV is there. That is how a benchmark compares the two.
-LAST_STEP = "cake_last_step"
-_PROCESS = secrets.token_hex(8)  # many servers may share a store
+# Fields of a request's `custom_params`:
+FIELD = "cake_workload"
+LAST_STEP = "cake_last_step"  # "late": the last step waits for all KV; benchmarks compare with that
+_PROCESS = secrets.token_hex(8)  # servers that share a store must not use the same ids
 
 
 def keyable(req: "Req") -> bool:
-    """Whether the request's token ids alone say what its KV is."""
+    """Whether the request's token ids alone decide its KV."""
     return (
         req.input_embeds is None
         and req.positional_embed_overrides is None
@@ -37,22 +37,22 @@ def keyable(req: "Req") -> bool:
 
 
 def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
-    """What its keys start from.
+    """The seed of the request's keys.
 
-    Args: adapter: what its LoRA adapter holds, if it has one.
+    Args: adapter: digest of the content of its LoRA adapter, if it has one.
     """
     extra_key = req.extra_key
     if req.lora_id is not None:
-        # SGLang appends an id made of the adapter's name and path, which says nothing about its
-        # weights: those take its place.
+        # SGLang appends an id made of the adapter's name and path, which does not identify its
+        # weights. The digest takes its place.
         extra_key = (extra_key or "").removesuffix(req.lora_id) or None
     return KeySeed(namespace, extra_key, req.cache_salt or None, adapter)
 
 
 def tenant_of(req: "Req") -> int:
-    """Whose request it is, as a number that does not say who; 0: nobody's in particular.
+    """An anonymous number of the request's tenant; 0: the request names none.
 
-    A store learns these numbers. They are keyed, so that nobody there can test guesses of salts.
+    A store learns these numbers. They are keyed, so that guesses of salts cannot be tested there.
     """
     tenant = req.cache_salt or req.extra_key
     if not tenant:
@@ -63,7 +63,8 @@ def tenant_of(req: "Req") -> int:
 
 @functools.cache
 def tenant_key() -> bytes:
-    """32 bytes that this user's servers on this machine share; the process's own if they cannot."""
+    """32 bytes that this user's servers on this machine share. Where the file cannot be used, they
+    are this process's own."""
     hint = "tenants have other numbers in each process"
     try:
         path = own_secret_path("tenant-key", hint=hint)
@@ -74,23 +75,24 @@ def tenant_key() -> bytes:
         return secrets.token_bytes(32)
 
 
-def begins_early(req: "Req") -> bool:
+def may_overlap_last_step(req: "Req") -> bool:
     """Whether the request's last step may begin before its last loads are over."""
     given = req.sampling_params.custom_params
     return not (isinstance(given, dict) and given.get(LAST_STEP) == "late")
 
 
 def facts_of(
-    req: "Req", ticket: str, tokens: "array[int]", costs: Costs, block_tokens: int
+    req: "Req", load_id: str, tokens: "array[int]", costs: Costs, block_tokens: int
 ) -> RequestFacts:
-    """What the store is told. Ids and salts are hashed: it learns who is the same, not who it is.
+    """What the store is told. Ids and salts are hashed: the store can compare them and not read
+    them.
 
-    Args: ticket: names this load in this process.
+    Args: load_id: names this load in this process.
     """
     given = req.sampling_params.custom_params
     workload = given.get(FIELD) if isinstance(given, dict) else None
     return RequestFacts(
-        id=_digest(f"{_PROCESS}{ticket}").hex(),
+        id=_digest(f"{_PROCESS}{load_id}").hex(),
         tokens=len(tokens),
         workload=_text(workload)[:MOST_WORKLOAD] if isinstance(workload, str) else "",
         tenant=tenant_of(req),
@@ -102,12 +104,12 @@ def _benefit(costs: Costs, block_tokens: int) -> Benefit | None:
     prefill = costs.prefill
     try:
         return Benefit(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
-    except ValueError:  # nothing measured, or a fit that cannot be: the store keeps what it has
+    except ValueError:  # nothing was measured, or the fit is unusable: the store keeps its own
         return None
 
 
 def _text(given: str) -> str:
-    """What of a user's text UTF-8 can hold; `sglang.Engine` takes any."""
+    """A user's text without what UTF-8 cannot hold; `sglang.Engine` takes any text."""
     return given.encode(errors="replace").decode()
 
 

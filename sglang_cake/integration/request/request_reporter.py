@@ -1,4 +1,4 @@
-"""What happened to each request: a log line, metrics, and a trace for those who draw it."""
+"""Reports what happened to each request: a log line, metrics, and an optional trace file."""
 
 import json
 import logging
@@ -7,7 +7,7 @@ from typing import IO
 
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.metrics import Metrics
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.loading.cost_model import Costs
 
 logger = logging.getLogger("sglang_cake")
@@ -17,11 +17,11 @@ BOUNDARY.hooks[_TRACE] = []
 
 
 class RequestReporter:
-    """Tells the story of requests. Only one rank of a group talks.
+    """Reports on requests. Only one rank of a group writes log lines and the trace.
 
     Args:
         trace_path: file that gets one JSON line per event (`t_s` is `time.monotonic()`), or None.
-        speaks: whether this rank is the one that talks.
+        speaks: whether this rank is the one that writes.
         metrics: where numbers go, if SGLang was asked for metrics.
     """
 
@@ -32,53 +32,55 @@ class RequestReporter:
         if trace_path and speaks:
             self._trace = open(trace_path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
-    def tell(
-        self, restore: Restore, event: str, *, at_s: float | None = None, **facts: object
+    def trace(
+        self, load: PromptLoad, event: str, *, at_s: float | None = None, **fields: object
     ) -> None:
         """Write one trace line, if a trace is wanted. `at_s`: when it happened, if not now."""
         if self._trace is not None:
-            line = {"t_s": at_s or time.monotonic(), "rid": restore.rid, "event": event, **facts}
+            line = {"t_s": at_s or time.monotonic(), "rid": load.rid, "event": event, **fields}
             try:
                 self._trace.write(json.dumps(line) + "\n")
             except OSError as error:
                 BOUNDARY.failed(_TRACE, error, rid="")
-                self._trace = None  # what a trace lacks, nobody can tell
+                self._trace = None  # a trace with a gap would mislead
 
     def stepped(self, *, overhead_s: float | None, costs: Costs) -> None:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
             self._metrics.publish(step_overhead_s=overhead_s, costs=costs)
 
-    def prefilled(self, restore: Restore) -> None:
+    def prefilled(self, load: PromptLoad) -> None:
         """The last prefill step of the request is scheduled."""
-        self.tell(
-            restore,
+        stats = load.stats
+        self.trace(
+            load,
             "done",
-            computed_tokens=restore.computed_tokens,
-            loaded_tokens=restore.loaded_tokens,
-            wasted_bytes=restore.wasted_bytes,
+            computed_tokens=stats.computed_tokens,
+            loaded_tokens=stats.loaded_tokens,
+            wasted_bytes=load.landed.wasted_bytes,
         )
-        if self._metrics is not None and any(restore.stored):
-            meet = len(restore.tokens) if restore.meet_token is None else restore.meet_token
-            self._metrics.observe_meet(meet / max(1, len(restore.tokens)))
-            if restore.predicted_s and restore.prefill_s:
-                self._metrics.observe_prediction(restore.predicted_s, restore.prefill_s)
+        if self._metrics is not None and any(load.agreed.stored):
+            meet = len(load.tokens) if stats.meet_token is None else stats.meet_token
+            self._metrics.observe_meet(meet / max(1, len(load.tokens)))
+            if stats.predicted_s and stats.prefill_s:
+                self._metrics.observe_prediction(stats.predicted_s, stats.prefill_s)
 
-    def ended(self, restore: Restore) -> None:
-        """The request is over; says so in one line if anything of it was stored."""
+    def ended(self, load: PromptLoad) -> None:
+        """The request is over. It gets one log line if any of its blocks were stored."""
         if self._metrics is not None:
             self._metrics.publish_next_step()
-        if not self._speaks or not any(restore.stored):
+        if not self._speaks or not any(load.agreed.stored):
             return
+        stats = load.stats
         logger.info(
             "cake rid=%s prompt=%d matched=%d computed=%d loaded=%d meet=%s prefill_s=%s "
             "wasted_bytes=%d",
-            restore.rid,
-            len(restore.tokens),
-            restore.matched_tokens,
-            restore.computed_tokens,
-            restore.loaded_tokens,
-            "none" if restore.meet_token is None else restore.meet_token,
-            "none" if restore.prefill_s is None else f"{restore.prefill_s:.3f}",
-            restore.wasted_bytes,
+            load.rid,
+            len(load.tokens),
+            stats.matched_tokens,
+            stats.computed_tokens,
+            stats.loaded_tokens,
+            "none" if stats.meet_token is None else stats.meet_token,
+            "none" if stats.prefill_s is None else f"{stats.prefill_s:.3f}",
+            load.landed.wasted_bytes,
         )

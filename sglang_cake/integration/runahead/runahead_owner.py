@@ -21,7 +21,7 @@ from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_batch import part_of, run_part
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
     asked_for,
@@ -32,7 +32,7 @@ from sglang_cake.integration.runahead.runahead_request import (
 )
 from sglang_cake.integration.runahead.runahead_span import SpanRunner
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.planner import room
+from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.decide import (
     PAYS,
     Costs,
@@ -88,7 +88,7 @@ class Runahead:
 
     Args:
         namespace: hex digest of what KV means now; None while the tree holds something else too.
-        restore: cake's live record of a request, if it has one.
+        prompt_load: `(rid)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
         least_tokens: fewer are not worth asking anybody.
         limit_tokens: what one forward computes at most, here and on every member.
@@ -104,7 +104,7 @@ class Runahead:
         step_costs: StepCosts,
         counters: Counters,
         namespace: Callable[[], str | None],
-        restore: Callable[[str], Restore | None],
+        prompt_load: Callable[[str], PromptLoad | None],
         loads_only: bool,
         least_tokens: int,
         page_tokens: int,
@@ -113,7 +113,7 @@ class Runahead:
         member_settings: MemberSettings = MEMBER_SETTINGS,
     ) -> None:
         self._gate, self._step_costs, self._counters = gate, step_costs, counters
-        self._namespace, self._restore, self._loads_only = namespace, restore, loads_only
+        self._namespace, self._prompt_load, self._loads_only = namespace, prompt_load, loads_only
         self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
         self._least_tokens = least_tokens
         self._token_bytes = rows.layers * rows.token_bytes
@@ -162,7 +162,7 @@ class Runahead:
             alone: nobody else is in this step.
         """
         loading = self._loading(req)
-        stop = len(req.full_untruncated_fill_ids) if loading is None else room(loading.view)
+        stop = len(req.full_untruncated_fill_ids) if loading is None else island_start(loading.view)
         mine = self._mine
         if mine is not None and mine.rid == req.rid:
             return self._answered(mine, req, stop, alone=alone)
@@ -211,7 +211,7 @@ class Runahead:
             owned.hop.watch = lambda: check_abort(scheduler, req)
             slots = batch.out_cache_loc[: owned.split - span.start].long()
             owned.hop.inflow.bind(slots, span.start)
-            self._step_costs.helped()
+            self._step_costs.do_not_measure()
             with self._gate(owned.hop):
                 result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
@@ -242,10 +242,10 @@ class Runahead:
     # ---- inside ----
 
     def _loading(self, req: "Req") -> Loading | None:
-        restore = self._restore(req.rid)
-        if restore is None or not restore.racing:
+        load = self._prompt_load(req.rid)
+        if load is None or not load.loading:
             return None
-        return Loading(restore.meet.view(), restore.progress, restore.load)
+        return Loading(load.meet.view(), load.progress, load.agreed.cost)
 
     def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
         helpers = self.member.helpers()
@@ -353,26 +353,26 @@ class Runahead:
         )
 
     def _tell(self, req: "Req", mine: Mine) -> None:
-        """What the others did, in counters and in the story that the response tells."""
+        """What the others did, in counters and in the report of the response."""
         inflow = mine.owned.hop.inflow
         assert inflow is not None
         helped_tokens = mine.owned.split - mine.span.start
         self._counters.add("runahead_hops", len(mine.owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
         self._counters.add("runahead_bytes", inflow.bytes)
-        restore = self._restore(req.rid)
-        if restore is None:
+        load = self._prompt_load(req.rid)
+        if load is None:
             return
-        restore.shared = {"helped_tokens": helped_tokens}
+        load.stats.helped = {"helped_tokens": helped_tokens}
         if asked_for(req) is not None:  # somebody measures
-            restore.shared |= {
+            load.stats.helped |= {
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
                 "waited_s": round(inflow.waited_s, 6),
                 "table": None if self._table.path is None else self._table.path.name,
             }
         if req.customized_info and "cake" in req.customized_info:  # told before the forward
-            req.customized_info["cake"] = [restore.story()]
+            req.customized_info["cake"] = [load.report()]
 
     def _ring(self) -> None:
         try:

@@ -1,11 +1,12 @@
-"""What each step prefills: SGLang's admission, which attaches what has landed and leaves the rest
-to the loader.
+"""What each step prefills: SGLang's admission, which attaches landed blocks and leaves the rest to
+the loader.
 
-Each method that SGLang calls has a guarded part before, which decides, SGLang's own method, and a
-guarded part after, which keeps the books. If a part fails, the request is computed as SGLang would.
+Each method that SGLang calls decides in a guarded part (a `Decision`), acts on it around one call
+of SGLang's own method, and updates cake's records in a guarded part. If a part fails, the request
+is computed as SGLang would.
 """
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,31 +18,124 @@ from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.loading.planner import Step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_cake.integration.overlap.overlapped_step import LastStep
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-_CHUNKED, _WAITING = "CakePrefillAdder.add_chunked_req", "CakePrefillAdder.add_one_req"
+_CHUNKED = "CakePrefillAdder.add_chunked_req"
+_WAITING = "CakePrefillAdder.add_one_req"
 
 
-@dataclass(slots=True)
-class Decision:
-    """What becomes of a request in this step. As made: what SGLang would do."""
+# ---- decisions ----
 
-    aside: bool = False  # the chunked request is back in the queue
-    parked: bool = False  # it waits, and stays SGLang's chunked request
-    result: AddReqResult | None = None  # a waiting request is not admitted
-    early: Span | None = None  # its last step begins, over these tokens
-    shared: bool = False  # others compute a part of the step ...
-    helped_tokens: int = 0  # ... of so many tokens
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The request is computed up to token `stop`; None: as far as SGLang would."""
+
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Members of a KV-Runahead group compute up to `stop` together, `helped_tokens` of it
+    elsewhere."""
+
+    stop: int
+    helped_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The last step begins while the last of the stored tokens `span` are being read."""
+
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """The chunked request goes back to the queue: behind `preemptor`, or to the front."""
+
+    preemptor: "Req | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """The chunked request computes nothing in this step, and stays SGLang's chunked request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """The waiting request is not admitted in this step."""
+
+    result: AddReqResult
+
+
+AS_SGLANG = Run()
+
+
+def decide_chunked(
+    preemptor: "Req | None",
+    *,
+    plan: Callable[[], Step | None],
+    overlap: Callable[[], Span | None],
+    may_yield: Callable[[], bool],
+) -> Requeue | Run | Overlap | Park:
+    """What becomes of the chunked request.
+
+    Args: each function is called in this order, and only if the decision depends on it.
+        preemptor: a waiting request that goes before it.
+        plan: its next step; None: no stored block is to come.
+        overlap: begins an overlapped last step, if it is time for that.
+        may_yield: whether other requests may have the device while it waits for its loads.
+    """
+    if preemptor is not None:
+        return Requeue(preemptor)
+    step = plan()
+    if step is None:
+        return AS_SGLANG
+    if not step.wait:
+        return Run(step.stop)
+    span = overlap()
+    if span is not None:
+        return Overlap(span)
+    return Requeue(None) if may_yield() else Park()
+
+
+def decide_waiting(
+    step: Step | None,
+    *,
+    overlap: Callable[[], Span | None],
+    prompt_tokens: int,
+    chunk_taken: bool,
+) -> Run | Overlap | Skip:
+    """What becomes of a waiting request.
+
+    Args:
+        step: its next step; None: no stored block is to come.
+        overlap: begins an overlapped last step, if it is time for that.
+        chunk_taken: SGLang has a chunked request. It knows one, and a step that ends before the
+            prompt does makes its request the chunked one.
+    """
+    if step is None:
+        return AS_SGLANG
+    if step.wait:
+        span = overlap()
+        return Skip(AddReqResult.CONTINUE) if span is None else Overlap(span)
+    if chunk_taken and step.stop < prompt_tokens:
+        return Skip(AddReqResult.CONTINUE)
+    return Run(step.stop)
+
+
+# ---- admission ----
 
 
 class CakePrefillAdder(PrefillAdder):
-    """It only ever shortens a step or leaves a request where it is; budgets stay SGLang's."""
+    """It only shortens a step or leaves a request where it is; budgets stay SGLang's."""
 
     rem_chunk_tokens: int
     new_chunked_req: "Req | None"
@@ -56,18 +150,23 @@ class CakePrefillAdder(PrefillAdder):
         self._begin()
 
     def add_chunked_req(self, req: "Req") -> "Req | None":
-        decision = Decision()
-        self._decide_chunked(decision, req)
-        if decision.aside:
-            return None
-        if decision.parked:
-            # Parked as SGLang parks it (extend_end stays at prefix_len). Nobody else is admitted in
-            # this step: a batch without the chunked request would miscount its chunks.
-            req.extend_end = req.prefix_len
-            self.rem_chunk_tokens = 0
-            return req
-        if decision.early is not None:
-            return self._overlap_running(req, decision.early)
+        decision = self._decide_chunked(req)
+        match decision:
+            case Requeue(preemptor):
+                self._requeue(req, preemptor)
+                if any(each is req for each in self._scheduler.waiting_queue):
+                    return None
+            case Park():
+                # As SGLang parks it. Other requests are not admitted in this step: a batch without
+                # the chunked request would miscount its chunks.
+                req.extend_end = req.prefix_len
+                self.rem_chunk_tokens = 0
+                return req
+            case Overlap(span):
+                return self._overlap_chunked(req, span)
+            case Run(stop) if stop is not None:
+                limit = stop - req.prefix_len
+                self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
         rest = super().add_chunked_req(req)
         if req in self.can_run_list:
             self._claimed(req)
@@ -76,16 +175,20 @@ class CakePrefillAdder(PrefillAdder):
     def add_one_req(
         self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        self._stop, decision = None, Decision()
-        if not self._decide_waiting(decision, req, has_chunked_req):
-            self._stop, decision = None, Decision()
-        if decision.result is not None:
-            return decision.result
-        if decision.early is not None:
-            return self._overlap_waiting(req, decision.early, truncation_align_size)
-        self.rem_chunk_tokens += decision.helped_tokens  # computed elsewhere
+        self._stop = None
+        decision = self._decide_waiting(req, has_chunked_req)
+        match decision:
+            case Skip(skipped):
+                return skipped
+            case Overlap(span):
+                return self._overlap_waiting(req, span, truncation_align_size)
+            case Share(stop, helped_tokens):
+                self._stop = stop
+                self.rem_chunk_tokens += helped_tokens
+            case Run(stop):
+                self._stop = stop
         result: AddReqResult = super().add_one_req(req, has_chunked_req, truncation_align_size)
-        return self._alone(result) if decision.shared else result
+        return self._alone(result) if isinstance(decision, Share) else result
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
         admission = super()._select_prefill_admission(req, **kwargs)
@@ -97,108 +200,121 @@ class CakePrefillAdder(PrefillAdder):
         super()._commit_prefill_admission(req, admission, *args)
         self._claimed(req)
 
-    # ---- before ----
+    # ---- guarded parts before SGLang's own method ----
 
     @guarded("CakePrefillAdder.__init__")
     def _begin(self) -> None:
-        cake = self._cake()[1]
-        if cake is not None:
-            cake.step_costs.scheduling(decodes=self._decodes)
+        coordinator = self._cake()[1]
+        if coordinator is not None:
+            coordinator.step_costs.scheduling(decodes=self._decodes)
+
+    @guarded(_CHUNKED, AS_SGLANG)
+    def _decide_chunked(self, req: "Req") -> Requeue | Run | Overlap | Park:
+        tree, coordinator = self._cake()
+        if coordinator is None:
+            return AS_SGLANG
+        with coordinator.timed():
+            queue = self._scheduler.waiting_queue
+            budget = self._budget_for_others(req, coordinator)
+            preemptor = None
+            if budget is not None:
+                policy = self._scheduler.policy
+                preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
+
+            def plan() -> Step | None:
+                coordinator.settle(req, tree.attach_running)
+                return coordinator.plan(req, self.rem_chunk_tokens)
+
+            return decide_chunked(
+                preemptor,
+                plan=plan,
+                overlap=lambda: self._begin_overlap(req),
+                may_yield=lambda: (
+                    budget is not None and queue_order.may_yield(req, queue, coordinator, budget)
+                ),
+            )
+
+    def _budget_for_others(
+        self, req: "Req", coordinator: "Coordinator"
+    ) -> queue_order.StepBudget | None:
+        """What this step could give to waiting requests; None: the chunked request keeps its
+        place."""
+        scheduler = self._scheduler
+        if not scheduler.waiting_queue or not queue_order.may_requeue(req, coordinator):
+            return None
+        if not others_fit(scheduler, self.running_batch):
+            return None
+        return queue_order.StepBudget(self.rem_chunk_tokens, self.rem_total_tokens)
 
     @guarded(_CHUNKED)
-    def _decide_chunked(self, decision: Decision, req: "Req") -> None:
-        tree, cake = self._cake()
-        if cake is None:
-            return
-        started_s = time.perf_counter()
-        scheduler = self._scheduler
-        queue, policy = scheduler.waiting_queue, scheduler.policy
-        room = step = first = None
-        if (
-            queue
-            and queue_order.may_requeue(req, cake)
-            and others_fit(scheduler, self.running_batch)
-        ):
-            room = queue_order.StepBudget(self.rem_chunk_tokens, self.rem_total_tokens)
-            first = queue_order.find_preemptor(req, queue, cake, policy, room)
-        if first is None:
-            cake.settle(req, tree.attach_running)
-            step = cake.plan(req, self.rem_chunk_tokens)
-        waits = step is not None and step.wait
-        early = self._early(req) if waits else None
-        aside = first is not None
-        if waits and early is None and room is not None:
-            aside = queue_order.may_yield(req, queue, cake, room)
-        if aside:
-            queue_order.requeue(req, queue, tree, first)
-            decision.aside = True
-            cake.requeued(req.rid)
-            if first is None:  # else they are in order: who overtakes, then who is overtaken
-                queue_order.sort_queue(queue, cake, policy)
-        elif step is not None and not waits:
-            limit = step.stop - req.prefix_len
-            self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
-        cake.step_s += time.perf_counter() - started_s
-        decision.early = early
-        decision.parked = waits and early is None and not aside
+    def _requeue(self, req: "Req", preemptor: "Req | None") -> None:
+        tree, coordinator = self._cake()
+        assert coordinator is not None
+        with coordinator.timed():
+            queue = self._scheduler.waiting_queue
+            queue_order.requeue(req, queue, tree, preemptor)
+            coordinator.requeued(req.rid)
+            if preemptor is None:  # otherwise the two stand in order
+                queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
 
-    @guarded(_WAITING, False)
-    def _decide_waiting(self, decision: Decision, req: "Req", has_chunked_req: bool) -> bool:
-        tree, cake = self._cake()
-        if cake is None:
-            return True
-        if cake.hold(req):
-            decision.result = AddReqResult.CONTINUE  # stays in the queue; the next one may go
-            return True
-        restored = cake.restore(req.rid) is not None
-        started_s = time.perf_counter()
-        if restored:
-            with lock_node(self, req.last_node):
-                cake.settle(req, tree.attach_waiting)
-        self._share(decision, req, has_chunked_req)
-        if decision.shared or decision.result is not None or not restored:
-            return True
-        step = cake.plan(req, self.rem_chunk_tokens)
-        if step is not None and step.wait and not has_chunked_req:
-            with lock_node(self, req.last_node):
-                decision.early = self._early(req)
-        cake.step_s += time.perf_counter() - started_s
-        if step is not None and decision.early is None:
-            # To end before the prompt ends is to be chunked, and SGLang knows one such request.
-            taken = has_chunked_req or self.new_chunked_req is not None
-            if step.wait or (taken and step.stop < len(req.full_untruncated_fill_ids)):
-                decision.result = AddReqResult.CONTINUE
-            else:
-                self._stop = step.stop
-        return True
+    @guarded(_WAITING, AS_SGLANG)
+    def _decide_waiting(self, req: "Req", has_chunked_req: bool) -> Run | Share | Overlap | Skip:
+        tree, coordinator = self._cake()
+        if coordinator is None:
+            return AS_SGLANG
+        if coordinator.hold(req):
+            return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
+        with coordinator.timed():
+            recorded = coordinator.prompt_load(req.rid) is not None
+            if recorded:
+                with lock_node(self, req.last_node):
+                    coordinator.settle(req, tree.attach_waiting)
+            shared = self._decide_share(req, has_chunked_req)
+            if shared is not None:
+                return shared
+            if not recorded:
+                return AS_SGLANG
 
-    def _share(self, decision: Decision, req: "Req", has_chunked_req: bool) -> None:
-        """Whether others compute a part of this step."""
-        tree, cake = self._cake()
-        if tree.runahead is None or cake is None:
-            return
+            def overlap() -> Span | None:
+                if has_chunked_req:
+                    return None
+                with lock_node(self, req.last_node):
+                    return self._begin_overlap(req)
+
+            return decide_waiting(
+                coordinator.plan(req, self.rem_chunk_tokens),
+                overlap=overlap,
+                prompt_tokens=len(req.full_untruncated_fill_ids),
+                chunk_taken=has_chunked_req or self.new_chunked_req is not None,
+            )
+
+    def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
+        """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
+        tree, coordinator = self._cake()
+        if tree.runahead is None or coordinator is None:
+            return None
         alone = not (has_chunked_req or self.can_run_list or self._decodes)
         verdict = tree.runahead.consider(req, alone=alone)
         if verdict == "wait":
-            cake.waiting = True
-            decision.result = AddReqResult.OTHER  # for the answers, at most; nobody goes first
-        elif verdict == "share":
+            coordinator.waiting = True
+            return Skip(AddReqResult.OTHER)  # no later request is admitted before it
+        if verdict == "share":
             extent = tree.runahead.extent(req.rid)
             assert extent is not None
-            decision.helped_tokens = tree.runahead.helped_tokens(req.rid)
-            self._stop, decision.shared = extent.stop, True
+            return Share(extent.stop, tree.runahead.helped_tokens(req.rid))
+        return None
 
-    def _early(self, req: "Req") -> Span | None:
-        """What counts as there of a request that waits for its loads, if its last step begins now.
-        That holds the device, so nobody else may want it."""
-        last, scheduler = self._cake()[0].last_step, self._scheduler
-        if last is None or self.can_run_list or self._decodes:
+    def _begin_overlap(self, req: "Req") -> Span | None:
+        """Begin an overlapped last step of a request that waits for its loads, if it is time for
+        that. The step holds the device, so no other request may want it."""
+        step = self._cake()[0].overlapped_step
+        if step is None or self.can_run_list or self._decodes:
             return None
-        if any(other is not req for other in scheduler.waiting_queue):
+        if any(other is not req for other in self._scheduler.waiting_queue):
             return None
         if any(not other.finished() for other in self.running_batch.reqs):
             return None
-        return last.begin(req, self.rem_chunk_tokens)
+        return step.begin(req, self.rem_chunk_tokens)
 
     @guarded("CakePrefillAdder._select_prefill_admission")
     def _shorten(self, req: "Req", admission: Any, has_chunked_req: bool) -> Any:
@@ -210,90 +326,99 @@ class CakePrefillAdder(PrefillAdder):
                 max_new_tokens=0,
             )
         if admission.is_chunked and (has_chunked_req or self.new_chunked_req is not None):
-            # A shortened step leaves budget over, which SGLang never meets: no second one for it.
+            # A shortened step leaves budget over, which SGLang does not expect: it would admit a
+            # second chunked request.
             return AddReqResult.OTHER
         return admission
 
-    # ---- a last step that begins early ----
+    # ---- an overlapped last step ----
 
-    def _overlap_running(self, req: "Req", early: Span) -> "Req | None":
-        """Admit the last step of the chunked request."""
-        tree, cake = self._cake()
-        req.prefix_len = early.stop
+    def _overlap_chunked(self, req: "Req", span: Span) -> "Req | None":
+        """Admit the overlapped last step of the chunked request."""
+        req.prefix_len = span.stop
         rest = super().add_chunked_req(req)
-        if not self._keep(req, lend_from=early.start):
-            req.prefix_len = req.extend_end = early.start
-            self._not_now(req, tree.last_step, cake)
+        if not self._keep_overlap(req, lend_from=span.start):
+            req.prefix_len = span.start
+            req.extend_end = span.start
+            self._undo_overlap(req)
             rest = req
-        self.rem_chunk_tokens = 0  # nobody joins this step
+        self.rem_chunk_tokens = 0  # no other request joins this step
         return rest
 
     def _overlap_waiting(
-        self, req: "Req", early: Span, truncation_align_size: int | None
+        self, req: "Req", span: Span, truncation_align_size: int | None
     ) -> AddReqResult:
-        """Admit the last step of a request from the queue."""
-        tree, cake = self._cake()
-        req.prefix_len = early.stop
+        """Admit the overlapped last step of a request from the queue."""
+        tree = self._cake()[0]
+        req.prefix_len = span.stop
         result: AddReqResult = super().add_one_req(req, False, truncation_align_size)
         admitted = req in self.can_run_list
-        if self._keep(req):
+        if self._keep_overlap(req):
             return self._alone(result)
-        req.prefix_len = early.start
+        req.prefix_len = span.start
         if not admitted:
-            self._not_now(req, tree.last_step, cake)
+            self._undo_overlap(req)
             return result
         tree.unlock(req.lock)
-        req.lock = req.extend_end = None
-        self._not_now(req, tree.last_step, cake)
+        req.lock = None
+        req.extend_end = None
+        self._undo_overlap(req)
         return self._alone(result)
 
     @guarded(_CHUNKED, False)
-    def _keep(self, req: "Req", lend_from: int | None = None) -> bool:
-        """Whether the step is scheduled, and has its slots."""
-        tree, cake = self._cake()
-        if req not in self.can_run_list or tree.last_step is None or cake is None:
+    def _keep_overlap(self, req: "Req", lend_from: int | None = None) -> bool:
+        """Whether the step is scheduled and has its slots.
+
+        Args: lend_from: of the chunked request, the first token whose slot goes into its row.
+        """
+        tree, coordinator = self._cake()
+        step = tree.overlapped_step
+        if req not in self.can_run_list or step is None or coordinator is None:
             return False
-        slots = tree.last_step.keep(req)
+        slots = step.keep(req)
         if lend_from is not None:
             tree.lend_running(req, slots, lend_from)
-            cake.claimed(req, req.extend_end)
+            coordinator.claimed(req, req.extend_end, overlapped=True)
         return True
 
-    def _not_now(self, req: "Req", last: "LastStep | None", cake: "Coordinator | None") -> None:
-        """The last step does not begin. If SGLang had admitted it, cake has failed: the request is
-        taken out of the step, and computed without cake from the next one on."""
+    def _undo_overlap(self, req: "Req") -> None:
+        """The overlapped step does not begin. If SGLang had admitted it, cake has failed: the
+        request is taken out of the step, and computed without cake from the next one on."""
         if req not in self.can_run_list:
-            self._give_up(req)
+            self._give_up_overlap(req)
             return
         self.can_run_list.remove(req)
         if self.new_chunked_req is req:
             self.new_chunked_req = None
+        tree, coordinator = self._cake()
         try:
-            if last is not None and cake is not None:
-                last.abandon(req)
-                cake.end(req.rid)
+            if tree.overlapped_step is not None and coordinator is not None:
+                tree.overlapped_step.abandon(req)
+                coordinator.end(req.rid)
         except Exception as error:
             BOUNDARY.failed(_WAITING, error, unsafe=True)
-        self._cake()[0].let_go()
+        tree.let_go()
 
     @guarded(_WAITING)
-    def _give_up(self, req: "Req") -> None:
-        last = self._cake()[0].last_step
-        if last is not None:
-            last.give_up(req)
+    def _give_up_overlap(self, req: "Req") -> None:
+        step = self._cake()[0].overlapped_step
+        if step is not None:
+            step.give_up(req)
 
-    # ---- after ----
+    # ---- after SGLang's own method ----
 
     def _alone(self, result: AddReqResult) -> AddReqResult:
-        """Nobody joins this step."""
+        """No other request joins this step."""
         self.rem_chunk_tokens = 0
         return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
 
     @guarded("CakePrefillAdder._commit_prefill_admission")
     def _claimed(self, req: "Req") -> None:
-        cake = self._cake()[1]
-        if cake is not None:
-            cake.claimed(req, req.extend_end)
+        tree, coordinator = self._cake()
+        if coordinator is not None:
+            step = tree.overlapped_step
+            overlapped = step is not None and step.overlap_of(req.rid) is not None
+            coordinator.claimed(req, req.extend_end, overlapped=overlapped)
 
     def _cake(self) -> "tuple[CakeRadixCache, Coordinator | None]":
         tree = self.tree_cache
@@ -302,9 +427,9 @@ class CakePrefillAdder(PrefillAdder):
 
 
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
-    """Whether somebody of the queue could be admitted beside the chunked request, were it put back
-    and then admitted again: there are rows for both, and SGLang drops nobody from its queue for
-    having waited too long, or among too many."""
+    """Whether a waiting request could be admitted beside the chunked request, if that went back to
+    the queue and was admitted again. There must be rows for both, and SGLang must drop no request
+    for its time in the queue, or for the length of the queue."""
     dropped = scheduler.max_queued_requests is not None or envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0
     if running.batch_is_full or dropped:
         return False

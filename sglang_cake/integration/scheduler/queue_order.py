@@ -1,13 +1,13 @@
 """The order of the waiting queue, and how the request that is being chunked goes back to it.
 
 SGLang serves its chunked request before the queue and knows only one. A stored prompt that is being
-loaded takes what others leave (`loading/priority.py`), so it must be able to step aside between two
-of its chunks. The tree has those chunks already: it gives up its row, waits in the queue, and is
-matched again, in the same step if there is budget left.
+loaded takes what other prompts leave of the device (`loading/priority.py`), so it must be able to
+yield between two of its chunks. Its chunks are in the tree already. The request gives up its row,
+waits in the queue, and is matched again, in the same step if there is budget left.
 
-A request goes back only after a step in which it was admitted, and only if somebody can use the
-device at once: so nobody is put back and matched again for nothing, and every return is paid for
-with a step that was computed, or with blocks that joined the tree.
+A request goes back only after a step in which it was admitted, and only if another request can
+compute at once. So every return is paid for with a step that was computed, or with blocks that
+joined the tree.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,51 +25,62 @@ if TYPE_CHECKING:
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-# How often a prompt of which nothing is loaded any more is put back before it keeps its place.
+# How often a prompt that is not being loaded any more is put back before it keeps its place.
 MOST_INTERRUPTIONS = 4
-# How many waiting prompts that are being loaded are looked at, the first ones first, for one that
-# could compute now: each costs a prediction.
-_LOOKED_AT = 8
+# How many waiting prompts that are being loaded are tried, the first ones first, in the search for
+# one that could compute now: each costs a prediction.
+_TRIED = 8
 
 
 class StepBudget(NamedTuple):
-    """What a step has left."""
+    """What a step has left.
 
-    chunk_tokens: int  # of its budget
-    slots: int  # of device memory, what can be evicted for it included
+    Attributes:
+        chunk_tokens: tokens that it may still compute.
+        slots: device memory, including slots that can be evicted for it.
+    """
+
+    chunk_tokens: int
+    slots: int
 
 
-def sort_queue(queue: "list[Req]", cake: "Coordinator", policy: "SchedulePolicy") -> None:
+def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "SchedulePolicy") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
-    if not cake.adaptive or not (cake.fair or any(cake.loads(req.rid) for req in queue)):
+    if not coordinator.adaptive:
         return
-    queue[:] = [queue[i] for i in order([_queue_entry(req, cake, policy) for req in queue])]
+    if coordinator.fair or any(coordinator.uses_store(req.rid) for req in queue):
+        entries = [_queue_entry(req, coordinator, policy) for req in queue]
+        queue[:] = [queue[i] for i in order(entries)]
 
 
 def serving(
     chunked: "Req | None",
     queue: "list[Req]",
-    cake: "Coordinator",
+    coordinator: "Coordinator",
     policy: "SchedulePolicy",
     *,
     fits: bool,
 ) -> list[str]:
-    """Ids of all that are in prefill or wait for it, in the order in which the link works for them.
+    """Ids of all requests that are in prefill or wait for it, in the order in which the link works
+    for them.
 
-    One that waits for its loads is no reason to put the chunked request back; but it may have the
-    link first, if the chunked request would give way to it then.
+    A request that waits for its loads does not interrupt the chunked request. It may have the link
+    before it, though, if it would interrupt it once loaded.
 
     Args:
-        fits: whether somebody of the queue could be admitted in place of the chunked request.
+        fits: whether a request of the queue could be admitted in place of the chunked request.
     """
     if chunked is None:
         return [req.rid for req in queue]
     ahead: list[str] = []
-    if fits and cake.adaptive and cake.racing(chunked.rid) and may_requeue(chunked, cake):
-        running = _queue_entry(chunked, cake, policy)
-        loading = [_queue_entry(req, cake, policy) for req in queue if cake.racing(req.rid)]
+    preemptible = fits and coordinator.adaptive and coordinator.loading(chunked.rid)
+    if preemptible and may_requeue(chunked, coordinator):
+        running = _queue_entry(chunked, coordinator, policy)
+        waiting = [
+            _queue_entry(req, coordinator, policy) for req in queue if coordinator.loading(req.rid)
+        ]
         ahead = [
-            each.rid for each in loading if each.remaining_s is not None and preempts(each, running)
+            each.rid for each in waiting if each.remaining_s is not None and preempts(each, running)
         ]
     first = {*ahead, chunked.rid}
     return [*ahead, chunked.rid, *(req.rid for req in queue if req.rid not in first)]
@@ -78,60 +89,64 @@ def serving(
 def find_preemptor(
     req: "Req",
     queue: "list[Req]",
-    cake: "Coordinator",
+    coordinator: "Coordinator",
     policy: "SchedulePolicy",
-    room: StepBudget,
+    budget: StepBudget,
 ) -> "Req | None":
-    """Who of those that wait goes before the request that is being chunked, which may go back, and
-    can do so now."""
-    running = _queue_entry(req, cake, policy)
-    only_stored = running.remaining_s is None or not cake.adaptive
+    """The waiting request that goes before the request that is being chunked, which may go back,
+    and can compute now."""
+    running = _queue_entry(req, coordinator, policy)
+    only_stored = running.remaining_s is None or not coordinator.adaptive
 
-    def first(each: "Req") -> bool:
-        if only_stored and not cake.loads(each.rid):
+    def goes_first(each: "Req") -> bool:
+        if only_stored and not coordinator.uses_store(each.rid):
             return False
-        queue_entry = _queue_entry(each, cake, policy)
-        if cake.adaptive:
-            return preempts(queue_entry, running)
-        # The order is SGLang's: only one that was before it, and left it the device, goes first.
-        if not queue_entry.yielded or queue_entry.level > running.level:
+        waiting = _queue_entry(each, coordinator, policy)
+        if coordinator.adaptive:
+            return preempts(waiting, running)
+        # In SGLang's order, only an earlier request that yielded the device goes first.
+        if not waiting.yielded or waiting.level > running.level:
             return False
-        one, other = cake.restore(each.rid), cake.restore(req.rid)
+        one = coordinator.prompt_load(each.rid)
+        other = coordinator.prompt_load(req.rid)
         return one is not None and other is not None and one.arrived_s < other.arrived_s
 
-    return next(_able(filter(first, queue), cake, room), None)
+    return next(_able(filter(goes_first, queue), coordinator, budget), None)
 
 
-def may_yield(req: "Req", queue: "list[Req]", cake: "Coordinator", room: StepBudget) -> bool:
-    """Whether the chunked request, which cannot use the device now and may go back, leaves it to
-    those behind it.
+def may_yield(
+    req: "Req", queue: "list[Req]", coordinator: "Coordinator", budget: StepBudget
+) -> bool:
+    """Whether the chunked request, which cannot compute now and may go back, yields the device to
+    requests behind it.
 
-    It will be back before it is late: its loads last at least as long as the step that others would
-    begin now, and none of them would then keep the device for longer than that step.
+    It must not be late when its loads are over. So they must last at least as long as the step that
+    the others would begin now, and none of the others may keep the device for longer than that.
     """
-    restore = cake.restore(req.rid)
-    if restore is None:
+    load = coordinator.prompt_load(req.rid)
+    if load is None:
         return False
     others_tokens = 0
-    for each in _able(queue, cake, room):
+    for each in _able(queue, coordinator, budget):
         tokens = len(each.origin_input_ids) + len(each.output_ids)
-        if tokens > room.chunk_tokens and not may_requeue(each, cake):
+        if tokens > budget.chunk_tokens and not may_requeue(each, coordinator):
             return False
         others_tokens += tokens
-    step_s = cake.step_costs.costs(restore).prefill.step_s(0, min(others_tokens, room.chunk_tokens))
-    return 0 < step_s <= restore.to_land_s
+    prefill = coordinator.step_costs.costs(load).prefill
+    step_s = prefill.step_s(0, min(others_tokens, budget.chunk_tokens))
+    return 0 < step_s <= load.rest_of_loads_s
 
 
 def requeue(
-    req: "Req", queue: "list[Req]", tree: CakeRadixCache, before: "Req | None" = None
+    req: "Req", queue: "list[Req]", tree: CakeRadixCache, preemptor: "Req | None" = None
 ) -> None:
-    """The chunked request, whose chunks are in the tree, waits in the queue again, first; or
-    second, after `before` of the queue."""
+    """Put the chunked request, whose chunks are in the tree, back into the queue: first, or second
+    after `preemptor` of the queue. The queue changes last."""
     tree.releasing = req.rid
     release_kv_cache(req, tree, checkpoint=False)
     tree.releasing = None
-    # What `Req.reset_for_retract` does, but for what the chunk under way still needs: its result
-    # is yet to be processed, and must be taken for a middle chunk's.
+    # As `Req.reset_for_retract`, except for fields of the chunk under way: its result is still to
+    # be processed, and must be taken for that of a middle chunk.
     req.prefix_len = 0
     req.extend_end = None
     req.last_node = None
@@ -141,43 +156,50 @@ def requeue(
     req.kv.cache_protected_len = 0
     req.kv.cache_inserted_len = 0
     req.kv.kv_committed_len = 0
-    if before is None:
+    if preemptor is None:
         queue.insert(0, req)
     else:
-        queue.remove(before)
-        queue[:0] = [before, req]
+        queue.remove(preemptor)
+        queue[:0] = [preemptor, req]
 
 
-def may_requeue(req: "Req", cake: "Coordinator") -> bool:
-    """Whether the chunked request may wait in the queue again."""
-    # Logprobs of a prompt are gathered chunk by chunk: such a request cannot start over. One that
-    # is none of ours may have more that cannot.
-    restore = cake.restore(req.rid)
-    if req.return_logprob or restore is None:
+def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
+    """Whether the chunked request may wait in the queue again.
+
+    Logprobs of a prompt are gathered chunk by chunk, so a request that returns them cannot start
+    over. A request without a record may have other parts that cannot.
+    """
+    load = coordinator.prompt_load(req.rid)
+    if req.return_logprob or load is None:
         return False
-    # One that is only computed is interrupted a few times: it began before who interrupts it.
-    return cake.racing(req.rid) or restore.times_requeued < MOST_INTERRUPTIONS
+    # A prompt that is only computed keeps its place after a few interruptions.
+    interrupted = load.queue.times_requeued
+    return coordinator.loading(req.rid) or interrupted < MOST_INTERRUPTIONS
 
 
-def _able(queue: "Iterable[Req]", cake: "Coordinator", room: StepBudget) -> "Iterator[Req]":
-    """Who of `queue` could compute now."""
-    looked_at = 0
+def _able(
+    queue: "Iterable[Req]", coordinator: "Coordinator", budget: StepBudget
+) -> "Iterator[Req]":
+    """The requests of `queue` that could compute now."""
+    tried = 0
     for req in queue:
-        if cake.racing(req.rid):
-            looked_at += 1
-            if looked_at > _LOOKED_AT:
+        if coordinator.loading(req.rid):
+            tried += 1
+            if tried > _TRIED:
                 continue
-        if _slots(req) < room.slots and not cake.idle(req.rid, room.chunk_tokens):
+        if _slots(req) >= budget.slots:
+            continue
+        if not coordinator.would_wait(req.rid, budget.chunk_tokens):
             yield req
 
 
 def _slots(req: "Req") -> int:
-    """What it may need until its end, as SGLang reckons; nothing of it is taken to be there."""
+    """Slots that a request may need until its end, as SGLang estimates, if none is in the tree."""
     new: int = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
     return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))
 
 
-def _queue_entry(req: "Req", cake: "Coordinator", policy: "SchedulePolicy") -> QueueEntry:
+def _queue_entry(req: "Req", coordinator: "Coordinator", policy: "SchedulePolicy") -> QueueEntry:
     if not policy.enable_priority_scheduling or req.priority is None:
-        return cake.queue_entry(req)
-    return cake.queue_entry(req, req.priority * policy.priority_sign)
+        return coordinator.queue_entry(req)
+    return coordinator.queue_entry(req, req.priority * policy.priority_sign)

@@ -1,38 +1,26 @@
-"""Tensor-parallel ranks act on the same facts in the same step.
+"""Tensor-parallel ranks decide on the same facts in the same step.
 
-Each rank has its own store entries and its own loader, so blocks land at different moments. Before
-the scheduler decides anything, every rank contributes what it knows to one MIN-reduction: a block
-counts as landed when it has landed everywhere, as lost when it was lost anywhere, and clocks and
-costs are the smallest of all. What follows from that is deterministic, so the ranks stay alike.
+Each rank has its own store entries and its own loader, so a block is fetched at a different moment
+on each. Before anything is decided, every rank contributes its view to one MIN-reduction: a block
+has landed when every rank has fetched it, it is lost when one rank lost it, and clocks and costs
+are the smallest of all ranks. Decisions on the result are deterministic, so the ranks stay alike.
 """
 
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 
-from sglang_cake.integration.request.restore import Restore
+from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 _NS = 1e9
 _LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
-_HEAD = 3 + _LOAD_NUMBERS  # what of a restore comes before its blocks
-_GONE = -1  # a rank has no record of a request
-_NOTHING = 2**63 - 1  # leaves what the other ranks say
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What all ranks know of one restore."""
-
-    stored: tuple[bool, ...] | None  # None: not every rank's lookup has answered
-    landed: tuple[int, ...]
-    lost: tuple[int, ...]
-    elapsed_s: float
-    now_s: float  # a clock that all ranks share
-    cost: LoadCost  # of the loads ahead of it
+_HEAD = 3 + _LOAD_NUMBERS  # numbers of a load before those of its blocks
+_GONE = -1  # this rank has no record of the request
+_NEUTRAL = 2**63 - 1  # leaves the numbers of the other ranks as they are
 
 
 class RankConsensus:
@@ -58,75 +46,77 @@ class RankConsensus:
         self._reduce_min(tensor)
         return bool(tensor.item())
 
-    def vote(self, views: Sequence[Restore | None]) -> list[bool]:
-        """Of each request, whether all ranks have a record of it in the same state. So ranks whose
-        records have come apart never reduce different lists.
+    def vote(self, loads: Sequence[PromptLoad | None]) -> list[bool]:
+        """For each request, whether all ranks have a record of it in the same state. It keeps ranks
+        whose records differ from reducing different lists.
 
         Every rank must call this at the same point of the same step with the same requests.
 
         Args:
-            views: of each request, this rank's record.
+            loads: for each request, this rank's record.
         """
-        if self._reduce_min is None or not views:
-            return [view is not None for view in views]
-        own = [_GONE if view is None else int(view.contending) for view in views]
+        if self._reduce_min is None or not loads:
+            return [load is not None for load in loads]
+        own = [_GONE if load is None else int(load.awaits_loader) for load in loads]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.int64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
         return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
 
     def reach(
-        self, restores: Sequence[Restore], prefill: PrefillCost
-    ) -> tuple[list[Facts], PrefillCost]:
-        """Facts per restore, and the costs of steps to decide by.
+        self, loads: Sequence[PromptLoad], prefill: PrefillCost
+    ) -> tuple[list[LoadUpdate], PrefillCost]:
+        """An update for each load, and the cost of steps to decide on.
 
-        Every rank must call this at the same point of the same step with the same restores. A rank
-        that fails to say what it knows takes part in the reduction all the same, and says nothing.
+        Every rank must call this at the same point of the same step with the same loads. A rank
+        that raises takes part in the reduction all the same, with neutral numbers.
         """
         if self._reduce_min is None:
-            return [_own(restore) for restore in restores], prefill
+            return [_own(load) for load in loads], prefill
         shared = len(astuple(prefill))
-        sizes = [_size(restore) for restore in restores]
-        tensor = torch.full((shared + sum(sizes),), _NOTHING, dtype=torch.int64)
+        sizes = [_size(load) for load in loads]
+        tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.int64)
         try:
             numbers = _bits(*astuple(prefill))
-            for restore in restores:
-                numbers += _pack(restore)
+            for load in loads:
+                numbers += _pack(load)
             tensor = torch.tensor(numbers, dtype=torch.int64)
         finally:
             self._reduce_min(tensor)
         numbers = tensor.tolist()
         agreed = PrefillCost(*_floats(numbers[:shared]))
-        facts, position = [], shared
-        for restore, size in zip(restores, sizes, strict=True):
-            facts.append(_unpack(restore, numbers[position : position + size]))
+        updates = []
+        position = shared
+        for load, size in zip(loads, sizes, strict=True):
+            updates.append(_unpack(load, numbers[position : position + size]))
             position += size
-        return facts, agreed
+        return updates, agreed
 
 
-def _own(restore: Restore) -> Facts:
-    blocks = restore.meet.blocks
-    return Facts(
-        stored=None if restore.known else restore.answer,
-        landed=tuple(sorted(b for b in restore.arrived if b < blocks)),
-        lost=tuple(sorted(b for b in restore.failed if b < blocks)),
-        elapsed_s=restore.local_elapsed_s(),
+def _own(load: PromptLoad) -> LoadUpdate:
+    """The update of a single rank."""
+    blocks = load.meet.blocks
+    return LoadUpdate(
+        stored=None if load.agreed.lookup_done else load.local.stored,
+        landed=tuple(sorted(b for b in load.local.fetched if b < blocks)),
+        lost=tuple(sorted(b for b in load.local.failed if b < blocks)),
+        elapsed_s=load.local_elapsed_s(),
         now_s=time.monotonic(),
-        cost=restore.load,
+        cost=load.local.cost,
     )
 
 
-def _pack_load(cost: LoadCost) -> list[int]:
+def _pack_cost(cost: LoadCost) -> list[int]:
     return _bits(*astuple(cost)[:_LOAD_NUMBERS])
 
 
-def _unpack_load(numbers: Sequence[int], own: LoadCost) -> LoadCost:
+def _unpack_cost(numbers: Sequence[int], own: LoadCost) -> LoadCost:
     latency_s, block_s, copy_s, error, coming_s = _floats(numbers)
     return LoadCost(latency_s, block_s, copy_s, error, coming_s, own.depth)
 
 
 def _bits(*values: float) -> list[int]:
-    """Numbers that are never negative are in the order of their bits."""
+    """The bits of float64 numbers as int64. Non-negative numbers sort as their bits do."""
     return list(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)))
 
 
@@ -134,37 +124,39 @@ def _floats(bits: Sequence[int]) -> tuple[float, ...]:
     return struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
 
 
-def _full_blocks(restore: Restore) -> int:
-    return len(restore.tokens) // restore.meet.block_tokens
+def _full_blocks(load: PromptLoad) -> int:
+    return len(load.tokens) // load.meet.block_tokens
 
 
-def _size(restore: Restore) -> int:
-    return _HEAD + 2 * restore.meet.blocks + (0 if restore.known else _full_blocks(restore))
+def _size(load: PromptLoad) -> int:
+    return _HEAD + 2 * load.meet.blocks + (0 if load.agreed.lookup_done else _full_blocks(load))
 
 
-def _pack(restore: Restore) -> list[int]:
-    """[elapsed, now, answered, cost of loads, landed..., not lost..., stored...]; what is stored
-    only until it is known."""
-    answered = restore.answer is not None
-    clocks = [int(s * _NS) for s in (restore.local_elapsed_s(), time.monotonic())]
-    numbers = [*clocks, answered, *_pack_load(restore.load)]
-    numbers += [b in restore.arrived for b in range(restore.meet.blocks)]
-    numbers += [b not in restore.failed for b in range(restore.meet.blocks)]
-    if not restore.known:
-        numbers += restore.answer or [0] * _full_blocks(restore)
+def _pack(load: PromptLoad) -> list[int]:
+    """[elapsed, now, lookup answered, cost of loads, fetched..., not failed..., stored...]. The
+    stored blocks are left out once the lookup is done."""
+    local = load.local
+    blocks = range(load.meet.blocks)
+    clocks = [int(s * _NS) for s in (load.local_elapsed_s(), time.monotonic())]
+    numbers = [*clocks, local.stored is not None, *_pack_cost(local.cost)]
+    numbers += [b in local.fetched for b in blocks]
+    numbers += [b not in local.failed for b in blocks]
+    if not load.agreed.lookup_done:
+        numbers += local.stored or [0] * _full_blocks(load)
     return [int(n) for n in numbers]
 
 
-def _unpack(restore: Restore, numbers: list[int]) -> Facts:
+def _unpack(load: PromptLoad, numbers: list[int]) -> LoadUpdate:
     elapsed, now, answered = numbers[:3]
-    blocks = restore.meet.blocks
-    landed, kept = numbers[_HEAD : _HEAD + blocks], numbers[_HEAD + blocks : _HEAD + 2 * blocks]
+    blocks = load.meet.blocks
+    fetched = numbers[_HEAD : _HEAD + blocks]
+    not_failed = numbers[_HEAD + blocks : _HEAD + 2 * blocks]
     stored = tuple(bool(n) for n in numbers[_HEAD + 2 * blocks :])
-    return Facts(
-        stored=stored if answered and not restore.known else None,
-        landed=tuple(b for b in range(blocks) if landed[b]),
-        lost=tuple(b for b in range(blocks) if not kept[b]),
+    return LoadUpdate(
+        stored=stored if answered and not load.agreed.lookup_done else None,
+        landed=tuple(b for b in range(blocks) if fetched[b]),
+        lost=tuple(b for b in range(blocks) if not not_failed[b]),
         elapsed_s=elapsed / _NS,
         now_s=now / _NS,
-        cost=_unpack_load(numbers[3:_HEAD], restore.load),
+        cost=_unpack_cost(numbers[3:_HEAD], load.local.cost),
     )

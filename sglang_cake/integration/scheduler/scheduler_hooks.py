@@ -1,4 +1,4 @@
-"""Hooks into SGLang's scheduler: when requests arrive, what each step begins with."""
+"""Hooks into SGLang's scheduler: arrivals, the poll of each step, the order of the queue."""
 
 import time
 from functools import partial
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-# While nothing can run but a load is awaited, the scheduler polls; this leaves the interpreter to
-# the loader in between.
+# While only loads are awaited the scheduler polls. In between, the loader has the interpreter for
+# this long.
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
@@ -48,49 +48,46 @@ def _adder_class(original: Any, scheduler: "Scheduler") -> Any:
 def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs: Any) -> None:
     coordinator = getattr(policy.tree_cache, "coordinator", None)
     if coordinator is not None:
-        started_s = time.perf_counter()
-        queue_order.sort_queue(queue, coordinator, policy)
-        coordinator.step_s += time.perf_counter() - started_s
+        with coordinator.timed():
+            queue_order.sort_queue(queue, coordinator, policy)
 
 
 def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
-    coordinator, tree = _coordinator(scheduler), scheduler.tree_cache
+    coordinator = _coordinator(scheduler)
+    tree = scheduler.tree_cache
     if coordinator is None:
         return
-    started_s = time.perf_counter()
-    # While no prompt is left to prefill nothing is decided, and ranks reduce only to learn what an
-    # unsafe hook has loaded. It may have failed on one of them, which then has nothing to reduce.
-    asked = (
-        scheduler.chunked_req is not None
-        or bool(scheduler.waiting_queue)
-        or BOUNDARY.unsafe_hook_called
-    )
-    BOUNDARY.unsafe_hook_called = False
-    if (asked or coordinator.left) and not coordinator.together():
-        tree.let_go()
-        return
-    _identify(tree)
-    serving = _serving(scheduler, coordinator)
-    if serving is None:  # all ranks poll, with the same requests, whatever fails on one
-        chunked = scheduler.chunked_req
-        waiting = [req.rid for req in scheduler.waiting_queue]
-        serving = waiting if chunked is None else [chunked.rid, *waiting]
-    coordinator.poll(serving)
-    coordinator.step_s += time.perf_counter() - started_s
+    with coordinator.timed():
+        # Without a prompt to prefill nothing is decided. Ranks reduce then only after an unsafe
+        # hook, which may have failed on one of them: that rank has no request to reduce.
+        prompts = scheduler.chunked_req is not None or bool(scheduler.waiting_queue)
+        reduces = prompts or BOUNDARY.unsafe_hook_called
+        BOUNDARY.unsafe_hook_called = False
+        if (reduces or coordinator.off_everywhere) and not coordinator.on_everywhere():
+            tree.let_go()
+            return
+        _identify(tree)
+        serving = _serving(scheduler, coordinator)
+        if serving is None:  # all ranks poll, with the same requests, whatever fails on one
+            chunked = scheduler.chunked_req
+            waiting = [req.rid for req in scheduler.waiting_queue]
+            serving = waiting if chunked is None else [chunked.rid, *waiting]
+        coordinator.poll(serving)
     if tree.runahead is not None:
         tree.runahead.poll(scheduler)
 
 
 @guarded("Identity.poll", unsafe=True)
 def _identify(tree: CakeRadixCache) -> None:
-    """What this process computes with, and so what KV means."""
-    if tree.engine is not None:
-        tree.engine.identity.poll()
+    """Take a namespace that has been found in the background."""
+    if tree.service is not None:
+        tree.service.identity.poll()
 
 
 @guarded("Scheduler._process_hicache_events")
 def _serving(scheduler: "Scheduler", coordinator: "Coordinator") -> list[str]:
-    chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
+    chunked = scheduler.chunked_req
+    queue = scheduler.waiting_queue
     asked = chunked is not None and bool(queue)
     fits = asked and others_fit(scheduler, scheduler.running_batch)
     return queue_order.serving(chunked, queue, coordinator, scheduler.policy, fits=fits)
@@ -99,7 +96,7 @@ def _serving(scheduler: "Scheduler", coordinator: "Coordinator") -> list[str]:
 def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:
     coordinator = _coordinator(scheduler)
     queue = scheduler.waiting_queue
-    if coordinator is not None and queue and queue[-1] is req:  # else it was refused
+    if coordinator is not None and queue and queue[-1] is req:  # otherwise SGLang refused it
         BOUNDARY.health.arrived()
         tree = scheduler.tree_cache
         coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
@@ -117,10 +114,10 @@ def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     tree = scheduler.tree_cache
     if not isinstance(tree, CakeRadixCache):
         return original(scheduler, request)
-    if tree.engine is None:
+    if tree.service is None:
         return AttachHiCacheStorageReqOutput(success=False, message=_OFF)
     try:
-        tree.engine.attach(request.hicache_storage_backend)
+        tree.service.attach(request.hicache_storage_backend)
     except CakeError as error:
         return AttachHiCacheStorageReqOutput(success=False, message=str(error))
     return AttachHiCacheStorageReqOutput(success=True, message="")
@@ -132,7 +129,7 @@ def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     tree = scheduler.tree_cache
     if not isinstance(tree, CakeRadixCache):
         return original(scheduler, request)
-    if tree.engine is None:
+    if tree.service is None:
         return DetachHiCacheStorageReqOutput(success=False, message=_OFF)
-    tree.engine.detach()
+    tree.service.detach()
     return DetachHiCacheStorageReqOutput(success=True, message="")

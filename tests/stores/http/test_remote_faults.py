@@ -16,8 +16,7 @@ from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.load_events import Landed, Lost
-from sglang_cake.loading.loader import Loader, Prompt
+from sglang_cake.loading.loader import Fetched, Loader, Lost, Prompt
 from sglang_cake.stores.circuit import FAILURES, FIRST_S, LAST_S, Fault
 from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
@@ -222,7 +221,7 @@ def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_other
 
     def news():
         events = []
-        while sum(isinstance(event, Landed | Lost) for event in events) < BLOCKS:
+        while sum(isinstance(event, Fetched | Lost) for event in events) < BLOCKS:
             events += loader.drain()
             io.run(asyncio.sleep(0.001), WAIT_S)
         return events
@@ -234,7 +233,7 @@ def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_other
             clock.now_s += LAST_S
         loader.begin(Prompt("rid", chain, TOKENS, BLOCKS, 0, worth))
         events = news()
-        landed = [event for event in events if isinstance(event, Landed)]
+        landed = [event for event in events if isinstance(event, Fetched)]
         lost = [event for event in events if isinstance(event, Lost)]
         for event in landed:
             assert event.staged.buffer.view == block_of(event.block)

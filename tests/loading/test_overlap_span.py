@@ -1,4 +1,4 @@
-"""When the last step may begin although not all is there."""
+"""When a last step may begin before its last loads are over."""
 
 import pytest
 from hypothesis import given
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from sglang_cake.core.spans import Span
 from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
-from sglang_cake.loading.early_last_step import early_last_step
 from sglang_cake.loading.meet import BlockState, View
+from sglang_cake.loading.planner import overlap_span
 
 WANTED, LANDED, GONE, ABSENT, CLAIMED = (
     BlockState.WANTED,
@@ -32,7 +32,7 @@ def early(
 ) -> Span | None:
     """`states` are those of all blocks, from the first one of the prompt."""
     first, total = front // BLOCK, len(states) * BLOCK + rest
-    return early_last_step(
+    return overlap_span(
         View(front, first, bytes(states[first:]), BLOCK, total, limit=total - 1),
         coming=dict.fromkeys(coming, to_come),
         chunk_tokens=chunk,
@@ -86,7 +86,7 @@ def test_it_holds_the_device_for_twice_its_time_at_most() -> None:
 def test_the_last_block_is_used_up_to_the_last_token_but_one() -> None:
     """Of a prompt of whole blocks: the last token is computed in any case."""
     view = View(0, 0, bytes([WANTED, LANDED]), BLOCK, 2 * BLOCK, limit=2 * BLOCK - 1)
-    span = early_last_step(
+    span = overlap_span(
         view,
         coming={0: 1.0},
         chunk_tokens=1,

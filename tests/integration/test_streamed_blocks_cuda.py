@@ -1,4 +1,4 @@
-"""A last step's KV on its way into a GPU, copies in the right order: on a made-up device."""
+"""The order of copies of an overlapped last step on a GPU, on a simulated device."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from test_runahead_cuda import LAYERS, Rows, Worker, truth
 from sglang_cake.core.errors import OverlapError
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
-from sglang_cake.integration.overlap.streamed_blocks import StreamedBlock, StreamedBlocks
+from sglang_cake.integration.overlap.overlapped_step import StreamedBlock, StreamedBlocks
 from sglang_cake.loading.reading import Reading
 
 BLOCK, PATIENCE_S = 16, 60.0

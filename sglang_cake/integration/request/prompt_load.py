@@ -1,0 +1,353 @@
+"""The record of one live prompt, in parts that have one writer each.
+
+| part | holds | writer |
+|---|---|---|
+| `PromptLoad` | what the request brought with it | the coordinator, at arrival |
+| `PromptLoad.meet` | the state of each block | the coordinator, the inbox, the device slots |
+| `LocalLoads` | what this rank's loader delivered | `LoaderInbox` |
+| `AgreedLoads` | what all ranks know | `LoaderInbox` |
+| `LandedBlocks` | the memory of landed blocks | `DeviceSlots` |
+| `QueueState` | how the request is scheduled | `Coordinator` |
+| `PromptStats` | numbers that are only reported | `Coordinator` |
+
+A block on its way from the store to the tree is in these places, one after another:
+
+1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
+2. `LandedBlocks.staged`: every rank has its part of the block. The meet calls it landed.
+3. `LandedBlocks.slots`: the block has device slots. `DeviceSlots` keeps its host memory until the
+   copy to the device is complete.
+4. SGLang's tree.
+"""
+
+import time
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from sglang_cake.core.keys import KeyChain
+from sglang_cake.loading.cost_model import Costs, LoadCost, StepWork
+from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.meet import BlockState, Meet
+from sglang_cake.loading.planner import Mode, Progress, Step, device_work, next_step
+from sglang_cake.loading.priority import QueueEntry
+from sglang_cake.stores.request_info import RequestFacts
+
+# How long a new request may wait for its lookup before it is scheduled without it. A lookup takes
+# about a millisecond; this bounds the cost of a store that hangs.
+LOOKUP_PATIENCE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class LoadUpdate:
+    """What all ranks agreed on about one prompt in one poll.
+
+    Attributes:
+        stored: which full blocks are stored; None: known before, or a rank's lookup is under way.
+        landed: blocks that every rank has fetched, ascending.
+        lost: blocks that a rank could not fetch, ascending.
+        elapsed_s: the shortest wait of all ranks, see `PromptLoad.local_elapsed_s`.
+        now_s: a clock that all ranks share.
+        cost: of the loads that the prompt has ahead of it, on the fastest rank.
+    """
+
+    stored: tuple[bool, ...] | None
+    landed: tuple[int, ...]
+    lost: tuple[int, ...]
+    elapsed_s: float
+    now_s: float
+    cost: LoadCost
+
+
+@dataclass(slots=True, eq=False)
+class LocalLoads:
+    """What this rank's loader delivered, whether or not the other ranks have it. Writer:
+    `LoaderInbox`. Times are of this rank's `time.monotonic()`.
+
+    Attributes:
+        cost: of the loads that the prompt has ahead of it, as measured here.
+        served_since_s: when the link began to serve this prompt first.
+        fetched: blocks in host memory that have not landed on every rank yet.
+        failed: blocks that could not be fetched.
+        stored: the answer of the lookup; None: under way.
+        last_fetched_s: when the last block was fetched.
+    """
+
+    cost: LoadCost
+    served_since_s: float
+    fetched: dict[int, StagedBlock] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    stored: tuple[bool, ...] | None = None
+    last_fetched_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class AgreedLoads:
+    """What all ranks know: equal on every rank, so that decisions on it are equal. Writer:
+    `LoaderInbox`, with the updates that the ranks agreed on and the decisions that follow from
+    them.
+
+    Attributes:
+        cost: of the loads that the prompt has ahead of it; this rank's own until the first update.
+        lookup_done: the lookups of all ranks have answered.
+        stored: which full blocks are stored, once the lookup is done.
+        begun: a block has landed.
+        elapsed_s: since arrival while the lookup is under way, then since the last block landed or
+            the link began to serve this prompt.
+        first_poll_s: the shared clock at the first update.
+        load_from: blocks from this one on are worth loading; None: no block is.
+    """
+
+    cost: LoadCost
+    lookup_done: bool = False
+    stored: tuple[bool, ...] = ()
+    begun: bool = False
+    elapsed_s: float = 0.0
+    first_poll_s: float | None = None
+    load_from: int | None = None
+
+    def apply(self, update: LoadUpdate) -> None:
+        """Take in what the ranks agreed on."""
+        self.cost = update.cost
+        self.elapsed_s = update.elapsed_s
+        self.first_poll_s = self.first_poll_s or update.now_s
+        self.begun |= bool(update.landed)
+        if update.stored is not None:
+            self.lookup_done = True
+            self.stored = update.stored
+
+
+@dataclass(slots=True, eq=False)
+class LandedBlocks:
+    """The memory of landed blocks that have not joined the tree. Writer: `DeviceSlots`.
+
+    Attributes:
+        staged: blocks in host memory.
+        slots: device slots by block, int64 `[block_tokens]` each.
+        wasted_bytes: bytes that were loaded for this prompt and not used.
+    """
+
+    staged: dict[int, StagedBlock] = field(default_factory=dict)
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    wasted_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class QueueState:
+    """How the request is scheduled. Writer: `Coordinator`.
+
+    Attributes:
+        yielded: the request left the device to others, and has not computed since.
+        planned: a step of the request was planned since the last poll.
+        times_requeued: how often it went back to the queue between two chunks.
+        remaining_s: predicted time to the end of its prefill.
+    """
+
+    yielded: bool = False
+    planned: bool = False
+    times_requeued: int = 0
+    remaining_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PromptStats:
+    """Numbers that are reported, and decide nothing but whether prefill is over. Writer:
+    `Coordinator`; KV-Runahead writes `helped`.
+
+    Attributes:
+        predicted_s: time to first token, as predicted when the first step was planned.
+        prefill_s: from arrival to the last prefill step; None: prefill is not over.
+        matched_tokens: tokens that the tree held at the first step.
+        overlapped_tokens: loaded tokens that came while the last step ran.
+        meet_token: where the front met the first island.
+        helped: what other members of a KV-Runahead group computed, as fields of the report.
+    """
+
+    predicted_s: float | None = None
+    prefill_s: float | None = None
+    matched_tokens: int = 0
+    computed_tokens: int = 0
+    loaded_tokens: int = 0
+    overlapped_tokens: int = 0
+    meet_token: int | None = None
+    helped: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PromptLoad:
+    """A live request's record. The scheduler thread owns it.
+
+    Attributes:
+        rid: SGLang's request id; the same again after a retraction.
+        load_id: names this load in the loader, never another one.
+        tokens: token ids of the prompt, 'q'.
+        facts: what the store is told about the request.
+        arrived_s: `time.monotonic()` of this rank.
+        may_overlap: the last step may begin before the last loads are over.
+        lossy: what the store delivers may differ from what was computed.
+    """
+
+    rid: str
+    load_id: str
+    tokens: "array[int]"
+    chain: KeyChain
+    facts: RequestFacts
+    meet: Meet
+    local: LocalLoads
+    agreed: AgreedLoads
+    arrived_s: float
+    may_overlap: bool = True
+    lossy: bool = False
+    landed: LandedBlocks = field(default_factory=LandedBlocks)
+    queue: QueueState = field(default_factory=QueueState)
+    stats: PromptStats = field(default_factory=PromptStats)
+
+    # ---- its state ----
+
+    @property
+    def awaits_loader(self) -> bool:
+        """Whether decisions about this request still depend on the loader."""
+        return self.stats.prefill_s is None and (not self.agreed.lookup_done or self.meet.pending)
+
+    @property
+    def uses_link(self) -> bool:
+        """Whether the link has, or may have, blocks to bring for this request."""
+        return self.awaits_loader and (not self.agreed.lookup_done or self.loading)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a block has landed and waits for the front, or is being loaded."""
+        states = self.meet.view().states
+        asked = self.agreed.load_from is not None and BlockState.WANTED in states
+        return asked or BlockState.LANDED in states
+
+    @property
+    def device_work(self) -> StepWork:
+        """What the device has still to compute for this request."""
+        return device_work(self.meet.view(), self.agreed.load_from)
+
+    @property
+    def progress(self) -> Progress:
+        """How its loads come on, as agreed."""
+        return Progress(self.agreed.elapsed_s, self.agreed.begun, self.agreed.load_from)
+
+    @property
+    def rest_of_loads_s(self) -> float:
+        """Predicted time until all wanted blocks have landed."""
+        wanted = self.meet.view().states.count(BlockState.WANTED)
+        agreed = self.agreed
+        return agreed.cost.load_s(wanted, since_s=agreed.elapsed_s, begun=agreed.begun)
+
+    def local_elapsed_s(self) -> float:
+        """How long the request has waited for its lookup, or for a block, by this rank's clock."""
+        since_s = self.arrived_s
+        if self.agreed.lookup_done:
+            since_s = max(self.local.served_since_s, self.local.last_fetched_s)
+        return max(0.0, time.monotonic() - since_s)
+
+    def local_waited_s(self) -> float:
+        """Time since arrival, by this rank's clock."""
+        return time.monotonic() - self.arrived_s
+
+    # ---- decisions ----
+
+    def awaits_lookup(self, mode: Mode) -> bool:
+        """Whether the request is not scheduled yet because its lookup is under way."""
+        within_patience = mode == "load" or self.agreed.elapsed_s < LOOKUP_PATIENCE_S
+        return not self.agreed.lookup_done and within_patience
+
+    def next_step(self, mode: Mode, chunk_tokens: int, costs: Costs) -> Step:
+        """What to do now; its front touches no island."""
+        return next_step(
+            self.meet.view(),
+            mode=mode,
+            chunk_tokens=chunk_tokens,
+            costs=costs,
+            progress=self.progress,
+        )
+
+    def would_wait(self, mode: Mode, chunk_tokens: int, costs: Costs) -> bool:
+        """Whether the request would compute nothing if a step were scheduled for it now."""
+        if not self.agreed.lookup_done or not self.loading:
+            return self.awaits_lookup(mode)
+        if self.meet.island() is not None:
+            return False  # the island joins the tree in that step
+        return self.next_step(mode, chunk_tokens, costs).wait
+
+    def queue_entry(self, chunk_tokens: int, now_s: float) -> QueueEntry:
+        """What `priority.order` needs, except for tenant and priority.
+
+        Args: now_s: the shared clock.
+        """
+        first_poll_s = self.agreed.first_poll_s
+        waited_s = 0.0 if first_poll_s is None else now_s - first_poll_s
+        if not self.agreed.lookup_done:
+            return QueueEntry(self.rid, None, waited_s)
+        queue_entry = QueueEntry.of(
+            self.rid,
+            self.meet.view(),
+            loads=self.agreed.load_from is not None,
+            remaining_s=lambda: self.queue.remaining_s,
+            waited_s=waited_s,
+            begun=self.agreed.begun,
+            chunk_tokens=chunk_tokens,
+        )
+        return replace(queue_entry, yielded=self.queue.yielded)
+
+    # ---- what is asked of the link; called by `LoaderInbox` ----
+
+    def load_from(self, block: int | None) -> None:
+        """From now on blocks from `block` on are worth loading; None: no block is."""
+        view = self.meet.view()
+        last_wanted = view.first + view.states.rfind(BlockState.WANTED)
+        if self.agreed.load_from is None or last_wanted < self.agreed.load_from:
+            # No block was asked for lately, so none was due in that time.
+            self.local.served_since_s = time.monotonic()
+            self.agreed.elapsed_s = 0.0
+        self.agreed.load_from = block
+
+    def link_serves_first(self) -> None:
+        """From now on the link serves this prompt first: no block was due before."""
+        self.local.served_since_s = time.monotonic()
+        self.link_serves_others_first()
+
+    def link_serves_others_first(self) -> None:
+        """The link serves other prompts first: no block of this one is due meanwhile."""
+        if self.agreed.lookup_done:
+            self.agreed.elapsed_s = 0.0
+
+    # ---- what is reported ----
+
+    @property
+    def fallback(self) -> Literal["compute", "load"] | None:
+        """The side that alone got what was stored and not in the tree; None: both sides got a
+        part, or there was nothing to get."""
+        size = self.meet.block_tokens
+        first = -(-self.stats.matched_tokens // size)
+        usable = self.agreed.stored[first : self.meet.limit // size]
+        if not any(usable):
+            return None
+        if not self.stats.loaded_tokens:
+            return "compute"
+        return "load" if self.stats.loaded_tokens >= sum(usable) * size else None
+
+    def report(self) -> dict[str, Any]:
+        """How the prompt was got: `meta_info["cake"]` of the response.
+
+        With a lossy codec, tokens that were matched in memory, here or on another member of the
+        group, count as lossy: they may have been loaded for an earlier prompt, or computed after
+        loaded ones.
+        """
+        stats = self.stats
+        matched_tokens = stats.matched_tokens + int(stats.helped.get("helped_tokens", 0))
+        lossy_tokens = stats.loaded_tokens + matched_tokens if self.lossy else 0
+        return {
+            "computed_tokens": stats.computed_tokens,
+            "loaded_tokens": stats.loaded_tokens,
+            "overlapped_tokens": stats.overlapped_tokens,
+            "matched_tokens": stats.matched_tokens,
+            "meet_token": stats.meet_token,
+            "lossy_tokens": lossy_tokens,
+            **stats.helped,
+        }

@@ -1,0 +1,49 @@
+"""`CakePrefillAdder` over a tree without nodes, with the tokens and slots that a test names."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder
+
+
+class BareTree(CakeRadixCache):
+    """The tree of a coordinator; nothing is ever inserted."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+
+    def supports_mamba(self) -> bool:
+        return False
+
+
+def prefill_adder(
+    scheduler: Any,
+    tree: CakeRadixCache,
+    *,
+    chunk_tokens: int,
+    slots: int = 100_000,
+    batch_is_full: bool = False,
+    running: Sequence[Any] = (),
+) -> Any:
+    """The adder of one step.
+
+    Args:
+        scheduler: what `CakePrefillAdder` uses of SGLang's scheduler.
+        running: requests that decode.
+    """
+    budget = SimpleNamespace(remaining_total=slots, total_offset=0)
+    allocator = SimpleNamespace(create_prefill_budget=lambda *args, **kwargs: budget)
+    batch = SimpleNamespace(reqs=[*running], batch_is_full=batch_is_full)
+    return CakePrefillAdder(
+        scheduler,
+        page_size=1,
+        tree_cache=tree,
+        token_to_kv_pool_allocator=allocator,
+        running_batch=batch,
+        new_token_ratio=1.0,
+        rem_input_tokens=1_000_000,
+        rem_chunk_tokens=chunk_tokens,
+    )

@@ -1,0 +1,237 @@
+"""A coordinator with its loader, device slots and a store whose reads a test releases; the test
+drives it as SGLang's scheduler does."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from kv_pools import allocator_of, as_bytes, buffers_of, mha, scramble
+
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.request.request_reporter import RequestReporter
+from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.loader import Loader
+from sglang_cake.stores.base import Store
+from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.faulty import FaultyStore, SlowStore
+
+BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
+NAMESPACE = Digest(b"n" * 32)
+PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
+LOAD = LoadCost(0.0, 0.05, error=0.0, depth=2)
+
+
+@dataclass(eq=False)
+class FakeReq:
+    """What the coordinator touches of SGLang's request."""
+
+    rid: str
+    origin_input_ids: array
+    prefix_len: int = 0
+    output_ids: array = field(default_factory=lambda: array("q"))
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: str | None = None
+    input_embeds: Any = None
+    positional_embed_overrides: Any = None
+    multimodal_inputs: Any = None
+    session: Any = None
+    sampling_params: Any = field(
+        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=8)
+    )
+    customized_info: dict | None = None
+    retracted_stain: bool = False
+    cached_tokens: int = 0
+    cached_tokens_storage: int = 0
+    storage_hit_length: int = 0
+    storage_hit_start: int | None = None
+    _cache_breakdown_computed: bool = False
+    owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
+
+    def _compute_max_prefix_len(self, tokens: int) -> int:
+        return max(0, tokens - 1)
+
+
+class CoordinatorHarness:
+    """One rank's coordinator over a small KV pool on a CPU."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 20 * BLOCK,
+        staging: int = 6,
+        mode: Any = "both",
+        priority: Any = "adaptive",
+        prefill: PrefillCost = PREFILL,
+        store: Callable[[Store], Store] | None = None,
+        ranks: bool = False,
+        io: Any = None,
+        load: LoadCost = LOAD,
+        chunk: int = 64,
+    ) -> None:
+        """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
+        self.pool = mha(slots, page=PAGE)
+        scramble(self.pool, 1)
+        self.allocator = allocator_of(self.pool, PAGE)
+        self.size = slots
+        self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
+        self.memory = MemoryStore()
+        self.slow = SlowStore(self.memory)
+        self.faulty = FaultyStore(self.slow)
+        self.front: Any = self.faulty if store is None else store(self.memory)
+        self.io = io or IoThread("test-io")
+        self.peer: Callable[[torch.Tensor], None] | None = None
+        self.adapter_error: Exception | None = None  # raised where an adapter's files are read
+        self.counters = Counters()
+        self.staging = BufferPool(staging, self.kv.new_buffer)
+        loader = self.loader = Loader(
+            self.front,
+            self.staging,
+            self.io,
+            self.counters,
+            queue_depth=load.depth,
+            prior=load,
+        )
+        self.step_costs = StepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
+        self.device_slots = DeviceSlots(
+            self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied
+        )
+        self.coordinator = Coordinator(
+            loader,
+            self.device_slots,
+            config=CakeConfig(
+                mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK, priority=priority
+            ),
+            page_tokens=PAGE,
+            step_costs=self.step_costs,
+            adapter=self.digest,
+            consensus=RankConsensus(self.reduce if ranks else None),
+            counters=self.counters,
+            reporter=RequestReporter(None, speaks=True, metrics=None),
+        )
+        self.coordinator.rebase(NAMESPACE, suspended=False)
+
+    def reduce(self, numbers: torch.Tensor) -> None:
+        """What another rank says, if a test has one."""
+        if self.peer is not None:
+            self.peer(numbers)
+
+    def digest(self, lora_id: str) -> str | None:
+        """Of a LoRA adapter's files."""
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        return None if lora_id == "unknown" else "digest of " + lora_id.split("@")[0]
+
+    # ---- the store and its thread ----
+
+    def fill(self, tokens: array, blocks: set[int]) -> list[BlockKey]:
+        keys = KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens)
+
+        async def put() -> None:
+            for b in blocks:
+                await self.memory.put(keys[b], memoryview(self.block(b)))
+
+        self.io.run(put(), PATIENCE_S)
+        return keys
+
+    def block(self, number: int) -> bytes:
+        generator = torch.Generator().manual_seed(number)
+        size = (self.kv.layout.block_bytes,)
+        raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        return bytes(raw.numpy())
+
+    def settle_io(self) -> None:
+        async def quiet() -> None:
+            for _ in range(30):
+                await asyncio.sleep(0)
+
+        self.io.run(quiet(), PATIENCE_S)
+
+    def open(self, *keys: BlockKey) -> None:
+        async def release() -> None:
+            self.slow.release(*keys)
+
+        self.io.run(release(), PATIENCE_S)
+        self.settle_io()
+
+    # ---- SGLang's part ----
+
+    def arrive(self, req: FakeReq, matched: int = 0) -> None:
+        if matched:
+            req.owned.append(self.allocator.alloc(matched))
+        req.prefix_len = matched
+        self.coordinator.arrive(req, lambda tokens, limit: matched)
+        self.settle_io()
+
+    def attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
+        assert stop - req.prefix_len == len(slots)
+        want, have = b"", b""
+        for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):
+            data, at = self.block(token // BLOCK), 0
+            for buffer, size in zip(
+                buffers_of(self.pool), self.kv.layout.plane_token_bytes, strict=True
+            ):
+                start = at + token % BLOCK * size
+                want += data[start : start + size]
+                have += bytes(as_bytes(buffer)[slot].numpy())
+                at += size * BLOCK
+        assert want == have
+        req.owned.append(slots)
+        req.prefix_len = stop
+
+    def step(self, req: FakeReq) -> bool:
+        """One scheduling step of a request that is served. True: its prefill is over."""
+        if self.coordinator.hold(req):
+            return False
+        self.coordinator.settle(req, self.attach)
+        plan = self.coordinator.plan(req, CHUNK)
+        if plan is not None and plan.wait:
+            return False
+        total = len(req.origin_input_ids)
+        stop = min(total, req.prefix_len + CHUNK) if plan is None else plan.stop
+        pages = -(-stop // PAGE) - -(-req.prefix_len // PAGE)
+        slots = self.allocator.alloc(pages * PAGE)
+        if slots is None:
+            self.coordinator.reclaim(pages * PAGE - self.allocator.available_size())
+            slots = self.allocator.alloc(pages * PAGE)
+            if slots is None:
+                return False
+        if pages:
+            req.owned.append(slots)
+        self.coordinator.claimed(req, stop)
+        req.prefix_len = stop
+        return stop == total
+
+    def leave(self, req: FakeReq) -> None:
+        """Its slots go back, as when the tree is emptied."""
+        self.coordinator.end(req.rid)
+        for slots in req.owned:
+            self.allocator.free(slots)
+        req.owned.clear()
+
+    def all_back(self) -> None:
+        self.settle_io()
+        self.coordinator.poll([])
+        self.settle_io()
+        self.coordinator.poll([])
+        assert self.coordinator.held_tokens == 0
+        assert self.allocator.available_size() == self.size
+        assert self.staging.free == self.staging.capacity
+        assert self.slow.waiting == []
+
+
+def req_of(blocks: float, rid: str = "r") -> FakeReq:
+    return FakeReq(rid, array("q", range(int(blocks * BLOCK))))

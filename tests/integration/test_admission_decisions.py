@@ -1,0 +1,73 @@
+"""What becomes of a request in a step: the decisions of `prefill_adder` as tables."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from sglang_cake.core.spans import Span
+from sglang_cake.integration.scheduler.prefill_adder import (
+    AS_SGLANG,
+    Overlap,
+    Park,
+    Requeue,
+    Run,
+    Skip,
+    decide_chunked,
+    decide_waiting,
+)
+from sglang_cake.loading.planner import Step
+
+REQ: Any = object()
+SPAN = Span(0, 64)
+WAIT = Step(32, wait=True)
+SKIP = Skip(AddReqResult.CONTINUE)
+
+
+def never() -> Any:
+    raise AssertionError("the decision does not depend on it")
+
+
+@pytest.mark.parametrize(
+    ("preemptor", "step", "span", "may_yield", "decision"),
+    [
+        (REQ, never, never, never, Requeue(REQ)),
+        (None, None, never, never, AS_SGLANG),
+        (None, Step(48), never, never, Run(48)),
+        (None, WAIT, SPAN, never, Overlap(SPAN)),
+        (None, WAIT, None, True, Requeue(None)),
+        (None, WAIT, None, False, Park()),
+    ],
+)
+def test_decide_chunked_each_situation_gives_its_decision(
+    preemptor: Any, step: Any, span: Any, may_yield: Any, decision: Any
+) -> None:
+    def given(value: Any) -> Any:
+        return value if value is never else lambda: value
+
+    found = decide_chunked(
+        preemptor, plan=given(step), overlap=given(span), may_yield=given(may_yield)
+    )
+    assert found == decision
+
+
+@pytest.mark.parametrize(
+    ("step", "span", "chunk_taken", "decision"),
+    [
+        (None, never, True, AS_SGLANG),
+        (WAIT, SPAN, False, Overlap(SPAN)),
+        (WAIT, None, False, SKIP),
+        (Step(48), never, False, Run(48)),
+        (Step(48), never, True, SKIP),  # it would be a second chunked request
+        (Step(100), never, True, Run(100)),
+    ],
+)
+def test_decide_waiting_each_situation_gives_its_decision(
+    step: Any, span: Any, chunk_taken: bool, decision: Any
+) -> None:
+    overlap = span if span is never else lambda: span
+    found = decide_waiting(step, overlap=overlap, prompt_tokens=100, chunk_taken=chunk_taken)
+    assert found == decision

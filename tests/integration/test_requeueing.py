@@ -1,0 +1,339 @@
+"""When the request that is being chunked goes back to the queue, and for which request."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from adder_harness import BareTree, prefill_adder
+from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+
+from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.loading.cost_model import LoadCost
+
+Make = Callable[..., "ChunkedAdmission"]
+ROOM = queue_order.StepBudget(chunk_tokens=64, slots=100_000)
+
+
+class Scheduler:
+    """What a step's admission touches of SGLang's scheduler."""
+
+    is_mixed_chunk = False
+    max_queued_requests: int | None = None
+
+    def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
+        self.waiting_queue: list[Any] = []
+        self.rows = 8
+        self.policy: Any = SimpleNamespace(
+            enable_priority_scheduling=priorities, priority_sign=1 if low_first else -1
+        )
+
+    def get_num_allocatable_reqs(self, running: int, **_: Any) -> int:
+        return self.rows
+
+
+class ChunkedAdmission:
+    """A coordinator, a queue, and the admission of a chunked request as SGLang calls it. Rows are
+    not real."""
+
+    def __init__(self, priority: str, **settings: bool) -> None:
+        # In this mode a prompt waits until all that is stored has landed.
+        self.base = CoordinatorHarness(mode="load", priority=priority)
+        self.scheduler = Scheduler(**settings)
+        self.returns = 0
+        self.full = False
+        self.slots = ROOM.slots
+
+    @property
+    def queue(self) -> list[Any]:
+        return self.scheduler.waiting_queue
+
+    def req(self, rid: str, *, stored: bool = False, priority: int | None = None) -> Any:
+        """A request that has arrived, with its lookup answered; `stored`: its blocks do not come
+        until `land`."""
+        number = len(self.base.coordinator.live)
+        first = number * 1000
+        req = FakeReq(rid, array("q", range(first, first + 4 * BLOCK + 8)))
+        keys = self.base.fill(req.origin_input_ids, set(range(4) if stored else ()))
+        made: Any = req
+        made.return_logprob = False
+        made.priority = priority
+        made.keys = keys
+        self.base.arrive(req)
+        self.base.coordinator.poll([req.rid])
+        return made
+
+    def land(self, req: Any) -> None:
+        for _ in range(4):
+            self.base.open(*req.keys)
+            self.base.coordinator.poll([req.rid])
+        assert not self.base.coordinator.would_wait(req.rid, 64)
+
+    def chunk(self, req: Any) -> Any:
+        """One step of the chunked request; what SGLang takes for its chunked request after it."""
+        adder = prefill_adder(
+            self.scheduler,
+            BareTree(self.base.coordinator),
+            chunk_tokens=64,
+            slots=self.slots,
+            batch_is_full=self.full,
+        )
+        left = adder.add_chunked_req(req)
+        self.budget = adder.rem_chunk_tokens
+        return left
+
+    def wait(self, req: Any) -> None:
+        """A step is planned for a waiting request, which must wait for its loads."""
+        step = self.base.coordinator.plan(req, 64)
+        assert step is not None
+        assert step.wait
+
+
+@pytest.fixture
+def admissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[ChunkedAdmission] = []
+
+    def release(req: Any, tree: Any, checkpoint: bool) -> None:
+        made[-1].returns += 1
+        req.kv = SimpleNamespace()
+
+    def compute(adder: Any, req: Any) -> Any:
+        req.extend_end = req.prefix_len + BLOCK
+        return req
+
+    monkeypatch.setattr(queue_order, "release_kv_cache", release)
+    monkeypatch.setattr("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", compute)
+
+    def make(priority: str = "adaptive", **settings: bool) -> ChunkedAdmission:
+        made.append(ChunkedAdmission(priority, **settings))
+        return made[-1]
+
+    yield make
+    for admission in made:
+        admission.base.coordinator.end_all()
+        admission.base.io.close()
+
+
+@pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
+def test_who_only_waits_for_loads_leaves_the_device_to_others(
+    admissions: Make, priority: str
+) -> None:
+    admission = admissions(priority)
+    stored, other = admission.req("stored", stored=True), admission.req("other")
+    admission.queue.append(other)
+    assert admission.chunk(stored) is None
+    assert admission.budget == 64  # for others, in this very step
+    assert {req.rid for req in admission.queue} == {"stored", "other"}
+    assert admission.queue[0].rid == ("stored" if priority == "fcfs" else "other")
+    assert admission.base.coordinator.prompt_load("stored") is not None  # and its loads go on
+    assert admission.returns == 1
+
+
+@pytest.mark.parametrize("priority", ["adaptive", "fcfs"])
+def test_nobody_goes_back_for_nothing(admissions: Make, priority: str) -> None:
+    admission = admissions(priority)
+    stored, like = (admission.req(rid, stored=True) for rid in ("stored", "like"))
+    unknown = req_of(4.5, "unknown")
+    admission.base.coordinator.arrive(
+        unknown, lambda tokens, limit: 0
+    )  # its lookup has not been taken in
+    for queue in ([], [like], [like, unknown]):
+        admission.queue[:] = queue
+        assert admission.chunk(stored) is stored
+        assert stored.extend_end == stored.prefix_len  # parked
+        assert admission.budget == 0
+    assert admission.returns == 0
+
+
+def test_only_the_first_loads_of_a_long_queue_are_looked_at(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = admissions("fcfs")
+    stored = admission.req("stored", stored=True)
+    admission.queue.extend(admission.req(f"like-{i}", stored=True) for i in range(20))
+    asked: list[str] = []
+    would_wait = admission.base.coordinator.would_wait
+
+    def counted(rid: str, chunk_tokens: int) -> bool:
+        asked.append(rid)
+        return would_wait(rid, chunk_tokens)
+
+    monkeypatch.setattr(admission.base.coordinator, "would_wait", counted)
+    assert admission.chunk(stored) is stored
+    assert len(asked) == 8
+    admission.queue.append(admission.req("other"))
+    assert admission.chunk(stored) is None  # found all the same
+
+
+def test_nobody_goes_back_whose_row_would_be_gone(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    stored = admission.req("stored", stored=True)
+    admission.queue.append(admission.req("other"))
+    admission.scheduler.rows = 1  # its own
+    assert admission.chunk(stored) is stored
+    admission.scheduler.rows, admission.full = 8, True
+    assert admission.chunk(stored) is stored
+    admission.full, stored.return_logprob = False, True
+    assert admission.chunk(stored) is stored
+    stored.return_logprob = False
+    admission.slots = (
+        len(admission.queue[0].origin_input_ids) + 8
+    )  # there would be no memory for it
+    assert admission.chunk(stored) is stored
+    admission.slots = ROOM.slots
+    admission.scheduler.max_queued_requests = 4  # SGLang might drop who is put back
+    assert admission.chunk(stored) is stored
+    admission.scheduler.max_queued_requests = None
+    assert admission.chunk(stored) is None
+
+
+def test_nobody_stands_aside_who_would_be_late(admissions: Make) -> None:
+    admission = admissions("fcfs")
+    stored, other = admission.req("stored", stored=True), admission.req("other")
+    admission.queue.append(other)
+    other.return_logprob = True  # longer than a step, and would not let go
+    assert admission.chunk(stored) is stored
+    other.origin_input_ids = other.origin_input_ids[:64]
+    assert admission.chunk(stored) is None
+    # What is still to come is here before a step would end.
+    admission.queue[:] = [other]
+    load = admission.base.coordinator.prompt_load("stored")
+    assert load is not None
+    load.agreed.cost = LoadCost(0.0, 0.015)
+    load.agreed.elapsed_s = 0.0
+    assert admission.chunk(stored) is stored
+    other.origin_input_ids = other.origin_input_ids[:32]  # but not before a shorter one does
+    assert admission.chunk(stored) is None
+
+
+def test_in_sglangs_order_the_device_goes_back_to_who_left_it(
+    admissions: Make,
+) -> None:
+    admission = admissions("fcfs")
+    earlier, stored = admission.req("earlier"), admission.req("stored", stored=True)
+    running = admission.req("running")
+    admission.queue.append(stored)
+    admission.land(stored)
+    assert admission.chunk(running) is running  # it had its turn while nobody asked for it
+    admission.base.coordinator.end("stored")
+    stored = admission.req("stored again", stored=True)
+    later = admission.req("later")
+    admission.queue[:] = [stored]
+    admission.wait(stored)
+    assert admission.chunk(later) is later  # still waits
+    admission.land(stored)
+    assert admission.chunk(earlier) is earlier  # was there before it
+    assert admission.chunk(later) is None
+    assert [req.rid for req in admission.queue] == ["stored again", "later"]
+    assert admission.returns == 1
+
+
+def test_a_prompt_one_step_from_its_end_is_not_held_up_by_a_long_one(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    stored, running = admission.req("stored", stored=True), admission.req("running")
+    admission.queue.append(stored)
+    assert admission.chunk(running) is running
+    admission.land(stored)
+    assert admission.chunk(running) is None
+    assert [req.rid for req in admission.queue] == ["stored", "running"]
+
+
+def test_the_link_goes_to_the_shorter_rest_though_the_device_does_not(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    coordinator, policy = admission.base.coordinator, admission.scheduler.policy
+    long, short = (admission.req(rid, stored=True) for rid in ("long", "short"))
+    other = admission.req("other")
+    coordinator.prompt_load("long").queue.remaining_s = 2.0
+    coordinator.prompt_load("short").queue.remaining_s = 1.0
+    queue = [other, short]
+    assert (
+        queue_order.find_preemptor(long, [short], coordinator, policy, ROOM) is None
+    )  # it waits for loads
+    assert queue_order.serving(long, queue, coordinator, policy, fits=True) == [
+        "short",
+        "long",
+        "other",
+    ]
+    assert queue_order.serving(long, queue, coordinator, policy, fits=False) == [
+        "long",
+        "other",
+        "short",
+    ]
+    long.return_logprob = True  # it keeps the device: then the link is its own as well
+    assert queue_order.serving(long, queue, coordinator, policy, fits=True) == [
+        "long",
+        "other",
+        "short",
+    ]
+    long.return_logprob = False
+    got = queue_order.serving(short, [other, long], coordinator, policy, fits=True)
+    assert got == ["short", "other", "long"]
+    assert queue_order.serving(other, [long], coordinator, policy, fits=True) == ["other", "long"]
+    assert queue_order.serving(None, [long, short], coordinator, policy, fits=True) == [
+        "long",
+        "short",
+    ]
+
+
+def test_a_link_that_works_for_another_is_not_silent(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    coordinator = admission.base.coordinator
+    first, second = (admission.req(rid, stored=True) for rid in ("first", "second"))
+    coordinator.poll([first.rid, second.rid])
+    loads = [coordinator.prompt_load(req.rid) for req in (first, second)]
+    for load in loads:
+        assert load is not None
+        load.local.served_since_s -= 1000.0
+    coordinator.poll([first.rid, second.rid])
+    assert [load.progress.since_s >= 1000.0 for load in loads if load] == [True, False]
+
+
+def test_who_gets_the_link_owes_nothing_for_the_time_before(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    coordinator = admission.base.coordinator
+    first, second = (admission.req(rid, stored=True) for rid in ("first", "second"))
+    coordinator.poll([first.rid, second.rid])
+    late = coordinator.prompt_load("second")
+    assert late is not None
+    late.local.served_since_s -= 1000.0
+    coordinator.poll([second.rid, first.rid])
+    assert late.progress.since_s < 1000.0
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
+    admissions: Make, low_first: bool
+) -> None:
+    admission = admissions(priorities=True, low_first=low_first)
+    high, low = (1, 5) if low_first else (5, 1)
+    stored = admission.req("stored", stored=True, priority=high)
+    # In `load` mode it would be parked anyway: what is asked is who is put before it.
+    coordinator, policy = admission.base.coordinator, admission.scheduler.policy
+    below = admission.req("below", priority=low)
+    assert queue_order.find_preemptor(stored, [below], coordinator, policy, ROOM) is None
+    equal = admission.req("equal", priority=high)
+    assert queue_order.find_preemptor(stored, [below, equal], coordinator, policy, ROOM) is equal
+    stored.priority = low
+    above = admission.req("above", priority=high)
+    assert queue_order.find_preemptor(stored, [above], coordinator, policy, ROOM) is above
+    admission.queue[:] = [above, below]  # as it is sorted when a step is planned
+    assert admission.chunk(stored) is None
+    assert admission.queue[0] is above
+    # Whatever a request says: without the flag, priorities do not count.
+    admission.scheduler.policy.enable_priority_scheduling = False
+    stored.priority = high
+    assert queue_order.find_preemptor(stored, [below], coordinator, policy, ROOM) is below
