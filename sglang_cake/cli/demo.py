@@ -22,7 +22,7 @@ from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, t
 from sglang_cake.core.codec_names import CHOICES, RAW, check_installed
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.models import build_llama, kv_token_bytes
 from sglang_cake.testing.server import (
     Reply,

@@ -15,7 +15,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import CakeError, ConfigError
 from sglang_cake.integration.boundary import BOUNDARY, register
 from sglang_cake.integration.compat import answer_without_admin_key, is_hooked, tokenizer_manager
-from sglang_cake.stores.sources import sources_of
+from sglang_cake.stores.open_store import sources_of_setting
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -99,7 +99,7 @@ def _setting_in(body: bytes) -> str:
 
 
 def _check(setting: str) -> None:
-    for source in sources_of(setting, "lru"):
+    for source in sources_of_setting(setting, "lru"):
         source.check()
 
 

@@ -26,9 +26,8 @@ from sglang_cake.loading.load_events import Found, Landed, LoaderEvent, Lost
 from sglang_cake.loading.load_fits import LoadFits
 from sglang_cake.loading.reading import Reading
 from sglang_cake.loading.staging import StagedBlock
-from sglang_cake.stores.base import Store
-from sglang_cake.stores.request_info import RequestFacts, tell
-from sglang_cake.stores.tier_hints import sources_of
+from sglang_cake.stores.base import Store, report_access, sources_of
+from sglang_cake.stores.request_info import RequestFacts
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ class Loader:
         self._pump()
         if prompt.facts is not None:
             with contextlib.suppress(StoreError):  # what to keep is decided without
-                await tell(lane.store, keys, prompt.facts)
+                await report_access(lane.store, keys, prompt.facts)
 
     def _pump(self) -> None:
         """Start reads until the queue is full, the buffers are, or nothing is left to read."""

@@ -1,4 +1,4 @@
-"""A store in a dict: the fast fake of tests and the store of the simulator."""
+"""A store in a dict, for tests and for the simulator."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -9,7 +9,7 @@ from sglang_cake.stores.base import BlockInfo, StoreStats
 
 
 class MemoryStore:
-    """Implements `Store` without any waiting; bounded only by what is put into it."""
+    """Implements `Store` without waiting. Unbounded."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, bytes] = {}

@@ -1,4 +1,4 @@
-"""A store in front of another one: what most wrappers pass on, and one that counts bytes."""
+"""Base class of stores that wrap another store, and a wrapper that counts bytes."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -6,14 +6,23 @@ from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, Store, StoreStats, remove_description
-from sglang_cake.stores.event_counts import events_of
-from sglang_cake.stores.request_info import RequestFacts, tell
-from sglang_cake.stores.tier_hints import sources_of
+from sglang_cake.stores.base import (
+    BlockInfo,
+    Store,
+    StoreStats,
+    events_of,
+    remove_description,
+    report_access,
+    sources_of,
+)
+from sglang_cake.stores.request_info import RequestFacts
 
 
 class WrapperStore:
-    """Implements `Store`: `inner`, which is closed with it. A subclass does one thing otherwise."""
+    """Implements `Store` by passing every call to `inner`, which is closed with it.
+
+    A subclass overrides the calls that it changes.
+    """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -23,7 +32,7 @@ class WrapperStore:
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`."""
-        await tell(self._inner, keys, facts)
+        await report_access(self._inner, keys, facts)
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         """As in `TierHints`."""
@@ -59,7 +68,7 @@ class WrapperStore:
 
 
 class CountedStore(WrapperStore):
-    """Counts the bytes of blocks as they cross the link, header and payload."""
+    """Counts the bytes of blocks that cross the link, header and payload."""
 
     def __init__(self, inner: Store, counters: Counters) -> None:
         super().__init__(inner)
@@ -80,11 +89,11 @@ class CountedStore(WrapperStore):
 
 
 def count_read(counters: Counters, payload_bytes: int) -> None:
-    """One block came over the link."""
+    """Count one block that was read."""
     counters.add("read_blocks")
     counters.add("read_bytes", HEADER_BYTES + payload_bytes)
 
 
 def count_written(counters: Counters, payload_bytes: int) -> None:
-    """One form of a block went over the link."""
+    """Count one encoding of a block that was written."""
     counters.add("stored_bytes", HEADER_BYTES + payload_bytes)

@@ -110,7 +110,7 @@ def test_no_policy_beats_the_offline_optimum_or_exceeds_its_capacity(trace, capa
     clocks = [SavedTime(shape, SIZE) for shape in SHAPES.values()]
     replay = Replay(trace, new_policy(name), capacity, clocks=clocks, leaf=leaf)
     for _ in replay.steps():
-        assert len(replay._resident) == len(replay._policy) <= capacity
+        assert len(replay._resident) == replay.known_blocks <= capacity
     longest = max(len(request.blocks) for request in trace.requests)
     outcome = replay.outcome
     assert outcome.hits <= outcome.islands

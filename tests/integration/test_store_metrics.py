@@ -11,12 +11,11 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
 from sglang_cake.stores import circuit
+from sglang_cake.stores.backoff import Breaker
 from sglang_cake.stores.base import EvictionCounts, StoreStats
-from sglang_cake.stores.breaker import Breaker
-from sglang_cake.stores.encoded import open_blocks
 from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RecordingStore
-from sglang_cake.stores.sources import parse_sources
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.server import free_port

@@ -19,11 +19,10 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.encoded import EncodedStore, open_blocks
-from sglang_cake.stores.per_tier_encoding import LinkSpeed
-from sglang_cake.stores.sources import parse_sources
-from sglang_cake.stores.tiers.tier_choice import RATE_FRESH_S
-from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.encoded import EncodedStore
+from sglang_cake.stores.link_speed import RATE_FRESH_S, LinkSpeed
+from sglang_cake.stores.open_store import open_blocks, parse_sources
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -86,7 +85,7 @@ class Encoded(Tiers):
         return {c: n for c in CODECS if (n := counts["encoded_blocks", c])}
 
     def all_buffers_are_back(self):
-        pools = [tier.copies._buffers for tier in self.store._tiers]
+        pools = [tier.copies._buffers for tier in self.store.tiers]
         return all(pool.free == pool.capacity for pool in pools)
 
 
@@ -245,7 +244,7 @@ def test_each_tier_measures_its_own_reads_and_writes():
                 tiers.clock.now_s += 2.0
                 return await super().get_into(key, out, progress)
 
-        tiers.store._tiers[1].store = Slow(tiers.memory[1])
+        tiers.store.tiers[1].store = Slow(tiers.memory[1])
         fast, slow = tiers.store.links()
         assert (fast.bytes_per_s(), slow.bytes_per_s()) == (None, None)
         await tiers.put("a")
@@ -276,7 +275,7 @@ def test_forms_are_asked_for_only_where_there_is_room():
             asked.append(tier)
             return block_of(tier)
 
-        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        tiers.store.tiers[1].store = Gated(tiers.memory[1])
         for name in range(5):
             assert await tiers.store.put_forms(key_of(name), form_of)
         assert asked == [0, 1] * 2 + [0] * 3
@@ -327,7 +326,7 @@ def test_a_put_that_ends_while_a_form_is_made_leaves_nothing_behind(ends):
         await tiers.quiet()
         there = [len(memory) for memory in tiers.memory]
         assert there == ([0, 0, 0] if ends == "deleted" else [1, 0, 0])
-        for tier in tiers.store._tiers:
+        for tier in tiers.store.tiers:
             assert tier.copies._buffers.free == tier.copies._buffers.capacity
 
     run(test, count=3)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiering import BLOCK, Tiers, until
 
 from sglang_cake.core.errors import BlockMissing, StoreUnavailable
-from sglang_cake.stores.tiers.tier_health import MAX_BACKOFF_S
+from sglang_cake.stores.tiers.tier import MAX_BACKOFF_S
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 NAMES = st.integers(0, 4)
@@ -63,8 +63,8 @@ class Machine(RuleBasedStateMachine):
             return
         for name, there in zip(names, found, strict=True):
             assert self.holders(name, self.up()) or not there
-        self.call(until(lambda: not self.tiers.store._strays))  # trials, which nobody waits for
-        for tier in self.tiers.store._tiers:
+        self.call(until(lambda: not self.tiers.store.given_up_calls))
+        for tier in self.tiers.store.tiers:
             assert tier.reading.is_well or tier.index not in self.up()
         found = self.call(self.tiers.store.contains(keys))
         assert found == [bool(self.holders(name, self.up())) for name in names]
@@ -125,11 +125,11 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def links_know_that_nothing_is_under_way(self):
-        assert [tier.link.bytes_under_way for tier in self.tiers.store._tiers] == [0, 0, 0]
+        assert [tier.link.bytes_under_way for tier in self.tiers.store.tiers] == [0, 0, 0]
 
     def teardown(self):
         self.call(self.tiers.store.close())
-        for tier in self.tiers.store._tiers:
+        for tier in self.tiers.store.tiers:
             assert tier.copies._buffers.free == tier.copies._buffers.capacity
         self.loop.close()
 

@@ -59,7 +59,7 @@ class Tiers:
 
     async def quiet(self):
         """Copies in the background are done."""
-        await until(lambda: not any(tier.copies._jobs for tier in self.store._tiers))
+        await until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
 
     async def counts(self, tier):
         return (await self.store.stats()).tiers[tier].counts
