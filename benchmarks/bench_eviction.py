@@ -29,8 +29,8 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.simulator.ttft import SHAPES
 from sglang_cake.stores.eviction import POLICIES, AccessContext
 from sglang_cake.stores.eviction.policy import ADMIT_ALL
+from sglang_cake.stores.eviction.reuse_policies import ReusePolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
-from sglang_cake.stores.eviction.workload import ReusePolicy
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, Found

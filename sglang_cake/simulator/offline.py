@@ -4,7 +4,7 @@ from bisect import bisect_right
 
 from sglang_cake.simulator.request_traces import Trace, next_uses
 from sglang_cake.simulator.ttft import SavedTime
-from sglang_cake.stores.eviction.heap import BlockHeap
+from sglang_cake.stores.eviction.heaps import BlockHeap
 from sglang_cake.stores.eviction.policy import BasePolicy, Usage
 
 

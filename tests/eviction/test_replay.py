@@ -13,7 +13,7 @@ from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.simulator.ttft import SHAPES, SavedTime, Shape
 from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
-from sglang_cake.stores.eviction.workload import WorkloadPolicy
+from sglang_cake.stores.eviction.reuse_policies import WorkloadPolicy
 
 SIZE = 4  # tokens of a block
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.heap import BlockHeap
+from sglang_cake.stores.eviction.heaps import BlockHeap
 from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse import ReuseFits
 
