@@ -41,9 +41,9 @@ class RequestFacts:
         """Raises: ValueError for text that `to_json` cannot have made."""
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.keys() != {*_KINDS, "worth"}:
-            raise ValueError("not what a request tells")
+            raise ValueError("unknown or missing fields")
         if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
-            raise ValueError("a fact is of another type")
+            raise ValueError("a field has another type")
         benefit = fields.pop("worth")
         return cls(**fields, benefit=None if benefit is None else _benefit(benefit))
 
@@ -51,9 +51,9 @@ class RequestFacts:
 def _benefit(fields: object) -> Benefit:
     names = set(Benefit.__dataclass_fields__)
     if not isinstance(fields, dict) or fields.keys() != names:
-        raise ValueError("not what a block is worth")
+        raise ValueError("unknown or missing fields of worth")
     if any(type(value) not in (int, float) for value in fields.values()):
-        raise ValueError("worth is numbers")
+        raise ValueError("worth has other values than numbers")
     if type(fields["block_tokens"]) is not int:
-        raise ValueError("tokens are of another type")
+        raise ValueError("block_tokens has another type")
     return Benefit(**fields)

@@ -134,9 +134,9 @@ def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":
         if not ended.done():
             ended.set_result(None)
 
-    def tell(_: "Future[Any]") -> None:
+    def wake_loop(_: "Future[Any]") -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(wake)
 
-    queued.add_done_callback(tell)
+    queued.add_done_callback(wake_loop)
     return ended

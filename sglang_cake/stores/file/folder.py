@@ -396,7 +396,7 @@ class BlockFolder:
             with self.supervisor.open() as index:
                 stored = index.commit(reservation, usage.stored_bytes)
             if stored is None:
-                raise StoreUnavailable(f"{self._root}: the index was made anew meanwhile")
+                raise StoreUnavailable(f"{self._root}: the index was replaced meanwhile")
         finally:
             if stored is None:
                 file.withdraw()

@@ -176,7 +176,7 @@ class TieredStore:
         ]
         self._locations = TierLocations()
         self._rereads = PromoteOnSecondRead()
-        self._given_up: dict[int, asyncio.Task[Any]] = {}  # calls that nobody waits for, by tier
+        self._given_up: dict[int, asyncio.Task[Any]] = {}  # by tier
         self._deletes = 0
         self._closed = False
 
