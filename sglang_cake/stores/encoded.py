@@ -80,6 +80,11 @@ class EncodedStore(WrapperStore):
         self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
         self._encoders = ThreadPoolExecutor(1, "cake-encode")
 
+    @property
+    def idle_buffers(self) -> int:
+        """Number of buffers that are allocated and unused."""
+        return len(self._idle)
+
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
@@ -90,7 +95,7 @@ class EncodedStore(WrapperStore):
         async with self._reading, self._lent() as take:
             payload = out if self._on_device else take()
             begun_s = time.monotonic()
-            size_bytes = await self._inner.get_into(key, payload)
+            size_bytes = await self.inner.get_into(key, payload)
             self._link.read.landed(size_bytes, begun_s, time.monotonic())
             count_read(self._counters, size_bytes)
             try:
@@ -98,7 +103,7 @@ class EncodedStore(WrapperStore):
                 await run_stoppable(self._decoders, work)
             except Malformed as error:
                 with contextlib.suppress(StoreError):  # the next read fails again
-                    await self._inner.delete(key)
+                    await self.inner.delete(key)
                 raise BlockCorrupt(f"{key.hex()}: {error}") from None
             return out.nbytes
 
@@ -123,7 +128,7 @@ class EncodedStore(WrapperStore):
             return await self._tiers.put_forms(key, form_of)
         payload = await form_of(0)
         begun_s = time.monotonic()
-        fresh = await self._inner.put(key, payload)
+        fresh = await self.inner.put(key, payload)
         if fresh:
             self._link.written.landed(payload.nbytes, begun_s, time.monotonic())
         return fresh
@@ -139,7 +144,7 @@ class EncodedStore(WrapperStore):
         """Calls that have not reached the inner store fail."""
         for pool in (self._decoders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
-        await self._inner.close()
+        await self.inner.close()
         for pool in (self._decoders, self._encoders):
             await asyncio.to_thread(pool.shutdown)
 

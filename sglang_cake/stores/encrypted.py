@@ -124,6 +124,11 @@ class EncryptedStore(WrapperStore):
         self._idle: list[memoryview] = []
         self._threads = ThreadPoolExecutor(THREADS, "cake-seal")
 
+    @property
+    def idle_buffers(self) -> int:
+        """Number of buffers that are allocated and unused."""
+        return len(self._idle)
+
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
@@ -133,7 +138,7 @@ class EncryptedStore(WrapperStore):
         """
         assert out.nbytes == self._block_bytes, out.nbytes
         async with self._buffer(self._reading) as buffer:
-            size_bytes = await self._inner.get_into(key, buffer) - SEALED_BYTES
+            size_bytes = await self.inner.get_into(key, buffer) - SEALED_BYTES
             try:
                 if size_bytes < 0:
                     raise BlockCorrupt(f"{key.hex()} is shorter than any encrypted block")
@@ -143,7 +148,7 @@ class EncryptedStore(WrapperStore):
                 return size_bytes
             except BlockCorrupt:
                 with contextlib.suppress(StoreError):  # it stays, and the next read fails again
-                    await self._inner.delete(key)
+                    await self.inner.delete(key)
                 raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
@@ -151,12 +156,12 @@ class EncryptedStore(WrapperStore):
         async with self._buffer(self._writing) as buffer:
             encrypted = buffer[: data.nbytes + SEALED_BYTES]
             await self._in_thread(self._cipher.encrypt, key, data.cast("B"), encrypted)
-            return await self._inner.put(key, encrypted)
+            return await self.inner.put(key, encrypted)
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        await self._inner.close()
+        await self.inner.close()
         await asyncio.to_thread(self._threads.shutdown)
 
     @asynccontextmanager

@@ -84,4 +84,4 @@ class RecordingStore(WrapperStore):
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
         """As in `KnowsFirst`."""
-        return await put_first(self._inner, key, data)
+        return await put_first(self.inner, key, data)

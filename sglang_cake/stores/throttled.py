@@ -52,7 +52,7 @@ class ThrottledStore(WrapperStore):
         async with self._link:
             begun_s = self._clock()
             try:
-                size_bytes = await self._inner.get_into(key, out)
+                size_bytes = await self.inner.get_into(key, out)
             except BlockCorrupt:  # found only after the bytes had crossed the link
                 await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
                 raise

@@ -279,7 +279,7 @@ def test_a_store_without_books_finds_blocks_of_any_length(tmp_path: Path) -> Non
     def no_books(*args: object, **kwargs: object) -> object:
         raise module.StoreUnavailable("no books")
 
-    folder._supervisor.open = no_books  # type: ignore[method-assign, assignment]
+    folder.supervisor.open = no_books  # type: ignore[method-assign, assignment]
     assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
     assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 

@@ -48,7 +48,7 @@ class Desk:
         """The store holds the block's very bytes."""
         slots = self.row[block * BLOCK : (block + 1) * BLOCK].long()
         wanted = b"".join(bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(self.pool))
-        assert self.memory._blocks[restore.chain.of(restore.tokens)[block]] == wanted
+        assert self.memory.blocks[restore.chain.of(restore.tokens)[block]] == wanted
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_output_tokens_make_blocks_beyond_the_prompt(desk: Desk) -> None:
     desk.saving.checkpointed(restore, longer.tokens, desk.row[: 4 * BLOCK], last=True)
     desk.io.run(desk.saving._writer.drained(), PATIENCE_S)
     keys = longer.chain.of(longer.tokens)
-    assert set(desk.memory._blocks) == set(keys[2:])
+    assert set(desk.memory.blocks) == set(keys[2:])
 
 
 def test_a_full_queue_skips_blocks_for_good() -> None:

@@ -765,7 +765,7 @@ def test_everyone_who_waited_hears_of_a_loss(desk: Desk) -> None:
     desk.begin("a", tokens)
     desk.begin("b", tokens)
     assert desk.waiting() == keys
-    desk.memory._blocks.clear()
+    desk.memory.blocks.clear()
     desk.open(*keys)
     lost = [e for e in desk.news() if isinstance(e, Lost)]
     assert lost == [Lost("a", 0, "missing"), Lost("b", 0, "missing")]

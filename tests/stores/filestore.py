@@ -53,7 +53,7 @@ def nobody_evicts(*folders):
     """What several questions find out fits together: the background makes no room meanwhile."""
     with contextlib.ExitStack() as held:
         for folder in folders:
-            held.enter_context(folder.evictor._lock)
+            held.enter_context(folder.evictor.lock)
         yield
 
 

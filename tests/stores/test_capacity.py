@@ -19,7 +19,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.file.files import MAX_SET_ASIDE
 from sglang_cake.stores.file.folder import BlockFolder
-from sglang_cake.stores.file.index_supervisor import RECLAIM_EVERY_S, IndexSupervisor
+from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -331,12 +331,9 @@ def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
     os.waitpid(child, 0)
     assert booked(folder) == 1
     assert put(folder, "half") is False
-    folder.supervisor._reclaim_at_s -= RECLAIM_EVERY_S  # a minute later
-    folder.supervisor.wake()
-    deadline_s = time.monotonic() + 60
-    while booked(folder):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    with folder.supervisor.open() as index:
+        folder.supervisor.reclaim(index)  # as every minute
+    assert booked(folder) == 0
     assert list(files_below(tmp_path)) == [NamespaceFolder(tmp_path, DIGEST).description]
     assert put(folder, "half") is True
     folder.close()

@@ -90,7 +90,7 @@ class TestSealedPacedFileStore(TestSealedFileStore):
 
     def open(self, folder):
         store = super().open(folder)
-        assert isinstance(store._inner, ThrottledStore)
+        assert isinstance(store.inner, ThrottledStore)
         return store
 
 
@@ -375,9 +375,9 @@ def test_a_block_that_is_there_is_not_replaced():
 
     async def test(store):
         await put_a(store)
-        before = dict(store._inner._blocks)
+        before = dict(store.inner.blocks)
         assert await store.put(A, block_of("b")) is False
-        assert store._inner._blocks == before
+        assert store.inner.blocks == before
 
     with_store(store, test)
 
@@ -388,7 +388,7 @@ def test_memory_is_bounded_by_the_depth_and_reused():
             await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(20)))
             got = await asyncio.gather(*(read(store, key_of(n)) for n in range(20)))
             assert got == [block_of(n) for n in range(20)]
-            assert len(store._idle) <= 2 * 3
+            assert store.idle_buffers <= 2 * 3
 
     with_store(sealed_memory(depth=3), test)
 

@@ -160,8 +160,8 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
 
             def rest(seconds):
                 assert seconds == rooms.REST_S
-                assert room._lock.acquire(blocking=False)  # others get in between
-                room._lock.release()
+                assert room.lock.acquire(blocking=False)  # others get in between
+                room.lock.release()
                 known.append(room.known_blocks)
                 return len(known) == 4
 
@@ -180,8 +180,8 @@ def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp
     real, asked = rooms.Evictor.make, []
 
     def make(room, index, wanted):
-        assert room._lock.acquire(timeout=30)  # nobody holds it from one portion to the next
-        room._lock.release()
+        assert room.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
+        room.lock.release()
         asked.append(wanted.bytes)
         return real(room, index, wanted)
 

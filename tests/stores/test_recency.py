@@ -119,12 +119,12 @@ def test_a_clock_that_is_put_back_far_is_believed():
     assert told.at_s == 1.8e9 - 3600
 
 
-# ---- reads of blocks that were told of ----
+# ---- reads of announced blocks ----
 
 
 def waiting(folder):
-    """Reads and tellings that the books have not been told of, after all before were."""
-    return [(touch.key, touch.uses) for touch in folder.supervisor._reads]
+    """Accesses that are not in the index yet."""
+    return [(touch.key, touch.uses) for touch in folder.supervisor.pending]
 
 
 def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monkeypatch):

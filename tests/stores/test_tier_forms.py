@@ -78,14 +78,14 @@ class Encoded(Tiers):
         return bytes(out)
 
     def form(self, tier, key=KEY):
-        return self.memory[tier]._blocks.get(key)
+        return self.memory[tier].blocks.get(key)
 
     def forms_made(self):
         counts = self.counters.snapshot()
         return {c: n for c in CODECS if (n := counts["encoded_blocks", c])}
 
     def all_buffers_are_back(self):
-        pools = [tier.copies._buffers for tier in self.store.tiers]
+        pools = [tier.copies.buffers for tier in self.store.tiers]
         return all(pool.free == pool.capacity for pool in pools)
 
 
@@ -128,7 +128,7 @@ def test_every_tier_gets_the_form_that_suits_its_link(speeds, max_error, codecs)
         made = {codec: tiers.form(tier) for tier, codec in enumerate(codecs)}
         stored_bytes = sum(HEADER_BYTES + len(payload) for payload in made.values())
         assert tiers.counters.snapshot()["stored_bytes", ""] == stored_bytes
-        assert len(tiers.blocks._idle) == len(made), "a buffer for each form"
+        assert tiers.blocks.idle_buffers == len(made), "a buffer for each form"
 
     encoded(test, *speeds, max_error=max_error)
 
@@ -138,7 +138,7 @@ def test_a_fixed_codec_makes_one_form_for_all_tiers():
         await tiers.stored("a")
         assert tiers.form(0) == tiers.form(1)
         assert tiers.forms_made() == {"int8": 1}
-        assert len(tiers.blocks._idle) == 1
+        assert tiers.blocks.idle_buffers == 1
 
     encoded(test, FAST, SLOW, codec="int8")
 
@@ -327,7 +327,7 @@ def test_a_put_that_ends_while_a_form_is_made_leaves_nothing_behind(ends):
         there = [len(memory) for memory in tiers.memory]
         assert there == ([0, 0, 0] if ends == "deleted" else [1, 0, 0])
         for tier in tiers.store.tiers:
-            assert tier.copies._buffers.free == tier.copies._buffers.capacity
+            assert tier.copies.buffers.free == tier.copies.buffers.capacity
 
     run(test, count=3)
 
@@ -341,7 +341,7 @@ def test_a_cancelled_put_gives_its_buffers_back():
             putting.cancel()
             await asyncio.wait([putting])
             await until(tiers.all_buffers_are_back)
-        assert len(tiers.blocks._idle) <= 2
+        assert tiers.blocks.idle_buffers <= 2
         await tiers.stored("b")
         assert await tiers.loaded(key_of("b")) == BLOCK
 

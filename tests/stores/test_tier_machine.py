@@ -29,7 +29,7 @@ class Machine(RuleBasedStateMachine):
         return [i for i in range(3) if self.tiers.outage[i].error is None]
 
     def holders(self, name, among):
-        return [i for i in among if key_of(name) in self.tiers.memory[i]._blocks]
+        return [i for i in among if key_of(name) in self.tiers.memory[i].blocks]
 
     @rule(name=NAMES)
     def put(self, name):
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=NAMES, tier=TIERS)
     def lose(self, name, tier):
         """Evicted, behind our back."""
-        self.tiers.memory[tier]._blocks.pop(key_of(name), None)
+        self.tiers.memory[tier].blocks.pop(key_of(name), None)
 
     @rule(tier=TIERS, error=st.sampled_from([StoreUnavailable("down"), RuntimeError("a bug")]))
     def break_down(self, tier, error):
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
     def what_is_kept_is_what_was_put(self):
         for memory in self.tiers.memory:
             for name in range(5):
-                assert memory._blocks.get(key_of(name), block_of(name)) == block_of(name)
+                assert memory.blocks.get(key_of(name), block_of(name)) == block_of(name)
 
     @invariant()
     def links_know_that_nothing_is_under_way(self):
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         self.call(self.tiers.store.close())
         for tier in self.tiers.store.tiers:
-            assert tier.copies._buffers.free == tier.copies._buffers.capacity
+            assert tier.copies.buffers.free == tier.copies.buffers.capacity
         self.loop.close()
 
 

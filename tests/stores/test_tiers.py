@@ -30,7 +30,7 @@ def opened(sources, frame=FRAME, *, depth=2):
     """Real stores. However busy their disks are, no tier is passed over for a late answer."""
     store = open_store(sources, frame, depth=depth)
     assert isinstance(store, TieredStore)
-    store._late_answer_s = 60.0
+    store.late_answer_s = 60.0
     return store
 
 
@@ -514,7 +514,7 @@ def test_a_tier_that_lost_a_block_is_not_asked_again_and_gets_it_back():
     async def test(tiers):
         await tiers.put("a")
         await tiers.quiet()
-        del tiers.memory[0]._blocks[key_of("a")]  # evicted
+        del tiers.memory[0].blocks[key_of("a")]  # evicted
         await tiers.read("a")
         asked = len(tiers.calls[0].keys_of("get"))
         await tiers.read("a")

@@ -55,7 +55,7 @@ class Tiers:
 
     async def until_holds(self, tier, *names):
         for name in names:
-            await until(lambda name=name: key_of(name) in self.memory[tier]._blocks)
+            await until(lambda name=name: key_of(name) in self.memory[tier].blocks)
 
     async def quiet(self):
         """Copies in the background are done."""

@@ -41,6 +41,12 @@ class Evictor:
 
     Other processes hold no blocks in memory. If the leader did not free enough space in time, they
     evict the least valuable of LEARN_AT_ONCE blocks, starting with a random one.
+
+    Attributes:
+        lock: held while the policy is used, and during evictions.
+        leads: this process is the leader.
+        space: free space of the file system.
+        counts: see `EvictionCounts`.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Evictor:
         self._tenant_rules = tenant_rules
         self._admission = admission
         self._on_learned = on_learned
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._benefit = Benefit()
         self._reported_benefit = self._benefit
         self._policy = self._new_policy()
@@ -94,7 +100,7 @@ class Evictor:
 
         Raises: sqlite3.Error; OSError.
         """
-        with self._lock:
+        with self.lock:
             wanted_bytes = self._policy.over_quota_bytes()
         limit_bytes = self.limit_bytes()
         if limit_bytes is not None:
@@ -111,7 +117,7 @@ class Evictor:
         """
         if self.leads:
             self._learn_some(index)
-        with self._lock, self._order(index):
+        with self.lock, self._order(index):
             freed = self._evict_first(index, wanted)
         if freed.bytes < wanted.bytes or freed.files < wanted.files:
             aside = self.remove_aside(index)
@@ -188,7 +194,7 @@ class Evictor:
         """Whether to write a block with this usage. Rejected blocks are counted."""
         if not self._admission.min_benefit_ratio:
             return True
-        with self._lock:
+        with self.lock:
             admitted = self._admission.admits(self._policy, usage, self._benefit)
             if not admitted:
                 self.counts["skipped_blocks"] += 1
@@ -213,12 +219,12 @@ class Evictor:
     def stored(self, block: int, usage: Usage) -> None:
         """Record a block that this process stored."""
         if self.leads:
-            with self._lock:
+            with self.lock:
                 self._policy.add(block, usage)
 
     def touched(self, touches: Sequence[tuple[int, Touch]]) -> None:
         """Record accesses by this process, which are in the index."""
-        with self._lock:
+        with self.lock:
             for block, touch in touches:
                 self._policy.touch(block, touch.at_s, touch.uses, touch.context)
 
@@ -229,7 +235,7 @@ class Evictor:
     def refresh(self, index: BlockIndex) -> None:
         """Update the reuse statistics: the leader fits and saves them, others load them."""
         now_s = time.time()
-        with self._lock:
+        with self.lock:
             if self._benefit != self._reported_benefit:
                 self._benefit = self._reported_benefit
                 self._policy.set_benefit(self._benefit)
@@ -251,7 +257,7 @@ class Evictor:
     def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
         fits = index.fits()
         now_s = time.time()
-        with self._lock:
+        with self.lock:
             self._policy = self._new_policy()
             self._policy.resume(fits, now_s)
             self._saved_fits = dict(self._policy.fits_to_save())
@@ -264,11 +270,11 @@ class Evictor:
 
     def _learn_some(self, index: BlockIndex) -> bool:
         """Read one batch; returns whether there may be more. The lock is free meanwhile."""
-        with self._lock:
+        with self.lock:
             policy = self._policy
             seen = self._seen
         batch = index.stored(seen, LEARN_AT_ONCE)
-        with self._lock:
+        with self.lock:
             if policy is self._policy and seen == self._seen:  # no other thread was faster
                 self._add_batch(batch, order=self.leads)
         return len(batch) == LEARN_AT_ONCE

@@ -115,6 +115,11 @@ class IndexSupervisor:
         """Record accesses of a request, to be written to the index within about TICK_S."""
         self._reads.extend(Touch(digest, a.key, a.at_s, 1, a.context) for a in accesses)
 
+    @property
+    def pending(self) -> tuple[Touch, ...]:
+        """Accesses that are not in the index yet."""
+        return tuple(self._reads)
+
     def wake(self) -> None:
         """Space was taken: the background thread may have to free some."""
         self._wake.set()

@@ -103,6 +103,9 @@ class CopyQueue:
     The queue is bounded by its buffers: without a free buffer a block is not copied. The bytes are
     copied when they are offered. Reading them back later would slow down loads, and the block might
     be evicted by then. For one event loop. Nothing is started before the first copy.
+
+    Attributes:
+        buffers: from the constructor.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class CopyQueue:
         threads: copy the bytes.
         """
         self._write = write
-        self._buffers = buffers
+        self.buffers = buffers
         self._threads = threads
         self._places = asyncio.Semaphore(COPIES_AT_ONCE)
         self._filling: set[BlockKey] = set()  # being encoded, or copied into a buffer
@@ -127,11 +130,6 @@ class CopyQueue:
     def pending(self) -> int:
         """Number of blocks that are not written yet."""
         return len(self._filling) + len(self._jobs)
-
-    @property
-    def free_buffers(self) -> int:
-        """Number of blocks that may be offered now."""
-        return self._buffers.free
 
     async def offer(self, key: BlockKey, form: Callable[[], Awaitable[memoryview]]) -> bool:
         """Queue a block; False if no buffer is free.
@@ -145,7 +143,7 @@ class CopyQueue:
         """
         if key in self._jobs or key in self._filling:
             return True
-        buffer = self._buffers.take()
+        buffer = self.buffers.take()
         if buffer is None:
             return False
         self._filling.add(key)
@@ -154,12 +152,12 @@ class CopyQueue:
             await run_stoppable(self._threads, functools.partial(_copy, buffer.view, data))
             wanted = key in self._filling
         except BaseException:
-            self._buffers.give(buffer)
+            self.buffers.give(buffer)
             raise
         finally:
             self._filling.discard(key)
         if not wanted:
-            self._buffers.give(buffer)
+            self.buffers.give(buffer)
             return True
         task = asyncio.ensure_future(self._run(key, buffer, data.nbytes))
         self._jobs[key] = task
@@ -192,7 +190,7 @@ class CopyQueue:
     def _done(self, key: BlockKey, buffer: Buffer) -> None:
         # Not in `_run`, which a task that is cancelled before its start never enters.
         del self._jobs[key]
-        self._buffers.give(buffer)
+        self.buffers.give(buffer)
 
 
 def _copy(target: memoryview, source: memoryview, stop: threading.Event) -> None:

@@ -139,6 +139,7 @@ class TieredStore:
 
     Attributes:
         tiers: fastest first; closed with this store.
+        late_answer_s: time that other tiers have for a lookup after the first answer.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class TieredStore:
         clock: seconds, monotonic.
         """
         self._clock = clock
-        self._late_answer_s = late_answer_s
+        self.late_answer_s = late_answer_s
         self._drain_s = drain_s
         self._block_bytes = block_bytes
         self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
@@ -204,7 +205,7 @@ class TieredStore:
 
         async def report(tier: Tier) -> None:
             with contextlib.suppress(StoreError, TimeoutError):
-                async with asyncio.timeout(self._late_answer_s):
+                async with asyncio.timeout(self.late_answer_s):
                     await report_access(tier.store, keys, facts)
 
         await asyncio.gather(*(report(tier) for tier in self.tiers if tier.reading.is_well))
@@ -426,11 +427,11 @@ class TieredStore:
         well = [tier for tier in usable if tier.reading.is_well]
         for tier in usable if well else ():
             if not tier.reading.is_well:
-                trial = asyncio.wait_for(question(tier), self._late_answer_s)
+                trial = asyncio.wait_for(question(tier), self.late_answer_s)
                 self._give_up(tier, asyncio.ensure_future(trial))
         asked = well or usable
         tasks = [asyncio.ensure_future(question(tier)) for tier in asked]
-        await _until_answered(tasks, self._late_answer_s)
+        await _until_answered(tasks, self.late_answer_s)
         answers: list[_Answer[T]] = []
         for tier, task in zip(asked, tasks, strict=True):
             if not task.done():
