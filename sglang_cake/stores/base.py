@@ -301,5 +301,7 @@ class StoreSource(Protocol):
 
 def describe(source: StoreSource) -> Description:
     """Description of a source; of a source that has none, only its class."""
-    own = getattr(source, "describe", None)
-    return Description(type(source).__name__) if own is None else own()
+    if not hasattr(source, "describe"):
+        return Description(type(source).__name__)
+    found: Description = source.describe()
+    return found
