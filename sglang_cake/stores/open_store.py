@@ -50,9 +50,10 @@ class _BuiltIn:
     """A scheme of this package. Its module is imported when a URL has the scheme."""
 
     module: str  # has `parse`
-    package: str = ""  # that the module imports, from an optional extra
-    extra: str = ""
-    library: str = ""  # what the package is called in messages
+    requires: str = ""  # module of an optional package
+    package: str = ""
+    extra: str = ""  # installs the package
+    library: str = ""  # name of the package in messages
     needs: str = ""  # how to install what the package itself loads
 
 
@@ -64,6 +65,7 @@ BUILT_IN: Final = {
     "https": _HTTP,
     "mooncake": _BuiltIn(
         "sglang_cake.stores.mooncake.mooncake_store",
+        requires="mooncake.store",
         package="mooncake-transfer-engine",
         extra="mooncake",
         library="Mooncake",
@@ -71,6 +73,7 @@ BUILT_IN: Final = {
     ),
     "s3": _BuiltIn(
         "sglang_cake.stores.s3.s3_store",
+        requires="aiobotocore.session",
         package="aiobotocore",
         extra="s3",
         library="aiobotocore",
@@ -220,10 +223,9 @@ def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
     built_in = BUILT_IN.get(url.scheme)
     if built_in is not None:
         try:
-            parse = importlib.import_module(built_in.module).parse
+            if built_in.requires:
+                importlib.import_module(built_in.requires)
         except ModuleNotFoundError:
-            if not built_in.extra:
-                raise
             raise url.error(
                 f"needs {built_in.package}: pip install 'sglang-cake[{built_in.extra}]'"
             ) from None
@@ -231,6 +233,7 @@ def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
             raise url.error(
                 f"{built_in.library} cannot be loaded ({error}); {built_in.needs}"
             ) from None
+        parse = importlib.import_module(built_in.module).parse
         return parse
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if url.scheme not in others:

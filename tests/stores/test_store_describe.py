@@ -1,6 +1,8 @@
 """`sglang-cake store describe`: the layers of a store, of which nothing is opened."""
 
 import json
+import sys
+import types
 
 import pytest
 
@@ -19,6 +21,12 @@ S3 = "S3Store  bucket=bucket  prefix=kv  endpoint=http://s3.invalid:9000  region
 MOONCAKE = (
     "MooncakeStore  master=kv.invalid:50051  segment=64.0 MB  protocol=tcp  metadata=P2PHANDSHAKE"
 )
+
+
+@pytest.fixture(autouse=True)
+def mooncake(monkeypatch):
+    """A URL needs the library, which is not used."""
+    monkeypatch.setitem(sys.modules, "mooncake.store", types.ModuleType("mooncake.store"))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mooncake.store import MooncakeDistributedStore
-
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -96,6 +94,8 @@ class MooncakeClient:
             raise StoreUnavailable(
                 f"Mooncake's master at {place.host}:{place.port}: {error}"
             ) from error
+        from mooncake.store import MooncakeDistributedStore  # needs libibverbs
+
         self._client: Any = MooncakeDistributedStore()
         code = self._client.setup(
             place.local_hostname or reached_from,
