@@ -201,7 +201,7 @@ def test_facts_survive_the_wire(facts):
     ],
 )
 def test_facts_from_strangers_are_checked(change):
-    with pytest.raises(ValueError, match=r"bounds|tells|type|characters|numbers|worth|surrogates"):
+    with pytest.raises(ValueError, match=r"bounds|fields|type|characters|numbers|worth|surrogates"):
         RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
 
 

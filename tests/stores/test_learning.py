@@ -177,7 +177,7 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
 
 
 def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp_path, monkeypatch):
-    real, asked = rooms.Evictor.make, []
+    real, asked = rooms.Evictor.free, []
 
     def make(room, index, wanted):
         assert room.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
