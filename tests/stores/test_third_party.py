@@ -24,7 +24,7 @@ SHELVES = {}
 class KeptStore(MemoryStore):
     def __init__(self, blocks):
         super().__init__()
-        self._blocks = blocks
+        self.blocks = blocks
 
 
 class ShelfSource:
