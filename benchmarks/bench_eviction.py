@@ -29,9 +29,9 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.simulator.replay import SHAPES
 from sglang_cake.stores.eviction import POLICIES, AccessContext
 from sglang_cake.stores.eviction.policy import ADMIT_ALL
+from sglang_cake.stores.eviction.reuse_policies import ReusePolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
-from sglang_cake.stores.eviction.workload import ReusePolicy
-from sglang_cake.stores.file.disk_usage import Amount
+from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, Found
 
@@ -94,7 +94,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
         made = Path(name) / "made"
         made.mkdir()
         index = BlockIndex(made / "index.db")
-        index.found(digest, 0, (found(n, size) for n in range(blocks)))
+        index.add_found(digest, 0, (found(n, size) for n in range(blocks)))
         index.close()
         with closing(sqlite3.connect(made / "index.db")) as books, books:
             books.execute(
@@ -114,7 +114,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 admission=ADMIT_ALL,
                 on_learned=forget,
             )
-            room.begin_anew(index, leads=True)
+            room.restart(index, leads=True)
             began_s = time.perf_counter()
             while not room.learn(index, rest=lambda seconds: False):
                 pass
@@ -122,7 +122,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             order = room._policy
             heaps = order.heap_count if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
-            room.make(index, Amount(evictions * size))
+            room.free(index, Amount(evictions * size))
             make_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
             for turn in range(evictions):

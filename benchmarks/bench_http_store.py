@@ -33,7 +33,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_source import HttpSource
 from sglang_cake.stores.http.http_transport import Endpoint

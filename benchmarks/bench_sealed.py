@@ -27,9 +27,8 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.encrypted import EncryptedStore, Sealer
-from sglang_cake.stores.file.file_source import FileSource
-from sglang_cake.stores.key_file import MasterKey
+from sglang_cake.stores.encrypted import BlockCipher, EncryptedStore, MasterKey
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.memory_store import MemoryStore
 
 MASTER = MasterKey(bytes(32))
@@ -52,8 +51,8 @@ def opened(arm: str, folder: Path, frame: BlockFrame, depth: int) -> Store:
         inner = FileSource(folder, min_free_bytes=0).open(inner_frame, depth=depth)
     if not sealed:
         return inner
-    sealer = Sealer(MASTER.block_key(inner_frame.digest), inner_frame.digest)
-    return EncryptedStore(inner, sealer, block_bytes=frame.payload_bytes, depth=depth)
+    cipher = BlockCipher(MASTER.block_key(inner_frame.digest), inner_frame.digest)
+    return EncryptedStore(inner, cipher, block_bytes=frame.payload_bytes, depth=depth)
 
 
 async def timed(work: Callable[[], Awaitable[object]]) -> tuple[float, float]:
@@ -88,16 +87,16 @@ async def measure_cipher(
     keys: list[BlockKey], block: memoryview
 ) -> list[tuple[str, tuple[float, float]]]:
     """The cipher alone, in this thread."""
-    sealer = Sealer(bytes(32), frame_of(len(block)).digest)
+    cipher = BlockCipher(bytes(32), frame_of(len(block)).digest)
     sealed, out = memoryview(bytearray(len(block) + SEALED_BYTES)), memoryview(bytearray(block))
 
     async def each(call: Callable[[BlockKey, memoryview, memoryview], None], *views: Any) -> None:
         for key in keys:
             call(key, *views)
 
-    sealer.seal(keys[-1], block, sealed)
-    put = await timed(lambda: each(sealer.seal, block, sealed))
-    opening = each(lambda _, source, target: sealer.open(keys[-1], source, target), sealed, out)
+    cipher.encrypt(keys[-1], block, sealed)
+    put = await timed(lambda: each(cipher.encrypt, block, sealed))
+    opening = each(lambda _, source, target: cipher.decrypt(keys[-1], source, target), sealed, out)
     get = await timed(lambda: opening)
     return [("put", put), ("get", get)]
 

@@ -11,10 +11,15 @@ from benchmarks.lecar import LecarPolicy
 from sglang_cake.simulator.replay import SHAPES, BeladyPolicy, Replay, SavedTime, seconds_bound
 from sglang_cake.simulator.request_traces import Trace, head, read_trace
 from sglang_cake.stores.eviction import Benefit, Usage, new_policy
-from sglang_cake.stores.eviction.cake import PREFIX_BENEFIT_EXPONENT, CakePolicy, CakePrefixPolicy
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy
 from sglang_cake.stores.eviction.reuse import RequestClass, ReuseModel
-from sglang_cake.stores.eviction.workload import WorkloadPolicy, class_of
+from sglang_cake.stores.eviction.reuse_policies import (
+    PREFIX_BENEFIT_EXPONENT,
+    CakePolicy,
+    CakePrefixPolicy,
+    WorkloadPolicy,
+    class_of,
+)
 
 # File, and blocks of it per 512 tokens: capacities are compared at equal tokens.
 TRACES = {

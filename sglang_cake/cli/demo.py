@@ -35,7 +35,7 @@ from sglang_cake.demo.sglang_server import (
 from sglang_cake.demo.smollm2 import NAME as SMOLLM2
 from sglang_cake.demo.smollm2 import smollm2
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512

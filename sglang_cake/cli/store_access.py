@@ -14,8 +14,8 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
-from sglang_cake.stores.file.file_source import FileSource
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import redacted, split_urls
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from sglang_cake.cli.store_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.stores.base import BlockInfo, remove_description
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.url import parse_size
 
 MAX_CORRUPT_NAMED = 100  # keys in a report

@@ -56,7 +56,7 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Raises: ConfigError, StoreUnavailable."""
-    from sglang_cake.stores.file.file_source import parse as parse_file
+    from sglang_cake.stores.file.file_store import parse as parse_file
     from sglang_cake.stores.http.auth import make_own_token
     from sglang_cake.stores.http.serving import DEFAULT_WORKERS, ServeSettings, serve
 

@@ -1,4 +1,4 @@
-"""`sglang-cake store ls` and `stat`: what a store holds."""
+"""`sglang-cake store ls`, `stat` and `describe`: what a store holds, and its layers."""
 
 import argparse
 import json
@@ -21,9 +21,11 @@ from sglang_cake.cli.store_access import (
 )
 from sglang_cake.cli.store_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.codec_names import CHOICES, RAW
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.namespace import LABEL
-from sglang_cake.stores.base import StoredNamespace
+from sglang_cake.stores.base import Description, StoredNamespace
+from sglang_cake.stores.open_store import describe_store, parse_sources
 
 
 @dataclass(slots=True)
@@ -55,6 +57,48 @@ def add_stat(subparsers: Any) -> None:
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run_tool(_stat))
+
+
+def add_describe(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "describe",
+        help="print the layers of a store, with their settings",
+        description="Print the layers that a server puts between itself and a store, outermost "
+        "first, with their settings. Opens and connects nothing.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--codec", choices=CHOICES, default=RAW, help="of the server (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=_print_layers)
+
+
+def _print_layers(args: argparse.Namespace) -> int:
+    found = describe_store(parse_sources(args.url), args.codec)
+    print(json.dumps(asdict(found)) if args.json else "\n".join(_layer_lines(found)))
+    return 0
+
+
+def _layer_lines(layer: Description, indent: str = "") -> list[str]:
+    settings = [_setting_text(name, value) for name, value in layer.settings.items()]
+    lines = ["  ".join([indent + layer.layer, *filter(None, settings)])]
+    for inner in layer.inner:
+        lines += _layer_lines(inner, indent + "  ")
+    return lines
+
+
+def _setting_text(name: str, value: object) -> str:
+    """`name=value`; empty for a setting that is not set."""
+    if value is None or value == "":
+        return ""
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    elif isinstance(value, int | float) and name.endswith("_bytes_per_s"):
+        name = name.removesuffix("_bytes_per_s")
+        value = f"{size_text(value)}/s"
+    elif isinstance(value, int | float) and name.endswith("_bytes"):
+        name = name.removesuffix("_bytes")
+        value = size_text(value)
+    return f"{name}={value}"
 
 
 async def _ls(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSY, RAW, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import DEFAULT_POLICY, parse_size
 
 ENVIRONMENT_PREFIX: Final = "SGLANG_CAKE_"

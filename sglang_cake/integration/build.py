@@ -51,9 +51,9 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.runahead.setting import CUDA_IPC, group_setting
 from sglang_cake.stores.base import Store, StoreStats
-from sglang_cake.stores.encoded import check_codec, open_blocks
-from sglang_cake.stores.request_recording import RecordingStore, TraceFile
-from sglang_cake.stores.sources import sources_of
+from sglang_cake.stores.encoded import check_codec
+from sglang_cake.stores.open_store import open_blocks, sources_of_setting
+from sglang_cake.stores.request_recording import TraceFile
 from sglang_cake.stores.tiers.lazy_store import LazySource
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
@@ -239,7 +239,7 @@ class CakeService:
 
         Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
-        sources_of(setting, self._config.eviction_policy)
+        sources_of_setting(setting, self._config.eviction_policy)
         self.setting = setting
         self.coordinator.detached = False
         if self._namespace is not None:
@@ -307,8 +307,9 @@ class CakeService:
 
     def _open(self, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works."""
-        store = open_blocks(
-            [LazySource(s) for s in sources_of(self.setting, self._config.eviction_policy)],
+        sources = sources_of_setting(self.setting, self._config.eviction_policy)
+        return open_blocks(
+            [LazySource(source) for source in sources],
             namespace,
             self.kv.layout,
             codec=self._config.codec,
@@ -317,11 +318,11 @@ class CakeService:
             counters=self.counters,
             depth=self._config.queue_depth,
             on_device=self.kv.encoded,
+            trace=self._trace,
         )
-        return store if self._trace is None else RecordingStore(store, self._trace)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
-        tiers = len(sources_of(self.setting, self._config.eviction_policy))
+        tiers = len(sources_of_setting(self.setting, self._config.eviction_policy))
         return None if labels is None else StoreMetrics(labels, tiers)
 
     def _watch_later(self, metrics: StoreMetrics | None) -> None:

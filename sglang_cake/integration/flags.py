@@ -27,7 +27,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported_group,
 )
 from sglang_cake.runahead.setting import group_setting
-from sglang_cake.stores.sources import sources_of
+from sglang_cake.stores.open_store import sources_of_setting
 
 BACKEND = "cake"
 
@@ -186,7 +186,7 @@ def _set(record: Any, name: str, value: object) -> None:
 
 
 def _check_paths(config: CakeConfig) -> None:
-    for source in sources_of(config.store, config.eviction_policy):
+    for source in sources_of_setting(config.store, config.eviction_policy):
         source.check()
     group_setting(config)
     for file in (config.trace_file, config.record_trace):

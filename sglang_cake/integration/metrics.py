@@ -9,8 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.loading.cost_model import Costs
-from sglang_cake.stores.base import Store, StoreStats, TierStats
-from sglang_cake.stores.event_counts import events_of
+from sglang_cake.stores.base import Store, StoreStats, TierStats, events_of
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.tiers.tier import TierCounts
 

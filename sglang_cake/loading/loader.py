@@ -24,9 +24,8 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
 from sglang_cake.loading.reading import Reading
-from sglang_cake.stores.base import Store
-from sglang_cake.stores.request_info import RequestFacts, tell
-from sglang_cake.stores.tier_hints import sources_of
+from sglang_cake.stores.base import Store, report_access, sources_of
+from sglang_cake.stores.request_info import RequestFacts
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +355,7 @@ class Loader:
         self._pump()
         if prompt.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
-                await tell(queue.store, keys, prompt.facts)
+                await report_access(queue.store, keys, prompt.facts)
 
     def _pump(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is

@@ -22,7 +22,7 @@ from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.conversation import ConversationTracker
-from sglang_cake.stores.eviction.heap import BlockHeap
+from sglang_cake.stores.eviction.heaps import BlockHeap
 from sglang_cake.stores.eviction.policy import (
     ADMIT_ALL,
     AccessContext,

@@ -1,41 +1,49 @@
-"""What a store is: blocks by key. Every implementation passes `testing.store_contract`."""
+"""What a store is: blocks by key. Every implementation passes `testing.store_contract`.
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+`Store` is required, and `StoreSource` for a store that a URL names. The other protocols are
+optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing` for any store, `TierHints` and
+`PerTierEncoding` for a store that is composed of tiers. For each of them there is a function that
+takes any store and uses the protocol if the store implements it.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Final, Protocol, runtime_checkable
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.link_speed import LinkSpeed
+from sglang_cake.stores.request_info import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """One stored block, as `Store.list_blocks` names it."""
+    """One stored block, as listed by `Store.list_blocks`."""
 
     key: BlockKey
-    stored_bytes: int  # with header, as it lies there
-    used_s: float | None = None  # when it was last put or read, seconds since 1970; None: unknown
+    stored_bytes: int  # with its header
+    used_s: float | None = None  # last put or read, seconds since 1970; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """How one of several tiers is doing."""
+    """State of one tier of a store."""
 
-    stats: "StoreStats | None"  # None: it did not say
-    reading: bool  # False: left out of reads until it heals
-    writing: bool
-    counts: Mapping[str, int]  # what happened there since it was opened, by name
+    stats: "StoreStats | None"  # None: the tier did not answer
+    reading: bool  # False: the tier is left out of reads until it answers again
+    writing: bool  # the same, for writes
+    counts: Mapping[str, int]  # events since the tier was opened, by name
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionCounts:
-    """What making room took since this process opened the store."""
+    """Evictions by this process since it opened the store."""
 
     evicted_bytes: int = 0
     evicted_blocks: int = 0
-    evicting_us: int = 0  # that the policy took to choose these blocks
-    skipped_blocks: int = 0  # that were not worth writing
+    evicting_us: int = 0  # time in which the policy chose these blocks
+    skipped_blocks: int = 0  # blocks that admission rejected
 
 
 EVICTION_COUNTS: Final = tuple(field.name for field in fields(EvictionCounts))
@@ -43,15 +51,15 @@ EVICTION_COUNTS: Final = tuple(field.name for field in fields(EvictionCounts))
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """How full a store is; over all namespaces that share its room."""
+    """How full a store is, over all namespaces that share its capacity."""
 
-    blocks: int | None = None  # None: the store cannot tell
-    block_bytes: int | None = None  # of the blocks alone, as `BlockInfo.stored_bytes`
-    used_bytes: int | None = None  # with all that counts against the capacity: index, folders
-    capacity_bytes: int | None = None  # None: no bound of its own
+    blocks: int | None = None  # None: unknown
+    block_bytes: int | None = None  # sum of `BlockInfo.stored_bytes`
+    used_bytes: int | None = None  # all that counts against the capacity: also index and folders
+    capacity_bytes: int | None = None  # None: the store has no limit of its own
     evictions: EvictionCounts = EvictionCounts()
-    policy: str = ""  # what decides who is evicted
-    tiers: tuple[TierStats, ...] = ()  # fastest first, if it is made of several stores
+    policy: str = ""  # name of the eviction policy
+    tiers: tuple[TierStats, ...] = ()  # fastest first; empty for a store without tiers
 
 
 class Store(Protocol):
@@ -62,7 +70,7 @@ class Store(Protocol):
     """
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of `keys` are probably stored. A yes may still turn out missing on `get_into`.
+        """Which of `keys` are probably stored. A `get_into` may still find such a block missing.
 
         Raises: StoreUnavailable.
         """
@@ -74,31 +82,36 @@ class Store(Protocol):
         """Fill `out` (caller-owned, writable, of `frame.payload_bytes`) with checked bytes.
 
         Args:
-            progress: of a store that fills `out` from its start, it is told how many leading bytes
-                are there that nobody has checked yet: 0 when the bytes begin to come, then more and
-                more; 0 once more if they come anew, from wherever. A store that does not fill it so
-                tells nothing. In any thread, before the return; it is quick.
+            progress: called with the number of leading bytes of `out` that have arrived and are
+                not checked yet: 0 when the transfer begins, then increasing numbers, and 0 again if
+                the transfer starts over. A store that does not fill `out` from its start never
+                calls it. Calls come from any thread, before the return, and must be quick.
 
-        Returns how many: all of `out`, unless the frame `varies`; what is behind them is undefined.
+        Returns the number of bytes: all of `out`, or fewer if the frame `varies`. The rest of `out`
+        is undefined.
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable; `out` is then undefined.
         """
         ...
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        """Store one block; False if it was there already. `data` is not kept after the return.
-        It has `frame.payload_bytes`, or less if the frame `varies`.
+        """Store one block; False if the block was stored already.
 
-        Raises: StoreFull; StoreUnavailable (read-only, gone); nothing is visible then.
+        Args:
+            data: `frame.payload_bytes` bytes, or fewer if the frame `varies`. The store does not
+                use it after the return.
+
+        Raises: StoreFull; StoreUnavailable (for example read-only); nothing is visible then.
         """
         ...
 
     async def delete(self, key: BlockKey) -> None:
-        """Forget one block; forgetting an unknown one is no error. Raises: StoreUnavailable."""
+        """Remove one block, if it is stored. Raises: StoreUnavailable."""
         ...
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """The blocks of this namespace, in no order; what changes meanwhile may be in it or not.
+        """The blocks of this namespace, in any order.
 
+        Blocks that are put or deleted meanwhile may or may not be listed.
         Raises: StoreUnavailable, while iterating.
         """
         ...
@@ -112,12 +125,67 @@ class Store(Protocol):
         ...
 
 
+# ---- optional: any store ----
+
+
+@runtime_checkable
+class AccessListener(Protocol):
+    """A store whose eviction depends on what requests access, or a wrapper of one."""
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """Record that the prompt of a request begins with the blocks `keys`, stored or not.
+
+        A request may be reported again with more keys. Only the further keys are new accesses.
+        Raises: StoreUnavailable; the caller may ignore it.
+        """
+        ...
+
+
+async def report_access(store: object, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    """Call `AccessListener.touched`, if the store has it. Raises: StoreUnavailable."""
+    if isinstance(store, AccessListener):
+        await store.touched(keys, facts)
+
+
+@runtime_checkable
+class KnowsFirst(Protocol):
+    """A store that treats the first block of a prompt specially, or a wrapper of one."""
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        """As `Store.put`, for a block with the first token of a prompt."""
+        ...
+
+
+async def put_first(store: Store, key: BlockKey, data: memoryview) -> bool:
+    """Put a block that begins with the first token of a prompt. Raises: as `Store.put`."""
+    if isinstance(store, KnowsFirst):
+        return await store.put_first(key, data)
+    return await store.put(key, data)
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A store that counts events, or a wrapper of one."""
+
+    def events(self) -> Mapping[str, int]:
+        """Number of events of each kind since the store was opened, by name.
+
+        The set of names is constant. Does no I/O, so it also answers during an outage.
+        """
+        ...
+
+
+def events_of(store: object) -> Mapping[str, int]:
+    """The result of `Counting.events`, or nothing."""
+    return store.events() if isinstance(store, Counting) else {}
+
+
 @runtime_checkable
 class Describing(Protocol):
-    """A store that keeps a description of its namespace, or that is in front of one."""
+    """A store that keeps a description of its namespace, or a wrapper of one."""
 
     async def remove_description(self) -> None:
-        """Forget the namespace, if it has no blocks; whoever puts one describes it again.
+        """Remove the description if the namespace has no blocks. The next put writes it again.
 
         Raises: StoreUnavailable.
         """
@@ -125,42 +193,115 @@ class Describing(Protocol):
 
 
 async def remove_description(store: object) -> None:
-    """As in `Describing`, of any store. Raises: StoreUnavailable."""
+    """Call `Describing.remove_description`, if the store has it. Raises: StoreUnavailable."""
     if isinstance(store, Describing):
         await store.remove_description()
 
 
+# ---- optional: stores that are composed of tiers ----
+
+
+@runtime_checkable
+class TierHints(Protocol):
+    """A store with tiers of different speed, or a wrapper of one."""
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The tier that each of `keys` would be read from now, as far as is known.
+
+        Tier 0 is the fastest, and stands for blocks that no tier has. Does no I/O.
+        """
+        ...
+
+
+def sources_of(store: object, keys: Sequence[BlockKey]) -> list[int]:
+    """The result of `TierHints.sources`; tier 0 for a store without tiers.
+
+    Raises: ValueError for an answer of another length, and anything that a faulty store raises.
+    """
+    found = store.sources(keys) if isinstance(store, TierHints) else [0] * len(keys)
+    if len(found) != len(keys):
+        raise ValueError(f"{len(found)} answers to {len(keys)} keys")
+    return found
+
+
+# Index of a tier -> payload for this tier. The payload stays valid until the put has ended.
+FormOf = Callable[[int], Awaitable[memoryview]]
+
+
+@runtime_checkable
+class PerTierEncoding(Protocol):
+    """A store with tiers that can hold different encodings of a block."""
+
+    def links(self) -> Sequence[LinkSpeed]:
+        """Measured speed of each tier; always the same objects."""
+        ...
+
+    async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
+        """As `Store.put`, with a payload for each tier.
+
+        Args:
+            form_of: called when a payload is needed, for one tier at a time, and at most once for
+                each. It is not called for tiers that take no block now.
+
+        Raises: as `Store.put`; the error of `form_of`, if no tier has the block then.
+        """
+        ...
+
+
+# ---- where a store is ----
+
+
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace that a store holds blocks of."""
+    """A namespace that has blocks in a store."""
 
     digest: Digest
-    fields: dict[str, str]  # as `Namespace.describe` gave them; empty if that cannot be read
+    fields: dict[str, str]  # from `Namespace.describe`; empty if the description is unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One layer of a store, and the layers below it. Holds no passwords, tokens or keys."""
+
+    layer: str  # name of the class
+    settings: Mapping[str, object] = field(default_factory=dict)  # units in names: `capacity_bytes`
+    inner: tuple["Description", ...] = ()  # several: tiers, fastest first
 
 
 class StoreSource(Protocol):
-    """Where a store is: what one URL says. Made by the `parse` function of its scheme.
+    """Where a store is: the contents of one URL. Created by the `parse` function of its scheme.
 
-    Making one does no I/O. A third party names its own `parse(url: StoreUrl) -> StoreSource` in
-    the entry-point group `sglang_cake.stores`, under its scheme.
+    Creating one does no I/O. A third party registers its own `parse(url: StoreUrl) -> StoreSource`
+    in the entry-point group `sglang_cake.stores`, under its scheme. A source may also have
+    `describe() -> Description`, which does no I/O.
     """
 
     def check(self) -> None:
-        """Find out now, before a model is loaded, whether the store can be used at all.
+        """Check, before a model is loaded, whether the store can be used at all.
 
-        What may heal by itself (a server that is down) is no reason to refuse.
+        Faults that may be temporary (a server that is down) are not reported.
         Raises: ConfigError, one line that says what to do.
         """
         ...
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
-        """Open one namespace of it; the caller closes it. May block on a disk for a moment.
+        """Open one namespace; the caller closes it. May block on a disk for a moment.
 
-        Args: depth: calls of each kind that the store should be able to serve at once.
-        Raises: StoreUnavailable; ConfigError if what is there describes something else.
+        Args:
+            depth: calls of each kind that the store should be able to serve at once.
+
+        Raises: StoreUnavailable; ConfigError if the namespace that is there is another one.
         """
         ...
 
     async def namespaces(self) -> list[StoredNamespace]:
-        """What the store holds blocks of, for tools. Raises: StoreUnavailable."""
+        """Namespaces that have blocks in the store, for tools. Raises: StoreUnavailable."""
         ...
+
+
+def describe(source: StoreSource) -> Description:
+    """Description of a source; of a source that has none, only its class."""
+    if not hasattr(source, "describe"):
+        return Description(type(source).__name__)
+    found: Description = source.describe()
+    return found

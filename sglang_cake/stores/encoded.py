@@ -1,4 +1,4 @@
-"""Blocks that lie encoded in another store, and how a server's store is opened with a codec."""
+"""Encoding of blocks in front of another store."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from sglang_cake.codecs.blocks import takes_lossy
-from sglang_cake.codecs.frame import BlockFrame, encoded_frame
 from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.buffers import TellBytes, on_page
@@ -20,31 +19,28 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, StoreError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, StoreSource
-from sglang_cake.stores.open_store import open_store
-from sglang_cake.stores.per_tier_encoding import FormOf, LinkSpeed, PerTierEncoding
+from sglang_cake.stores.base import FormOf, PerTierEncoding, Store
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
-from sglang_cake.stores.wrapper_store import CountedStore, WrapperStore, count_read, count_written
+from sglang_cake.stores.wrapper_store import WrapperStore, count_read, count_written
 
-MAX_THREADS = 4  # of decoding; encoding has one, so that no load waits behind a write
+MAX_THREADS = 4  # for decoding; encoding has a thread of its own, so that no load waits for a write
 
-# (forms of a block so far, number of a tier) -> the payload that it gets, which is among them then.
-# Called in a thread.
+# (encodings of a block so far, index of a tier) -> payload for this tier, which is then one of
+# them. Called in a thread.
 Encode = Callable[[Forms, int], memoryview]
 
 
 def decode_threads(depth: int) -> int:
-    """How many blocks are decoded at once, of `depth` that may be read at once."""
+    """Number of threads that decode, for `depth` concurrent reads."""
     return max(1, min(MAX_THREADS, depth, len(os.sched_getaffinity(0)) // 2))
 
 
 class EncodedStore(WrapperStore):
-    """Implements `Store`, but for what `on_device` says. What is read is decoded by what stands in
-    front of it.
+    """Implements `Store`, except with `on_device`.
 
-    Of at most `depth` reads and `depth` writes, a read has a buffer of one payload, and a write one
-    for each form of its block: no more than there are tiers.
+    A payload names its own codec, so any payload is decoded, whatever `encode` makes. A read uses a
+    buffer of one payload. A write uses one for each encoding of its block, at most one per tier.
     """
 
     def __init__(
@@ -61,41 +57,52 @@ class EncodedStore(WrapperStore):
         on_device: bool = False,
     ) -> None:
         """Args:
-        inner: of encoded blocks; it is closed with this store.
-        link: is told how fast `inner` is.
-        payload_bytes: of an encoded block, at most.
-        depth: reads, and writes, at once; more of them wait.
-        by_tier: if `inner` has tiers, `encode` is asked for each; if not, one form is for all.
-        on_device: `get_into` fills memory of `payload_bytes` with a payload that a device is to
-            decode (`catalogue.prepare`), and not with a block.
+        inner: holds encoded blocks; closed with this store.
+        link: the speed of `inner` is recorded there.
+        payload_bytes: limit for an encoded block.
+        depth: concurrent reads, and concurrent writes; further ones wait.
+        by_tier: call `encode` for each tier of `inner`, if it has tiers; else once.
+        on_device: `get_into` fills memory of `payload_bytes` with a payload to be decoded by a
+            device (`catalogue.prepare`), instead of a block.
         """
         super().__init__(inner)
-        self._layout, self._encode = layout, encode
+        self._layout = layout
+        self._encode = encode
         self._tiers = inner if by_tier and isinstance(inner, PerTierEncoding) else None
-        self._link, self._counters = link, counters
-        self._payload_bytes, self._on_device = payload_bytes, on_device
-        self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
+        self._link = link
+        self._counters = counters
+        self._payload_bytes = payload_bytes
+        self._on_device = on_device
+        self._reading = asyncio.Semaphore(depth)
+        self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
         self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
         self._encoders = ThreadPoolExecutor(1, "cake-encode")
 
+    @property
+    def idle_buffers(self) -> int:
+        """Number of buffers that are allocated and unused."""
+        return len(self._idle)
+
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """As in `Store`, without progress. A block that passed its checksum and cannot be decoded
-        is deleted."""
+        """As in `Store`, without progress.
+
+        A block that passes its checksum and cannot be decoded is deleted.
+        """
         async with self._reading, self._lent() as take:
             payload = out if self._on_device else take()
             begun_s = time.monotonic()
-            size_bytes = await self._inner.get_into(key, payload)
+            size_bytes = await self.inner.get_into(key, payload)
             self._link.read.landed(size_bytes, begun_s, time.monotonic())
             count_read(self._counters, size_bytes)
             try:
                 work = functools.partial(self._decode, payload[:size_bytes], out)
                 await run_stoppable(self._decoders, work)
             except Malformed as error:
-                with contextlib.suppress(StoreError):  # it stays, and fails again
-                    await self._inner.delete(key)
+                with contextlib.suppress(StoreError):  # the next read fails again
+                    await self.inner.delete(key)
                 raise BlockCorrupt(f"{key.hex()}: {error}") from None
             return out.nbytes
 
@@ -120,7 +127,7 @@ class EncodedStore(WrapperStore):
             return await self._tiers.put_forms(key, form_of)
         payload = await form_of(0)
         begun_s = time.monotonic()
-        fresh = await self._inner.put(key, payload)
+        fresh = await self.inner.put(key, payload)
         if fresh:
             self._link.written.landed(payload.nbytes, begun_s, time.monotonic())
         return fresh
@@ -136,13 +143,13 @@ class EncodedStore(WrapperStore):
         """Calls that have not reached the inner store fail."""
         for pool in (self._decoders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
-        await self._inner.close()
+        await self.inner.close()
         for pool in (self._decoders, self._encoders):
             await asyncio.to_thread(pool.shutdown)
 
     @asynccontextmanager
     async def _lent(self) -> AsyncIterator[Callable[[], memoryview]]:
-        """Gives buffers, also to other threads, until it ends."""
+        """A thread-safe function that gives a buffer, which is returned at the end."""
         lent: list[memoryview] = []
 
         def take() -> memoryview:
@@ -165,43 +172,32 @@ class EncodedStore(WrapperStore):
         ready(self._layout, payload, out.cast("B"))
 
 
-def open_blocks(
-    sources: list[StoreSource],
-    namespace: Namespace,
+def encoded_store(
+    inner: Store,
     layout: BlockLayout,
+    chains: dict[str, Chain],
     *,
     codec: str,
+    max_error: float,
+    payload_bytes: int,
     depth: int,
-    max_error: float = 0.0,
-    rope_theta: float | None = None,
-    counters: Counters | None = None,
-    on_device: bool = False,
-) -> Store:
-    """Open a namespace whose blocks are encoded by `codec`; the caller closes it. Compiles what the
-    codec needs, which takes seconds the first time.
+    counters: Counters,
+    on_device: bool,
+) -> EncodedStore:
+    """A store of blocks that are encoded by `codec`.
 
     Args:
-        namespace: it names the codec.
+        inner: as for `EncodedStore`. With `auto` and tiers, the codec is chosen for each tier.
+        chains: from `chains_of`.
         max_error: of `auto`.
-        rope_theta: see `catalogue.chain_of`.
-        on_device: see `EncodedStore`; of blocks that are not encoded it says nothing.
-    Raises: StoreUnavailable; ConfigError, also if the codec cannot take such blocks.
     """
-    counters = counters or Counters()
-    if codec == RAW:
-        return CountedStore(
-            open_store(sources, BlockFrame(namespace, layout), depth=depth), counters
-        )
     from sglang_cake.codecs.encoders import BestCodec, OneCodec
 
-    chains = _chains(layout, codec, max_error, rope_theta)
-    frame = encoded_frame(namespace, layout, codec)
-    inner, link = open_store(sources, frame, depth=depth), LinkSpeed()
-    links = inner.links() if isinstance(inner, PerTierEncoding) else [link]
-    encode = (
-        OneCodec(layout, codec, chains[codec]).encode
-        if codec != AUTO
-        else BestCodec(
+    link = LinkSpeed()
+    encode: Encode
+    if codec == AUTO:
+        links = inner.links() if isinstance(inner, PerTierEncoding) else [link]
+        encode = BestCodec(
             layout,
             chains,
             max_error=max_error,
@@ -210,14 +206,15 @@ def open_blocks(
             counters=counters,
             on_device=on_device,
         ).encode
-    )
+    else:
+        encode = OneCodec(layout, codec, chains[codec]).encode
     return EncodedStore(
         inner,
         layout,
         encode,
         link=link,
         counters=counters,
-        payload_bytes=frame.payload_bytes,
+        payload_bytes=payload_bytes,
         depth=depth,
         by_tier=codec == AUTO,
         on_device=on_device,
@@ -227,15 +224,18 @@ def open_blocks(
 def check_codec(
     layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
 ) -> None:
-    """Raises: ConfigError if the codec cannot take such blocks."""
+    """Raises: ConfigError if the codec cannot encode such blocks."""
     if codec != RAW:
-        _chains(layout, codec, max_error, rope_theta)
+        chains_of(layout, codec, max_error, rope_theta)
 
 
-def _chains(
+def chains_of(
     layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
 ) -> dict[str, Chain]:
-    """What may be chosen, by codec, compiled. Raises: ConfigError."""
+    """Compiled chains of all codecs that may be used, by codec.
+
+    Raises: ConfigError if a codec cannot encode such blocks.
+    """
     from sglang_cake.codecs.catalogue import chain_of
 
     named: tuple[str, ...] = (codec,)

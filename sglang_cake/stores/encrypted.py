@@ -1,4 +1,4 @@
-"""Blocks that lie encrypted in another store: AES-256-GCM, with a key of the namespace's own."""
+"""Encryption of blocks in front of another store: AES-256-GCM, with one key per namespace."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,13 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from sglang_cake.codecs.frame import (
     NONCE_BYTES,
@@ -25,95 +27,141 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, StoredNamespace, StoreSource
-from sglang_cake.stores.key_file import read_key_file
+from sglang_cake.core.secret_file import read_key
+from sglang_cake.stores.base import Description, Store, StoredNamespace, StoreSource, describe
 from sglang_cake.stores.threads import check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore
 
-# One thread does some GB/s where the CPU has AES instructions; the second is for the writer, so
-# that a read does not wait behind it.
+# One thread encrypts some GB/s where the CPU has AES instructions. The second thread is for the
+# writer, so that a read does not wait for a write.
 THREADS = 2
-MAX_BLOCK_BYTES = 2**31 - 1 - SEALED_BYTES  # what the library takes at once
+KEY_BYTES = 32
+MAX_BLOCK_BYTES = 2**31 - 1 - SEALED_BYTES  # limit of the library for one call
+_MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE)"
 
 
-class Sealer:
-    """Seals and opens the blocks of one namespace. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class MasterKey:
+    """Key of a store. It encrypts nothing itself: a key is derived from it for each namespace.
 
-    A nonce is 96 random bits. Two blocks of a namespace that had the same one would betray each
-    other; below 2^32 puts, that has a probability of less than 2^-32 (NIST SP 800-38D, 8.3).
+    So blocks of different namespaces never share a key and a nonce.
+    """
+
+    secret: bytes = field(repr=False)  # KEY_BYTES
+
+    @property
+    def name(self) -> str:
+        """16 hex digits that identify the key and do not reveal it."""
+        return self._derived(b"name", 8).hex()
+
+    def block_key(self, namespace: Digest) -> bytes:
+        """Key of one namespace, KEY_BYTES long."""
+        return self._derived(b"blocks" + namespace, KEY_BYTES)
+
+    def _derived(self, purpose: bytes, length: int) -> bytes:
+        info = b"sglang_cake seal v1 " + purpose
+        return HKDF(algorithm=SHA256(), length=length, salt=None, info=info).derive(self.secret)
+
+
+def read_key_file(path: Path) -> MasterKey:
+    """Read 64 hex digits from a file that only its owner may read or write.
+
+    Raises: ConfigError, one line that says what to do and does not quote the file.
+    """
+    return MasterKey(read_key(path, name="key file", hint=_MAKE_ONE))
+
+
+class BlockCipher:
+    """Encrypts and decrypts the blocks of one namespace. Thread-safe.
+
+    A nonce is 96 random bits. Two blocks of a namespace with the same nonce would reveal their
+    difference. Below 2^32 puts the probability of that is less than 2^-32 (NIST SP 800-38D, 8.3).
     """
 
     def __init__(self, key: bytes, namespace: Digest) -> None:
-        """Args: key: of this namespace alone."""
-        self._cipher, self._namespace = AESGCM(key), namespace
-
-    def seal(self, key: BlockKey, block: memoryview, sealed: memoryview) -> None:
-        """Fill `sealed` ("B", SEALED_BYTES longer than `block`)."""
-        nonce = os.urandom(NONCE_BYTES)
-        sealed[:NONCE_BYTES] = nonce
-        self._cipher.encrypt_into(nonce, block, self._namespace + key, sealed[NONCE_BYTES:])
-
-    def open(self, key: BlockKey, sealed: memoryview, block: memoryview) -> None:
-        """Fill `block` ("B") with what was sealed as the block of `key`.
-
-        Raises: BlockCorrupt if `sealed` is anything else; `block` is then undefined.
+        """Args:
+        key: used for this namespace only, KEY_BYTES long.
         """
-        nonce = sealed[:NONCE_BYTES]
+        self._cipher = AESGCM(key)
+        self._namespace = namespace
+
+    def encrypt(self, key: BlockKey, block: memoryview, encrypted: memoryview) -> None:
+        """Fill `encrypted` ("B", SEALED_BYTES longer than `block`)."""
+        nonce = os.urandom(NONCE_BYTES)
+        encrypted[:NONCE_BYTES] = nonce
+        self._cipher.encrypt_into(nonce, block, self._namespace + key, encrypted[NONCE_BYTES:])
+
+    def decrypt(self, key: BlockKey, encrypted: memoryview, block: memoryview) -> None:
+        """Fill `block` ("B") with the block of `key`.
+
+        Raises: BlockCorrupt if `encrypted` was not made by `encrypt` with this key and this block
+            key; `block` is then undefined.
+        """
+        nonce = encrypted[:NONCE_BYTES]
         try:
-            self._cipher.decrypt_into(nonce, sealed[NONCE_BYTES:], self._namespace + key, block)
+            self._cipher.decrypt_into(nonce, encrypted[NONCE_BYTES:], self._namespace + key, block)
         except InvalidTag:
-            raise BlockCorrupt(f"{key.hex()} is not what was sealed with this key") from None
+            raise BlockCorrupt(f"{key.hex()} was not encrypted with this key") from None
 
 
 class EncryptedStore(WrapperStore):
-    """Implements `Store`. Every call has a buffer of one sealed block, at most `depth` for reads
-    and `depth` for writes; bytes are copied only by being encrypted and decrypted."""
+    """Implements `Store`. A read or write uses a buffer of one encrypted block.
 
-    def __init__(self, inner: Store, sealer: Sealer, *, block_bytes: int, depth: int) -> None:
+    Encryption and decryption are the only copies.
+    """
+
+    def __init__(self, inner: Store, cipher: BlockCipher, *, block_bytes: int, depth: int) -> None:
         """Args:
-        inner: of blocks that are SEALED_BYTES longer; it is closed with this store.
-        block_bytes: of a payload that is not sealed, at most.
-        depth: reads, and writes, at once; more of them wait.
+        inner: holds blocks that are SEALED_BYTES longer; closed with this store.
+        block_bytes: limit for a payload before encryption.
+        depth: concurrent reads, and concurrent writes; further ones wait.
         """
         super().__init__(inner)
-        self._sealer = sealer
+        self._cipher = cipher
         self._block_bytes = block_bytes
-        self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
+        self._reading = asyncio.Semaphore(depth)
+        self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
         self._threads = ThreadPoolExecutor(THREADS, "cake-seal")
+
+    @property
+    def idle_buffers(self) -> int:
+        """Number of buffers that are allocated and unused."""
+        return len(self._idle)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """As in `Store`, without progress. A block that was forged is deleted: unlike one that was
-        damaged, the inner store has no way to notice."""
+        """As in `Store`, without progress.
+
+        A forged block is deleted, since the inner store cannot detect it as it does a damaged one.
+        """
         assert out.nbytes == self._block_bytes, out.nbytes
-        async with self._buffer(self._reading) as sealed:
-            size_bytes = await self._inner.get_into(key, sealed) - SEALED_BYTES
+        async with self._buffer(self._reading) as buffer:
+            size_bytes = await self.inner.get_into(key, buffer) - SEALED_BYTES
             try:
                 if size_bytes < 0:
-                    raise BlockCorrupt(f"{key.hex()} is shorter than any sealed block")
+                    raise BlockCorrupt(f"{key.hex()} is shorter than any encrypted block")
+                encrypted = buffer[: size_bytes + SEALED_BYTES]
                 view = out.cast("B")[:size_bytes]
-                await self._in_thread(
-                    self._sealer.open, key, sealed[: size_bytes + SEALED_BYTES], view
-                )
+                await self._in_thread(self._cipher.decrypt, key, encrypted, view)
                 return size_bytes
             except BlockCorrupt:
-                with contextlib.suppress(StoreError):  # it stays, and fails again
-                    await self._inner.delete(key)
+                with contextlib.suppress(StoreError):  # it stays, and the next read fails again
+                    await self.inner.delete(key)
                 raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert data.nbytes <= self._block_bytes, data.nbytes
         async with self._buffer(self._writing) as buffer:
-            sealed = buffer[: data.nbytes + SEALED_BYTES]
-            await self._in_thread(self._sealer.seal, key, data.cast("B"), sealed)
-            return await self._inner.put(key, sealed)
+            encrypted = buffer[: data.nbytes + SEALED_BYTES]
+            await self._in_thread(self._cipher.encrypt, key, data.cast("B"), encrypted)
+            return await self.inner.put(key, encrypted)
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        await self._inner.close()
+        await self.inner.close()
         await asyncio.to_thread(self._threads.shutdown)
 
     @asynccontextmanager
@@ -132,8 +180,8 @@ class EncryptedStore(WrapperStore):
         source: memoryview,
         target: memoryview,
     ) -> None:
-        # The cipher lets go of the GIL, but cannot be stopped half-way: a cancelled caller waits
-        # for it, some milliseconds for a large block.
+        # The cipher releases the GIL and cannot be interrupted. A cancelled caller waits for it,
+        # some milliseconds for a large block.
         def run(stop: threading.Event) -> None:
             check_stop(stop)
             work(key, source, target)
@@ -143,13 +191,13 @@ class EncryptedStore(WrapperStore):
 
 @dataclass(frozen=True, slots=True)
 class EncryptedSource:
-    """Implements `StoreSource`: another source, whose blocks are sealed with the key of a file.
+    """Implements `StoreSource`: another source, whose blocks are encrypted with the key of a file.
 
-    It shows what was sealed with this key, and nothing else that may be stored there.
+    Other blocks in that store are not visible.
     """
 
     inner: StoreSource
-    key_file: Path  # read when the store is checked and whenever a namespace is opened
+    key_file: Path  # read by every method
 
     def check(self) -> None:
         read_key_file(self.key_file)
@@ -157,31 +205,35 @@ class EncryptedSource:
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         if frame.payload_bytes > MAX_BLOCK_BYTES:
-            raise ConfigError(f"blocks of {frame.payload_bytes} bytes are too large to be sealed")
+            raise ConfigError(f"blocks of {frame.payload_bytes} bytes are too large to encrypt")
         master = read_key_file(self.key_file)
-        sealed = sealed_frame(frame, master.name)
+        stored = sealed_frame(frame, master.name)
         return EncryptedStore(
-            self.inner.open(sealed, depth=depth),
-            Sealer(master.block_key(sealed.digest), sealed.digest),
+            self.inner.open(stored, depth=depth),
+            BlockCipher(master.block_key(stored.digest), stored.digest),
             block_bytes=frame.payload_bytes,
             depth=depth,
         )
 
     def stored_frame(self, frame: BlockFrame) -> BlockFrame:
-        """How the blocks of `frame` lie in the inner store. Raises: ConfigError."""
+        """Frame of the encrypted blocks in the inner store. Raises: ConfigError."""
         return sealed_frame(frame, read_key_file(self.key_file).name)
 
     async def namespaces(self) -> list[StoredNamespace]:
-        """Those of this key, as they were before they were sealed. Raises: ConfigError."""
+        """Namespaces that this key encrypted, as they are named outside. Raises: ConfigError."""
         name = read_key_file(self.key_file).name
-        found = (_unsealed(stored, name) for stored in await self.inner.namespaces())
+        found = (_plain(stored, name) for stored in await self.inner.namespaces())
         return [stored for stored in found if stored is not None]
 
+    def describe(self) -> Description:
+        settings = {"key_file": str(self.key_file)}
+        return Description("EncryptedStore", settings, (describe(self.inner),))
 
-def _unsealed(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:
-    """What `EncryptedSource.open` needs to open `stored`; None if it cannot be opened."""
+
+def _plain(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:
+    """The namespace that `EncryptedSource.open` opens as `stored`; None if there is none."""
     plain = {name: value for name, value in stored.fields.items() if name != SEALED_FIELD}
-    try:  # the description is anybody's: it may hold more than text
+    try:  # the description is untrusted: it may hold more than text
         namespace = Namespace(tuple(plain.items()))
         if sealed_namespace(namespace, key_name).digest() != stored.digest:
             return None

@@ -1,4 +1,4 @@
-"""A store in a dict: the fast fake of tests and the store of the simulator."""
+"""A store in a dict, for tests and for the simulator."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -9,24 +9,28 @@ from sglang_cake.stores.base import BlockInfo, StoreStats
 
 
 class MemoryStore:
-    """Implements `Store` without any waiting; bounded only by what is put into it."""
+    """Implements `Store` without waiting. Unbounded.
+
+    Attributes:
+        blocks: payload by key.
+    """
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, bytes] = {}
+        self.blocks: dict[BlockKey, bytes] = {}
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._check_open()
-        return [key in self._blocks for key in keys]
+        return [key in self.blocks for key in keys]
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         self._check_open()
-        block = self._blocks.get(key)
+        block = self.blocks.get(key)
         if block is None:
             raise BlockMissing(key.hex())
         if progress is not None:
@@ -38,24 +42,24 @@ class MemoryStore:
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         self._check_open()
-        if key in self._blocks:
+        if key in self.blocks:
             return False
-        self._blocks[key] = bytes(data)
+        self.blocks[key] = bytes(data)
         return True
 
     async def delete(self, key: BlockKey) -> None:
         self._check_open()
-        self._blocks.pop(key, None)
+        self.blocks.pop(key, None)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         self._check_open()
-        for key, block in list(self._blocks.items()):
+        for key, block in list(self.blocks.items()):
             yield BlockInfo(key, len(block))
 
     async def stats(self) -> StoreStats:
         self._check_open()
-        held_bytes = sum(map(len, self._blocks.values()))
-        return StoreStats(len(self._blocks), held_bytes, held_bytes)
+        held_bytes = sum(map(len, self.blocks.values()))
+        return StoreStats(len(self.blocks), held_bytes, held_bytes)
 
     async def close(self) -> None:
         self._closed = True

@@ -1,23 +1,144 @@
-"""From a user's URLs to one open store."""
+"""From the URLs of a setting to one open store. Every layer between a loader and its bytes is added
+here. Outermost first; a layer in brackets exists only with the setting beside it:
+
+    [RecordingStore]            a trace file
+      CountedStore              codec `raw`, or
+      EncodedStore              any other codec
+        [TieredStore]           several URLs, one tier each
+          [LazyStore]           a tier that could not be opened yet
+            [EncryptedStore]    ?key_file=
+              [ThrottledStore]  ?bandwidth=
+                FileStore, HttpStore, S3Store, MooncakeStore, or a third party's store
+"""
 
 import asyncio
+import importlib
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Final
 
-from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.codecs.frame import BlockFrame, encoded_frame
+from sglang_cake.core.codec_names import RAW
+from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.base import Store, StoreSource
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import Description, Store, StoreSource, describe
+from sglang_cake.stores.encoded import chains_of, encoded_store
+from sglang_cake.stores.file.file_store import default_source
+from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.lazy_store import LazyStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
+from sglang_cake.stores.url import (
+    DEFAULT_POLICY,
+    StoreUrl,
+    absolute_path,
+    parse_bandwidth,
+    split_urls,
+)
+from sglang_cake.stores.wrapper_store import CountedStore
+
+ENTRY_POINTS: Final = "sglang_cake.stores"
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltIn:
+    """A scheme of this package. Its module is imported when a URL has the scheme."""
+
+    module: str  # has `parse`
+    requires: str = ""  # module of an optional package
+    package: str = ""
+    extra: str = ""  # installs the package
+    library: str = ""  # name of the package in messages
+    needs: str = ""  # how to install what the package itself loads
+
+
+_FILE = _BuiltIn("sglang_cake.stores.file.file_store")
+_HTTP = _BuiltIn("sglang_cake.stores.http.http_source")
+BUILT_IN: Final = {
+    "file": _FILE,
+    "http": _HTTP,
+    "https": _HTTP,
+    "mooncake": _BuiltIn(
+        "sglang_cake.stores.mooncake.mooncake_store",
+        requires="mooncake.store",
+        package="mooncake-transfer-engine",
+        extra="mooncake",
+        library="Mooncake",
+        needs="on Debian or Ubuntu: apt-get install libibverbs1 libnuma1",
+    ),
+    "s3": _BuiltIn(
+        "sglang_cake.stores.s3.s3_store",
+        requires="aiobotocore.session",
+        package="aiobotocore",
+        extra="s3",
+        library="aiobotocore",
+        needs="install the version of the extra",
+    ),
+}
+
+
+def open_blocks(
+    sources: list[StoreSource],
+    namespace: Namespace,
+    layout: BlockLayout,
+    *,
+    codec: str,
+    depth: int,
+    max_error: float = 0.0,
+    rope_theta: float | None = None,
+    counters: Counters | None = None,
+    on_device: bool = False,
+    trace: TraceFile | None = None,
+) -> Store:
+    """Open a namespace for a server; the caller closes it.
+
+    Compiles the kernels of the codec, which takes seconds the first time.
+
+    Args:
+        namespace: names the codec.
+        max_error: of `auto`.
+        rope_theta: see `catalogue.chain_of`.
+        on_device: see `EncodedStore`; ignored with codec `raw`.
+        trace: accesses are recorded there; it stays open when the store is closed.
+
+    Raises: StoreUnavailable; ConfigError, also if the codec cannot encode such blocks.
+    """
+    counters = counters or Counters()
+    store: Store
+    if codec == RAW:
+        inner = open_store(sources, BlockFrame(namespace, layout), depth=depth)
+        store = CountedStore(inner, counters)
+    else:
+        chains = chains_of(layout, codec, max_error, rope_theta)
+        frame = encoded_frame(namespace, layout, codec)
+        store = encoded_store(
+            open_store(sources, frame, depth=depth),
+            layout,
+            chains,
+            codec=codec,
+            max_error=max_error,
+            payload_bytes=frame.payload_bytes,
+            depth=depth,
+            counters=counters,
+            on_device=on_device,
+        )
+    return store if trace is None else RecordingStore(store, trace)
 
 
 def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> Store:
-    """Open one namespace of the store; the caller closes it. May block on a disk for a moment.
+    """Open a namespace without codec; the caller closes it. May block on a disk for a moment.
 
-    Several sources are the tiers of one store, fastest first. One of them that cannot be opened now
-    is opened when it can; the first that can be opened is enough.
+    Several sources are the tiers of one store, fastest first. A tier that cannot be opened now is
+    opened later; one open tier is enough.
 
-    Args: depth: calls of each kind that should be served at once.
-    Raises: StoreUnavailable; ConfigError if what is there describes something else.
+    Args:
+        depth: calls of each kind that should be served at once.
+
+    Raises: StoreUnavailable; ConfigError if the namespace that is there is another one.
     """
     if len(sources) == 1:
         return sources[0].open(frame, depth=depth)
@@ -43,7 +164,83 @@ def _close_all(stores: list[Store]) -> None:
         for store in stores:
             await store.close()
 
-    # In a thread of its own: this one may be running an event loop.
+    # In a thread of its own, since this thread may run an event loop.
     thread = threading.Thread(target=lambda: asyncio.run(close()), name="cake-close")
     thread.start()
     thread.join()
+
+
+def describe_store(sources: list[StoreSource], codec: str = RAW) -> Description:
+    """Layers that `open_blocks` opens for a server without a trace file. Opens nothing."""
+    tiers = tuple(describe(source) for source in sources)
+    inner = tiers[0] if len(tiers) == 1 else Description("TieredStore", {}, tiers)
+    if codec == RAW:
+        return Description("CountedStore", {}, (inner,))
+    return Description("EncodedStore", {"codec": codec}, (inner,))
+
+
+def sources_of_setting(setting: str | None, policy: str) -> list[StoreSource]:
+    """Sources of `--cake-store`; None is a file store in the user's cache folder.
+
+    Raises: ConfigError.
+    """
+    return [default_source(policy)] if setting is None else parse_sources(setting, policy)
+
+
+def parse_sources(
+    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True
+) -> list[StoreSource]:
+    """Sources of `URL[,URL...]`, fastest first. No I/O but imports.
+
+    Args:
+        policy: eviction policy of file stores whose URL names none.
+        reads_count: reads are accesses for eviction.
+
+    Raises: ConfigError, one line that names the bad part and the allowed values.
+    """
+    return [_source(url) for url in split_urls(text, policy, reads_count=reads_count)]
+
+
+def _source(url: StoreUrl) -> StoreSource:
+    """Source of one URL. The limited link carries ciphertext."""
+    bytes_per_s = url.option("bandwidth", parse_bandwidth, 0.0)
+    key_file = url.option("key_file", absolute_path, None)
+    source = _parser(url)(url)
+    url.finish()
+    if bytes_per_s:
+        source = ThrottledSource(source, bytes_per_s)
+    if key_file is None:
+        return source
+    from sglang_cake.stores.encrypted import EncryptedSource  # imports cryptography
+
+    return EncryptedSource(source, key_file)
+
+
+def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
+    """The function `parse` of the scheme. Raises: ConfigError."""
+    parse: Callable[[StoreUrl], StoreSource]
+    built_in = BUILT_IN.get(url.scheme)
+    if built_in is not None:
+        try:
+            if built_in.requires:
+                importlib.import_module(built_in.requires)
+        except ModuleNotFoundError:
+            raise url.error(
+                f"needs {built_in.package}: pip install 'sglang-cake[{built_in.extra}]'"
+            ) from None
+        except ImportError as error:
+            raise url.error(
+                f"{built_in.library} cannot be loaded ({error}); {built_in.needs}"
+            ) from None
+        parse = importlib.import_module(built_in.module).parse
+        return parse
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if url.scheme not in others:
+        allowed = ", ".join(sorted(BUILT_IN.keys() | others.keys()))
+        raise url.error(f"unknown scheme {url.scheme!r}, allowed: {allowed}")
+    try:
+        parse = others[url.scheme].load()
+    except Exception as error:  # third-party code may raise anything
+        why = " ".join(str(error).split())
+        raise url.error(f"{others[url.scheme].value} cannot be imported: {why}") from None
+    return parse

@@ -1,9 +1,9 @@
-"""Which of a prompt's blocks are stored, found out with few questions.
+"""Which blocks of a prompt are stored, for stores that look up one key per request.
 
-For stores that answer for one key at a time. A prompt's blocks are usually stored from the first
-to some last one, so a few keys far apart are asked at once, then only what lies between a yes and
-a no. Between two answers that are the same, the same is assumed: a block that is missing between
-two that are there is noticed when it is read. Up to `at_most` keys, every one is asked.
+The stored blocks of a prompt are usually its first ones. So the first round looks up a few keys far
+apart, and each further round looks up keys between a stored one and a missing one. Between two
+equal answers the same answer is assumed; a missing block between two stored ones is noticed when it
+is read. If there are at most `at_most` keys, every key is looked up.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_cake.core.keys import BlockKey
 
-EXACT_KEYS = 16  # of so many, every one is asked, of every store
+EXACT_KEYS = 16  # up to so many keys, every store looks up every key
 
 
 async def probe(
@@ -23,9 +23,9 @@ async def probe(
     at_once: int,
     rounds: int,
 ) -> list[bool]:
-    """Which of `keys` are stored, as far as `rounds` rounds of `at_once` questions show.
+    """Which of `keys` are stored, by at most `rounds` rounds of `at_once` lookups.
 
-    Failed or cancelled, it leaves no question behind. Raises: what `has` raises.
+    Raises: the errors of `has`. After an error or a cancellation no lookup goes on.
     """
     known: dict[int, bool] = {}
     for _ in range(rounds):
@@ -40,19 +40,21 @@ async def probe(
 async def _ask(
     has: Callable[[BlockKey], Coroutine[Any, Any, bool]], keys: Sequence[BlockKey]
 ) -> list[bool]:
-    asking = [asyncio.ensure_future(has(key)) for key in keys]
+    lookups = [asyncio.ensure_future(has(key)) for key in keys]
     try:
-        return await asyncio.gather(*asking)
+        return await asyncio.gather(*lookups)
     finally:
-        for question in asking:  # one failed, or nobody wants to know any more
-            question.cancel()
-        await asyncio.wait(asking)
+        for lookup in lookups:
+            lookup.cancel()
+        await asyncio.wait(lookups)
 
 
 def next_probes(count: int, known: Mapping[int, bool], at_most: int) -> list[int]:
-    """Which of the positions 0 to `count - 1` to ask next, ascending; empty when all is clear.
+    """Positions from 0 to `count - 1` to look up next, ascending; empty when nothing is open.
 
-    Args: known: the answers so far; at_most: questions that may be open at once, at least 2.
+    Args:
+        known: answers so far, by position.
+        at_most: limit for one round, at least 2.
     """
     if not known:
         return _spread(-1, count, at_most) if count <= at_most else _with_ends(count, at_most)
@@ -68,7 +70,7 @@ def next_probes(count: int, known: Mapping[int, bool], at_most: int) -> list[int
 
 
 def stored(count: int, known: Mapping[int, bool]) -> list[bool]:
-    """For every position: asked and there, or between two that are there."""
+    """For every position: known to be stored, or between two that are."""
     found = [known.get(position, False) for position in range(count)]
     for left, right in _neighbours(known):
         if known[left] and known[right]:
@@ -81,13 +83,15 @@ def _neighbours(known: Mapping[int, bool]) -> Iterator[tuple[int, int]]:
 
 
 def _with_ends(count: int, at_most: int) -> list[int]:
-    """`at_most` positions, evenly, with the first and the last: a prompt that is stored wholly, or
-    not at all, is then known after one round."""
+    """`at_most` positions at equal distances, with the first and the last.
+
+    For a prompt that is stored wholly or not at all, one round is enough.
+    """
     return [step * (count - 1) // (at_most - 1) for step in range(at_most)]
 
 
 def _spread(left: int, right: int, at_most: int) -> list[int]:
-    """At most `at_most` positions between `left` and `right`, evenly, without the two."""
+    """At most `at_most` positions at equal distances between `left` and `right`."""
     size = right - left - 1
     steps = min(at_most, size)
     return [left + step * (size + 1) // (steps + 1) for step in range(1, steps + 1)]

@@ -1,4 +1,4 @@
-"""Writes down which blocks requests have, for `sglang-cake trace replay`; no tokens, no keys."""
+"""Records which blocks requests access, for `sglang-cake trace replay`, without tokens or keys."""
 
 import hashlib
 import json
@@ -11,21 +11,22 @@ from pathlib import Path
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import Store
-from sglang_cake.stores.per_tier_encoding import put_first
+from sglang_cake.stores.base import Store, put_first
 from sglang_cake.stores.request_info import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 logger = logging.getLogger(__name__)
-MOST_REQUESTS = 4096  # whose further words are known to be of the same request
-MOST_BYTES = 1 << 30  # of the file; a block of a request takes about 20
+MOST_REQUESTS = 4096  # requests whose later reports are recognised
+MOST_BYTES = 1 << 30  # of the file; about 20 bytes per block of a request
 
 
 class TraceFile:
-    """One JSON line a request is appended: when, how long, how long a block is, what for, and its
-    blocks under names that are hashed with a salt. The salt is this process's own and is never
-    written: names mean nothing to who knows the prompts, and nothing across restarts. At
-    MOST_BYTES it ends.
+    """A file to which one JSON line per request is appended.
+
+    A line has the time, the tokens of the prompt and of a block, the workload, and a number for
+    each block. The number is a hash of the block's key with a random salt, which is never written.
+    So the numbers do not reveal prompts, not even known ones, and have no meaning after a restart.
+    Nothing is appended beyond MOST_BYTES.
     """
 
     def __init__(self, path: Path, block_tokens: int) -> None:
@@ -33,11 +34,12 @@ class TraceFile:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(fd, "a", buffering=1, encoding="ascii")
         self._left_bytes = MOST_BYTES - os.fstat(fd).st_size
-        self._salt, self._block_tokens = os.urandom(32), block_tokens
+        self._salt = os.urandom(32)
+        self._block_tokens = block_tokens
         self._written: OrderedDict[str, None] = OrderedDict()
 
     def write(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """A request's first word; what it says later is not news. Raises: OSError."""
+        """Append the first report of a request. Later ones are ignored. Raises: OSError."""
         if facts.id in self._written or not keys or self._left_bytes <= 0:
             return
         self._written[facts.id] = None
@@ -65,7 +67,7 @@ class TraceFile:
 
 
 class RecordingStore(WrapperStore):
-    """Another store, whose requests are written down."""
+    """Records the accesses to another store."""
 
     def __init__(self, inner: Store, trace: TraceFile) -> None:
         """Args: trace: stays open when this store is closed."""
@@ -82,4 +84,4 @@ class RecordingStore(WrapperStore):
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
         """As in `KnowsFirst`."""
-        return await put_first(self._inner, key, data)
+        return await put_first(self.inner, key, data)

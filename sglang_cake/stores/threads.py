@@ -1,4 +1,4 @@
-"""Blocking work in threads that a cancelled caller never leaves running behind its back."""
+"""Blocking work in threads, for coroutines that may be cancelled."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,27 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Raised inside a thread that saw its stop flag; no caller ever sees it."""
+    """Raised inside a thread that saw its stop flag. Callers never get it."""
 
 
 def check_stop(stop: threading.Event) -> None:
-    """A point where work may be given up. Raises: Stopped."""
+    """A point where work may end early. Raises: Stopped."""
     if stop.is_set():
         raise Stopped
 
 
 class DaemonPool(Executor):
-    """As `ThreadPoolExecutor`, whose threads keep the process from ending for as long as a system
-    call on a broken disk takes; these do not."""
+    """A `ThreadPoolExecutor` with daemon threads.
+
+    So a system call that hangs on a broken disk does not keep the process from ending.
+    """
 
     def __init__(self, most: int, name: str) -> None:
-        """Args: most: threads, each started when it is first needed."""
-        self._most, self._name = most, name
+        """Args:
+        most: number of threads, each started when it is first needed.
+        """
+        self._most = most
+        self._name = name
         self._lock = threading.Lock()
         self._jobs: queue.Queue[tuple[Future[Any], Callable[[], None]] | None] = queue.Queue()
         self._idle = threading.Semaphore(0)
@@ -75,7 +80,7 @@ class DaemonPool(Executor):
             self.join(None)
 
     def join(self, at_most_s: float | None) -> bool:
-        """Wait for the threads of a pool that was shut down; whether all have ended."""
+        """Wait for the threads after `shutdown`. True if all have ended."""
         until_s = None if at_most_s is None else time.monotonic() + at_most_s
         for thread in self._threads:
             thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
@@ -84,17 +89,17 @@ class DaemonPool(Executor):
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job[1]()
-            del job  # and what it refers to
+            del job  # with the buffers that it refers to
             self._idle.release()
 
 
 async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) -> T:
     """Run `work(stop)` in `pool` and return what it returns.
 
-    Raises: what `work` raises; StoreUnavailable if the pool is shut down.
-    Cancellation: work still queued never starts. Work that runs is told through `stop`, and the
-    cancellation is held back until its thread is done, because the caller will reuse the memory
-    that the thread reads or writes. So `work` should look at `stop` about every millisecond.
+    Raises: the errors of `work`; StoreUnavailable if the pool is shut down.
+    Cancellation: queued work never starts. For running work, `stop` is set, and the cancellation
+    waits for the end of the work, since the caller will reuse the memory that the thread uses. So
+    `work` should check `stop` about every millisecond.
     """
     stop = threading.Event()
     try:
@@ -106,7 +111,7 @@ async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) ->
     except asyncio.CancelledError:
         stop.set()
         queued.cancel()
-        while not queued.done():  # however often the task is cancelled meanwhile
+        while not queued.done():  # also if the task is cancelled again
             with contextlib.suppress(asyncio.CancelledError):
                 await _end_of(queued)
         raise
@@ -117,10 +122,10 @@ async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) ->
 
 
 def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":
-    """Done when `queued` is; to cancel it changes nothing for `queued`.
+    """A future that is done when `queued` is. Cancelling it does not cancel `queued`.
 
-    A call of the loop, once: `asyncio.wrap_future` and `wait` cost several times that, which is
-    much of what reading a small block takes.
+    It costs one call of the event loop. `asyncio.wrap_future` and `asyncio.wait` cost several times
+    as much, a large part of the time to read a small block.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
@@ -129,9 +134,9 @@ def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":
         if not ended.done():
             ended.set_result(None)
 
-    def tell(_: "Future[Any]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def wake_loop(_: "Future[Any]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(wake)
 
-    queued.add_done_callback(tell)
+    queued.add_done_callback(wake_loop)
     return ended

@@ -1,26 +1,27 @@
-"""A link of a stated bandwidth in front of another store."""
+"""A limit on the bandwidth of reads, in front of another store."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
+from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import Description, Store, StoredNamespace, StoreSource, describe
 from sglang_cake.stores.wrapper_store import WrapperStore
 
-# By what bytes are told to cross the link: so many, or what crosses it in so long, if that is more.
-PIECE_BYTES, PIECE_S = 1 << 16, 0.002
+# Progress is reported in pieces of PIECE_BYTES, or of the bytes of PIECE_S if that is more.
+PIECE_BYTES = 1 << 16
+PIECE_S = 0.002
 
 
 class ThrottledStore(WrapperStore):
-    """Implements `Store`: reads go one after another, first come first served.
+    """Implements `Store`: reads run one after another, in order of arrival.
 
-    A read has the link for at least its bytes divided by `bytes_per_s`. One that is cancelled
-    while it waits for the link costs the others nothing; one that is cancelled in the middle gives
-    the link back at once, and so does one that ended without a block having crossed the link.
-    Everything but reads goes straight through.
+    A read holds the link for at least its bytes divided by `bytes_per_s`. A cancelled read releases
+    the link at once, and so does a read of a missing block. Other calls are not delayed.
     """
 
     def __init__(
@@ -33,15 +34,17 @@ class ThrottledStore(WrapperStore):
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """Args:
-        block_bytes: how many crossed the link for a block that was corrupt, at most.
-        clock, sleep: seconds; tests pass their own, which go together.
+        block_bytes: bytes that are charged for a corrupt block.
+        clock, sleep: seconds.
         """
         assert bytes_per_s > 0, bytes_per_s
         super().__init__(inner)
-        self._clock, self._sleep = clock, sleep
-        self._bytes_per_s, self._block_bytes = bytes_per_s, block_bytes
+        self._clock = clock
+        self._sleep = sleep
+        self._bytes_per_s = bytes_per_s
+        self._block_bytes = block_bytes
         self._piece_bytes = max(PIECE_BYTES, int(bytes_per_s * PIECE_S))
-        self._link = asyncio.Lock()  # hands itself on in the order of asking
+        self._link = asyncio.Lock()  # fair: in order of arrival
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -49,8 +52,8 @@ class ThrottledStore(WrapperStore):
         async with self._link:
             begun_s = self._clock()
             try:
-                size_bytes = await self._inner.get_into(key, out)
-            except BlockCorrupt:  # found out only after the bytes had come over
+                size_bytes = await self.inner.get_into(key, out)
+            except BlockCorrupt:  # found only after the bytes had crossed the link
                 await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
                 raise
             if progress is not None:
@@ -64,3 +67,28 @@ class ThrottledStore(WrapperStore):
         left_s = until_s - self._clock()
         if left_s > 0:
             await self._sleep(left_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottledSource:
+    """Implements `StoreSource`: another source, whose stores have limited bandwidth."""
+
+    inner: StoreSource
+    bytes_per_s: float
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return ThrottledStore(
+            self.inner.open(frame, depth=depth),
+            bytes_per_s=self.bytes_per_s,
+            block_bytes=frame.payload_bytes,
+        )
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        return await self.inner.namespaces()
+
+    def describe(self) -> Description:
+        settings = {"bandwidth_bytes_per_s": self.bytes_per_s}
+        return Description("ThrottledStore", settings, (describe(self.inner),))

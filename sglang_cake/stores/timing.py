@@ -1,4 +1,4 @@
-"""What is late: time limits from the rate that was measured, hedges from the latencies. Pure."""
+"""Time limits from measured rates, and hedging from measured latencies. Pure."""
 
 import bisect
 import math
@@ -8,23 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TimeoutLimits:
-    """Bounds of every time limit, in seconds."""
+    """Bounds of a time limit."""
 
-    first_s: float = 20.0  # while nothing has been measured; less than the loader would wait
-    floor_s: float = 2.0  # as well
-    ceiling_s: float = 600.0  # for what is small; a large body may take SLOWEST_BYTES_PER_S
+    first_s: float = 20.0  # before the first measurement; less than the loader waits
+    floor_s: float = 2.0
+    ceiling_s: float = 600.0  # large bodies may take longer, by SLOWEST_BYTES_PER_S
 
 
 MOST_BACKOFF = 1024.0
-SLOWEST_BYTES_PER_S = 64 * 1024  # no link that is any slower is worth waiting for
+SLOWEST_BYTES_PER_S = 64 * 1024  # slower links are not waited for
 
 
 class AdaptiveTimeout:
-    """How long requests of one kind may take, as TCP does it for its retransmissions.
+    """Time limit for requests of one kind, similar to TCP's retransmission timer (RFC 6298).
 
-    A limit is SLACK times what a request of this size should take by the measured rate, deviation
-    included. A request that runs into it doubles the limits to come, up to the ceiling, until one
-    is answered: so a link that became slow costs some requests and is then waited for.
+    The limit is SLACK times the expected duration of a request of this size, by the mean and the
+    deviation of the measured time per byte. Each timeout doubles later limits, up to the ceiling,
+    until a request is answered. So a link that becomes slow costs some requests and is then waited
+    for.
     """
 
     SLACK = 8.0
@@ -32,12 +33,12 @@ class AdaptiveTimeout:
 
     def __init__(self, patience: TimeoutLimits) -> None:
         self._patience = patience
-        self._mean_s: float | None = None  # seconds a byte
+        self._mean_s: float | None = None  # per byte
         self._deviation_s = 0.0
-        self.backoff = 1.0  # a factor on every limit
+        self.backoff = 1.0  # factor of every limit
 
     def timeout_s(self, size_bytes: int) -> float:
-        """How long a request that moves `size_bytes` (at least 1) may take."""
+        """Limit for a request that transfers `size_bytes`, at least 1."""
         patience = self._patience
         if self._mean_s is None:
             usual_s = patience.first_s
@@ -47,45 +48,51 @@ class AdaptiveTimeout:
         return min(max(usual_s, patience.floor_s) * self.backoff, most_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
-        """A request that moved `size_bytes` was answered after `took_s`."""
+        """Record a request that transferred `size_bytes` in `took_s`."""
         per_byte_s = took_s / size_bytes
         self.backoff = 1.0
         if self._mean_s is None:
-            self._mean_s, self._deviation_s = per_byte_s, per_byte_s / 2
+            self._mean_s = per_byte_s
+            self._deviation_s = per_byte_s / 2
             return
         error_s = per_byte_s - self._mean_s
         self._deviation_s += self.GAIN * (abs(error_s) - self._deviation_s)
         self._mean_s += self.GAIN * error_s
 
     def was_late(self, backoff: float) -> None:
-        """A request ran into its limit, in which `backoff` was a factor. Of several that were under
-        way at once only the first one counts: the others say nothing new."""
+        """Record a timeout. Of concurrent requests only the first timeout counts.
+
+        Args:
+            backoff: value of `backoff` when the request started.
+        """
         if backoff == self.backoff:
             self.backoff = min(2 * backoff, MOST_BACKOFF)
 
 
 class Hedging:
-    """When to ask a second time for what was not answered yet, and how often at most.
+    """When to send a second request for an answer that is late, and how often at most.
 
-    The limit is a quantile of the last latencies; of the requests at most SHARE are hedged, saved
-    up to BURST, since a server that became slow for all is not helped by being asked twice.
+    The delay is a quantile of recent latencies. At most SHARE of the requests are hedged, in bursts
+    of at most BURST, so that hedging does not overload a server that is slow for all requests.
     """
 
     QUANTILE = 0.95
     WINDOW = 128
-    ENOUGH = 32  # latencies; a quantile of fewer says nothing
+    ENOUGH = 32  # latencies, for a useful quantile
     SHARE = 0.05
     BURST = 2.0
 
     def __init__(self, *, floor_s: float) -> None:
-        """Args: floor_s: never ask again before this."""
+        """Args:
+        floor_s: shortest delay.
+        """
         self._floor_s = floor_s
         self._recent: deque[float] = deque(maxlen=self.WINDOW)
         self._sorted: list[float] = []
         self._credit = 0.0
 
     def answered(self, latency_s: float) -> None:
-        """A request was answered `latency_s` after it was first asked."""
+        """Record the latency of a request, from the first of its two."""
         if len(self._recent) == self.WINDOW:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
         self._recent.append(latency_s)
@@ -93,14 +100,14 @@ class Hedging:
         self._credit = min(self._credit + self.SHARE, self.BURST)
 
     def delay_s(self) -> float | None:
-        """After how long to ask again; None: not at all."""
+        """Delay of the second request; None: send none."""
         if len(self._sorted) < self.ENOUGH or self._credit < 1:
             return None
         at = math.ceil(self.QUANTILE * len(self._sorted)) - 1
         return max(self._sorted[at], self._floor_s)
 
     def take(self) -> bool:
-        """Whether one more hedge may be sent; it is counted as sent."""
+        """Whether a second request may be sent now; counts it as sent."""
         if self._credit < 1:
             return False
         self._credit -= 1

@@ -1,4 +1,4 @@
-"""What a user may write as a store: `scheme://place?name=value&...`, several joined by commas."""
+"""Store URLs: `scheme://place?name=value&...`, several joined by commas."""
 
 import os
 import re

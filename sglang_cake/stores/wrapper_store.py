@@ -1,4 +1,4 @@
-"""A store in front of another one: what most wrappers pass on, and one that counts bytes."""
+"""Base class of stores that wrap another store, and a wrapper that counts bytes."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -6,60 +6,72 @@ from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, Store, StoreStats, remove_description
-from sglang_cake.stores.event_counts import events_of
-from sglang_cake.stores.request_info import RequestFacts, tell
-from sglang_cake.stores.tier_hints import sources_of
+from sglang_cake.stores.base import (
+    BlockInfo,
+    Store,
+    StoreStats,
+    events_of,
+    remove_description,
+    report_access,
+    sources_of,
+)
+from sglang_cake.stores.request_info import RequestFacts
 
 
 class WrapperStore:
-    """Implements `Store`: `inner`, which is closed with it. A subclass does one thing otherwise."""
+    """Implements `Store` by passing every call to `inner`, which is closed with it.
+
+    A subclass overrides the calls that it changes.
+
+    Attributes:
+        inner: the wrapped store.
+    """
 
     def __init__(self, inner: Store) -> None:
-        self._inner = inner
+        self.inner = inner
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await self._inner.contains(keys)
+        return await self.inner.contains(keys)
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`."""
-        await tell(self._inner, keys, facts)
+        await report_access(self.inner, keys, facts)
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         """As in `TierHints`."""
-        return sources_of(self._inner, keys)
+        return sources_of(self.inner, keys)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        return await self._inner.get_into(key, out, progress)
+        return await self.inner.get_into(key, out, progress)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        return await self._inner.put(key, data)
+        return await self.inner.put(key, data)
 
     async def delete(self, key: BlockKey) -> None:
-        await self._inner.delete(key)
+        await self.inner.delete(key)
 
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self._inner.list_blocks()
+        return self.inner.list_blocks()
 
     def events(self) -> Mapping[str, int]:
         """As in `Counting`."""
-        return events_of(self._inner)
+        return events_of(self.inner)
 
     async def remove_description(self) -> None:
         """As in `Describing`."""
-        await remove_description(self._inner)
+        await remove_description(self.inner)
 
     async def stats(self) -> StoreStats:
-        return await self._inner.stats()
+        return await self.inner.stats()
 
     async def close(self) -> None:
-        await self._inner.close()
+        await self.inner.close()
 
 
 class CountedStore(WrapperStore):
-    """Counts the bytes of blocks as they cross the link, header and payload."""
+    """Counts the bytes of blocks that cross the link, header and payload."""
 
     def __init__(self, inner: Store, counters: Counters) -> None:
         super().__init__(inner)
@@ -68,23 +80,23 @@ class CountedStore(WrapperStore):
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        size_bytes = await self._inner.get_into(key, out, progress)
+        size_bytes = await self.inner.get_into(key, out, progress)
         count_read(self._counters, size_bytes)
         return size_bytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        fresh = await self._inner.put(key, data)
+        fresh = await self.inner.put(key, data)
         if fresh:
             count_written(self._counters, data.nbytes)
         return fresh
 
 
 def count_read(counters: Counters, payload_bytes: int) -> None:
-    """One block came over the link."""
+    """Count one block that was read."""
     counters.add("read_blocks")
     counters.add("read_bytes", HEADER_BYTES + payload_bytes)
 
 
 def count_written(counters: Counters, payload_bytes: int) -> None:
-    """One form of a block went over the link."""
+    """Count one encoding of a block that was written."""
     counters.add("stored_bytes", HEADER_BYTES + payload_bytes)

@@ -18,9 +18,8 @@ from sglang_cake.core.counters import UNSTORED_REASONS, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
-from sglang_cake.stores.base import Store
-from sglang_cake.stores.per_tier_encoding import put_first
-from sglang_cake.stores.request_info import RequestFacts, tell
+from sglang_cake.stores.base import Store, put_first, report_access
+from sglang_cake.stores.request_info import RequestFacts
 
 logger = logging.getLogger(__name__)
 PUTS_IN_FLIGHT = 2
@@ -43,7 +42,7 @@ class WriteJob:
     blocks: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     ready: Callable[[], None]
-    facts: RequestFacts | None = None
+    facts: RequestFacts | None = None  # reported to the store before the blocks are put
 
 
 class Writer:
@@ -107,7 +106,7 @@ class Writer:
         if job.facts is not None:
             try:
                 with contextlib.suppress(StoreError):  # eviction works without the facts
-                    await tell(store, keys, job.facts)
+                    await report_access(store, keys, job.facts)
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
         puts = [

@@ -28,8 +28,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.encoded import open_blocks
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.testing.codec_contract import as_bytes, kv_like
 
 MB = 1e6

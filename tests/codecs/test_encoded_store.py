@@ -30,14 +30,13 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store
-from sglang_cake.stores.encoded import EncodedStore, open_blocks
+from sglang_cake.stores.base import Store, put_first, report_access, sources_of
+from sglang_cake.stores.encoded import EncodedStore
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.per_tier_encoding import LinkSpeed, put_first
-from sglang_cake.stores.request_info import RequestFacts, tell
+from sglang_cake.stores.open_store import open_blocks, parse_sources
+from sglang_cake.stores.request_info import RequestFacts
 from sglang_cake.stores.request_recording import RecordingStore, TraceFile
-from sglang_cake.stores.sources import parse_sources
-from sglang_cake.stores.tier_hints import sources_of
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
 from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
@@ -286,7 +285,7 @@ def test_a_store_without_books_finds_blocks_of_any_length(tmp_path: Path) -> Non
     def no_books(*args: object, **kwargs: object) -> object:
         raise module.StoreUnavailable("no books")
 
-    folder._supervisor.open = no_books  # type: ignore[method-assign, assignment]
+    folder.supervisor.open = no_books  # type: ignore[method-assign, assignment]
     assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
     assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 
@@ -382,7 +381,7 @@ def test_what_requests_tell_and_ask_goes_on_to_the_store_below() -> None:
             payload_bytes=size,
             depth=1,
         )
-        await tell(store, [KEY], facts)
+        await report_access(store, [KEY], facts)
         assert sources_of(store, [KEY]) == [3]
         await store.close()
 

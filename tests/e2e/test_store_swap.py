@@ -148,7 +148,7 @@ def test_requests_are_recorded_and_the_store_knows_what_they_are_for(
     assert read_trace(file).requests[-1].workload == "agent"
     assert len(read_trace(file).requests[-1].blocks) == 5
     assert "alice" not in file.read_text()
-    with contextlib.closing(BlockFolder(root)) as kept, kept._supervisor.open() as index:
+    with contextlib.closing(BlockFolder(root)) as kept, kept.supervisor.open() as index:
         uses = [booked.usage.context for booked in index.stored(0, 100)]
     assert sorted(use.position for use in uses) == list(range(5))
     assert {(use.workload, use.turn, use.reach) for use in uses} == {("agent", 1, 5)}

@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
-from sglang_cake.stores.eviction.cake import LOG_BENEFIT_STEP, CakePolicy, CakePrefixPolicy
 from sglang_cake.stores.eviction.reuse import ReuseFit, ReuseModel
-from sglang_cake.stores.eviction.workload import WorkloadPolicy
+from sglang_cake.stores.eviction.reuse_policies import (
+    LOG_BENEFIT_STEP,
+    CakePolicy,
+    CakePrefixPolicy,
+    WorkloadPolicy,
+)
 
 BENEFIT = Benefit(load_s=0.02)
 LIFE_S = 7.0

@@ -18,7 +18,7 @@ from sglang_cake.simulator.replay import (
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
-from sglang_cake.stores.eviction.workload import WorkloadPolicy
+from sglang_cake.stores.eviction.reuse_policies import WorkloadPolicy
 
 SIZE = 4  # tokens of a block
 
@@ -167,6 +167,14 @@ def test_next_uses():
 LINK = st.sampled_from([1e-6, 0.5, 1.0, 3.0, 1e6])
 
 
+def usages(policy):
+    """Usage of every block, which is evicted."""
+    popped = []
+    while (block := policy.pop(0.0)) is not None:
+        popped.append(block[1])
+    return popped
+
+
 def clock(load_s, pair_s=0.01):
     return SavedTime(ReplayShape("test", PrefillCost(7.0, 0.2, pair_s), load_s / SIZE), SIZE)
 
@@ -239,7 +247,7 @@ def test_turns_are_found_out_or_as_the_trace_tells_them(told, turns):
     )
     policy = new_policy("lru")
     Replay(trace, policy, 10, told_turns=told).run()
-    found = {usage.ident: usage.context.turn for usage in policy._usage.values()}
+    found = {usage.ident: usage.context.turn for usage in usages(policy)}
     assert [found[2], found[3]] == turns[1:]
     Replay(Trace(16, trace.requests[:1]), policy := new_policy("lru"), 10, told_turns=told).run()
-    assert [usage.context.turn for usage in policy._usage.values()] == turns[:1]
+    assert [usage.context.turn for usage in usages(policy)] == turns[:1]

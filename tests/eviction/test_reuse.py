@@ -95,7 +95,7 @@ def test_what_is_older_than_the_window_is_forgotten():
     model.refit(2000.0)
     before = model.fits[("", 1, 0)]
     assert model.refit(10_000.0)
-    assert not model._last_access
+    assert not model.sampled_blocks
     assert model.fits[("", 1, 0)] == before  # nothing better is known
 
 
@@ -129,7 +129,7 @@ def test_what_is_followed_is_bounded():
     model = ReuseModel()
     for ident in range(400_000):
         model.record_access(ident, ("", 1, 0), ident / 1000)
-    assert len(model._last_access) <= 32_768
+    assert model.sampled_blocks <= 32_768
 
 
 @pytest.mark.parametrize("name", ["workload", "cake"])
@@ -186,7 +186,7 @@ def test_a_restart_does_not_fit_anew_from_what_it_finds():
     assert model.refit(START_S + 1.0)
     assert model.fits_to_save() == KEPT
     assert restarted({}).fits_to_save() == {}
-    assert not restarted({})._last_access
+    assert not restarted({}).sampled_blocks
 
 
 def test_a_kept_fit_stands_until_uses_were_followed_for_long_enough():

@@ -99,14 +99,14 @@ def test_its_books_are_those_of_its_blocks(steps, fair, quota):
         taken = {}
         for owner, size in there.values():
             taken[owner] = taken.get(owner, 0) + size
-        assert policy._bytes == taken
+        assert policy.used_bytes == taken
 
 
 def test_tenants_are_bounded():
     policy = TenantPolicy(new_policy("lru"), TenantRules(fair=True))
     for tenant in range(1, 2 * MAX_TENANTS):
         policy.add(tenant, usage(tenant, tenant))
-    assert len(policy._bytes) <= MAX_TENANTS + 1
+    assert len(policy.used_bytes) <= MAX_TENANTS + 1
     for _ in range(1, 2 * MAX_TENANTS):
         policy.pop(1.0)
-    assert not policy._bytes
+    assert not policy.used_bytes

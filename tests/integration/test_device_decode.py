@@ -25,8 +25,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.memory.device_decode import decode_payload
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.stores.encoded import open_blocks
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.testing.codec_contract import LAYOUTS, SMOOTH, kv_like, odd_blocks
 
 CPU = torch.device("cpu")

@@ -42,7 +42,7 @@ class Far(WrapperStore):
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         await asyncio.sleep(self._latency_s)
-        return await self._inner.get_into(key, out, progress)
+        return await self.inner.get_into(key, out, progress)
 
 
 class SharedDevice:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_cake.loading.reading import Reading
-from sglang_cake.stores.tiers.tier_copies import PlainBuffer
+from sglang_cake.stores.tiers.tier import PlainBuffer
 
 BYTES, PATIENCE_S = 64, 60.0
 NOW_S = 0.0  # long ago: who waits until then does not wait

@@ -12,8 +12,8 @@ from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_
 A, B = key_of("a"), key_of("b")
 
 
-def opened(root, *, namespace=NAMESPACE, fsync="off", min_free_bytes=0, threads=1):
-    folder = BlockFolder(root, sync=fsync == "data", min_free_bytes=min_free_bytes)
+def opened(root, *, namespace=NAMESPACE, fsync="off", threads=1, **options):
+    folder = BlockFolder(root, sync=fsync == "data", **options)
     return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
 
 
@@ -42,8 +42,8 @@ def files_below(folder):
 def until_room_is_made(folder):
     """The background has evicted what it should. Who did it here as well would evict it twice."""
     deadline_s = time.monotonic() + 60
-    with folder._supervisor.open() as index:
-        while folder._evictor.ahead(index):
+    with folder.supervisor.open() as index:
+        while folder.evictor.ahead(index):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 
@@ -53,7 +53,7 @@ def nobody_evicts(*folders):
     """What several questions find out fits together: the background makes no room meanwhile."""
     with contextlib.ExitStack() as held:
         for folder in folders:
-            held.enter_context(folder._evictor._lock)
+            held.enter_context(folder.evictor.lock)
         yield
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.core.errors import ConfigError, StoreError
 from sglang_cake.stores.file import index_supervisor
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 NAMES = ["a", "b", "c"]

@@ -5,6 +5,7 @@ The client opens our store and does what its standard input says, one line in, o
 """
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 START_S = 120  # two slow cores that have other work
@@ -54,9 +55,10 @@ class Master:
     def url(self, segment="64MB"):
         return f"mooncake://127.0.0.1:{self.ports[0]}?segment={segment}"
 
-    def open(self, frame, *, segment="64MB", depth=4, options=""):
+    def open(self, frame, *, segment="64MB", depth=4, options="", **changed):
+        """Args: changed: fields of the source."""
         (source,) = parse_sources(self.url(segment) + options)
-        return source.open(frame, depth=depth)
+        return dataclasses.replace(source, **changed).open(frame, depth=depth)
 
     def signal(self, number):
         os.kill(self.process.pid, number)
@@ -103,14 +105,10 @@ async def how_it_ends(store, key, data):
 
 
 async def serve(url):
-    from sglang_cake.stores.mooncake import (
-        mooncake_store as store_module,  # needs Mooncake's library
-    )
-
     (source,) = parse_sources(url)
-    store = source.open(FRAME, depth=4)
-    # To join and to put on a busy machine. Reads keep their limit: they may ask who is dead.
-    store._writes._patience_s = store_module.PATIENCE_S = 60.0
+    # To join and to put on a busy machine. Reads keep their limit: their peer may be dead.
+    store = dataclasses.replace(source, patience_s=60.0).open(FRAME, depth=4)
+    store._reads._patience_s = source.patience_s
     while (line := await asyncio.to_thread(sys.stdin.readline)) not in ("", "end\n"):
         verb, count = line.split()
         answers = []

@@ -1,5 +1,6 @@
 """An S3 server in a process of its own, for the tests of the S3 store."""
 
+import dataclasses
 import os
 import secrets
 import subprocess
@@ -12,12 +13,14 @@ from http.client import HTTPConnection
 import boto3
 
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME
 
 # Of another S3 service of this machine, to run the tests against it (docs/object-stores.md).
 OTHER_PORT = int(os.environ.get("CAKE_TEST_S3_PORT", "0"))
 START_S = 120  # two slow cores that have other work
+PATIENT = TimeoutLimits(first_s=60.0, floor_s=60.0)  # however busy the machine is
 
 
 class Moto:
@@ -81,8 +84,12 @@ class Moto:
         return f"s3://{place}?endpoint={self.endpoint}&region=us-east-1"
 
     def source(self, place, options=""):
+        """Its stores wait for long; tests of time limits set others."""
         (source,) = parse_sources(self.url(place) + options)
-        return source
+        if hasattr(source, "inner"):
+            patient = dataclasses.replace(source.inner, patience=PATIENT)
+            return dataclasses.replace(source, inner=patient)
+        return dataclasses.replace(source, patience=PATIENT)
 
     def open(self, place, frame=FRAME, depth=4, options=""):
         return self.source(place, options).open(frame, depth=depth)

@@ -6,7 +6,7 @@ import json
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of
 
 

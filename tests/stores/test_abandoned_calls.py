@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.mooncake.mooncake_calls import Crew, Hold
+from sglang_cake.stores.mooncake.mooncake_store import CallThreads, Hold
 from sglang_cake.stores.threads import Stopped
 
 
@@ -36,14 +36,14 @@ class Stuck:
         assert self.go.wait(60)
 
 
-def with_crew(test, *, patience_s, threads=1):
+def with_threads(test, *, patience_s, count=1):
     async def main():
-        crew = Crew("test", threads, patience_s=patience_s)
+        threads = CallThreads("test", count, patience_s=patience_s)
         try:
-            await test(crew)
+            await test(threads)
         finally:
-            crew.shut()
-            await asyncio.to_thread(crew.wait)
+            threads.shut()
+            await asyncio.to_thread(threads.wait)
             await asyncio.sleep(0)
 
     asyncio.run(main())
@@ -55,24 +55,24 @@ async def ticks(count=20):
 
 
 def test_outside_of_its_hold_a_call_is_left_at_once_and_never_gets_in():
-    async def test(crew):
+    async def test(threads):
         stuck = Stuck(holding=False)
-        call = asyncio.create_task(crew.call(stuck))
+        call = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert stuck.ended is None
         stuck.go.set()
-        assert await crew.call(lambda hold: stuck.ended) == "stopped"
+        assert await threads.call(lambda hold: stuck.ended) == "stopped"
 
-    with_crew(test, patience_s=60)
+    with_threads(test, patience_s=60)
 
 
 def test_inside_of_its_hold_a_call_is_waited_for():
-    async def test(crew):
+    async def test(threads):
         stuck = Stuck(holding=True)
-        call = asyncio.create_task(crew.call(stuck))
+        call = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
         for _ in range(3):  # impatient callers change nothing
             call.cancel()
@@ -83,57 +83,56 @@ def test_inside_of_its_hold_a_call_is_waited_for():
             await call
         assert stuck.ended == "stopped"
 
-    with_crew(test, patience_s=60)
+    with_threads(test, patience_s=60)
 
 
 def test_when_all_threads_are_late_calls_fail_at_once_until_one_is_back():
-    async def test(crew):
+    async def test(threads):
         stuck = Stuck(holding=False)
         with pytest.raises(StoreUnavailable, match="no answer within"):
-            await crew.call(stuck)
+            await threads.call(stuck)
         with pytest.raises(StoreUnavailable, match="1 calls wait"):
-            await crew.call(lambda hold: "never")
+            await threads.call(lambda hold: "never")
         stuck.go.set()
-        while crew._abandoned:  # noqa: ASYNC110 - a thread ends
+        while threads.abandoned:  # noqa: ASYNC110 - a thread ends
             await asyncio.sleep(0.001)
-        crew._patience_s = 60.0  # this one is not to be late
-        assert await crew.call(lambda hold: "again") == "again"
+        assert await threads.call(lambda hold: "again") == "again"
 
-    with_crew(test, patience_s=0.5)
+    with_threads(test, patience_s=0.5)
 
 
 def test_a_call_that_was_cancelled_a_moment_ago_is_not_late():
-    async def test(crew):
+    async def test(threads):
         stuck = Stuck(holding=False)
-        call = asyncio.create_task(crew.call(stuck))
+        call = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
         call.cancel()
         await asyncio.wait([call])
-        following = asyncio.create_task(crew.call(lambda hold: "served"))
+        following = asyncio.create_task(threads.call(lambda hold: "served"))
         await ticks()
         assert not following.done()
         stuck.go.set()
         assert await following == "served"
 
-    with_crew(test, patience_s=60)
+    with_threads(test, patience_s=60)
 
 
-def test_queued_calls_fail_when_the_crew_is_shut():
-    async def test(crew):
+def test_queued_calls_fail_when_the_threads_are_shut():
+    async def test(threads):
         stuck = Stuck(holding=False)
-        first = asyncio.create_task(crew.call(stuck))
+        first = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
-        second = asyncio.create_task(crew.call(lambda hold: "never"))
+        second = asyncio.create_task(threads.call(lambda hold: "never"))
         await ticks()
-        crew.shut()
+        threads.shut()
         with pytest.raises(StoreUnavailable):
             await second
         with pytest.raises(StoreUnavailable):
-            await crew.call(lambda hold: "never")
+            await threads.call(lambda hold: "never")
         stuck.go.set()
         await first
 
-    with_crew(test, patience_s=60)
+    with_threads(test, patience_s=60)
 
 
 def test_a_hold_keeps_out_who_comes_after_the_leaving():

@@ -1,4 +1,4 @@
-"""What requests tell the store: it reaches the books, eviction and other processes, and lasts."""
+"""Accesses that requests report: they reach the index, eviction and other processes, and last."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import AccessListener, report_access
 from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit, ReuseFit
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse import POOLED
@@ -22,7 +23,7 @@ from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.access_log import MOST_REQUESTS, AccessLog
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.request_info import AccessListener, RequestFacts, tell
+from sglang_cake.stores.request_info import RequestFacts
 from sglang_cake.stores.request_recording import RecordingStore, TraceFile
 from sglang_cake.testing.store_contract import block_of, key_of
 
@@ -31,8 +32,8 @@ FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
 
 def booked(folder, names):
     """What the books know of stored blocks, once all that was told is written down."""
-    with folder._supervisor.open() as index:
-        folder._supervisor.flush(index)
+    with folder.supervisor.open() as index:
+        folder.supervisor.flush(index)
         rows = {row.key: row.usage for row in index.stored(0, 1000)}
     return [rows[key_of(name)] for name in names]
 
@@ -58,8 +59,8 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
         put(folder, 0)
         put(folder, 1)
     with contextlib.closing(opened_folder(tmp_path)) as folder:
-        with folder._supervisor.open() as index:
-            assert folder._evictor.learn(index, time.sleep)
+        with folder.supervisor.open() as index:
+            assert folder.evictor.learn(index, time.sleep)
         folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
         assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
@@ -78,8 +79,8 @@ def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, mon
         put(folder, 1)
         monkeypatch.setattr(BlockIndex, "touch", slow)
         get(folder, 0)
-        with folder._supervisor.open() as index:
-            folder._supervisor.flush(index)  # here, or in the background already
+        with folder.supervisor.open() as index:
+            folder.supervisor.flush(index)  # here, or in the background already
         assert evictions[0].result(60) == STORED_BYTES
         assert there(folder, (0, 1)) == [0]
 
@@ -91,7 +92,7 @@ def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
         put(folder, 1)
         bad = RequestFacts("bad", 1000)
         object.__setattr__(bad, "workload", "\ud800")
-        with folder._supervisor.open() as index, folder._supervisor._flushing:  # not one by one
+        with folder.supervisor.open() as index, folder.supervisor._flushing:  # not one by one
             folder.touched(DIGEST, keys(0), FACTS)
             folder.touched(DIGEST, keys(1), bad)
             folder.touched(DIGEST, keys(0, 2), RequestFacts("good", 1000, "good"))
@@ -104,26 +105,26 @@ def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
 def test_what_the_policy_learned_outlives_a_restart(tmp_path):
     fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
-    with contextlib.closing(folder), folder._supervisor.open() as index:
-        folder._evictor._policy.resume(fits, time.time())
-        folder._evictor.refresh(index)
+    with contextlib.closing(folder), folder.supervisor.open() as index:
+        folder.evictor._policy.resume(fits, time.time())
+        folder.evictor.refresh(index)
     with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
-        assert folder._evictor._policy.fits_to_save() == fits
+        assert folder.evictor._policy.fits_to_save() == fits
 
 
 def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
     options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
-        with folder._supervisor.open() as index:
+        with folder.supervisor.open() as index:
             folder.touched(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
-            folder._evictor.refresh(index)
+            folder.evictor.refresh(index)
         assert not put(folder, 0)
         assert put(folder, 1)  # of which nothing is known
         assert folder.stats().evictions.skipped_blocks == 1
         fast = RequestFacts("r2", 1000, benefit=Benefit(load_s=1e-6))
-        with folder._supervisor.open() as index:
+        with folder.supervisor.open() as index:
             folder.touched(DIGEST, keys(2), fast)
-            folder._evictor.refresh(index)
+            folder.evictor.refresh(index)
         assert put(folder, 2)
 
 
@@ -136,7 +137,7 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
             folder.touched(DIGEST, keys(name), facts)
             put(folder, name)
         until_room_is_made(folder)
-        with folder._supervisor.open() as index:
+        with folder.supervisor.open() as index:
             left = [row.usage.context.tenant for row in index.stored(0, 1000)]
         assert left.count(1) == 4
         assert left.count(2) == 5
@@ -147,7 +148,7 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
 def test_each_block_of_a_request_is_news_once(told):
     touches, longest = AccessLog(), {}
     for request, length in told:
-        news = touches.told(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
+        news = touches.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
         before = longest.get(request, 0)
         assert [one.context.position for one in news] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
@@ -156,10 +157,10 @@ def test_each_block_of_a_request_is_news_once(told):
 def test_what_is_remembered_of_requests_is_bounded():
     touches = AccessLog()
     for number in range(MOST_REQUESTS + 10):
-        touches.told([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
-    assert len(touches._requests) == MOST_REQUESTS
+        touches.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
+    assert touches.requests == MOST_REQUESTS
     never = key_of("never told of")
-    assert touches.use_of(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+    assert touches.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
 
 
 @given(
@@ -200,7 +201,7 @@ def test_facts_survive_the_wire(facts):
     ],
 )
 def test_facts_from_strangers_are_checked(change):
-    with pytest.raises(ValueError, match=r"bounds|tells|type|characters|numbers|worth|surrogates"):
+    with pytest.raises(ValueError, match=r"bounds|fields|type|characters|numbers|worth|surrogates"):
         RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
 
 
@@ -210,9 +211,9 @@ def test_a_recording_has_neither_keys_nor_tokens_and_one_line_a_request(tmp_path
     async def main():
         trace = TraceFile(path, 128)
         store = RecordingStore(MemoryStore(), trace)
-        await tell(store, [A, B], FACTS)
-        await tell(store, [A, B, key_of("c")], FACTS)  # the same request, later
-        await tell(store, [A], RequestFacts("r2", 128))
+        await report_access(store, [A, B], FACTS)
+        await report_access(store, [A, B, key_of("c")], FACTS)  # the same request, later
+        await report_access(store, [A], RequestFacts("r2", 128))
         await store.put(A, block_of("a"))
         assert await store.contains([A]) == [True]
         await store.close()
@@ -233,7 +234,7 @@ def test_a_file_store_listens(tmp_path):
     async def main():
         store = opened(tmp_path)
         assert isinstance(store, AccessListener)
-        await tell(store, [A], FACTS)
+        await report_access(store, [A], FACTS)
         await store.close()
 
     asyncio.run(main())

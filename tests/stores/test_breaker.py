@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_cake.stores.breaker import Breaker
+from sglang_cake.stores.backoff import Breaker
 
 FAILURES, FIRST_S, LAST_S = 3, 1.0, 8.0
 
@@ -59,13 +59,13 @@ def test_failed_probes_double_the_wait_up_to_a_bound_and_success_forgets():
 
 def test_a_call_is_a_probe_at_once_where_others_are_answered_again():
     breaker = opened()
-    breaker.may_be_back(0.1)
+    breaker.may_be_back()
     probe = breaker.ask(0.1)
     assert breaker.ask(0.1) is None
     breaker.failed(probe, 0.1)
     assert breaker.ask(0.2) is None
     closed = new()
-    closed.may_be_back(0.0)
+    closed.may_be_back()
     assert closed.is_closed
 
 

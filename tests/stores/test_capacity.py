@@ -19,7 +19,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.file.files import MAX_SET_ASIDE
 from sglang_cake.stores.file.folder import BlockFolder
-from sglang_cake.stores.file.index_supervisor import RECLAIM_EVERY_S, IndexSupervisor
+from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -190,7 +190,7 @@ def test_a_block_that_somebody_is_writing_is_there_already(folder):
 
 def booked(folder):
     """Files that count against the capacity: stored, being written, or set aside."""
-    with folder._supervisor.open() as index:
+    with folder.supervisor.open() as index:
         return index.totals()[0]
 
 
@@ -291,7 +291,7 @@ def test_after_a_reboot_the_disk_is_believed(tmp_path):
     assert there(again, [0]) == [0]
     again.close()
     third = opened(tmp_path)
-    assert third._supervisor.rebuilt == 0
+    assert third.supervisor.rebuilt == 0
     third.close()
 
 
@@ -315,7 +315,7 @@ def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_pat
     with pytest.raises(Exception, match="is being opened or rebuilt"):
         put(again, 1)
     go.set()
-    assert again._supervisor._opened.wait(60)
+    assert again.supervisor._opened.wait(60)
     assert put(again, 1)
     again.close()
 
@@ -331,12 +331,9 @@ def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
     os.waitpid(child, 0)
     assert booked(folder) == 1
     assert put(folder, "half") is False
-    folder._supervisor._reclaim_at_s -= RECLAIM_EVERY_S  # a minute later
-    folder._supervisor.wake()
-    deadline_s = time.monotonic() + 60
-    while booked(folder):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    with folder.supervisor.open() as index:
+        folder.supervisor.reclaim(index)  # as every minute
+    assert booked(folder) == 0
     assert list(files_below(tmp_path)) == [NamespaceFolder(tmp_path, DIGEST).description]
     assert put(folder, "half") is True
     folder.close()

@@ -16,7 +16,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file import blockfile
-from sglang_cake.stores.file.direct import is_cached, set_direct
+from sglang_cake.stores.file.blockfile import is_cached, set_direct
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder

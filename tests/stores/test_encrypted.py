@@ -24,11 +24,15 @@ from sglang_cake.codecs.frame import (
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import StoredNamespace
-from sglang_cake.stores.encrypted import EncryptedSource, EncryptedStore, Sealer
-from sglang_cake.stores.key_file import MasterKey, read_key_file
+from sglang_cake.stores.encrypted import (
+    BlockCipher,
+    EncryptedSource,
+    EncryptedStore,
+    MasterKey,
+    read_key_file,
+)
 from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.open_store import open_store
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
 from sglang_cake.testing.faulty import FaultyStore
 from sglang_cake.testing.store_contract import (
@@ -74,9 +78,9 @@ def with_store(store, test):
 def sealed_memory(inner=None, secret=SECRET, depth=2, frame=FRAME):
     master = MasterKey(secret)
     digest = sealed_frame(frame, master.name).digest
-    sealer = Sealer(master.block_key(digest), digest)
+    cipher = BlockCipher(master.block_key(digest), digest)
     inner = MemoryStore() if inner is None else inner
-    return EncryptedStore(inner, sealer, block_bytes=frame.payload_bytes, depth=depth)
+    return EncryptedStore(inner, cipher, block_bytes=frame.payload_bytes, depth=depth)
 
 
 class TestSealedFileStore(StoreContract):
@@ -94,7 +98,7 @@ class TestSealedPacedFileStore(TestSealedFileStore):
 
     def open(self, folder):
         store = super().open(folder)
-        assert isinstance(store._inner, ThrottledStore)
+        assert isinstance(store.inner, ThrottledStore)
         return store
 
 
@@ -212,7 +216,7 @@ def test_a_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
     async def test(store):
         await put_a(store)
         forge(path_of(tmp_path, A), FORGERIES[forgery])
-        with pytest.raises(BlockCorrupt, match="not what was sealed"):
+        with pytest.raises(BlockCorrupt, match="was not encrypted"):
             await read_a(store)
         assert await store.contains([A]) == [False]
         assert block_files(tmp_path) == {}
@@ -240,7 +244,7 @@ def test_swapped_payloads_are_corrupt_though_their_headers_fit(tmp_path):
         forge(path_of(tmp_path, A), lambda raw: payloads[B])
         forge(path_of(tmp_path, B), lambda raw: payloads[A])
         for key in (A, B):
-            with pytest.raises(BlockCorrupt, match="not what was sealed"):
+            with pytest.raises(BlockCorrupt, match="was not encrypted"):
                 await read(store, key)
 
     with_store(opened(tmp_path), test)
@@ -255,7 +259,7 @@ def test_a_payload_of_another_namespace_is_corrupt(tmp_path):
     async def test(store):
         await put_a(store)
         forge(path_of(tmp_path, A), lambda raw: theirs)
-        with pytest.raises(BlockCorrupt, match="not what was sealed"):
+        with pytest.raises(BlockCorrupt, match="was not encrypted"):
             await read_a(store)
 
     with_store(opened(tmp_path), test)
@@ -379,9 +383,9 @@ def test_a_block_that_is_there_is_not_replaced():
 
     async def test(store):
         await put_a(store)
-        before = dict(store._inner._blocks)
+        before = dict(store.inner.blocks)
         assert await store.put(A, block_of("b")) is False
-        assert store._inner._blocks == before
+        assert store.inner.blocks == before
 
     with_store(store, test)
 
@@ -392,15 +396,15 @@ def test_memory_is_bounded_by_the_depth_and_reused():
             await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(20)))
             got = await asyncio.gather(*(read(store, key_of(n)) for n in range(20)))
             assert got == [block_of(n) for n in range(20)]
-            assert len(store._idle) <= 2 * 3
+            assert store.idle_buffers <= 2 * 3
 
     with_store(sealed_memory(depth=3), test)
 
 
 def test_large_blocks_are_sealed_by_several_threads_at_once():
     layout = replace(LAYOUT, block_tokens=2**15)
-    sealer = Sealer(bytes(32), NAMESPACE.digest())
-    store = EncryptedStore(MemoryStore(), sealer, block_bytes=layout.block_bytes, depth=4)
+    cipher = BlockCipher(bytes(32), NAMESPACE.digest())
+    store = EncryptedStore(MemoryStore(), cipher, block_bytes=layout.block_bytes, depth=4)
     assert layout.block_bytes >= 2**21
     names = range(6)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreUnavailable
-from sglang_cake.stores.open_store import open_store
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_store"

@@ -15,9 +15,8 @@ from hostile import patched_wait
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
-from sglang_cake.stores.file.disk_usage import FRESH_S, Amount, FreeSpace
+from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
-from sglang_cake.stores.file.write_backoff import WriteBackoff
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 
@@ -40,8 +39,10 @@ FAILURES = [
 
 @pytest.mark.parametrize(("call", "number", "reason"), FAILURES)
 def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, reason):
+    now_s = 0.0
+
     async def test(store):
-        store._folder._pause = WriteBackoff(clock=lambda: 0.0)
+        nonlocal now_s
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing(number))
             with pytest.raises(StoreError) as error:
@@ -53,10 +54,10 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, re
             await put_a(store)
         assert error.value.reason == reason  # a full disk stays full in the metrics
         assert str(tmp_path) in str(error.value)
-        store._folder._pause = WriteBackoff()  # a second later
+        now_s += 1.0
         await put_a(store)
 
-    with_store(tmp_path, test, fsync="data")
+    with_store(tmp_path, test, fsync="data", clock=lambda: now_s)
 
 
 def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_success(
@@ -71,7 +72,6 @@ def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_succes
 
     async def test(store):
         nonlocal now_s
-        store._folder._pause = WriteBackoff(clock=lambda: now_s)
         await put_a(store)
 
         async def fails(rest_s):
@@ -97,7 +97,7 @@ def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_succes
         for rest_s in (1, 2):
             await fails(rest_s)
 
-    with_store(tmp_path, test)
+    with_store(tmp_path, test, clock=lambda: now_s)
     assert tried == 10
 
 
@@ -205,14 +205,13 @@ def test_blocks_make_way_for_others_rather_than_leave_too_little_free(tmp_path, 
     free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
 
     async def test(store):
-        # Within a second: asked again, the file system would name what is free for the first time.
-        store._folder._evictor.space._clock = lambda: 0.0
         await put_a(store)
         assert await store.put(B, block_of("b")) is True
         assert await store.contains([A, B]) == [False, True]
         assert not path_of(tmp_path, A).exists()
 
-    with_store(tmp_path, test, min_free_bytes=1000)
+    # Within a second: asked again, the file system would name what is free for the first time.
+    with_store(tmp_path, test, min_free_bytes=1000, clock=lambda: 0.0)
 
 
 def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
@@ -256,7 +255,10 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("may not mount a tmpfs here")
 
+    now_s = 0.0
+
     async def test(store):
+        nonlocal now_s
         stored = []
 
         async def fill():
@@ -264,8 +266,7 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
                 await store.put(key_of(name), block_of(name))
                 stored.append(name)
 
-        # As it is within a second: what the file system needs for itself is not seen yet.
-        store._folder._evictor.space = FreeSpace(tmp_path, 0, clock=lambda: 0.0)
+        # Within a second: what the file system needs for itself is not seen yet.
         with pytest.raises(StoreFull) as error:
             await fill()
         assert error.value.reason == "full"
@@ -273,13 +274,12 @@ def test_a_small_file_system_fills_up_and_recovers(tmp_path):
         for name in stored:
             assert await read(store, key_of(name)) == block_of(name)
         await store.delete(key_of(0))
-        store._folder._evictor.space = FreeSpace(tmp_path, 0)  # some seconds later
-        store._folder._pause = WriteBackoff()
+        now_s += 10.0
         assert await store.put(key_of(0), block_of(0))
         return len(stored)
 
     try:
-        assert with_store(tmp_path, test) > 5
+        assert with_store(tmp_path, test, clock=lambda: now_s) > 5
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

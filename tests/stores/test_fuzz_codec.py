@@ -24,8 +24,8 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.encoded import EncodedStore
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.per_tier_encoding import LinkSpeed
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import key_of
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.testing.store_contract import NAMESPACE
 
 FEW = settings(

@@ -15,7 +15,7 @@ from sglang_cake.codecs.frame import (
     sealed_frame,
 )
 from sglang_cake.core.errors import BlockCorrupt
-from sglang_cake.stores.encrypted import Sealer
+from sglang_cake.stores.encrypted import BlockCipher
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, Told, block_of, key_of
 
 MANY = settings(deadline=None, max_examples=3 * settings.default.max_examples)
@@ -150,9 +150,9 @@ def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
         assert told.counts == [0]
 
 
-SEALER = Sealer(bytes(32), SEALED_FRAME.digest)
+CIPHER = BlockCipher(bytes(32), SEALED_FRAME.digest)
 SEALED = bytearray(len(PAYLOAD) + SEALED_BYTES)
-SEALER.seal(KEY, memoryview(PAYLOAD), memoryview(SEALED))
+CIPHER.encrypt(KEY, memoryview(PAYLOAD), memoryview(SEALED))
 
 
 @MANY
@@ -162,7 +162,7 @@ def test_only_what_was_sealed_is_opened(raw):
     raw = raw[: len(SEALED)].ljust(len(SEALED), b"\0")  # the inner store sees to the length
 
     def opened():
-        SEALER.open(KEY, memoryview(raw), memoryview(out))
+        CIPHER.decrypt(KEY, memoryview(raw), memoryview(out))
         return True
 
     assert (verdict(opened) is not None) == (raw == SEALED)

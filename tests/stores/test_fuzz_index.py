@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file import database
+from sglang_cake.stores.file import index as index_module
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.schema import APPLICATION_ID, PREPARE, SCHEMA_VERSION
 from sglang_cake.testing.store_contract import block_of, key_of
@@ -124,7 +124,7 @@ def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, s
 def test_an_index_is_made_at_once_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "index.db"
     with monkeypatch.context() as patch:
-        patch.setattr(database, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
+        patch.setattr(index_module, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
         with pytest.raises(sqlite3.Error):
             BlockIndex(path)
     with closing(sqlite3.connect(path)) as found:

@@ -13,7 +13,7 @@ from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse import POOLED
 from sglang_cake.stores.file import evictor as rooms
 from sglang_cake.stores.file import index_supervisor
-from sglang_cake.stores.file.disk_usage import Amount
+from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.request_info import RequestFacts
 from sglang_cake.testing.store_contract import key_of
@@ -21,13 +21,13 @@ from sglang_cake.testing.store_contract import key_of
 
 def book(folder, blocks, used_s):
     """Enter blocks in the books alone: no policy looks at a file before it evicts it."""
-    with folder._supervisor.open() as index:
+    with folder.supervisor.open() as index:
         for number in range(blocks):
             key = key_of(("booked", number))
             use = AccessContext("chat", 1, number, blocks)
             at_s = used_s + number
             usage = Usage(4096, at_s, at_s, 0, ident_of(key), use)
-            assert index.settle(index.reserve(DIGEST, 0, key, usage, None).booking, 4096)
+            assert index.commit(index.reserve(DIGEST, 0, key, usage, None).reservation, 4096)
 
 
 @pytest.mark.parametrize("policy", ["workload", "cake-prefix"])
@@ -35,17 +35,17 @@ def test_fits_outlive_a_restart_of_a_store_that_holds_blocks(tmp_path, policy):
     kept = {("chat", 1, 0): ReuseFit(0.6, 0.01, 900), POOLED: ReuseFit(0.5, 0.02, 4000)}
     with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
         book(folder, 1000, time.time() - 1500.0)  # within the window that fits look at
-        with folder._supervisor.open() as index:
-            index.keep_fits(kept)
+        with folder.supervisor.open() as index:
+            index.save_fits(kept)
     for _ in range(2):
         with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
-            with folder._supervisor.open() as index:
-                while not folder._evictor.learn(index, time.sleep):
+            with folder.supervisor.open() as index:
+                while not folder.evictor.learn(index, time.sleep):
                     pass
-                folder._evictor.refresh(index)  # as a second later
-                assert len(folder._evictor._policy) == 1000
+                folder.evictor.refresh(index)  # as a second later
+                assert folder.evictor.known_blocks == 1000
                 assert index.fits() == kept
-            assert folder._evictor._policy.fits_to_save() == kept
+            assert folder.evictor._policy.fits_to_save() == kept
 
 
 def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkeypatch):
@@ -56,7 +56,7 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
     options = {"policy": "workload", "admission": AdmissionPolicy(1.0), "capacity_bytes": None}
     keys = [key_of(("prompt", at)) for at in range(600)]
     with contextlib.closing(opened(tmp_path, **options)) as folder:
-        room = folder._evictor
+        room = folder.evictor
         room._policy.resume(kept, now_s)
 
         def written(number):
@@ -70,7 +70,7 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
             now_s += 20.0
             if written(number):
                 break
-            with folder._supervisor.open() as index:
+            with folder.supervisor.open() as index:
                 room.refresh(index)
         skipped = folder.stats().evictions.skipped_blocks
         assert number * len(keys) <= skipped < (number + 1) * len(keys)
@@ -91,7 +91,7 @@ def gate(monkeypatch):
     go, held, real = threading.Event(), threading.Event(), BlockIndex.stored
 
     def stored(index, after, at_most):
-        if after and threading.current_thread().name == "cake-file-books":
+        if after and threading.current_thread().name == "cake-file-index":
             held.set()
             go.wait(30)
         return real(index, after, at_most)
@@ -121,10 +121,10 @@ def test_a_put_makes_room_though_little_is_learned_yet(tmp_path, policy, gate):
         assert left == list(range(100 - len(left), 100))
         evicted = 100 - len(left)
         assert evicted * STORED_BYTES > (100 * STORED_BYTES) - (16 << 20)
-        assert len(folder._evictor._policy) < len(left) // 2
+        assert folder.evictor.known_blocks < len(left) // 2
         go.set()
         deadline_s = time.monotonic() + 60
-        while len(folder._evictor._policy) < folder.stats().blocks:
+        while folder.evictor.known_blocks < folder.stats().blocks:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 
@@ -139,11 +139,11 @@ def test_an_evicting_put_learns_one_portion_and_no_more(tmp_path, gate):
     go.clear()
     with contextlib.closing(opened(tmp_path)) as folder:
         assert held.wait(30)
-        assert len(folder._evictor._policy) == 5
-        with folder._supervisor.open() as index:
+        assert folder.evictor.known_blocks == 5
+        with folder.supervisor.open() as index:
             wanted = Amount(2 * STORED_BYTES)
-            assert folder._evictor.make(index, wanted) == Amount(2 * STORED_BYTES, 2)
-        assert len(folder._evictor._policy) == 8
+            assert folder.evictor.free(index, wanted) == Amount(2 * STORED_BYTES, 2)
+        assert folder.evictor.known_blocks == 8
         assert there(folder, range(4)) == [2, 3]
         go.set()
 
@@ -152,36 +152,36 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
     monkeypatch.setattr(rooms, "LEARN_AT_ONCE", 10)
     with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
         book(folder, 95, 1e9)
-        folder._supervisor.close()  # nobody learns beside us
-        room, index = folder._evictor, BlockIndex(tmp_path / "index.db")
+        folder.supervisor.close()  # nobody learns beside us
+        room, index = folder.evictor, BlockIndex(tmp_path / "index.db")
         with contextlib.closing(index):
-            room.begin_anew(index, leads=True)
+            room.restart(index, leads=True)
             known = []
 
             def rest(seconds):
                 assert seconds == rooms.REST_S
-                assert room._lock.acquire(blocking=False)  # others get in between
-                room._lock.release()
-                known.append(len(room._policy))
+                assert room.lock.acquire(blocking=False)  # others get in between
+                room.lock.release()
+                known.append(room.known_blocks)
                 return len(known) == 4
 
             assert not room.learn(index, rest)
             assert known == [10, 20, 30, 40]
             assert room.learn(index, rest)
             assert known == [10, 20, 30, 40, 50, 60, 70, 80, 90]
-            assert len(room._policy) == 95
-            monkeypatch.setattr(rooms, "LEARN_A_TURN", 30)
-            room.begin_anew(index, leads=True)
+            assert room.known_blocks == 95
+            monkeypatch.setattr(rooms, "LEARN_MOST", 30)
+            room.restart(index, leads=True)
             assert not room.learn(index, lambda seconds: False)
-            assert len(room._policy) == 30
+            assert room.known_blocks == 30
 
 
 def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp_path, monkeypatch):
-    real, asked = rooms.Evictor.make, []
+    real, asked = rooms.Evictor.free, []
 
     def make(room, index, wanted):
-        assert room._lock.acquire(timeout=30)  # nobody holds it from one portion to the next
-        room._lock.release()
+        assert room.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
+        room.lock.release()
         asked.append(wanted.bytes)
         return real(room, index, wanted)
 
@@ -189,8 +189,8 @@ def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp
         for name in range(35):
             put(folder, name)
     monkeypatch.setattr(rooms, "AHEAD_SHARE", 0.5)
-    monkeypatch.setattr(index_supervisor, "AHEAD_AT_ONCE", Amount(2 * STORED_BYTES, 1000))
-    monkeypatch.setattr(rooms.Evictor, "make", make)
+    monkeypatch.setattr(index_supervisor, "FREE_AT_ONCE", Amount(2 * STORED_BYTES, 1000))
+    monkeypatch.setattr(rooms.Evictor, "free", make)
     with contextlib.closing(opened(tmp_path)) as folder:
         until_room_is_made(folder)
         left = there(folder, range(35))

@@ -1,4 +1,4 @@
-"""Several processes on one folder: whose booking is whose, who lives, and who makes the room."""
+"""Several processes on one folder: reservations, dead writers, and eviction."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from test_capacity import (
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction import Usage
-from sglang_cake.stores.file.disk_usage import Amount, FreeSpace
+from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.scan import STALE_S
 from sglang_cake.testing.store_contract import key_of
 
@@ -48,7 +48,7 @@ def exchange_index(root):
 # ---- the index is exchanged under a writer ----
 
 
-def test_a_file_whose_booking_went_with_the_index_is_not_left_behind(tmp_path):
+def test_a_file_whose_reservation_went_with_the_index_is_not_left_behind(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
 
         def put_mine():
@@ -80,22 +80,22 @@ def is_open(folder):
 
 
 @pytest.mark.parametrize("ends", ["committed", "given up"])
-def test_a_booking_of_an_index_that_is_gone_touches_nobody_elses(tmp_path, ends):
+def test_a_reservation_of_an_index_that_is_gone_touches_nobody_elses(tmp_path, ends):
     """Its number may be another block's by now."""
     with contextlib.closing(opened(tmp_path)) as folder:
-        with folder._supervisor.open() as index:
-            booking = index.reserve(DIGEST, 0, key_of("mine"), usage(), None).booking
+        with folder.supervisor.open() as index:
+            reservation = index.reserve(DIGEST, 0, key_of("mine"), usage(), None).reservation
         for path in tmp_path.glob("index.db*"):
             path.unlink()
         with contextlib.closing(opened(tmp_path)) as other:
             put(other, "theirs")
-            with other._supervisor.open() as anew:
+            with other.supervisor.open() as anew:
                 (theirs,) = anew.stored(0, 10)
-                assert theirs.id == booking.id
+                assert theirs.id == reservation.id
                 if ends == "committed":
-                    assert anew.settle(booking, 1) is None
+                    assert anew.commit(reservation, 1) is None
                 else:
-                    anew.drop(booking)
+                    anew.drop(reservation)
                 assert anew.stored(0, 10) == [theirs]
 
 
@@ -106,10 +106,10 @@ def usage():
 def test_a_file_that_the_new_index_has_found_is_stored(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, "mine")
-        with folder._supervisor.open() as index:
+        with folder.supervisor.open() as index:
             (booked,) = index.stored(0, 10)
             moved = booked._replace(id=booked.id + 7)
-            assert index.settle(moved, STORED_BYTES) == booked.id
+            assert index.commit(moved, STORED_BYTES) == booked.id
 
 
 # ---- a writer that takes long ----
@@ -124,8 +124,8 @@ def test_a_writer_that_lives_and_writes_is_not_taken_for_dead_however_long_it_ta
     with contextlib.closing(opened(tmp_path)) as folder:
         with begun(folder, "slow") as file:
             begun_long_ago(tmp_path)
-            with folder._supervisor.open() as index:
-                folder._supervisor._reclaim(index)
+            with folder.supervisor.open() as index:
+                folder.supervisor.reclaim(index)
                 assert index.totals()[0] == 1
             file.commit(NOW)
         assert there(folder, ["slow"]) == ["slow"]
@@ -139,8 +139,8 @@ def test_a_writer_that_is_silent_for_an_hour_is_taken_for_dead(tmp_path):
                 begun_long_ago(tmp_path)
                 (written,) = tmp_path.rglob(".tmp-*")
                 os.utime(written, (1e9, 1e9))
-                with folder._supervisor.open() as index:
-                    folder._supervisor._reclaim(index)
+                with folder.supervisor.open() as index:
+                    folder.supervisor.reclaim(index)
                 file.commit(NOW)
 
         with pytest.raises(StoreUnavailable):
@@ -155,11 +155,11 @@ def test_one_process_keeps_the_order_and_another_takes_over_when_it_ends(tmp_pat
     one, two = opened(tmp_path, capacity_bytes=None), opened(tmp_path, capacity_bytes=None)
     for name in range(20):
         put(two, name)
-    with one._supervisor.open() as index:
-        until(lambda: one._evictor.learn(index, time.sleep) and len(one._evictor._policy) == 20)
-    assert len(two._evictor._policy) == 0
+    with one.supervisor.open() as index:
+        until(lambda: one.evictor.learn(index, time.sleep) and one.evictor.known_blocks == 20)
+    assert two.evictor.known_blocks == 0
     one.close()
-    until(lambda: len(two._evictor._policy) == 20)
+    until(lambda: two.evictor.known_blocks == 20)
     two.close()
 
 
@@ -175,7 +175,7 @@ def test_a_process_without_the_order_makes_the_room_that_it_needs(tmp_path, poli
         if policy == "lru":  # it looks at all blocks, as long as there are few
             assert left == list(range(150 - len(left), 150))
         get(folder, left[0])
-        assert len(folder._evictor._policy) == 0
+        assert folder.evictor.known_blocks == 0
     os.close(lead)
 
 
@@ -221,22 +221,22 @@ def test_of_many_processes_one_gives_room_back(tmp_path, disk):
         for name in range(10):
             put(folders[0], name)
         freed = threading.Event()
-        make = type(folders[0]._evictor).make
+        free = type(folders[0].evictor).free
 
         def once(room, index, wanted):
             if freed.is_set():
                 return Amount()
-            amount = make(room, index, wanted)
+            amount = free(room, index, wanted)
             disk.f_bavail = 1000
             freed.set()
             return amount
 
         for folder in folders:
-            folder._evictor.make = once.__get__(folder._evictor)
+            folder.evictor.free = once.__get__(folder.evictor)
         disk.f_bavail = 1000 - 2 * STORED_BYTES + 1
         assert freed.wait(60)
         assert folders[0].stats().blocks == 8
-        assert [folder._evictor.leads for folder in folders] == [True, False, False, False]
+        assert [folder.evictor.leads for folder in folders] == [True, False, False, False]
 
 
 def test_a_share_of_the_inodes_stays_free_as_of_the_bytes(tmp_path, disk):

@@ -1,6 +1,7 @@
 """The Mooncake store against a real master and real clients, each a process of its own."""
 
 import asyncio
+import dataclasses
 import json
 import signal
 import subprocess
@@ -29,8 +30,8 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.mooncake import mooncake_store as store_module
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.mooncake.mooncake_store import PIECE_BYTES
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import (
     FRAME,
     NAMESPACE,
@@ -171,7 +172,7 @@ class TestSealedMooncakeStore(TestMooncakeStore):
 
 
 def test_what_has_come_is_told_piece_by_piece(shared):
-    layout = BlockLayout(1, (("kv", (4 * store_module.PIECE_BYTES,)),), "uint8", 1)
+    layout = BlockLayout(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)
 
     async def test(store):
         data, out = block_of("a", layout), bytearray(layout.block_bytes)
@@ -215,9 +216,7 @@ def test_wrong_bytes_are_noticed_removed_and_replaced(master):
     client.close()
 
 
-def test_a_full_store_says_so_and_goes_on_reading(own_master, monkeypatch):
-    monkeypatch.setattr(store_module, "PATIENCE_S", 60.0)  # also for the last one in the queue
-
+def test_a_full_store_says_so_and_goes_on_reading(own_master):
     async def test(store):
         data, names = block_of("large", LARGE), range(600)  # 150 MiB into 16 MiB
         puts = await asyncio.gather(
@@ -227,7 +226,9 @@ def test_a_full_store_says_so_and_goes_on_reading(own_master, monkeypatch):
         reads = [await how_it_ends(store, key_of(name), data) for name in names]
         assert set(reads) <= {"right", "BlockMissing"}
 
-    with_store(own_master.open(LARGE_FRAME, segment="16MiB", depth=2), test)
+    patience_s = 60.0  # also for the last one in the queue
+    store = own_master.open(LARGE_FRAME, segment="16MiB", depth=2, patience_s=patience_s)
+    with_store(store, test)
 
 
 def test_what_one_process_puts_another_reads_until_it_is_killed(own_master, clients):
@@ -267,8 +268,7 @@ def test_killed_while_it_serves_no_read_hangs_or_lies(own_master, clients):
     with_store(own_master.open(LARGE_FRAME, segment="0"), test)
 
 
-def test_a_peer_that_hangs_is_given_up_and_the_loop_runs_on(patient_master, clients, monkeypatch):
-    monkeypatch.setattr(store_module, "PATIENCE_S", 60.0)  # to join and to read once
+def test_a_peer_that_hangs_is_given_up_and_the_loop_runs_on(patient_master, clients):
     writer = clients(patient_master)
     assert writer.ask("put 4") == ["True"] * 4
 
@@ -306,7 +306,9 @@ def test_a_peer_that_hangs_is_given_up_and_the_loop_runs_on(patient_master, clie
             await asyncio.sleep(0.05)
         assert not any(out), "written after the call had returned"
 
-    with_store(patient_master.open(LARGE_FRAME, segment="0", depth=2), test)
+    patience_s = 60.0  # to join and to read once
+    store = patient_master.open(LARGE_FRAME, segment="0", depth=2, patience_s=patience_s)
+    with_store(store, test)
 
 
 def test_a_master_that_is_killed_is_unavailable_and_used_again_when_it_is_back(own_master):
@@ -335,8 +337,7 @@ def test_a_master_that_is_killed_is_unavailable_and_used_again_when_it_is_back(o
     with_store(own_master.open(LARGE_FRAME), test)
 
 
-def test_a_master_that_is_down_is_unavailable_until_it_comes(monkeypatch):
-    monkeypatch.setattr(store_module, "RETRY_S", 0.0)
+def test_a_master_that_is_down_is_unavailable_until_it_comes():
     ports = free_ports(2)
     (source,) = parse_sources(f"mooncake://127.0.0.1:{ports[0]}?segment=64MB")
     source.check()
@@ -353,7 +354,7 @@ def test_a_master_that_is_down_is_unavailable_until_it_comes(monkeypatch):
         finally:
             master.kill()
 
-    with_store(source.open(FRAME, depth=1), test)
+    with_store(dataclasses.replace(source, retry_s=0.0).open(FRAME, depth=1), test)
 
 
 def test_a_cancelled_call_never_touches_its_memory_again(master):
@@ -426,7 +427,7 @@ def test_what_is_not_installed_is_one_line(broken, said):
     code = (
         f"import sys\n{broken}\n"
         "from sglang_cake.core.errors import ConfigError\n"
-        "from sglang_cake.stores.sources import parse_sources\n"
+        "from sglang_cake.stores.open_store import parse_sources\n"
         "try:\n"
         "    parse_sources('mooncake://host:50051')\n"
         "except ConfigError as error:\n"

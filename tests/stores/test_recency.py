@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
 
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.access_log import MOST_EXPECTED, READ_SOON_S, AccessLog
+from sglang_cake.stores.file.access_log import MOST_ANNOUNCED, READ_SOON_S, AccessLog
 from sglang_cake.stores.request_info import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
@@ -106,7 +106,7 @@ def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
     touches, now_s, times = AccessLog(), 1.8e9, []
     for number, (blocks, later_s) in enumerate(requests):
         now_s += later_s  # clocks are also put back
-        news = touches.told(keys(number, blocks), RequestFacts(str(number), 10), now_s)
+        news = touches.report(keys(number, blocks), RequestFacts(str(number), 10), now_s)
         assert [told.context.position for told in news] == list(range(blocks - 1, -1, -1))
         times += [told.at_s for told in news]
     assert times == sorted(set(times))
@@ -114,17 +114,17 @@ def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
 
 def test_a_clock_that_is_put_back_far_is_believed():
     touches = AccessLog()
-    touches.told(keys(0, 3), RequestFacts("before", 10), 1.8e9)
-    (told,) = touches.told(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
+    touches.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
+    (told,) = touches.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
     assert told.at_s == 1.8e9 - 3600
 
 
-# ---- reads of blocks that were told of ----
+# ---- reads of announced blocks ----
 
 
 def waiting(folder):
-    """Reads and tellings that the books have not been told of, after all before were."""
-    return [(touch.key, touch.uses) for touch in folder._supervisor._reads]
+    """Accesses that are not in the index yet."""
+    return [(touch.key, touch.uses) for touch in folder.supervisor.pending]
 
 
 def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monk
     folder = opened(tmp_path)
     put(folder, ("one", 0))
     put(folder, ("other", 0))
-    folder._supervisor.close()  # nobody writes down what is waiting
+    folder.supervisor.close()  # nobody writes down what is waiting
     get(folder, ("one", 0))
     assert waiting(folder) == [(keys("one", 1)[0], 1)]  # nobody tells anything: it is a use
     tell(folder, "one", 1)
@@ -155,8 +155,8 @@ def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
             put(folder, (prompt, 0))
 
         def used_s():
-            with folder._supervisor.open() as index:
-                folder._supervisor.flush(index)
+            with folder.supervisor.open() as index:
+                folder.supervisor.flush(index)
             used = {block.key: block.used_s for block in folder.list_blocks(DIGEST)}
             return [used[keys(prompt, 1)[0]] - 2e9 for prompt in ("one", "other")]
 
@@ -172,12 +172,12 @@ def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
 
 def test_what_is_expected_is_bounded():
     touches = AccessLog()
-    assert not touches.foretold(A, 0.0)
-    touches.told([A], RequestFacts("first", 10), 0.0)
-    assert touches.foretold(A, 1.0)
+    assert not touches.is_announced(A, 0.0)
+    touches.report([A], RequestFacts("first", 10), 0.0)
+    assert touches.is_announced(A, 1.0)
     for number in range(2):
-        some = [key_of((number, at)) for at in range(MOST_EXPECTED // 2)]
-        touches.told([*some, B], RequestFacts(str(number), 10), 0.0)
-    assert len(touches._expected) == MOST_EXPECTED
-    assert not touches.foretold(A, 1.0)
-    assert touches.foretold(B, 1.0)
+        some = [key_of((number, at)) for at in range(MOST_ANNOUNCED // 2)]
+        touches.report([*some, B], RequestFacts(str(number), 10), 0.0)
+    assert touches.announced_blocks == MOST_ANNOUNCED
+    assert not touches.is_announced(A, 1.0)
+    assert touches.is_announced(B, 1.0)

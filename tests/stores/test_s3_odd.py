@@ -1,14 +1,16 @@
 """The S3 store against servers that only resemble S3, break in the middle, or lie."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import BlockCorrupt, StoreFull, StoreUnavailable
-from sglang_cake.stores.s3 import bucket as bucket_module
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.s3.s3_store import PATIENCE
+from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")
@@ -44,7 +46,7 @@ class Odd:
             del self.objects[name]
         return web.Response(status=204 if verb == "DELETE" else 200)
 
-    def run(self, test):
+    def run(self, test, patience=PATIENCE):
         async def main():
             app = web.Application(client_max_size=2**30)
             app.router.add_route("*", "/{name:.*}", self.handle)
@@ -54,7 +56,7 @@ class Odd:
             await site.start()
             port = site._server.sockets[0].getsockname()[1]
             (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
-            store = source.open(FRAME, depth=2)
+            store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
             try:
                 await test(store)
             finally:
@@ -239,9 +241,7 @@ def test_what_a_server_says_is_one_plain_line():
     Odd(GET=shout).run(test)
 
 
-def test_a_server_that_says_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(bucket_module, "READ_TIMEOUT_S", 0.2)
-
+def test_a_server_that_says_nothing_is_given_up():
     given_up = asyncio.Event()
 
     async def silent(server, request):
@@ -253,4 +253,5 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch):
                 await call
         given_up.set()
 
-    Odd(HEAD=silent, GET=silent, PUT=silent).run(test)
+    impatient = TimeoutLimits(first_s=0.2, floor_s=0.2)
+    Odd(HEAD=silent, GET=silent, PUT=silent).run(test, impatient)

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
-from sglang_cake.stores.s3.s3_session import MAX_PAGE_BYTES, MAX_WORDS_BYTES
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.s3.bucket import MAX_PAGE_BYTES, MAX_WORDS_BYTES
 from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -183,9 +184,8 @@ def test_a_listing_of_the_longest_names_is_read():
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
-def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part, monkeypatch):
+def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part):
     impatient = TimeoutLimits(first_s=0.3, floor_s=0.3)
-    monkeypatch.setattr("sglang_cake.stores.s3.s3_source.PATIENCE", impatient)
 
     async def serve_slowly(reader, writer):
         head = b"HTTP/1.1 200 OK\r\n"
@@ -201,7 +201,8 @@ def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part, monkeypatch
 
     async def test():
         server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
-        store = source_at(server.sockets[0].getsockname()[1]).open(FRAME, depth=2)
+        source = source_at(server.sockets[0].getsockname()[1])
+        store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
         try:
             with pytest.raises(StoreUnavailable, match="no whole"):
                 await read(store, A)
@@ -212,8 +213,7 @@ def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part, monkeypatch
     asyncio.run(test())
 
 
-def test_a_listing_of_ever_more_folders_is_given_up(monkeypatch):
-    monkeypatch.setattr("sglang_cake.stores.s3.s3_source.MAX_NAMESPACES", 50)
+def test_a_listing_of_ever_more_folders_is_given_up():
     pages = []
 
     async def handle(request):
@@ -232,6 +232,6 @@ def test_a_listing_of_ever_more_folders_is_given_up(monkeypatch):
 
     async def test(source):
         with pytest.raises(StoreUnavailable, match="more than 50 folders"):
-            await source.namespaces()
+            await dataclasses.replace(source, most_namespaces=50).namespaces()
 
     with_server(handle, test)

@@ -448,7 +448,7 @@ def process(*arguments, **options):
 WRITER = """
 import asyncio, sys
 from storetools import ALICE, url_of
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import block_of, key_of, read
 async def main():
     store = parse_sources(url_of(sys.argv[1]))[0].open(ALICE, depth=2)

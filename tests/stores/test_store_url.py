@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.file import file_source as source_module
+from sglang_cake.stores.file import file_store as source_module
 from sglang_cake.stores.file.disk import file_system_type
-from sglang_cake.stores.file.file_source import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls
 
 

@@ -8,8 +8,7 @@ from storetools import ALICE, store
 
 from sglang_cake.core.config import from_mapping
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.open_store import open_store
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
@@ -25,7 +24,7 @@ SHELVES = {}
 class KeptStore(MemoryStore):
     def __init__(self, blocks):
         super().__init__()
-        self._blocks = blocks
+        self.blocks = blocks
 
 
 class ShelfSource:

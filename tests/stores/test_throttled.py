@@ -19,12 +19,14 @@ READ_S = 2.0  # what one block takes on the link of these tests
 class ManualClock:
     def __init__(self):
         self.now_s = 0.0
+        self.slept_s = []
         self._sleepers, self._order = [], itertools.count()
 
     def time(self):
         return self.now_s
 
     async def sleep(self, delay_s):
+        self.slept_s.append(delay_s)
         woken = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self.now_s + delay_s, next(self._order), woken))
         await woken
@@ -232,10 +234,10 @@ def test_bytes_are_told_of_as_they_cross_the_link(late_s):
 
     async def test(store, clock, reads):
         read = reads(0, True)
-        await store._inner.until_waiting(1)
+        await store.inner.until_waiting(1)
         await clock.advance(late_s)
         assert read.told.counts == [], "the store has nothing yet"
-        store._inner.release(key_of(0))
+        store.inner.release(key_of(0))
         await clock.advance(100)
         assert read.told.wrong == []
         assert read.told.grew
@@ -248,7 +250,7 @@ def test_bytes_are_told_of_as_they_cross_the_link(late_s):
 
 def test_the_next_read_is_told_of_from_when_it_has_the_link():
     async def test(store, clock, reads):
-        store._inner.release(key_of(0), key_of(1))
+        store.inner.release(key_of(0), key_of(1))
         first, second = reads(0, True), reads(1, True)
         await clock.advance(100)
         assert second.at_s == [at_s + first.ended_s for at_s in first.at_s]
@@ -261,7 +263,7 @@ def test_the_next_read_is_told_of_from_when_it_has_the_link():
 @pytest.mark.parametrize("after_s", [0.5, 3.5, 8.5])
 def test_of_a_cancelled_read_nothing_more_is_told(after_s):
     async def test(store, clock, reads):
-        store._inner.release(key_of(0), key_of(1))
+        store.inner.release(key_of(0), key_of(1))
         first, second = reads(0, True), reads(1, True)
         await clock.advance(after_s)
         first.task.cancel()
@@ -277,17 +279,10 @@ def test_of_a_cancelled_read_nothing_more_is_told(after_s):
 
 def test_who_does_not_listen_is_waited_for_once():
     async def test(store, clock, reads):
-        slept = []
-
-        async def sleep(delay_s):
-            slept.append(delay_s)
-            await clock.sleep(delay_s)
-
-        store._sleep = sleep
-        store._inner.release(key_of(0))
+        store.inner.release(key_of(0))
         read = reads(0, False)
         await clock.advance(100)
-        assert slept == [LARGE_BYTES / BYTES_PER_S]
+        assert clock.slept_s == [LARGE_BYTES / BYTES_PER_S]
         assert read.ended_s == LARGE_BYTES / BYTES_PER_S
         assert read.told.counts == []
 
@@ -297,8 +292,8 @@ def test_who_does_not_listen_is_waited_for_once():
 @pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x")])
 def test_a_block_that_fails_is_not_told_of_at_all(error):
     async def test(store, clock, reads):
-        store._inner = FaultyStore(store._inner)
-        store._inner.fail(key_of(0), error)
+        store.inner = FaultyStore(store.inner)
+        store.inner.fail(key_of(0), error)
         read = reads(0, True)
         await clock.advance(100)
         with pytest.raises(type(error)):

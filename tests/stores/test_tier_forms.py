@@ -18,11 +18,10 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.encoded import EncodedStore, open_blocks
-from sglang_cake.stores.per_tier_encoding import LinkSpeed
-from sglang_cake.stores.sources import parse_sources
-from sglang_cake.stores.tiers.tier_choice import RATE_FRESH_S
-from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.encoded import EncodedStore
+from sglang_cake.stores.link_speed import RATE_FRESH_S, LinkSpeed
+from sglang_cake.stores.open_store import open_blocks, parse_sources
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -78,14 +77,14 @@ class Encoded(Tiers):
         return bytes(out)
 
     def form(self, tier, key=KEY):
-        return self.memory[tier]._blocks.get(key)
+        return self.memory[tier].blocks.get(key)
 
     def forms_made(self):
         counts = self.counters.snapshot()
         return {c: n for c in CODECS if (n := counts["encoded_blocks", c])}
 
     def all_buffers_are_back(self):
-        pools = [tier.copies._buffers for tier in self.store._tiers]
+        pools = [tier.copies.buffers for tier in self.store.tiers]
         return all(pool.free == pool.capacity for pool in pools)
 
 
@@ -128,7 +127,7 @@ def test_every_tier_gets_the_form_that_suits_its_link(speeds, max_error, codecs)
         made = {codec: tiers.form(tier) for tier, codec in enumerate(codecs)}
         stored_bytes = sum(HEADER_BYTES + len(payload) for payload in made.values())
         assert tiers.counters.snapshot()["stored_bytes", ""] == stored_bytes
-        assert len(tiers.blocks._idle) == len(made), "a buffer for each form"
+        assert tiers.blocks.idle_buffers == len(made), "a buffer for each form"
 
     encoded(test, *speeds, max_error=max_error)
 
@@ -138,7 +137,7 @@ def test_a_fixed_codec_makes_one_form_for_all_tiers():
         await tiers.stored("a")
         assert tiers.form(0) == tiers.form(1)
         assert tiers.forms_made() == {"int8": 1}
-        assert len(tiers.blocks._idle) == 1
+        assert tiers.blocks.idle_buffers == 1
 
     encoded(test, FAST, SLOW, codec="int8")
 
@@ -244,7 +243,7 @@ def test_each_tier_measures_its_own_reads_and_writes():
                 tiers.clock.now_s += 2.0
                 return await super().get_into(key, out, progress)
 
-        tiers.store._tiers[1].store = Slow(tiers.memory[1])
+        tiers.store.tiers[1].store = Slow(tiers.memory[1])
         fast, slow = tiers.store.links()
         assert (fast.bytes_per_s(), slow.bytes_per_s()) == (None, None)
         await tiers.put("a")
@@ -275,7 +274,7 @@ def test_forms_are_asked_for_only_where_there_is_room():
             asked.append(tier)
             return block_of(tier)
 
-        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        tiers.store.tiers[1].store = Gated(tiers.memory[1])
         for name in range(5):
             assert await tiers.store.put_forms(key_of(name), form_of)
         assert asked == [0, 1] * 2 + [0] * 3
@@ -326,8 +325,8 @@ def test_a_put_that_ends_while_a_form_is_made_leaves_nothing_behind(ends):
         await tiers.quiet()
         there = [len(memory) for memory in tiers.memory]
         assert there == ([0, 0, 0] if ends == "deleted" else [1, 0, 0])
-        for tier in tiers.store._tiers:
-            assert tier.copies._buffers.free == tier.copies._buffers.capacity
+        for tier in tiers.store.tiers:
+            assert tier.copies.buffers.free == tier.copies.buffers.capacity
 
     run(test, count=3)
 
@@ -341,7 +340,7 @@ def test_a_cancelled_put_gives_its_buffers_back():
             putting.cancel()
             await asyncio.wait([putting])
             await until(tiers.all_buffers_are_back)
-        assert len(tiers.blocks._idle) <= 2
+        assert tiers.blocks.idle_buffers <= 2
         await tiers.stored("b")
         assert await tiers.loaded(key_of("b")) == BLOCK
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiering import BLOCK, Tiers, until
 
 from sglang_cake.core.errors import BlockMissing, StoreUnavailable
-from sglang_cake.stores.tiers.tier_health import MAX_BACKOFF_S
+from sglang_cake.stores.tiers.tier import MAX_BACKOFF_S
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 NAMES = st.integers(0, 4)
@@ -29,7 +29,7 @@ class Machine(RuleBasedStateMachine):
         return [i for i in range(3) if self.tiers.outage[i].error is None]
 
     def holders(self, name, among):
-        return [i for i in among if key_of(name) in self.tiers.memory[i]._blocks]
+        return [i for i in among if key_of(name) in self.tiers.memory[i].blocks]
 
     @rule(name=NAMES)
     def put(self, name):
@@ -63,8 +63,8 @@ class Machine(RuleBasedStateMachine):
             return
         for name, there in zip(names, found, strict=True):
             assert self.holders(name, self.up()) or not there
-        self.call(until(lambda: not self.tiers.store._strays))  # trials, which nobody waits for
-        for tier in self.tiers.store._tiers:
+        self.call(until(lambda: not self.tiers.store.given_up_calls))
+        for tier in self.tiers.store.tiers:
             assert tier.reading.is_well or tier.index not in self.up()
         found = self.call(self.tiers.store.contains(keys))
         assert found == [bool(self.holders(name, self.up())) for name in names]
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=NAMES, tier=TIERS)
     def lose(self, name, tier):
         """Evicted, behind our back."""
-        self.tiers.memory[tier]._blocks.pop(key_of(name), None)
+        self.tiers.memory[tier].blocks.pop(key_of(name), None)
 
     @rule(tier=TIERS, error=st.sampled_from([StoreUnavailable("down"), RuntimeError("a bug")]))
     def break_down(self, tier, error):
@@ -121,16 +121,16 @@ class Machine(RuleBasedStateMachine):
     def what_is_kept_is_what_was_put(self):
         for memory in self.tiers.memory:
             for name in range(5):
-                assert memory._blocks.get(key_of(name), block_of(name)) == block_of(name)
+                assert memory.blocks.get(key_of(name), block_of(name)) == block_of(name)
 
     @invariant()
     def links_know_that_nothing_is_under_way(self):
-        assert [tier.link.bytes_under_way for tier in self.tiers.store._tiers] == [0, 0, 0]
+        assert [tier.link.bytes_under_way for tier in self.tiers.store.tiers] == [0, 0, 0]
 
     def teardown(self):
         self.call(self.tiers.store.close())
-        for tier in self.tiers.store._tiers:
-            assert tier.copies._buffers.free == tier.copies._buffers.capacity
+        for tier in self.tiers.store.tiers:
+            assert tier.copies.buffers.free == tier.copies.buffers.capacity
         self.loop.close()
 
 

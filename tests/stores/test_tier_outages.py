@@ -6,7 +6,7 @@ import pytest
 from tiering import run, until
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import key_of, read
 
@@ -32,7 +32,7 @@ def test_a_tier_that_fails_is_left_out_and_comes_back(down):
         assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW, "not yet"
         tiers.clock.now_s += FIRST_BACKOFF_S
         await tiers.store.contains([key_of("a")])
-        await until(lambda: tiers.store._tiers[down].reading.is_well)
+        await until(lambda: tiers.store.tiers[down].reading.is_well)
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
@@ -63,7 +63,7 @@ def test_a_tier_that_cannot_be_written_is_still_read():
                 raise StoreUnavailable("read-only")
 
         await tiers.fill(0, "old")
-        tiers.store._tiers[0].store = ReadOnly(tiers.calls[0])
+        tiers.store.tiers[0].store = ReadOnly(tiers.calls[0])
         for name in range(2 * FAILURES_IN_A_ROW):
             await tiers.put(name)
         stats = await tiers.store.stats()

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.stores.tiers.tier_choice import RATE_FRESH_S, TierLink, quickest, soonest
-from sglang_cake.stores.tiers.tier_health import (
+from sglang_cake.stores.link_speed import RATE_FRESH_S, TierLink, quickest, soonest
+from sglang_cake.stores.tiers.tier import (
     FAILURES_IN_A_ROW,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
     TierHealth,
 )
-from sglang_cake.stores.tiers.tier_memory import REREAD_S, PromoteOnSecondRead, TierLocations
+from sglang_cake.stores.tiers.tiered_store import REREAD_S, PromoteOnSecondRead, TierLocations
 from sglang_cake.testing.store_contract import key_of
 
 BLOCK = 100

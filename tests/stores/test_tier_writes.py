@@ -10,8 +10,8 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW
-from sglang_cake.stores.tiers.tier_memory import REREAD_S
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
+from sglang_cake.stores.tiers.tiered_store import REREAD_S
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -79,7 +79,7 @@ def test_copies_below_are_bounded_and_what_does_not_fit_is_counted():
                 await gate.wait()
                 return await super().put(key, data)
 
-        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(10))
         assert len(tiers.memory[0]) == 10, "the first tier never waits for the second"
         assert (await tiers.counts(1))["queue_full_blocks"] == 7
@@ -113,7 +113,7 @@ def test_a_deleted_block_does_not_come_back_from_a_copy_that_was_waiting():
                 await gate.wait()
                 return await super().put(key, data)
 
-        tiers.store._tiers[1].store = Gated(tiers.memory[1])
+        tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(4))
         for name in range(4):
             await tiers.store.delete(key_of(name))
@@ -131,7 +131,7 @@ def test_a_block_deleted_while_it_is_copied_is_not_written_below():
         blocked = threading.Event()
         tiers.store._threads.submit(blocked.wait)  # the thread that would copy
         putting = asyncio.create_task(tiers.store.put(key_of("a"), block_of("a")))
-        await until(lambda: tiers.store._tiers[1].copies._coming)
+        await until(lambda: tiers.store.tiers[1].copies.pending)
         await tiers.store.delete(key_of("a"))
         blocked.set()
         await putting
@@ -152,7 +152,6 @@ def test_a_delete_goes_to_every_tier_and_says_when_one_failed():
         assert not await tiers.holds(0, "a")
         assert await tiers.store.contains([key_of("a")]) == [True], "it is still below"
         await tiers.store.delete(key_of("a"))
-        assert tiers.store._where.of(key_of("a")) == (0, 0)
         assert await tiers.store.contains([key_of("a")]) == [False]
 
     run(test)
@@ -175,7 +174,7 @@ def test_closing_gives_up_on_a_tier_that_hangs():
         await tiers.put("b", "c")
         await tiers.store.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert tiers.store._tiers[1].counts.dropped_blocks == 2
+        assert tiers.store.tiers[1].counts.dropped_blocks == 2
         with pytest.raises(StoreUnavailable):
             await tiers.memory[1].contains([])
 
@@ -223,7 +222,7 @@ def test_a_fast_tier_that_is_full_does_not_disturb_reads():
         full = FaultyStore(tiers.memory[0])
         full.fail(key_of("a"), StoreFull("full"))
         full.get_into = tiers.memory[0].get_into
-        tiers.store._tiers[0].store = full
+        tiers.store.tiers[0].store = full
         for _ in range(6):
             await tiers.read("a")
             await tiers.quiet()
@@ -237,7 +236,7 @@ def test_a_block_deleted_while_it_is_read_is_not_moved_up():
         await tiers.fill(1, "a")
         await tiers.read("a")
         slow = SlowStore(tiers.memory[1])
-        tiers.store._tiers[1].store = slow
+        tiers.store.tiers[1].store = slow
         reading = asyncio.create_task(read(tiers.store, key_of("a")))
         await slow.until_waiting(1)
         await tiers.store.delete(key_of("a"))

@@ -17,10 +17,8 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.loading.reading import Reading
 from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.open_store import open_store
-from sglang_cake.stores.sources import parse_sources
-from sglang_cake.stores.tiers.tier_copies import PlainBuffer
-from sglang_cake.stores.tiers.tier_health import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, PlainBuffer
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
@@ -32,7 +30,7 @@ def opened(sources, frame=FRAME, *, depth=2):
     """Real stores. However busy their disks are, no tier is passed over for a late answer."""
     store = open_store(sources, frame, depth=depth)
     assert isinstance(store, TieredStore)
-    store._late_answer_s = 60.0
+    store.late_answer_s = 60.0
     return store
 
 
@@ -123,7 +121,9 @@ def test_a_tier_that_hangs_does_not_hold_back_the_others():
         tiers.outage[1].hangs = True
         for _ in range(FAILURES_IN_A_ROW):
             assert await tiers.store.contains([key_of("a")]) == [True]
-            await until(lambda: not tiers.store._strays)  # the call that was given up has ended
+            await until(
+                lambda: not tiers.store.given_up_calls
+            )  # the call that was given up has ended
         counts = await tiers.counts(1)
         assert counts["late_answers"] == FAILURES_IN_A_ROW
         assert counts["left_out"] == 1
@@ -162,11 +162,11 @@ def test_a_trial_that_hangs_is_given_up_and_the_next_is_later():
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
         for wait_s in (1, 2, 4):
-            assert not tiers.store._tiers[1].reading.may_try(tiers.clock.now_s + wait_s - 0.01)
+            assert not tiers.store.tiers[1].reading.may_try(tiers.clock.now_s + wait_s - 0.01)
             tiers.clock.now_s += wait_s
             await tiers.store.contains([key_of("a")])
-            await until(lambda: not tiers.store._strays)
-        assert tiers.store._tiers[1].counts.late_answers == 3
+            await until(lambda: not tiers.store.given_up_calls)
+        assert tiers.store.tiers[1].counts.late_answers == 3
 
     run(test, late_answer_s=0.01)
 
@@ -191,7 +191,7 @@ def test_a_tier_that_will_not_even_be_cancelled_is_asked_once():
 
     async def test(tiers):
         stuck = Stuck(tiers.memory[1])
-        tiers.store._tiers[1].store = stuck
+        tiers.store.tiers[1].store = stuck
         await tiers.fill(0, "a")
         for turn in range(10):
             tiers.clock.now_s += 1000.0 * turn  # any trial would be due
@@ -222,7 +222,7 @@ def test_an_answer_of_the_wrong_length_is_a_failure():
             return [True]
 
     async def test(tiers):
-        tiers.store._tiers[0].store = Short(tiers.memory[0])
+        tiers.store.tiers[0].store = Short(tiers.memory[0])
         await tiers.fill(1, "b")
         assert await tiers.store.contains([key_of("a"), key_of("b")]) == [False, True]
         assert (await tiers.counts(0))["failed_calls"] == 1
@@ -322,9 +322,9 @@ def test_bytes_of_a_tier_that_breaks_off_are_not_taken_for_those_of_the_next(err
     async def test(tiers):
         nonlocal reading
         await tiers.fill(1, "a")
-        tiers.store._tiers[0].store = Looked(tiers.memory[0], error)
+        tiers.store.tiers[0].store = Looked(tiers.memory[0], error)
         if silent:
-            tiers.store._tiers[1].store = TellsNothing(tiers.memory[1])
+            tiers.store.tiers[1].store = TellsNothing(tiers.memory[1])
         reading, read = reading_of(tiers, "a")
         await read()
         assert reading.wait_whole(0.0) is not used
@@ -337,9 +337,9 @@ def test_bytes_of_a_tier_that_breaks_off_are_not_taken_for_those_of_the_next(err
 def test_progress_begins_anew_with_the_next_tier_of_which_bytes_come(silent):
     async def test(tiers):
         await tiers.fill(2, "a")
-        tiers.store._tiers[0].store = BreaksOff(tiers.memory[0], DOWN)
+        tiers.store.tiers[0].store = BreaksOff(tiers.memory[0], DOWN)
         if silent:
-            tiers.store._tiers[2].store = TellsNothing(tiers.memory[2])
+            tiers.store.tiers[2].store = TellsNothing(tiers.memory[2])
         counts = []
         await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
         anew = counts.index(0, 1)
@@ -366,7 +366,7 @@ def test_damaged_bytes_of_one_tier_are_not_taken_for_those_of_a_sealed_one(tmp_p
     async def main():
         tiers = opened(parse_sources(urls))
         assert await tiers.put(key_of("a"), block_of("a"))
-        await until(lambda: not any(tier.copies._jobs for tier in tiers._tiers))
+        await until(lambda: not any(tier.copies.pending for tier in tiers.tiers))
         (path,) = (tmp_path / "a").rglob(key_of("a").hex())
         flip(path)
         assert await tiers.get_into(key_of("a"), buffer.view, came) == BLOCK
@@ -384,7 +384,7 @@ def test_of_tiers_without_the_block_no_progress_is_told():
     async def test(tiers):
         await tiers.fill(2, "a")
         tiers.outage[1].error = DOWN
-        tiers.store._tiers[2].store = TellsNothing(tiers.memory[2])
+        tiers.store.tiers[2].store = TellsNothing(tiers.memory[2])
         counts = []
         await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
         assert counts == []
@@ -406,12 +406,12 @@ def test_never_two_writers_on_one_buffer():
     inside = []
 
     async def test(tiers):
-        for tier in tiers.store._tiers:
+        for tier in tiers.store.tiers:
             tier.store = Watched(FaultyStore(tier.store))
         await tiers.fill(2, "a")
         for index in (0, 1):
             await tiers.fill(index, "a")
-            tiers.store._tiers[index].store.inner.fail(key_of("a"), BlockCorrupt("bad"))
+            tiers.store.tiers[index].store.inner.fail(key_of("a"), BlockCorrupt("bad"))
         await tiers.store.contains([key_of("a")])
         await tiers.read("a")
 
@@ -421,14 +421,14 @@ def test_never_two_writers_on_one_buffer():
 def test_a_cancelled_read_frees_the_link_it_was_on():
     async def test(tiers):
         slow = SlowStore(tiers.memory[0])
-        tiers.store._tiers[0].store = slow
+        tiers.store.tiers[0].store = slow
         await tiers.fill(0, "a")
         task = asyncio.create_task(read(tiers.store, key_of("a")))
         await slow.until_waiting(1)
-        assert tiers.store._tiers[0].link.bytes_under_way == BLOCK
+        assert tiers.store.tiers[0].link.bytes_under_way == BLOCK
         task.cancel()
         await asyncio.wait([task])
-        assert tiers.store._tiers[0].link.bytes_under_way == 0
+        assert tiers.store.tiers[0].link.bytes_under_way == 0
         assert slow.waiting == []
 
     run(test)
@@ -460,7 +460,7 @@ def test_reads_keep_both_links_busy():
         clock.until = until
         links = [Link(tiers.memory[0], clock, 1 / 3), Link(tiers.memory[1], clock, 1.0)]
         for index, made in enumerate(links):
-            tiers.store._tiers[index].store = made
+            tiers.store.tiers[index].store = made
             await tiers.fill(index, *names)
         await tiers.store.contains([key_of(name) for name in names])
         left = list(names)
@@ -514,7 +514,7 @@ def test_a_tier_that_lost_a_block_is_not_asked_again_and_gets_it_back():
     async def test(tiers):
         await tiers.put("a")
         await tiers.quiet()
-        del tiers.memory[0]._blocks[key_of("a")]  # evicted
+        del tiers.memory[0].blocks[key_of("a")]  # evicted
         await tiers.read("a")
         asked = len(tiers.calls[0].keys_of("get"))
         await tiers.read("a")
@@ -591,7 +591,7 @@ def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
         clock = Clock()
         store = opened(sources, depth=1)
         store._clock = clock
-        for tier in store._tiers:
+        for tier in store.tiers:
             tier._clock = clock
         assert await store.put(key_of("a"), block_of("a"))
         for _ in range(FAILURES_IN_A_ROW):
@@ -600,7 +600,7 @@ def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
         (tmp_path / "a").unlink()
         clock.now_s += FIRST_BACKOFF_S
         await store.contains([key_of("a")])
-        await until(lambda: store._tiers[1].reading.is_well)
+        await until(lambda: store.tiers[1].reading.is_well)
         assert await store.put(key_of("b"), block_of("b"))
         await store.close()
         below = sources[1].open(FRAME, depth=1)

@@ -38,8 +38,8 @@ def put_small(folder, namespace, name, booked_bytes):
 
 def reclaim(folder):
     """As the background does every minute."""
-    with folder._supervisor.open() as index:
-        folder._supervisor._reclaim(index)
+    with folder.supervisor.open() as index:
+        folder.supervisor.reclaim(index)
 
 
 def as_if_older(root, by_s):
@@ -219,7 +219,7 @@ def test_files_set_aside_make_way_when_nothing_else_can(tmp_path):
             put_small(folder, NAMESPACE, name, big_bytes)
             with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(name)):
                 raise BlockCorrupt("as if")
-        with folder._supervisor.open() as index:
+        with folder.supervisor.open() as index:
             assert index.totals()[0] == 4
         put_small(folder, NAMESPACE, "large", 9 << 20)
         assert there(folder, ["large"]) == ["large"]

@@ -55,11 +55,11 @@ class Tiers:
 
     async def until_holds(self, tier, *names):
         for name in names:
-            await until(lambda name=name: key_of(name) in self.memory[tier]._blocks)
+            await until(lambda name=name: key_of(name) in self.memory[tier].blocks)
 
     async def quiet(self):
         """Copies in the background are done."""
-        await until(lambda: not any(tier.copies._jobs for tier in self.store._tiers))
+        await until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
 
     async def counts(self, tier):
         return (await self.store.stats()).tiers[tier].counts

@@ -88,7 +88,7 @@ class Desk:
         return self.counters.snapshot()[name, label]
 
     def stored(self, store: MemoryStore | None = None) -> dict[BlockKey, bytes]:
-        return dict((store or self.memory)._blocks)
+        return dict((store or self.memory).blocks)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ the order from its index.
 from collections.abc import Callable
 from typing import Final
 
-from sglang_cake.stores.eviction.arc import ArcPolicy
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.cake import CakePolicy, CakePrefixPolicy
+from sglang_cake.stores.eviction.classic import ArcPolicy, GdfsPolicy, S3FifoPolicy, fifo, lfu, lru
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_CONTEXT,
     AccessContext,
@@ -19,10 +18,8 @@ from sglang_cake.stores.eviction.policy import (
     Usage,
     ident_of,
 )
-from sglang_cake.stores.eviction.ranked import GdfsPolicy, fifo, lfu, lru
 from sglang_cake.stores.eviction.reuse import ReuseFit, ReuseFits
-from sglang_cake.stores.eviction.s3fifo import S3FifoPolicy
-from sglang_cake.stores.eviction.workload import WorkloadPolicy
+from sglang_cake.stores.eviction.reuse_policies import CakePolicy, CakePrefixPolicy, WorkloadPolicy
 
 __all__ = [
     "POLICIES",

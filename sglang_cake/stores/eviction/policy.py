@@ -96,7 +96,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def over_quota_bytes(self) -> int:
-        """Bytes that tenants hold above their quota, to be evicted even if the store has room."""
+        """Bytes that tenants hold above their quota. To be evicted in any case."""
         ...
 
     def set_benefit(self, benefit: Benefit) -> None:

@@ -108,6 +108,11 @@ class ReuseModel:
         # Classes with a workload, by the tenant that was first to use them.
         self._classes_of_tenant: Counter[int] = Counter()
 
+    @property
+    def sampled_blocks(self) -> int:
+        """Number of blocks whose last access is held."""
+        return len(self._last_access)
+
     def class_for(self, request_class: RequestClass, tenant: int = 0) -> RequestClass:
         """The class under which a request is counted: its own, or OTHER_CLASSES above the limits.
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.heap import BlockHeap
+from sglang_cake.stores.eviction.heaps import BlockHeap
 from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse import ReuseFits
 
@@ -32,6 +32,9 @@ class TenantPolicy(BasePolicy):
     tenant with the most bytes comes next, if these exceed an equal share of all bytes. So a tenant
     below an equal share loses nothing to a tenant that floods the store. While no rule is broken,
     the inner policy decides.
+
+    Attributes:
+        used_bytes: by tenant.
     """
 
     def __init__(self, inner: EvictionPolicy, rules: TenantRules) -> None:
@@ -42,7 +45,7 @@ class TenantPolicy(BasePolicy):
         self._inner = inner
         self._rules = rules
         self._lru: dict[int, BlockHeap] = {}  # by tenant
-        self._bytes: dict[int, int] = {}  # by tenant
+        self.used_bytes: dict[int, int] = {}
 
     def add(self, block: int, usage: Usage) -> None:
         self._uncount(block)
@@ -67,7 +70,7 @@ class TenantPolicy(BasePolicy):
                 self._uncount(popped[0])
             return popped
         first = self._lru[tenant].first()
-        assert first is not None  # tenants without blocks are not in `_bytes`
+        assert first is not None  # tenants without blocks are not in `used_bytes`
         usage = self._usage[first.block]
         self.remove(first.block)
         return first.block, usage
@@ -76,7 +79,7 @@ class TenantPolicy(BasePolicy):
         quota_bytes = self._rules.quota_bytes
         if quota_bytes is None:
             return 0
-        return sum(max(0, used_bytes - quota_bytes) for used_bytes in self._bytes.values())
+        return sum(max(0, used_bytes - quota_bytes) for used_bytes in self.used_bytes.values())
 
     def record_rejected(self, usage: Usage) -> None:
         self._inner.record_rejected(usage)
@@ -98,23 +101,23 @@ class TenantPolicy(BasePolicy):
 
     def _tenant_to_evict(self) -> int | None:
         """Tenant that breaks a rule. None: no tenant does."""
-        if not self._bytes:
+        if not self.used_bytes:
             return None
-        largest = max(self._bytes, key=lambda tenant: (self._bytes[tenant], tenant))
-        used_bytes = self._bytes[largest]
+        largest = max(self.used_bytes, key=lambda tenant: (self.used_bytes[tenant], tenant))
+        used_bytes = self.used_bytes[largest]
         quota_bytes = self._rules.quota_bytes
         if quota_bytes is not None and used_bytes > quota_bytes:
             return largest
-        equal_share_bytes = sum(self._bytes.values()) / len(self._bytes)
+        equal_share_bytes = sum(self.used_bytes.values()) / len(self.used_bytes)
         return largest if self._rules.fair and used_bytes > equal_share_bytes else None
 
     def _count(self, block: int, usage: Usage) -> None:
         tenant = usage.context.tenant
-        if tenant not in self._bytes and len(self._bytes) >= MAX_TENANTS:
+        if tenant not in self.used_bytes and len(self.used_bytes) >= MAX_TENANTS:
             tenant = 0
         self._usage[block] = usage
         self._lru.setdefault(tenant, BlockHeap()).put(block, (usage.used_s,))
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + usage.stored_bytes
+        self.used_bytes[tenant] = self.used_bytes.get(tenant, 0) + usage.stored_bytes
 
     def _uncount(self, block: int) -> None:
         usage = self._usage.pop(block, None)
@@ -124,7 +127,7 @@ class TenantPolicy(BasePolicy):
         if tenant not in self._lru or block not in self._lru[tenant]:
             tenant = 0
         self._lru[tenant].remove(block)
-        self._bytes[tenant] -= usage.stored_bytes
+        self.used_bytes[tenant] -= usage.stored_bytes
         if not len(self._lru[tenant]):
             del self._lru[tenant]
-            del self._bytes[tenant]
+            del self.used_bytes[tenant]

@@ -1,4 +1,4 @@
-"""What requests have told: whose turn of which conversation touches which blocks, and when."""
+"""Accesses that requests reported: blocks, times, and the turn of the conversation."""
 
 import threading
 from collections import OrderedDict
@@ -11,86 +11,94 @@ from sglang_cake.stores.eviction.conversation import ConversationTracker
 from sglang_cake.stores.request_info import RequestFacts
 
 MOST_REQUESTS = 4096
-MOST_EXPECTED = 65_536  # blocks that were asked for and may be put or read soon
-# Between two blocks of one request. Seconds since 1970 are told apart down to 2.4e-7.
-ORDER_S = 1e-6
-CLOCK_BACK_S = 60.0  # steps of a clock up to this do not change the order of requests
-READ_SOON_S = 60.0  # who told of a block reads it within this time: that is no further use
+MOST_ANNOUNCED = 65_536  # blocks that may be put or read soon
+ORDER_S = 1e-6  # between two blocks of a request; a float of seconds since 1970 resolves 2.4e-7
+CLOCK_BACK_S = 60.0  # smaller steps back of the clock do not change the order of requests
+READ_SOON_S = 60.0  # a read of an announced block within this time is no further access
 
 
-class Told(NamedTuple):
-    """A block that a request has."""
+class Access(NamedTuple):
+    """Access of a request to a block."""
 
     key: BlockKey
     context: AccessContext
-    at_s: float  # when it was used, seconds since 1970
+    at_s: float  # seconds since 1970
 
 
 class _Request(NamedTuple):
     turn: int
-    known: int  # how many keys it has told
-    at_s: float  # of its head
+    blocks: int  # number of keys that were reported
+    at_s: float  # access time of the first block
 
 
 class AccessLog:
-    """Thread-safe; everything in it is bounded and may be forgotten.
+    """Assigns access times, so that sorting by time gives the LRU order. Thread-safe, bounded.
 
-    The blocks of a request are used in turn, the last one first and the head last, ORDER_S apart,
-    and after those of all earlier requests. So their times alone say who is the less recent,
-    whenever and in whatever order the blocks are stored, and after a restart.
+    Within a request the first block is the newest, and each following block is ORDER_S older. A
+    request is newer than all earlier ones. That holds in whatever order the blocks are written, and
+    across restarts.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._conversations = ConversationTracker()
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by id
-        self._expected: OrderedDict[BlockKey, Told] = OrderedDict()
-        self._last_s = float("-inf")  # of the last request's head
-        self.listening = False  # a request has told something: reads are no uses any more
+        self._announced: OrderedDict[BlockKey, Access] = OrderedDict()
+        self._last_s = float("-inf")  # access time of the last request's first block
+        self.has_reports = False  # a request was reported: reads alone are no accesses any more
 
-    def told(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Told]:
-        """What the blocks that are news are used for, last block first."""
+    @property
+    def announced_blocks(self) -> int:
+        return len(self._announced)
+
+    @property
+    def requests(self) -> int:
+        return len(self._requests)
+
+    def report(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Access]:
+        """Accesses to the blocks of a request that were not reported before, last block first."""
         with self._lock:
-            self.listening = True
+            self.has_reports = True
             idents = [ident_of(key) for key in keys]
-            known = self._requests.get(facts.id)
-            if known is None:
+            request = self._requests.get(facts.id)
+            if request is None:
                 after_s = self._last_s + len(keys) * ORDER_S
-                # A clock that was put back is believed.
+                # A larger step back of the clock is accepted.
                 self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
-                known = _Request(self._conversations.turn_of(idents), 0, self._last_s)
-            self._conversations.record(idents, known.turn)
-            self._requests[facts.id] = known._replace(known=max(known.known, len(keys)))
+                request = _Request(self._conversations.turn_of(idents), 0, self._last_s)
+            self._conversations.record(idents, request.turn)
+            blocks = max(request.blocks, len(keys))
+            self._requests[facts.id] = request._replace(blocks=blocks)
             self._requests.move_to_end(facts.id)
             if len(self._requests) > MOST_REQUESTS:
                 self._requests.popitem(last=False)
-            news = [
-                Told(
+            accesses = [
+                Access(
                     keys[at],
-                    AccessContext(facts.workload, known.turn, at, len(keys), facts.tenant),
-                    known.at_s - at * ORDER_S,
+                    AccessContext(facts.workload, request.turn, at, len(keys), facts.tenant),
+                    request.at_s - at * ORDER_S,
                 )
-                for at in range(len(keys) - 1, known.known - 1, -1)
+                for at in range(len(keys) - 1, request.blocks - 1, -1)
             ]
-            for told in news:
-                self._expected[told.key] = told
-                self._expected.move_to_end(told.key)
-            while len(self._expected) > MOST_EXPECTED:
-                self._expected.popitem(last=False)
-            return news
+            for access in accesses:
+                self._announced[access.key] = access
+                self._announced.move_to_end(access.key)
+            while len(self._announced) > MOST_ANNOUNCED:
+                self._announced.popitem(last=False)
+            return accesses
 
-    def use_of(self, key: BlockKey, now_s: float) -> Told:
-        """What a block that is being put was asked for, and when; now, if nobody told."""
+    def access_for_put(self, key: BlockKey, now_s: float) -> Access:
+        """The reported access to a block that is being put; without a report, one at `now_s`."""
         with self._lock:
-            return self._expected.pop(key, Told(key, UNKNOWN_CONTEXT, now_s))
+            return self._announced.pop(key, Access(key, UNKNOWN_CONTEXT, now_s))
 
-    def foretold(self, key: BlockKey, now_s: float) -> bool:
-        """Whether a read now is that of a request which has told of the block."""
+    def is_announced(self, key: BlockKey, now_s: float) -> bool:
+        """Whether a read at `now_s` belongs to a request that reported the block."""
         with self._lock:
-            told = self._expected.get(key)
-            return told is not None and abs(now_s - told.at_s) < READ_SOON_S
+            access = self._announced.get(key)
+            return access is not None and abs(now_s - access.at_s) < READ_SOON_S
 
-    def remember(self, ident: int, context: AccessContext) -> None:
-        """What was told before a restart."""
+    def restore(self, ident: int, context: AccessContext) -> None:
+        """Add the last access to a block before a restart."""
         with self._lock:
             self._conversations.record_block(ident, context.turn, context.reach)

@@ -1,7 +1,15 @@
-"""Moving framed blocks between memory and files, in pieces that can be given up."""
+"""Reading and writing the file of a block, in pieces between which the call can be cancelled.
+
+A file that is not in the page cache is read by direct I/O into the caller's pages: without a copy,
+and without pages in the cache. That takes a fraction of the CPU time and is at least as fast. A
+cached file, above all a block that was written a moment ago, is copied from the cache.
+"""
 
 import contextlib
+import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -9,18 +17,19 @@ from concurrent.futures import Executor, Future, wait
 
 from sglang_cake.codecs.frame import Incoming
 from sglang_cake.core.buffers import PAGE_BYTES
-from sglang_cake.stores.file.direct import is_cached, set_direct
 from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.threads import check_stop
 
-# Large enough that the system calls cost nothing, small enough that a cancelled caller waits for
-# less than a millisecond or so, and that a piece is still in the CPU's cache when it is hashed.
+# Large enough that system calls take a negligible time; small enough that a cancelled caller waits
+# for about a millisecond, and that a piece is still in the CPU's cache when it is hashed.
 PIECE_BYTES = 1 << 20
-# Past the page cache nobody reads ahead, and what comes is in no CPU's cache: every piece costs the
-# disk a pause. A millisecond of a fast disk.
+# Direct I/O has no read-ahead, so the disk idles between pieces. A fast disk needs 1 ms for one.
 DIRECT_PIECE_BYTES = 2 << 20
-# What a disk or file system that is more particular says, or a driver whose memory it cannot reach.
+# Errors of file systems and drivers that cannot read directly into this memory.
 _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_RESIDENT = 1
 
 
 def read_framed(
@@ -28,8 +37,12 @@ def read_framed(
 ) -> int:
     """Fill `block` from the start of the file and check it; returns the bytes of the payload.
 
-    What comes from the disk itself is hashed in `checkers` while more comes. When this returns or
-    raises, nobody uses `block` any more.
+    Args:
+        framed_bytes: size of the file.
+        stop: ends the call between two pieces.
+        checkers: hash what direct I/O has read, while the next piece is read. `block` is unused
+            after the return.
+
     Raises: BlockCorrupt; OSError; Stopped.
     """
     file = _Pieces(fd, direct=block.is_on_pages and not is_cached(fd))
@@ -54,19 +67,24 @@ def read_framed(
 
 
 def open_to_read(folder: int, name: str, *, counts: bool) -> int:
-    """Open a block's file in an open folder. Args: counts: False: nor does the file's own time of
-    use change, which is what eviction knows when the books are lost. Raises: OSError (ELOOP for a
-    link)."""
-    # O_NONBLOCK does nothing to a file, and keeps a foreign pipe from hanging us.
+    """Open a block's file in an open folder.
+
+    Args:
+        counts: the read is an access, and changes the access time of the file. Eviction uses that
+            time if the index is lost.
+
+    Raises: OSError (ELOOP for a link).
+    """
+    # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     if not counts and hasattr(os, "O_NOATIME"):
-        with contextlib.suppress(PermissionError):  # somebody else's file
+        with contextlib.suppress(PermissionError):  # a file of another user
             return os.open(name, flags | os.O_NOATIME, dir_fd=folder)
     return os.open(name, flags, dir_fd=folder)
 
 
 class _Pieces:
-    """A file that is read from its start, past the page cache for as long as that can be done."""
+    """A file that is read from its start, by direct I/O as long as possible."""
 
     def __init__(self, fd: int, *, direct: bool) -> None:
         self._fd = fd
@@ -81,34 +99,70 @@ class _Pieces:
             except OSError as error:
                 if error.errno not in _NOT_DIRECTLY:
                     raise
-        if self.direct:  # refused, or the end of a payload that does not end with a page
+        if self.direct:  # refused, or the part after the last whole page
             self.direct = not set_direct(self._fd, direct=False)
         return os.preadv(self._fd, block.room(PIECE_BYTES), block.done)
 
 
 def _whole_pages(views: list[memoryview], at: int) -> list[memoryview]:
-    """What a disk can write itself of the bytes that begin `at` the file's start."""
+    """The parts of `views` that direct I/O at file offset `at` can fill."""
     if at % PAGE_BYTES:
         return []
     cut = (view[: len(view) // PAGE_BYTES * PAGE_BYTES] for view in views)
     return [view for view in cut if len(view)]
 
 
-class NewFile:
-    """A file that is written under a temporary name and then becomes visible at once, or never.
+def set_direct(fd: int, *, direct: bool) -> bool:
+    """Switch direct I/O of an open file on or off; False if the file system cannot do that."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
 
-    Mode 0600. A crash at any point leaves either nothing new under `name` or all of it, and at most
-    a temporary file beside it. Not thread-safe.
+
+def is_cached(fd: int) -> bool:
+    """Whether an open file is in the page cache, by its first, middle and last page.
+
+    Unlike a read with RWF_NOWAIT, `mincore` brings nothing into the cache. For a file of another
+    user the kernel always reports a cached file.
+    """
+    try:
+        with mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as pages:
+            first = ctypes.c_char.from_buffer(pages)  # not accessed: only its address is used
+            start = ctypes.addressof(first)
+            last = (len(pages) - 1) // PAGE_BYTES
+            del first  # the mapping could not be closed otherwise
+            return all(_is_resident(start + at * PAGE_BYTES) for at in (0, last // 2, last))
+    except (OSError, ValueError):  # the file cannot be mapped, or is empty
+        return True
+
+
+def _is_resident(address: int) -> bool:
+    answer = ctypes.create_string_buffer(1)
+    if _mincore(address, PAGE_BYTES, answer):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return bool(answer.raw[0] & _RESIDENT)
+
+
+class NewFile:
+    """A file that is written under a temporary name, and renamed by `commit`. Not thread-safe.
+
+    Mode 0600. After a crash at any point, the file `name` has its old content or the whole new one.
+    A temporary file may be left.
     """
 
     def __init__(self, folder: int, name: str, *, sync: bool) -> None:
         """Args:
-            folder: a descriptor, closed with this file (also if this raises).
-            sync: bytes and name are on the disk when `commit` returns.
+            folder: a descriptor, closed with this file, also after an error.
+            sync: content and name are on the disk when `commit` returns.
 
         Raises: OSError; FileNotFoundError if the folder was removed meanwhile.
         """
-        self._folder, self._name, self._sync = folder, name, sync
+        self._folder = folder
+        self._name = name
+        self._sync = sync
         self.committed = False
         self._tmp: str | None = new_tmp_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -123,20 +177,24 @@ class NewFile:
         rest = [view for view in views if len(view)]
         while rest:
             check_stop(stop)
-            put = os.writev(self._fd, [*rest[:-1], rest[-1][:PIECE_BYTES]])
-            if put == 0:
+            written = os.writev(self._fd, [*rest[:-1], rest[-1][:PIECE_BYTES]])
+            if written == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes")
-            rest = _after(rest, put)
+            rest = _after(rest, written)
 
     def commit(self, stop: threading.Event) -> None:
-        """Make it visible, replacing what was there. Raises: OSError; Stopped; nothing is then."""
+        """Rename the file to `name`, and replace an existing one.
+
+        Raises: OSError; Stopped; nothing is visible then.
+        """
         assert self._tmp is not None
         if self._sync:
             os.fdatasync(self._fd)
-        self._close()  # before the rename: a network file system may only now say it was full
+        self._close()  # before the rename: a full network file system may report it only now
         check_stop(stop)
         os.replace(self._tmp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        self._tmp, self.committed = None, True
+        self._tmp = None
+        self.committed = True
         if self._sync:
             try:
                 os.fsync(self._folder)
@@ -145,13 +203,13 @@ class NewFile:
                 raise
 
     def withdraw(self) -> None:
-        """Take a committed file away again. Raises: OSError."""
-        with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+        """Remove the committed file. Raises: OSError."""
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             os.unlink(self._name, dir_fd=self._folder)
         self.committed = False
 
     def discard(self) -> None:
-        """Leave nothing of it, unless it was committed. Harmless afterwards."""
+        """Remove the file, unless it was committed. May be called several times."""
         with contextlib.suppress(OSError):
             self._close()
         if self._tmp is not None:
@@ -164,7 +222,8 @@ class NewFile:
 
     def _close(self) -> None:
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
             os.close(fd)
 
 
@@ -176,7 +235,10 @@ def _after(views: list[memoryview], done: int) -> list[memoryview]:
 
 
 def write_file(folder: int, name: str, data: bytes) -> None:
-    """Make `name` hold `data`, atomically and on the disk. `folder` is closed. Raises: OSError."""
+    """Write `data` to the file `name`, atomically and to the disk; closes `folder`.
+
+    Raises: OSError.
+    """
     stop = threading.Event()
     file = NewFile(folder, name, sync=True)
     try:

@@ -1,11 +1,19 @@
-"""Which kind of file system a folder is on."""
+"""The disk of a file store: kind of file system, free space, errors, backoff after them."""
 
+import contextlib
 import ctypes
+import errno
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-# `f_type` in statfs(2), of file systems that several machines mount at once.
+from sglang_cake.core.errors import StoreError, StoreFull, StoreUnavailable
+from sglang_cake.stores.backoff import Backoff
+
+# `f_type` in statfs(2), of file systems that several machines can mount.
 SHARED: Final = {
     0x6969: "NFS",
     0xFF534D42: "CIFS",
@@ -20,14 +28,142 @@ SHARED: Final = {
 }
 _statfs = ctypes.CDLL(None, use_errno=True).statfs
 _statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
-_STATFS_BYTES = 512  # more than the structure has anywhere; `f_type` comes first, a long
+_STATFS_BYTES = 512  # more than the structure has on any system; `f_type`, a long, comes first
 
 
 def file_system_type(folder: Path) -> int:
-    """Of a folder, as Linux numbers them; elsewhere whatever its structure begins with.
-    Raises: OSError."""
+    """File system of a folder, as numbered by Linux. Meaningless on other systems.
+
+    Raises: OSError.
+    """
     answer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
     if _statfs(os.fsencode(folder), answer):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(folder))
     return int(answer[0]) & 0xFFFFFFFF
+
+
+FRESH_S = 1.0  # time for which an answer of the file system is used
+FILES_PER_BLOCK = 3  # inodes: the block, and at most two new folders
+
+
+class Amount(NamedTuple):
+    """Space in a file system; false if it is zero."""
+
+    bytes: int = 0
+    files: int = 0  # inodes
+
+    def __bool__(self) -> bool:
+        return self.bytes > 0 or self.files > 0
+
+
+class FreeSpace:
+    """Keeps `min_free_bytes` of a file system free, and the same share of its inodes. Thread-safe.
+
+    Inodes are ignored where their number is not fixed.
+    """
+
+    def __init__(
+        self, folder: Path, min_free_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Args:
+        folder: any folder in the file system.
+        clock: seconds, monotonic.
+        """
+        self._folder = folder
+        self.min_free_bytes = min_free_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._asked_s: float | None = None
+        self._usable_bytes = 0
+        self._usable_files = 0
+
+    def take(self, size_bytes: int) -> Amount:
+        """Take the space for a block of `size_bytes`; returns the missing space, or zero.
+
+        The file system is asked every FRESH_S. In between, the blocks of this process are
+        subtracted, so that a burst of writes stays within the limit.
+        Raises: OSError.
+        """
+        with self._lock:
+            missing = self._missing(size_bytes, FILES_PER_BLOCK)
+            if not missing:
+                self._usable_bytes -= size_bytes
+                self._usable_files -= FILES_PER_BLOCK
+            return missing
+
+    def missing(self) -> Amount:
+        """Space that should be freed now. Raises: OSError."""
+        with self._lock:
+            return self._missing(0, 0)
+
+    def freed(self, amount: Amount) -> None:
+        """Add space that was freed since the file system was asked."""
+        with self._lock:
+            self._usable_bytes += amount.bytes
+            self._usable_files += amount.files
+
+    def _missing(self, size_bytes: int, files: int) -> Amount:
+        now_s = self._clock()
+        if self._asked_s is None or now_s - self._asked_s >= FRESH_S:
+            self._refresh()
+            self._asked_s = now_s
+        return Amount(max(0, size_bytes - self._usable_bytes), max(0, files - self._usable_files))
+
+    def _refresh(self) -> None:
+        stat = os.statvfs(self._folder)
+        self._usable_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
+        if stat.f_files:
+            share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
+            self._usable_files = stat.f_favail - int(stat.f_files * share)
+        else:  # created on demand, as by btrfs
+            self._usable_files = 1 << 62
+
+
+class WriteBackoff:
+    """Pauses of writing after a disk refused a write, so that not every block has to fail."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        clock: seconds, monotonic.
+        """
+        self._clock = clock
+        self._backoff = Backoff()
+        self._failure: StoreError | None = None
+
+    def check(self) -> None:
+        """Raises: during a pause, the error of the write that started it, as a new error."""
+        left_s = self._backoff.left_s(self._clock())
+        if left_s > 0 and self._failure is not None:
+            raise type(self._failure)(f"writing rests for {left_s:.0f} s after {self._failure}")
+
+    def failed(self, failure: StoreError) -> None:
+        """Record a failed write. Writes that started before the pause do not extend it."""
+        now_s = self._clock()
+        if not self._backoff.left_s(now_s):
+            self._backoff.start(now_s)
+            self._failure = failure
+
+    def succeeded(self) -> None:
+        """Record a successful write."""
+        self._backoff.reset()
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+@contextlib.contextmanager
+def os_errors(root: Path, backoff: WriteBackoff | None = None) -> Iterator[None]:
+    """A context that turns OSError into StoreFull or StoreUnavailable, with the name of the store.
+
+    Args:
+        backoff: errors of the disk are reported there.
+    """
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        failure = (StoreFull if full else StoreUnavailable)(f"{root}: {error}")
+        if backoff is not None and error.errno in _DISK_ERRORS:
+            backoff.failed(failure)
+        raise failure from error

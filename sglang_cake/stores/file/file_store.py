@@ -1,62 +1,89 @@
-"""One namespace of a folder of blocks, for an event loop."""
+"""`file:///abs/path?capacity=500GB&min_free=20GB&fsync=off`: blocks in a folder."""
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from urllib.parse import unquote
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt
-from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.core.errors import BlockCorrupt, ConfigError
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.local_files import cache_folder
+from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.blockfile import read_framed
+from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
 from sglang_cake.stores.file.folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
+from sglang_cake.stores.file.ownership import check_folder
 from sglang_cake.stores.request_info import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 
 logger = logging.getLogger(__name__)
-ASKERS = 2  # threads
+LOOKUP_THREADS = 2
+DEFAULT_MIN_FREE_BYTES = 10**9  # a store never fills a disk completely
+# Of the file system, for the default store.
+DEFAULT_SHARE = 0.5
+DEFAULT_MIN_FREE_SHARE = 0.2
+LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB
 
 
 class FileStore:
-    """Implements `Store`. Reads and writes have a pool of `threads` each, and what only asks has
-    its own, so that none of them waits behind the others on a slow disk."""
+    """Implements `Store`: one namespace of a `BlockFolder`.
+
+    Reads, writes and lookups have thread pools of their own, so that none of them waits for the
+    others on a slow disk.
+    """
 
     def __init__(
         self, folder: BlockFolder, frame: BlockFrame, *, threads: int, reads_count: bool = True
     ) -> None:
-        """Open the namespace in `folder`, which is closed with this store.
+        """Open the namespace.
 
-        Args: reads_count: as use, for eviction.
+        Args:
+            folder: closed with this store.
+            threads: concurrent reads, and concurrent writes.
+            reads_count: reads are accesses, for eviction.
+
         Raises: StoreUnavailable; ConfigError if the folder describes another namespace.
         """
-        self._folder, self._frame, self._reads_count = folder, frame, reads_count
+        self._folder = folder
+        self._frame = frame
+        self._reads_count = reads_count
         folder.claim(frame.digest, frame.namespace.describe())
         self._readers = DaemonPool(threads, "cake-file-read")
         self._writers = DaemonPool(threads, "cake-file-write")
-        self._askers = DaemonPool(ASKERS, "cake-file-ask")
+        self._lookups = DaemonPool(LOOKUP_THREADS, "cake-file-ask")
         self._checkers = DaemonPool(threads, "cake-file-check")  # for the readers
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await run_stoppable(self._askers, functools.partial(self._contains, list(keys)))
+        return await run_stoppable(self._lookups, functools.partial(self._contains, list(keys)))
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`; waits for nothing."""
+        """As in `AccessListener`. The index is updated in the background."""
         self._folder.touched(self._frame.digest, keys, facts)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """As in `Store`. Cancelled, it returns once its thread has let go of `out`."""
+        """As in `Store`. Cancellation: returns once the thread does not use `out` any more."""
         return await run_stoppable(self._readers, functools.partial(self._get, key, out, progress))
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `Store`. Cancelled, it returns once its thread has let go of `data`."""
+        """As in `Store`. Cancellation: returns once the thread does not use `data` any more."""
         assert self._frame.takes(data.nbytes), data.nbytes
         work = functools.partial(self._put, key, data.cast("B"))
         return await run_stoppable(self._writers, work)
@@ -67,31 +94,31 @@ class FileStore:
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         blocks = self._folder.list_blocks(self._frame.digest)
         while batch := await run_stoppable(
-            self._askers, lambda stop: list(islice(blocks, LIST_AT_ONCE))
+            self._lookups, lambda stop: list(islice(blocks, LIST_AT_ONCE))
         ):
             for block in batch:
                 yield block
 
     async def remove_description(self) -> None:
-        """As in `Describing`; the namespace's folder goes with it."""
+        """As in `Describing`. The folder of the namespace is removed too."""
         digest = self._frame.digest
         await run_stoppable(self._writers, lambda stop: self._folder.remove_namespace(digest))
 
     async def stats(self) -> StoreStats:
-        return await run_stoppable(self._askers, lambda stop: self._folder.stats())
+        return await run_stoppable(self._lookups, lambda stop: self._folder.stats())
 
     async def close(self) -> None:
-        """Calls still queued fail; those that run end as they would have. What a broken disk
-        holds for longer than CLOSE_S is left behind."""
-        for pool in (self._readers, self._writers, self._askers):
+        """Queued calls fail, running calls end normally. Calls that hang on a broken disk for
+        longer than CLOSE_S are abandoned."""
+        for pool in (self._readers, self._writers, self._lookups):
             pool.shutdown(wait=False, cancel_futures=True)
-        for last in (self._readers, self._writers, self._askers, self._checkers):
-            last.shutdown(wait=False)
-            if not await asyncio.to_thread(last.join, CLOSE_S):
+        for pool in (self._readers, self._writers, self._lookups, self._checkers):
+            pool.shutdown(wait=False)
+            if not await asyncio.to_thread(pool.join, CLOSE_S):
                 logger.warning("a disk did not answer within %.0f s; left as it is", CLOSE_S)
         await asyncio.to_thread(self._folder.close)
 
-    # What follows runs in the pools' threads.
+    # ---- in the threads ----
 
     def _contains(self, keys: list[BlockKey], stop: threading.Event) -> list[bool]:
         frame = self._frame
@@ -119,3 +146,166 @@ class FileStore:
     def _delete(self, key: BlockKey, stop: threading.Event) -> None:
         check_stop(stop)
         self._folder.delete(self._frame.digest, key)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Implements `StoreSource`."""
+
+    path: Path  # absolute
+    fsync: str = "off"  # or "data"
+    min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
+    capacity_bytes: int | None = None
+    policy: str = DEFAULT_POLICY
+    reads_count: bool = True  # reads are accesses, for eviction
+    tenant_rules: TenantRules = NO_TENANT_RULES
+    admission: AdmissionPolicy = ADMIT_ALL
+
+    def check(self) -> None:
+        try:
+            check_folder(self.path)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path) as probe:
+                probe.write(b"probe")
+                probe.flush()
+            shared = SHARED.get(file_system_type(self.path))
+        except OSError as error:
+            raise ConfigError(
+                f"store folder {self.path} cannot be made or written: {error.strerror}"
+            ) from None
+        if shared:
+            raise ConfigError(
+                f"store folder {self.path} is on {shared}, over which processes of several "
+                "machines cannot share the index: take a folder on a disk of this machine, or an "
+                "http:// URL of `sglang-cake store serve` on the machine that has the disk"
+            )
+
+    def describe(self) -> Description:
+        settings = {
+            "path": str(self.path),
+            "capacity_bytes": self.capacity_bytes,
+            "min_free_bytes": self.min_free_bytes,
+            "policy": self.policy,
+            "fsync": self.fsync,
+            "tenant_quota_bytes": self.tenant_rules.quota_bytes,
+            "fair": self.tenant_rules.fair,
+            "admit": self.admission.min_benefit_ratio,
+        }
+        return Description("FileStore", settings)
+
+    def check_ours(self) -> None:
+        """Check that the folder is absent, empty, or a store. Changes nothing.
+
+        Raises: ConfigError; StoreUnavailable if the folder cannot be read.
+        """
+        with os_errors(self.path):
+            check_folder(self.path)
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        folder = self.folder()
+        try:
+            return FileStore(folder, frame, threads=depth, reads_count=self.reads_count)
+        except BaseException:
+            folder.close()
+            raise
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """Changes nothing. Raises: ConfigError; StoreUnavailable."""
+        self.check_ours()
+        return await asyncio.to_thread(scan.described_namespaces_in, self.path)
+
+    def blocks_in(self, digest: Digest) -> Iterator[BlockInfo]:
+        """The blocks of one namespace. Changes nothing."""
+        self.check_ours()
+        return scan.listed_blocks_in(self.path, digest)
+
+    def stats(self) -> StoreStats:
+        """Totals of all namespaces. Changes nothing."""
+        self.check_ours()
+        found = scan.stats_in(self.path)
+        return dataclasses.replace(found, capacity_bytes=self.capacity_bytes, policy=self.policy)
+
+    def folder(self) -> BlockFolder:
+        """All namespaces, for tools; the caller closes the folder.
+
+        Raises: StoreUnavailable; ConfigError if the folder is neither empty nor a store.
+        """
+        self.check_ours()
+        return BlockFolder(
+            self.path,
+            sync=self.fsync == "data",
+            min_free_bytes=self.min_free_bytes,
+            capacity_bytes=self.capacity_bytes,
+            policy=self.policy,
+            tenant_rules=self.tenant_rules,
+            admission=self.admission,
+        )
+
+
+def parse(url: StoreUrl) -> FileSource:
+    """Raises: ConfigError."""
+    return FileSource(
+        path=_path(url),
+        fsync=url.option("fsync", one_of("off", "data"), "off"),
+        min_free_bytes=url.option("min_free", parse_size, DEFAULT_MIN_FREE_BYTES),
+        capacity_bytes=url.option("capacity", _parse_capacity, None),
+        policy=url.option("policy", one_of(*POLICIES), url.policy),
+        reads_count=url.reads_count,
+        tenant_rules=TenantRules(
+            quota_bytes=url.option("tenant_quota", parse_size, None),
+            fair=url.option("fair", one_of("on", "off"), "off") == "on",
+        ),
+        admission=url.option("admit", _parse_admission, ADMIT_ALL),
+    )
+
+
+def _parse_admission(text: str) -> AdmissionPolicy:
+    try:
+        min_benefit_ratio = float(text)
+    except ValueError:
+        min_benefit_ratio = -1.0
+    if not 0 <= min_benefit_ratio <= 1e6:
+        raise ConfigError(f"{text!r} is not possible, write a number from 0 on, as 0.3")
+    return AdmissionPolicy(min_benefit_ratio)
+
+
+def _parse_capacity(text: str) -> int | None:
+    size_bytes = parse_size(text)
+    if size_bytes < LEAST_CAPACITY_BYTES:
+        raise ConfigError(f"{text!r} is too small, at least {LEAST_CAPACITY_BYTES} bytes")
+    return size_bytes
+
+
+def _path(url: StoreUrl) -> Path:
+    if "#" in url.place:
+        raise url.error("write a '#' that belongs to the path as %23")
+    path = unquote(url.place)
+    if "~" in path.split("/") or "$" in path or path.startswith("~"):
+        raise url.error("'~' and '$' are not expanded, write the absolute path")
+    if not path.startswith("/"):
+        raise url.error("the path is not absolute, write file:///absolute/path")
+    if "\0" in path or not path.strip("/"):
+        raise url.error("names no folder, write file:///absolute/path")
+    # `Path` keeps a double slash at the start, which may have another meaning in POSIX.
+    return Path("/" + path.lstrip("/"))
+
+
+def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
+    """The store without `--cake-store`: in the user's cache folder.
+
+    It takes at most half of the disk, and keeps a fifth free.
+    Raises: ConfigError if there is no home folder, or the size of its disk is unknown.
+    """
+    try:
+        path = cache_folder() / "store"
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        stat = os.statvfs(there)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
+    size_bytes = stat.f_blocks * stat.f_frsize
+    return FileSource(
+        path,
+        min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE),
+        capacity_bytes=int(size_bytes * DEFAULT_SHARE),
+        policy=policy,
+    )

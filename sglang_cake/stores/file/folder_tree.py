@@ -1,10 +1,12 @@
-"""Folders below a store's root, by descriptor: no symbolic link below the root is ever followed.
+"""File operations below the root of a store. No symbolic link below the root is followed.
 
-The root itself may be a link, or lie behind one: its owner named it. `O_NOFOLLOW` covers only the
-last component of a path, so every component is opened by itself, 9 us a block in all.
+The root itself may be a link, since the operator names it. `O_NOFOLLOW` covers only the last
+component of a path. So every component is opened by itself, which takes 9 us for a block.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_folder(root: Path, *names: str) -> int:
-    """A descriptor of the folder root/names[0]/names[1]/..., the caller's to close.
+    """A descriptor of the folder root/names[0]/names[1]/..., to be closed by the caller.
 
     Raises: FileNotFoundError; NotADirectoryError, also for a link; OSError.
     """
@@ -39,14 +41,16 @@ def opened(root: Path, *names: str) -> Iterator[int]:
 
 
 def make_folder(root: Path, *names: str) -> None:
-    """Make root/names, mode 0700, unless it is there. Raises: OSError, also without its parent."""
+    """Make the folder root/names with mode 0700, unless it exists. Its parent must exist.
+
+    Raises: OSError.
+    """
     with opened(root, *names[:-1]) as above, contextlib.suppress(FileExistsError):
         os.mkdir(names[-1], 0o700, dir_fd=above)
 
 
 def remove_empty(root: Path, *names: str) -> None:
-    """Remove root/names if it is empty, then its parent if that is empty then, and so on; names[0]
-    stays. A folder that cannot be removed is left, as is all above it."""
+    """Remove the folder root/names and its parents below names[0], as far as they are empty."""
     with contextlib.suppress(OSError):
         for depth in range(len(names), 1, -1):
             with opened(root, *names[: depth - 1]) as above:
@@ -60,17 +64,16 @@ def has_file(root: Path, *names: str) -> bool:
 
 
 def status_of(root: Path, *names: str) -> os.stat_result | None:
-    """Of what is called so, be it a link; None if nothing is. Raises: OSError."""
+    """Status of a file, folder or link; None if there is none. Raises: OSError."""
     try:
         with opened(root, *names[:-1]) as folder:
             return os.stat(names[-1], dir_fd=folder, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):  # behind a link is nothing of ours
+    except (FileNotFoundError, NotADirectoryError):  # or a link instead of a folder
         return None
 
 
 def files_in(root: Path, *names: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files in a folder; none if it cannot be looked into. What vanishes meanwhile is
-    passed over."""
+    """The regular files in a folder; none if it cannot be read. Files that vanish are skipped."""
     with contextlib.suppress(OSError), opened(root, *names) as folder:
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
@@ -80,17 +83,69 @@ def files_in(root: Path, *names: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def folders_in(root: Path, *names: str) -> list[str]:
-    """The names of the folders in a folder, of which a link is none; none if it cannot be looked
-    into."""
+    """The names of the folders in a folder, without links; none if it cannot be read."""
     with contextlib.suppress(OSError), opened(root, *names) as folder, os.scandir(folder) as found:
         return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
     return []
 
 
 def remove_file(root: Path, *names: str) -> None:
-    """Remove a file, or a link, or an empty folder. Raises: OSError; not if there is none."""
+    """Remove a file, a link or an empty folder, if it exists. Raises: OSError."""
     with contextlib.suppress(FileNotFoundError), opened(root, *names[:-1]) as folder:
         try:
             os.unlink(names[-1], dir_fd=folder)
         except IsADirectoryError:
             os.rmdir(names[-1], dir_fd=folder)
+
+
+def remove_unread(root: Path, *names: str) -> bool:
+    """Remove a file, unless a reader holds a lock on it; True if the file is gone.
+
+    A file is also gone if a link has replaced its folder. Raises: OSError.
+    """
+    gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+    with gone, opened(root, *names[:-1]) as folder:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        try:
+            fd = os.open(names[-1], flags, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            os.unlink(names[-1], dir_fd=folder)  # a link has no readers
+            return True
+        try:
+            if not lock(fd, fcntl.LOCK_EX):
+                return False
+            os.unlink(names[-1], dir_fd=folder)
+        finally:
+            os.close(fd)
+    return True
+
+
+def lock(fd: int, kind: int) -> bool:
+    """Try to lock an open file until it is closed.
+
+    Args:
+        kind: LOCK_SH or LOCK_EX.
+
+    Returns False if another process or thread holds the lock; True also where the file system has
+    no locks.
+    """
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def open_private(path: Path) -> int:
+    """Open a file to read and write, made with mode 0600 if absent; the caller closes it.
+
+    Raises: OSError, also for anything that is no regular file, such as a link or a pipe.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return fd

@@ -1,62 +1,72 @@
-"""The books of a folder of blocks: what is there, how much room it takes, when it was used.
+"""The index of a file store: which blocks are stored, their size, and when they were used.
 
-One SQLite file, shared by all processes that have the folder open. It is the authority for how
-much room is taken; what a block holds is for the block's own header and checksum to say. Order of
-effects, so that a crash never makes the books too small: a block is booked before its file is
-begun, and its file is removed before its booking is.
+One SQLite file, shared by all processes that have the store open. The index decides how much space
+is taken. The content of a block is checked by its own header and checksum. The order of operations
+ensures that a crash never leaves a file without a row: a block is inserted before its file is
+created, and its file is removed before its row.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from math import isfinite
+from pathlib import Path
 from sys import intern
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.eviction import AccessContext, ReuseFit, ReuseFits, Usage, ident_of
-from sglang_cake.stores.file.namespace_rows import (
-    NamespaceRows,
-    NoRoom,
-    check_room,
-    count_of,
-    open_namespace,
-)
+from sglang_cake.stores.file.folder_tree import open_private
 from sglang_cake.stores.file.paths import this_process
-from sglang_cake.stores.file.schema import DamagedIndexError
+from sglang_cake.stores.file.schema import (
+    BUSY_S,
+    PREPARE,
+    DamagedIndexError,
+    any_text,
+    check_ours,
+    readable_errors,
+)
 
+WAL_BYTES = 4 << 20  # size at which SQLite folds its log into the file
+ROWS_AT_ONCE = 10_000  # of found files in one transaction, so that others wait briefly
 _SET_CONTEXT = "".join(f", {name} = ?" for name in AccessContext._fields)
 _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
-FOUND_AT_ONCE = (
-    10_000  # files booked in one transaction: others get in between, the log stays short
-)
 
 
 class State(IntEnum):
+    """State of a row of blocks."""
+
     WRITING = 0
     STORED = 1
     ASIDE = 2  # corrupt, kept for inspection
 
 
-# The other states are few, and have an index.
+# Rows in the other states are few, and have an index of their own.
 STORED_TOTALS = f"""SELECT
     (SELECT coalesce(sum(blocks), 0) FROM namespaces) - count(*),
     (SELECT coalesce(sum(used_bytes), 0) FROM namespaces) - coalesce(sum(stored_bytes), 0)
 FROM blocks WHERE state != {State.STORED}"""
 
 
-class Booking(NamedTuple):
-    """Room that was booked for a block. The id alone would not do: an index that is made anew, of
-    which this process has not heard yet, gives it to somebody else's block."""
+class Reservation(NamedTuple):
+    """Space that is reserved for a block.
+
+    Namespace and key are compared too, since another process may have replaced a damaged index, and
+    a new index file counts its ids from the start.
+    """
 
     id: int
     namespace: Digest
     key: BlockKey
 
 
-class Booked(NamedTuple):
-    """A block as the books have it."""
+class IndexedBlock(NamedTuple):
+    """A row of blocks."""
 
     id: int
     namespace: Digest
@@ -66,7 +76,7 @@ class Booked(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """A block was used: read, or part of a prompt."""
+    """Accesses to a block: reads, or prompts with the block."""
 
     namespace: Digest
     key: BlockKey
@@ -77,31 +87,123 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What a reservation found."""
+    """Result of `BlockIndex.reserve`."""
 
-    booking: Booking | None = None  # None: there already, or no room
-    short_bytes: int = 0  # how much room is missing
+    reservation: Reservation | None = None  # None: the block is there already, or space is missing
+    missing_bytes: int = 0
 
 
 class Found(NamedTuple):
-    """A file that was found on the disk."""
+    """A file that a scan found on the disk."""
 
-    key: BlockKey | None  # None: set aside
+    key: BlockKey | None  # None: a corrupt file that was set aside
     stored_bytes: int
     changed_s: float
     used_s: float
 
 
-class BlockIndex(NamespaceRows):
-    """Blocking and thread-safe; every method raises sqlite3.Error when the file is damaged, gone
-    or busy for longer than BUSY_S."""
+class _NoSpace(Exception):
+    """Rolls a transaction back. Its argument is the number of missing bytes."""
+
+
+class BlockIndex:
+    """The open index. Blocking and thread-safe: one connection writes, another one reads.
+
+    Every method raises sqlite3.Error if the file is damaged, gone, or busy for longer than BUSY_S.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it. Raises: sqlite3.Error; OSError."""
+        os.close(open_private(path))
+        check_ours(path)
+        self._path = path
+        self.inode = path.stat().st_ino
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        with readable_errors():
+            self._writer = self._connect()
+            self._reader = self._connect()
+            try:  # in one transaction: a part of the tables would look like another program's
+                self._writer.executescript(f"BEGIN IMMEDIATE; {PREPARE} COMMIT;")
+            except BaseException:
+                self.close()  # releases the lock of the file
+                raise
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        connection.text_factory = any_text
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        return connection
+
+    def close(self) -> None:
+        with self._write_lock, self._read_lock:
+            self._writer.close()
+            self._reader.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._write_lock, readable_errors():
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+            except BaseException:
+                self._writer.execute("ROLLBACK")
+                raise
+            self._writer.execute("COMMIT")
+
+    def _select(self, sql: str, *values: object) -> list[Any]:
+        with self._read_lock, readable_errors():
+            return self._reader.execute(sql, values).fetchall()
+
+    # ---- namespaces ----
+
+    def reserve_namespace(self, digest: Digest, own_bytes: int, limit_bytes: int | None) -> int:
+        """Reserve the space of a namespace without its blocks; returns the missing bytes, or 0."""
+        try:
+            with self._transaction() as db:
+                _namespace_id(db, digest, own_bytes)
+                _check_space(db, limit_bytes)
+        except _NoSpace as missing:
+            return int(missing.args[0])
+        return 0
+
+    def unused(self) -> list[Digest]:
+        """Namespaces without blocks, the oldest first."""
+        rows = self._select("SELECT digest FROM namespaces WHERE blocks = 0 ORDER BY id")
+        return [Digest(digest) for (digest,) in rows]
+
+    def has_namespace(self, digest: Digest) -> bool:
+        return bool(self._select("SELECT 1 FROM namespaces WHERE digest = ?", digest))
+
+    def forget_namespace(self, digest: Digest, remove: Callable[[], bool]) -> None:
+        """Remove the row of a namespace without blocks, if its folder is gone.
+
+        Args:
+            remove: removes the folder; returns whether it is gone. Called within a transaction, so
+                that no process reserves a block meanwhile.
+        """
+        with self._transaction() as db:
+            used = "SELECT 1 FROM namespaces WHERE digest = ? AND blocks > 0"
+            if not db.execute(used, (digest,)).fetchone() and remove():
+                db.execute("DELETE FROM namespaces WHERE digest = ?", (digest,))
+
+    def taken_bytes(self, digest: Digest) -> int:
+        """Bytes of one namespace on the disk."""
+        rows = self._select("SELECT taken_bytes FROM namespaces WHERE digest = ?", digest)
+        return _count(rows[0][0]) if rows else 0
+
+    # ---- blocks ----
 
     def contains(self, digest: Digest, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of `keys` are stored."""
         found = set[object]()
         for start in range(0, len(keys), 500):
             some = keys[start : start + 500]
-            rows = self._ask(
+            rows = self._select(
                 f"SELECT key FROM blocks WHERE {_NAMESPACE} AND state = {State.STORED} "
                 f"AND key IN ({','.join('?' * len(some))})",
                 digest,
@@ -118,150 +220,165 @@ class BlockIndex(NamespaceRows):
         usage: Usage,
         limit_bytes: int | None,
     ) -> Reserved:
-        """Book a block that is about to be written, if it is not there and the room is.
+        """Insert a block that will be written, unless it is there or space is missing.
 
-        Args: own_bytes: what its namespace takes beside its blocks.
+        Args:
+            own_bytes: bytes of its namespace without its blocks.
+            limit_bytes: limit for all namespaces; None: no limit.
         """
         try:
-            with self._transaction() as books:
-                namespace = open_namespace(books, digest, own_bytes)
+            with self._transaction() as db:
+                namespace = _namespace_id(db, digest, own_bytes)
                 there = "SELECT 1 FROM blocks WHERE namespace = ? AND key = ?"
-                if books.execute(there, (namespace, key)).fetchone():
+                if db.execute(there, (namespace, key)).fetchone():
                     return Reserved()
-                cursor = books.execute(
+                cursor = db.execute(
                     "INSERT INTO blocks "
                     "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
                     f"{', '.join(AccessContext._fields)}) "
                     f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.context)})",
                     (
-                        *(namespace, key, usage.stored_bytes, this_process()),
-                        *(usage.created_s, usage.used_s, *usage.context),
+                        namespace,
+                        key,
+                        usage.stored_bytes,
+                        this_process(),
+                        usage.created_s,
+                        usage.used_s,
+                        *usage.context,
                     ),
                 )
-                check_room(books, limit_bytes)
+                _check_space(db, limit_bytes)
                 assert cursor.lastrowid is not None
-                return Reserved(Booking(cursor.lastrowid, digest, key))
-        except NoRoom as missing:
-            return Reserved(short_bytes=int(missing.args[0]))
+                return Reserved(Reservation(cursor.lastrowid, digest, key))
+        except _NoSpace as missing:
+            return Reserved(missing_bytes=int(missing.args[0]))
 
-    def settle(self, booking: Booking | Booked, stored_bytes: int) -> int | None:
-        """The booked block is stored; returns its id, which is another one if the index was made
-        anew meanwhile and the file was found. None if its booking was taken away."""
-        with self._transaction() as books:
-            books.execute(
+    def commit(self, reserved: Reservation | IndexedBlock, stored_bytes: int) -> int | None:
+        """Mark a block as stored; returns its id. None if its row was removed.
+
+        The id differs from the reserved one if a new index was built from the files meanwhile.
+        """
+        with self._transaction() as db:
+            db.execute(
                 f"UPDATE blocks SET state = {State.STORED}, owner = NULL, stored_bytes = ? "
                 f"WHERE id = ? AND {_NAMESPACE} AND key = ?",
-                (stored_bytes, *booking[:3]),
+                (stored_bytes, *reserved[:3]),
             )
-            row = books.execute(
+            row = db.execute(
                 f"SELECT id FROM blocks WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
-                (booking.namespace, booking.key),
+                (reserved.namespace, reserved.key),
             ).fetchone()
             return None if row is None else int(row[0])
 
-    def drop(self, booking: Booking | Booked) -> None:
-        """Take a booking away: its file is gone, or was never finished."""
-        with self._transaction() as books:
-            books.execute(
-                f"DELETE FROM blocks WHERE id = ? AND {_NAMESPACE} AND key = ?", booking[:3]
+    def drop(self, reserved: Reservation | IndexedBlock) -> None:
+        """Remove the row of a block whose file is gone, or was never finished."""
+        with self._transaction() as db:
+            db.execute(
+                f"DELETE FROM blocks WHERE id = ? AND {_NAMESPACE} AND key = ?", reserved[:3]
             )
 
     def forget(self, digest: Digest, key: BlockKey, is_gone: Callable[[], bool]) -> bool:
-        """Take the booking of a stored block away if its file is gone; whether that was done."""
+        """Remove the row of a stored block if its file is gone; whether that was done."""
         stored = f"{_NAMESPACE} AND key = ? AND state = {State.STORED}"
-        if not self._ask(f"SELECT 1 FROM blocks WHERE {stored}", digest, key):
+        if not self._select(f"SELECT 1 FROM blocks WHERE {stored}", digest, key):
             return False
-        with self._transaction() as books:
-            # Here, where nobody else can book it: a file that is not there now stays away.
+        with self._transaction() as db:
+            # Within the transaction, so that no other process writes the file meanwhile.
             gone = is_gone()
             if gone:
-                books.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
+                db.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
             return gone
 
     def set_aside(self, digest: Digest, key: BlockKey) -> None:
-        """The block's file lies elsewhere, for inspection; its room stays booked."""
-        with self._transaction() as books:
-            books.execute(
+        """The file of the block was set aside. It still takes space."""
+        with self._transaction() as db:
+            db.execute(
                 f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
                 f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
                 (digest, key),
             )
 
     def with_aside(self) -> list[tuple[Digest, int]]:
-        """The namespaces of which files were set aside, and how many bytes these are."""
-        rows = self._ask(
+        """Namespaces with files that were set aside, and the bytes of these files."""
+        rows = self._select(
             "SELECT digest, sum(stored_bytes) FROM blocks JOIN namespaces ON namespaces.id = "
             f"namespace WHERE state = {State.ASIDE} GROUP BY digest"
         )
-        return [(Digest(digest), count_of(stored_bytes)) for digest, stored_bytes in rows]
+        return [(Digest(digest), _count(stored_bytes)) for digest, stored_bytes in rows]
 
     def drop_aside(self, digest: Digest) -> None:
-        """The files of a namespace that were set aside are gone."""
-        with self._transaction() as books:
-            books.execute(
+        """Remove the rows of a namespace's files that were set aside."""
+        with self._transaction() as db:
+            db.execute(
                 f"DELETE FROM blocks WHERE {_NAMESPACE} AND state = {State.ASIDE}", (digest,)
             )
 
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
-        """Blocks were used; returns those that are there, by id, in the same order. What was used
-        before it was stored is not meant."""
-        there = []
-        with self._transaction() as books:
+        """Record accesses; returns those to stored blocks, with their ids, in the same order.
+
+        Accesses before a block was stored are ignored.
+        """
+        found = []
+        with self._transaction() as db:
             for touch in touches:
-                facts = "" if touch.context is None else _SET_CONTEXT
-                found = books.execute(
-                    f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{facts} "
+                set_context = "" if touch.context is None else _SET_CONTEXT
+                row = db.execute(
+                    f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{set_context} "
                     f"WHERE {_NAMESPACE} AND key = ? AND created_s <= ? RETURNING id",
                     (
-                        *(touch.at_s, touch.uses, *(touch.context or ())),
-                        *(touch.namespace, touch.key, touch.at_s),
+                        touch.at_s,
+                        touch.uses,
+                        *(touch.context or ()),
+                        touch.namespace,
+                        touch.key,
+                        touch.at_s,
                     ),
                 ).fetchone()
-                if found is not None:
-                    there.append((int(found[0]), touch))
-        return there
+                if row is not None:
+                    found.append((int(row[0]), touch))
+        return found
 
-    def find(self, block: int) -> Booked | None:
+    def find(self, block: int) -> IndexedBlock | None:
         """One stored block."""
-        for found in self._booked(f"state = {State.STORED} AND blocks.id = ?", block):
+        for found in self._blocks(f"state = {State.STORED} AND blocks.id = ?", block):
             return found
         return None
 
     def last(self) -> int:
-        """The largest id that there is."""
-        rows = self._ask("SELECT max(id) FROM blocks")
-        return count_of(rows[0][0] or 0)
+        """The largest id, or 0."""
+        rows = self._select("SELECT max(id) FROM blocks")
+        return _count(rows[0][0] or 0)
 
-    def stored(self, after: int, at_most: int) -> list[Booked]:
+    def stored(self, after: int, at_most: int) -> list[IndexedBlock]:
         """Stored blocks of all namespaces with an id above `after`, in that order."""
-        return self._booked(
+        return self._blocks(
             f"state = {State.STORED} AND blocks.id > ? ORDER BY blocks.id LIMIT {at_most}", after
         )
 
-    def stored_in(self, digest: Digest, after: int, at_most: int) -> list[Booked]:
+    def stored_in(self, digest: Digest, after: int, at_most: int) -> list[IndexedBlock]:
         """Stored blocks of one namespace with an id above `after`, in that order."""
-        return self._booked(
+        return self._blocks(
             f"state = {State.STORED} AND {_NAMESPACE} AND blocks.id > ? "
             f"ORDER BY blocks.id LIMIT {at_most}",
             digest,
             after,
         )
 
-    def writing(self) -> list[Booked]:
-        """Blocks that somebody writes, or was writing when he died."""
-        return self._booked(f"state = {State.WRITING}")
+    def writing(self) -> list[IndexedBlock]:
+        """Blocks that a process is writing, or was writing when it ended."""
+        return self._blocks(f"state = {State.WRITING}")
 
-    def _booked(self, where: str, *values: object) -> list[Booked]:
-        rows = self._ask(
+    def _blocks(self, where: str, *values: object) -> list[IndexedBlock]:
+        rows = self._select(
             "SELECT blocks.id, digest, key, coalesce(owner, ''), stored_bytes, created_s, used_s, "
             f"uses, {', '.join(AccessContext._fields)} "
             "FROM blocks JOIN namespaces ON namespaces.id = namespace WHERE " + where,
             *values,
         )
-        if not all(map(_is_sound, rows)):  # SQLite itself takes any value in any column
+        if not all(map(_is_sound, rows)):  # SQLite accepts any type in any column
             raise DamagedIndexError(f"{self._path}: a row of blocks makes no sense")
         return [
-            Booked(
+            IndexedBlock(
                 block,
                 digest,
                 key,
@@ -279,64 +396,62 @@ class BlockIndex(NamespaceRows):
         ]
 
     def totals(self) -> tuple[int, int]:
-        """(blocks, booked bytes) of all namespaces."""
-        rows = self._ask("SELECT blocks, taken_bytes FROM total")
+        """(blocks, bytes on the disk) of all namespaces, reserved ones included."""
+        rows = self._select("SELECT blocks, taken_bytes FROM total")
         blocks, taken_bytes = rows[0] if rows else (None, None)
-        return count_of(blocks), count_of(taken_bytes)
+        return _count(blocks), _count(taken_bytes)
 
     def stored_totals(self) -> tuple[int, int]:
-        """(blocks, their bytes) of all namespaces: only what is stored, as a list has it."""
-        ((blocks, size_bytes),) = self._ask(STORED_TOTALS)
-        return count_of(blocks), count_of(size_bytes)
+        """(blocks, their bytes) of all namespaces, without blocks that are being written."""
+        ((blocks, size_bytes),) = self._select(STORED_TOTALS)
+        return _count(blocks), _count(size_bytes)
 
     def check(self) -> None:
-        """Look for damage, quickly. Raises: sqlite3.DatabaseError."""
-        self._ask("SELECT count(*) FROM namespaces")
-        self._ask("SELECT * FROM blocks ORDER BY id DESC LIMIT 1")
+        """Quick check for damage. Raises: sqlite3.DatabaseError."""
+        self._select("SELECT count(*) FROM namespaces")
+        self._select("SELECT * FROM blocks ORDER BY id DESC LIMIT 1")
 
     def fits(self) -> ReuseFits:
-        """What a policy learned."""
-        rows = self._ask("SELECT workload, turn, was_read, share, rate_per_s, samples FROM fits")
+        """Reuse statistics that were saved. Invalid rows are skipped."""
+        rows = self._select("SELECT workload, turn, was_read, share, rate_per_s, samples FROM fits")
         return {(w, t, r): ReuseFit(*fit) for w, t, r, *fit in rows if _is_fit(w, t, r, *fit)}
 
-    def keep_fits(self, fits: ReuseFits) -> None:
-        """In place of those that were kept before."""
-        with self._transaction() as books:
-            books.execute("DELETE FROM fits")
+    def save_fits(self, fits: ReuseFits) -> None:
+        """Save reuse statistics, in place of the earlier ones."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM fits")
             rows = [
                 (*request_class, fit.share, fit.rate_per_s, fit.samples)
                 for request_class, fit in fits.items()
             ]
-            books.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", rows)
+            db.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", rows)
 
-    def boot(self) -> str:
-        """The boot of the machine at which the books were last known to agree with the disk; ""
-        when they never were."""
-        rows = self._ask("SELECT boot FROM agreed")
+    def clean_boot_id(self) -> str:
+        """Boot of the machine in which index and files were last known to match; "" if never."""
+        rows = self._select("SELECT boot FROM agreed")
         return str(rows[0][0]) if rows else ""
 
-    def agreed(self, boot: str) -> None:
-        """The books agree with the disk from now on, until the machine loses its power."""
-        with self._transaction() as books:
-            books.execute("DELETE FROM agreed")
-            books.execute("INSERT INTO agreed VALUES (?)", (boot,))
+    def mark_clean(self, boot: str) -> None:
+        """Index and files match, at least until the next boot."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM agreed")
+            db.execute("INSERT INTO agreed VALUES (?)", (boot,))
 
     def clear(self) -> None:
-        """Begin anew."""
-        with self._transaction() as books:
+        """Remove all rows, except reuse statistics."""
+        with self._transaction() as db:
             for table in ("agreed", "blocks", "namespaces", "total"):
-                books.execute(f"DELETE FROM {table}")
-            books.execute("INSERT INTO total VALUES (1, 0, 0)")
+                db.execute(f"DELETE FROM {table}")
+            db.execute("INSERT INTO total VALUES (1, 0, 0)")
 
-    def found(self, digest: Digest, own_bytes: int, blocks: Iterable[Found]) -> None:
-        """Book a namespace that was found on the disk, with what is in it."""
+    def add_found(self, digest: Digest, own_bytes: int, blocks: Iterable[Found]) -> None:
+        """Insert a namespace that a scan found, with its blocks. Existing rows stay."""
         files = iter(blocks)
         while True:
-            some = list(islice(files, FOUND_AT_ONCE))  # the disk is looked at between transactions
-            with self._transaction() as books:
-                namespace = open_namespace(books, digest, own_bytes)
-                # What somebody else booked meanwhile is booked.
-                books.executemany(
+            some = list(islice(files, ROWS_AT_ONCE))  # reads the disk, so outside the transaction
+            with self._transaction() as db:
+                namespace = _namespace_id(db, digest, own_bytes)
+                db.executemany(
                     "INSERT OR IGNORE INTO blocks "
                     "(namespace, key, state, stored_bytes, created_s, used_s) "
                     "VALUES (?, ?, ?, ?, ?, ?)",
@@ -352,8 +467,33 @@ class BlockIndex(NamespaceRows):
                         for block in some
                     ),
                 )
-            if len(some) < FOUND_AT_ONCE:
+            if len(some) < ROWS_AT_ONCE:
                 return
+
+
+def _namespace_id(db: sqlite3.Connection, digest: Digest, own_bytes: int) -> int:
+    """Id of a namespace, which is inserted if it is new."""
+    db.execute(
+        "INSERT OR IGNORE INTO namespaces (digest, own_bytes) VALUES (?, ?)", (digest, own_bytes)
+    )
+    found = db.execute("SELECT id FROM namespaces WHERE digest = ?", (digest,)).fetchone()
+    return int(found[0])
+
+
+def _check_space(db: sqlite3.Connection, limit_bytes: int | None) -> None:
+    """Raises: _NoSpace if more than `limit_bytes` are taken."""
+    if limit_bytes is not None:
+        row = db.execute("SELECT taken_bytes FROM total").fetchone()
+        missing_bytes = _count(row and row[0]) - limit_bytes
+        if missing_bytes > 0:
+            raise _NoSpace(missing_bytes)
+
+
+def _count(value: object) -> int:
+    """`value`, which must be a count. Raises: DamagedIndexError."""
+    if isinstance(value, int) and value >= 0:
+        return value
+    raise DamagedIndexError("the totals make no sense")
 
 
 def _is_sound(row: Sequence[object]) -> bool:

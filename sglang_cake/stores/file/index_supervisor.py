@@ -1,4 +1,4 @@
-"""Keeps the books of a folder open: makes, rebuilds and repairs them, in the background."""
+"""Opens, builds and repairs the index of a file store, in a background thread."""
 
 import contextlib
 import fcntl
@@ -15,13 +15,14 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import folder_tree
-from sglang_cake.stores.file.access_log import Told
-from sglang_cake.stores.file.description import Descriptions
-from sglang_cake.stores.file.disk_usage import Amount
-from sglang_cake.stores.file.evictor import Evictor, lock
+from sglang_cake.stores.file.access_log import Access
+from sglang_cake.stores.file.disk import Amount
+from sglang_cake.stores.file.evictor import Evictor
+from sglang_cake.stores.file.files import Descriptions
+from sglang_cake.stores.file.folder_tree import lock, open_private
 from sglang_cake.stores.file.index import BlockIndex, Touch
 from sglang_cake.stores.file.ownership import put_aside
-from sglang_cake.stores.file.paths import NamespaceFolder, open_private
+from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,
@@ -33,55 +34,63 @@ from sglang_cake.stores.file.schema import DamagedIndexError
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0
-OPEN_WAIT_S = 5.0  # how long who needs them waits for books that were just opened
+OPEN_WAIT_S = 5.0  # limit for waiting for an index that is being opened
 RECLAIM_EVERY_S = 60.0
-CLOSE_S = 10.0  # how long who closes a store waits for a disk that does not answer
-# Of room made ahead; then puts that wait for the policy get in between.
-AHEAD_AT_ONCE = Amount(16 << 20, 1000)
-KEEP_ASIDE_S = 86_400.0  # files that were set aside as corrupt, of a namespace, after the last one
-MAX_UNWRITTEN_READS = 65_536  # reads that the books have not been told of; older ones are forgotten
-# The last one is an error in what we ask: our own tables gave no cause for one when it was opened.
+CLOSE_S = 10.0  # limit for waiting at the end for a disk that does not answer
+FREE_AT_ONCE = Amount(16 << 20, 1000)  # space freed ahead in one step, between which puts can run
+KEEP_ASIDE_S = 86_400.0  # corrupt files of a namespace are kept so long after the last one
+MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones are dropped
+# SQLITE_ERROR is an error in a query, for which intact tables give no reason.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class IndexSupervisor:
-    """The books of one folder in one process. Without them, what is stored can be read and asked
-    for, file by file, and nothing can be written."""
+    """Keeps the index of one store open, in one process.
+
+    Without an index, blocks can be looked up and read by their files, and none can be written.
+    """
 
     def __init__(
-        self, root: Path, room: Evictor, descriptions: Descriptions, allocated_bytes: int
+        self, root: Path, evictor: Evictor, descriptions: Descriptions, allocated_bytes: int
     ) -> None:
         """Start the background thread.
 
-        Args: allocated_bytes: files take multiples of it on the disk.
+        Args:
+            allocated_bytes: files take multiples of it on the disk.
         """
-        self._root, self._evictor, self._allocated_bytes = root, room, allocated_bytes
+        self._root = root
+        self._evictor = evictor
         self._descriptions = descriptions
-        self._lead: int | None = None  # a descriptor; whoever holds the lock on it leads
+        self._allocated_bytes = allocated_bytes
+        self._lead: int | None = None  # a descriptor: the process that locks it is the leader
         self._index: BlockIndex | None = None
-        self._opened, self._closing = threading.Event(), threading.Event()
+        self._opened = threading.Event()
+        self._closing = threading.Event()
         self._wake = threading.Event()
-        self._reads: deque[Touch] = deque(maxlen=MAX_UNWRITTEN_READS)
-        self._flushing = threading.Lock()  # taken before the locks of the index and the room
+        self._reads: deque[Touch] = deque(maxlen=MAX_PENDING_READS)
+        self._flushing = threading.Lock()  # taken before the locks of the index and the evictor
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
-        self._complained, self._damaged = "", False
-        self.rebuilt = 0  # how often the books were made from the files
-        self._thread = threading.Thread(target=self._run, name="cake-file-books", daemon=True)
+        self._complained = ""
+        self._damaged = False
+        self.rebuilt = 0  # how often the index was built from the files
+        self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def open(self, *, wait: bool = True) -> Iterator[BlockIndex]:
-        """The books, to read and write in. With `wait`, those that are just being opened for the
-        first time are waited for, up to OPEN_WAIT_S in all.
+        """A context with the index.
 
-        Raises: StoreUnavailable while there are none, and when they fail inside; StoreFull.
+        Args:
+            wait: wait while the index is opened for the first time, up to OPEN_WAIT_S in all.
+
+        Raises: StoreUnavailable if there is no index, or if it fails inside; StoreFull.
         """
         if wait and self._index is None:
             self._opened.wait(max(0.0, self._wait_until_s - time.monotonic()))
         index = self._index
         if index is None or not self._is_current(index):
-            self._give_up(index)
+            self._drop_index(index)
             raise StoreUnavailable(f"{self._root}: the index is being opened or rebuilt")
         try:
             yield index
@@ -91,31 +100,42 @@ class IndexSupervisor:
                 raise StoreFull(f"{self._root}: index: {error}") from error
             if code != sqlite3.SQLITE_BUSY:
                 self._damaged |= _is_damage(error)
-                self._give_up(index)
+                self._drop_index(index)
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
 
     def was_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> None:
-        """A block was read; written down within TICK_S or so. Args: counts: it is one more use."""
+        """Record a read, to be written to the index within about TICK_S.
+
+        Args:
+            counts: the read is an access.
+        """
         self._reads.append(Touch(digest, key, time.time(), int(counts)))
 
-    def was_touched(self, digest: Digest, news: Sequence[Told]) -> None:
-        """A request has these blocks, last one first; written down within TICK_S or so."""
-        self._reads.extend(Touch(digest, told.key, told.at_s, 1, told.context) for told in news)
+    def was_touched(self, digest: Digest, accesses: Sequence[Access]) -> None:
+        """Record accesses of a request, to be written to the index within about TICK_S."""
+        self._reads.extend(Touch(digest, a.key, a.at_s, 1, a.context) for a in accesses)
+
+    @property
+    def pending(self) -> tuple[Touch, ...]:
+        """Accesses that are not in the index yet."""
+        return tuple(self._reads)
 
     def wake(self) -> None:
-        """Room was taken: there may have to be made some ahead."""
+        """Space was taken: the background thread may have to free some."""
         self._wake.set()
 
     def flush(self, index: BlockIndex) -> None:
-        """Write down what was read. Returns when what somebody else took to write down is written
-        as well: who evicts next must not take a block that was just used."""
+        """Write pending accesses to the index.
+
+        Also waits for a flush in another thread, so that the next eviction knows every access.
+        """
         with self._flushing:
             reads = [self._reads.popleft() for _ in range(len(self._reads))]
             if not reads:
                 return
             try:
                 self._evictor.touched(index.touch(reads))
-            except (ValueError, OverflowError):  # one cannot be written: the others' still are
+            except (ValueError, OverflowError):  # one access cannot be written: write the others
                 logger.exception("store %s: index", self._root)
                 for read in reads:
                     with contextlib.suppress(ValueError, OverflowError):
@@ -127,19 +147,19 @@ class IndexSupervisor:
         self._wake.set()
         self._thread.join(CLOSE_S)
 
-    def _give_up_lead(self) -> None:
+    def _release_lead(self) -> None:
         if self._lead is not None:
             os.close(self._lead)
             self._lead = None
 
     def _is_current(self, index: BlockIndex) -> bool:
-        """Whether the file is still the one we opened: another process may have begun anew."""
+        """Whether the file is the open one: another process may have replaced a damaged index."""
         try:
             return os.stat(self._root / "index.db").st_ino == index.inode
         except OSError:
             return False
 
-    def _give_up(self, index: BlockIndex | None) -> None:
+    def _drop_index(self, index: BlockIndex | None) -> None:
         if index is not None and index is self._index:
             self._index = None
             index.close()
@@ -154,8 +174,8 @@ class IndexSupervisor:
             except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
                 self._damaged |= _is_damage(error)
                 self._complain(error)
-                self._closing.wait(TICK_S)  # whatever is asked meanwhile, a broken disk rests
-            except Exception:  # a mistake of ours; without this thread nothing could be written
+                self._closing.wait(TICK_S)  # also with pending calls: a broken disk needs a pause
+            except Exception:  # a bug; the thread must go on, or nothing could be written
                 logger.exception("store %s: index", self._root)
                 self._closing.wait(TICK_S)
             self._wake.wait(TICK_S)
@@ -165,11 +185,11 @@ class IndexSupervisor:
             self.open(wait=False) as index,
         ):
             self.flush(index)
-        self._give_up(self._index)
-        self._give_up_lead()
+        self._drop_index(self._index)
+        self._release_lead()
 
     def _complain(self, error: Exception) -> None:
-        """Say what is wrong, once."""
+        """Log an error, unless it is the same as the last one."""
         if str(error) != self._complained:
             logger.warning("store %s: index: %s", self._root, error)
         self._complained = str(error)
@@ -180,27 +200,33 @@ class IndexSupervisor:
             self._complained = ""
         with self.open(wait=False) as index:
             self.flush(index)
-            if not self._evictor.leads and self._takes_the_lead():
-                self._evictor.begin_anew(index, leads=True)
+            if not self._evictor.leads and self._try_to_lead():
+                self._evictor.restart(index, leads=True)
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
-                self._reclaim(index)
+                self.reclaim(index)
             knows_all = self._evictor.learn(index, self._closing.wait)
             self._evictor.refresh(index)
             if not knows_all:
-                self._wake.set()  # to go on at once; until then no room is made ahead
+                self._wake.set()  # to go on at once; no space is freed ahead until then
             elif self._evictor.leads:
-                self._make_ahead(index)
+                self._free_ahead(index)
 
-    def _takes_the_lead(self) -> bool:
-        """Whether this process makes the room ahead from now on, until it ends. One of all does: it
-        alone needs the order of all blocks in memory, and no two free the same room twice."""
+    def _try_to_lead(self) -> bool:
+        """Try to become the leader, until this process ends; whether it is now.
+
+        Only the leader frees space ahead. So only one process holds all blocks in memory, and no
+        two processes free the same space twice.
+        """
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
-    def _make_ahead(self, index: BlockIndex) -> None:
+    def _free_ahead(self, index: BlockIndex) -> None:
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
-            freed = self._evictor.make(index, Amount(*map(min, wanted, AHEAD_AT_ONCE)))
+            step = Amount(
+                min(wanted.bytes, FREE_AT_ONCE.bytes), min(wanted.files, FREE_AT_ONCE.files)
+            )
+            freed = self._evictor.free(index, step)
             if not freed:
                 return
             wanted = Amount(wanted.bytes - freed.bytes, wanted.files - freed.files)
@@ -209,23 +235,23 @@ class IndexSupervisor:
         """Raises: OSError; sqlite3.Error."""
         held = open_private(self._root / "index.lock")
         try:
-            while not lock(held, fcntl.LOCK_EX):  # somebody rebuilds
+            while not lock(held, fcntl.LOCK_EX):  # another process rebuilds the index
                 if self._closing.wait(0.05):
                     return
             index = self._open_undamaged()
             try:
-                if index.boot() != _this_boot():
+                if index.clean_boot_id() != _this_boot():
                     self._rebuild(index)
-                self._reclaim(index)
-                # Below a root that was removed and made again, the lead is another file.
-                self._give_up_lead()
+                self.reclaim(index)
+                # Opened again, since the root may have been removed and made again.
+                self._release_lead()
                 self._lead = open_private(self._root / "index.evict")
             except BaseException:
                 index.close()
                 raise
         finally:
             os.close(held)
-        self._evictor.begin_anew(index, leads=self._takes_the_lead())
+        self._evictor.restart(index, leads=self._try_to_lead())
         self._index = index
         self._opened.set()
 
@@ -233,7 +259,7 @@ class IndexSupervisor:
         path = self._root / "index.db"
         try:
             if self._damaged:
-                raise DamagedIndexError("found out while it was used")
+                raise DamagedIndexError("found during use")
             index = BlockIndex(path)
             index.check()
         except sqlite3.Error as error:
@@ -242,7 +268,9 @@ class IndexSupervisor:
             aside = put_aside(path)
             logger.warning(
                 "store %s: the index is damaged (%s), kept as %s, beginning anew",
-                *(self._root, error, aside.name),
+                self._root,
+                error,
+                aside.name,
             )
             index = BlockIndex(path)
         self._damaged = False
@@ -256,31 +284,33 @@ class IndexSupervisor:
             if self._closing.is_set():
                 return
             own_bytes = self._descriptions.own_bytes(digest)
-            index.found(digest, own_bytes, blocks_in(self._root, digest, self._allocated_bytes))
-        index.agreed(_this_boot())
+            index.add_found(digest, own_bytes, blocks_in(self._root, digest, self._allocated_bytes))
+        index.mark_clean(_this_boot())
         blocks, used_bytes = index.totals()
         logger.info(
             "store %s: indexed %d blocks, %.3f GB, in %.1f s",
-            *(self._root, blocks, used_bytes / 1e9, time.monotonic() - started_s),
+            self._root,
+            blocks,
+            used_bytes / 1e9,
+            time.monotonic() - started_s,
         )
 
-    def _reclaim(self, index: BlockIndex) -> None:
-        """Finish what dead writers began: their block is whole and counts, or never was. Then
-        remove what nobody uses."""
-        for digest in namespaces_in(self._root):  # one who died while he described it
+    def reclaim(self, index: BlockIndex) -> None:
+        """Complete or remove the blocks of dead writers, and remove what is unused."""
+        for digest in namespaces_in(self._root):  # descriptions that were being written
             remove_stale(self._root, digest.hex())
-        for booked in index.writing():
-            if not is_stale(booked.owner, booked.usage.created_s):
+        for block in index.writing():
+            if not is_stale(block.owner, block.usage.created_s):
                 continue
-            shard = NamespaceFolder(self._root, booked.namespace).shard(booked.key)
+            shard = NamespaceFolder(self._root, block.namespace).shard(block.key)
             _, living = remove_stale(self._root, *shard)
-            if booked.owner in living:  # for longer than that, and not in vain
+            if block.owner in living:  # a slow writer
                 continue
-            if folder_tree.has_file(self._root, *shard, booked.key.hex()):
-                index.settle(booked, booked.usage.stored_bytes)
+            if folder_tree.has_file(self._root, *shard, block.key.hex()):
+                index.commit(block, block.usage.stored_bytes)
             else:
                 folder_tree.remove_empty(self._root, *shard)
-                index.drop(booked)
+                index.drop(block)
         self._evictor.remove_aside(index, KEEP_ASIDE_S)
         self.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
 
@@ -289,7 +319,10 @@ class IndexSupervisor:
     ) -> None:
         """Remove namespaces without blocks, the oldest first.
 
-        Args: unless_younger_s: of which the description is younger: a block may be on its way.
+        Args:
+            unless_younger_s: namespaces with a younger description stay, since a block may follow.
+            at_most: number of namespaces; None: all.
+
         Raises: sqlite3.Error; OSError.
         """
         unused = index.unused()
@@ -302,8 +335,8 @@ class IndexSupervisor:
     def remove_namespace(
         self, index: BlockIndex, digest: Digest, *, unless_younger_s: float
     ) -> None:
-        """As `remove_unused`, one namespace. Raises: sqlite3.Error; OSError."""
-        remove_empty_folders(self._root, digest)  # may be many: not while others wait
+        """As `remove_unused`, for one namespace. Raises: sqlite3.Error; OSError."""
+        remove_empty_folders(self._root, digest)  # may be many, so outside the transaction
         remove = functools.partial(
             self._descriptions.remove, digest, unless_younger_s=unless_younger_s
         )
@@ -318,5 +351,5 @@ def _is_damage(error: Exception) -> bool:
 def _this_boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: the books are believed
+    except OSError:  # not Linux: the index is trusted
         return "unknown"

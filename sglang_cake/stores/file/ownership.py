@@ -1,4 +1,4 @@
-"""Whose a folder is. What somebody else put there is never opened, changed or removed."""
+"""Whether a folder is a store, and the files of its index. Other programs' files are left alone."""
 
 import contextlib
 import os
@@ -8,21 +8,24 @@ import stat
 from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.stores.file.index import WAL_BYTES
 from sglang_cake.stores.file.schema import ForeignIndexError, check_ours
 
-INDEX, LOCK = "index.db", "index.lock"
-MAX_PUT_ASIDE = 2  # damaged indexes that are kept: the first one and the last
+INDEX = "index.db"
+LOCK = "index.lock"
+MAX_PUT_ASIDE = 2  # damaged indexes that are kept: the first one and the last one
+SMALL_FILES_BYTES = 128 << 10  # of other files in the root: locks, descriptions being written
 SUFFIXES = ("-wal", "-shm", "")  # of the files of an index
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
-_OF_THE_DISK = {"lost+found"}  # in a file system that was just made
+_OF_THE_DISK = {"lost+found"}  # in a new file system
 _SQLITE = b"SQLite format 3\0"
 
 
 def check_folder(root: Path) -> None:
-    """The folder is absent, empty, or a store. Only reads.
+    """Check that a folder is absent, empty, or a store. Changes nothing.
 
-    A namespace's folder, an empty `index.lock` or an index of ours says that it is a store; an
-    index that is in order and another program's says that it is none, whatever else there is.
+    A store has the folder of a namespace, an empty `index.lock`, or an index. A folder with a valid
+    `index.db` of another program is no store, whatever else is in it.
 
     Raises: ConfigError; OSError if the folder cannot be read.
     """
@@ -38,7 +41,7 @@ def check_folder(root: Path) -> None:
         with index.open("rb") as file:
             is_database = file.read(len(_SQLITE)) == _SQLITE
         if is_database:
-            # Twice: another process may be making it.
+            # Twice, since another process may be creating the index.
             if _is_foreign(index) and _is_foreign(index):
                 raise ConfigError(
                     f"store folder {root} has an index.db of another program, or of another "
@@ -52,8 +55,10 @@ def check_folder(root: Path) -> None:
 
 
 def put_aside(index: Path) -> Path:
-    """Give a damaged index another name, its log first: a log beside another index than its own
-    would be taken for that one's. Returns the new name. Raises: OSError."""
+    """Rename a damaged index; returns its new path. Raises: OSError.
+
+    The log is renamed first, since SQLite would use it for the next index.
+    """
     free = (path for path in _asides(index) if not os.path.lexists(path))
     aside = next(free, _asides(index)[-1])
     for suffix in SUFFIXES:
@@ -63,7 +68,7 @@ def put_aside(index: Path) -> Path:
 
 
 def aside_bytes(index: Path) -> int:
-    """What the indexes that were put aside take on the disk."""
+    """Bytes of damaged indexes on the disk."""
     taken_bytes = 0
     for aside in _asides(index):
         for suffix in SUFFIXES:
@@ -79,7 +84,7 @@ def _asides(index: Path) -> list[Path]:
 
 
 def _size_bytes(path: Path) -> int | None:
-    """Of a file; None of anything else."""
+    """Size of a regular file; None for anything else."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -92,6 +97,16 @@ def _is_foreign(index: Path) -> bool:
         check_ours(index)
     except ForeignIndexError:
         return True
-    except sqlite3.Error:  # damaged, or being written: who opens it to write judges that
+    except sqlite3.Error:  # damaged, or being written: decided when it is opened to write
         return False
     return False
+
+
+def overhead_bytes(root: Path) -> int:
+    """Bytes of the files beside namespaces: the index with its largest log, and small files."""
+    sizes = {"": 0, "-wal": 0, "-shm": 0}
+    for suffix in sizes:
+        with contextlib.suppress(FileNotFoundError):
+            sizes[suffix] = os.lstat(root / f"index.db{suffix}").st_blocks * 512
+    index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
+    return index_bytes + aside_bytes(root / "index.db") + SMALL_FILES_BYTES

@@ -1,24 +1,189 @@
-"""What is on the disk: for books that were lost, and what killed writers left behind."""
+"""What is on the disk below the root of a store.
+
+Used to build an index, to remove what killed writers left, and to list a store without a change.
+"""
 
 import contextlib
 import os
 import re
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file import folder_tree
-from sglang_cake.stores.file.index import Found
+from sglang_cake.stores.file.files import read_description
+from sglang_cake.stores.file.index import STORED_TOTALS, Found, State
+from sglang_cake.stores.file.ownership import INDEX, overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, owner_of, this_host, tmp_owner
+from sglang_cake.stores.file.schema import check_ours, connect_to_read
 
-STALE_S = 3600.0  # a writer touches its file every PIECE_BYTES; none is silent that long
+STALE_S = 3600.0  # a live writer appends to its file far more often
 _HEX32 = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_BLOCKS = f"""SELECT key, stored_bytes, used_s FROM blocks WHERE state = {State.STORED}
+AND namespace = (SELECT id FROM namespaces WHERE digest = ?)"""
+
+
+def namespaces_in(root: Path) -> list[Digest]:
+    """The namespaces that have a folder. Raises: OSError if there is no root."""
+    os.stat(root)
+    return _digests_in(root)
+
+
+def _digests_in(root: Path) -> list[Digest]:
+    names = sorted(filter(_HEX32.fullmatch, folder_tree.folders_in(root)))
+    return [Digest(bytes.fromhex(name)) for name in names]
+
+
+def shards_in(
+    root: Path, digest: Digest, *, remove_empty: bool = False
+) -> Iterator[tuple[str, str, str]]:
+    """The folders of a namespace's blocks, as names below the root.
+
+    Args:
+        remove_empty: remove each folder that is empty after the caller has used it.
+    """
+    name = digest.hex()
+    for first in filter(_SHARD.fullmatch, folder_tree.folders_in(root, name)):
+        for second in filter(_SHARD.fullmatch, folder_tree.folders_in(root, name, first)):
+            yield name, first, second
+            if remove_empty:
+                folder_tree.remove_empty(root, name, first, second)
+        if remove_empty:
+            folder_tree.remove_empty(root, name, first)
+
+
+# ---- without a change ----
+
+
+def described_namespaces_in(root: Path) -> list[StoredNamespace]:
+    """The namespaces that have a folder, with their descriptions; none without a root."""
+    return [StoredNamespace(digest, _fields(root, digest)) for digest in _digests_in(root)]
+
+
+def stats_in(root: Path) -> StoreStats:
+    """Totals of all namespaces, from the index; empty if it cannot be read."""
+    try:
+        with _reading(root / INDEX) as db:
+            blocks, block_bytes = db.execute(STORED_TOTALS).fetchone()
+            (taken_bytes,) = db.execute("SELECT taken_bytes FROM total").fetchone()
+        return StoreStats(
+            blocks=int(blocks),
+            block_bytes=int(block_bytes),
+            used_bytes=int(taken_bytes) + overhead_bytes(root),
+        )
+    except (sqlite3.Error, OSError, ValueError, TypeError):
+        return StoreStats()
+
+
+def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
+    """The blocks of one namespace, from the index, or from the files if it cannot be read."""
+    try:
+        with _reading(root / INDEX) as db:
+            listed = [
+                BlockInfo(BlockKey(bytes(key)), int(stored_bytes), float(used_s))
+                for key, stored_bytes, used_s in db.execute(_BLOCKS, (digest,))
+            ]
+    except (sqlite3.Error, OSError, ValueError):
+        for shard in shards_in(root, digest):
+            for key, status in _block_files(root, shard):
+                yield BlockInfo(key, status.st_blocks * 512, max(status.st_atime, status.st_mtime))
+        return
+    yield from listed
+
+
+@contextlib.contextmanager
+def _reading(index: Path) -> Iterator[sqlite3.Connection]:
+    """Raises: sqlite3.Error, OSError if the index is absent, damaged or of another program."""
+    if not index.stat().st_size:
+        raise FileNotFoundError(index)
+    check_ours(index)
+    with contextlib.closing(connect_to_read(index)) as db:
+        yield db
+
+
+def _fields(root: Path, digest: Digest) -> dict[str, str]:
+    with contextlib.suppress(OSError, StoreUnavailable):  # the folder may not be readable
+        return read_description(root, digest) or {}
+    return {}
+
+
+def _block_files(
+    root: Path, shard: tuple[str, str, str]
+) -> Iterator[tuple[BlockKey, os.stat_result]]:
+    for name, status in folder_tree.files_in(root, *shard):
+        if _HEX32.fullmatch(name):
+            yield BlockKey(bytes.fromhex(name)), status
+
+
+# ---- for a new index ----
+
+
+def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[Found]:
+    """Every block file of a namespace, and those that were set aside.
+
+    Stale temporary files and empty folders are removed. Files and folders that vanish or that
+    cannot be read are skipped.
+
+    Args:
+        allocated_bytes: sizes are rounded up to multiples of it.
+    """
+
+    def found(key: BlockKey | None, status: os.stat_result) -> Found:
+        size = -(-status.st_size // allocated_bytes) * allocated_bytes
+        return Found(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
+
+    for shard in shards_in(root, digest, remove_empty=True):
+        remove_stale(root, *shard)
+        for key, status in _block_files(root, shard):
+            yield found(key, status)
+    for _, status in folder_tree.files_in(root, digest.hex(), CORRUPT):
+        yield found(None, status)
+
+
+# ---- what killed writers left ----
+
+
+def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
+    """Remove temporary files of dead writers in one folder.
+
+    Returns the number of removed files, and the writers (`this_process`) whose files are left.
+    """
+    removed = 0
+    living = set[str]()
+    for name, status in folder_tree.files_in(root, *names):
+        owner = tmp_owner(name)
+        if owner is None:
+            continue
+        if is_stale(owner, status.st_mtime):
+            with contextlib.suppress(OSError):
+                folder_tree.remove_file(root, *names, name)
+                removed += 1
+        else:
+            living.add(owner)
+    return removed, living
+
+
+def remove_empty_folders(root: Path, digest: Digest) -> None:
+    """Remove the empty folders inside of the folder of a namespace."""
+    for _ in shards_in(root, digest, remove_empty=True):
+        pass
+    folder_tree.remove_empty(root, digest.hex(), CORRUPT)
 
 
 def is_stale(owner: str, touched_s: float) -> bool:
-    """Whether a writer has died: its process is gone (told only for processes of this host), or it
-    was silent for STALE_S. Should it live after all, its put fails, and nothing wrong is seen."""
+    """Whether a writer is dead: its process has ended, or it wrote nothing for STALE_S.
+
+    Processes are known only on this host. If a stale writer is alive after all, its put fails.
+
+    Args:
+        owner: name of the writer (`this_process`).
+        touched_s: time of its last write, seconds since 1970.
+    """
     known = owner_of(owner)
     if known is not None and known.host == this_host() and not _is_alive(known.pid):
         return True
@@ -32,75 +197,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except (PermissionError, OverflowError):
         return True
-    # One that ended and that nobody has waited for, as under a container's first process that is no
-    # init, still has its number, and writes nothing any more.
+    # A zombie still has its number. It stays one where the first process of a container is no init.
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return True
-
-
-def namespaces_in(root: Path) -> list[Digest]:
-    """The namespaces that have a folder. Raises: OSError."""
-    os.stat(root)  # one that cannot be looked into is not empty
-    names = sorted(filter(_HEX32.fullmatch, folder_tree.folders_in(root)))
-    return [Digest(bytes.fromhex(name)) for name in names]
-
-
-def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[Found]:
-    """Every block file of a namespace, and those set aside; stale temporary files and empty folders
-    are removed.
-
-    Files and folders that vanish meanwhile, or that may not be read, are passed over.
-
-    Args: allocated_bytes: sizes are rounded up to multiples of it.
-    """
-
-    def found(key: BlockKey | None, status: os.stat_result) -> Found:
-        size = -(-status.st_size // allocated_bytes) * allocated_bytes
-        return Found(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
-
-    for shard in shards_of(root, digest):
-        remove_stale(root, *shard)
-        for name, status in folder_tree.files_in(root, *shard):
-            if _HEX32.fullmatch(name):
-                yield found(BlockKey(bytes.fromhex(name)), status)
-        folder_tree.remove_empty(root, *shard)
-    for _, status in folder_tree.files_in(root, digest.hex(), CORRUPT):
-        yield found(None, status)
-
-
-def shards_of(root: Path, digest: Digest) -> Iterator[tuple[str, str, str]]:
-    """The folders for blocks of a namespace, as names from the root on."""
-    name = digest.hex()
-    for first in filter(_is_shard, folder_tree.folders_in(root, name)):
-        for second in filter(_is_shard, folder_tree.folders_in(root, name, first)):
-            yield name, first, second
-        folder_tree.remove_empty(root, name, first)
-
-
-def remove_empty_folders(root: Path, digest: Digest) -> None:
-    """Those of a namespace, but for its own."""
-    for shard in shards_of(root, digest):
-        folder_tree.remove_empty(root, *shard)
-    folder_tree.remove_empty(root, digest.hex(), CORRUPT)
-
-
-def _is_shard(name: str) -> bool:
-    return len(name) == 2
-
-
-def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
-    """Remove what dead writers left in one folder; returns how many files, and whose (this_process)
-    are left: they are being written."""
-    removed, living = 0, set[str]()
-    for name, status in folder_tree.files_in(root, *names):
-        owner = tmp_owner(name)
-        if owner is None:  # nobody's we know of: not ours to remove
-            continue
-        if is_stale(owner, status.st_mtime):
-            with contextlib.suppress(OSError):
-                folder_tree.remove_file(root, *names, name)
-                removed += 1
-        else:
-            living.add(owner)
-    return removed, living

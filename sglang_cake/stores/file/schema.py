@@ -1,4 +1,4 @@
-"""The tables of a folder's books, and whether a file has them."""
+"""The tables of the index, and the check whether a file has them."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from sglang_cake.stores.file.description import ENTRY_BYTES, FOLDER_BYTES
+from sglang_cake.stores.file.files import ENTRY_BYTES, FOLDER_BYTES
 
 APPLICATION_ID = 0x63616B65  # "cake"
 SCHEMA_VERSION = 3
-BUSY_S = 10.0  # how long one process waits for another's transaction, which take milliseconds
-# What the folders for `blocks` blocks take at most: one block needs two of them, which it may have
-# to itself, and is an entry of one.
+BUSY_S = 10.0  # limit for waiting for the transaction of another process; these take milliseconds
+# Upper bound for the folders of `blocks` blocks: each block may need two folders of its own, and
+# has one entry.
 _FOLDERS = f"{FOLDER_BYTES} * (min(blocks, 256) + min(blocks, 65536)) + {ENTRY_BYTES} * blocks"
 # Part of the format, comments included: `check_ours` compares the text. Where it says
 # `eviction.base.Use` and `eviction.reuse.Fit`, the classes are `AccessContext` and `ReuseFit`.
@@ -71,7 +71,7 @@ CREATE TRIGGER IF NOT EXISTS closed AFTER DELETE ON namespaces BEGIN
     UPDATE total SET blocks = blocks - OLD.blocks, taken_bytes = taken_bytes - OLD.taken_bytes;
 END;
 """
-# Changes nothing in an index that has all of it.
+# Changes nothing in a complete index.
 PREPARE = f"""
 PRAGMA application_id = {APPLICATION_ID};
 {SCHEMA}
@@ -82,23 +82,26 @@ PRAGMA user_version = {SCHEMA_VERSION};
 
 
 class DamagedIndexError(sqlite3.DatabaseError):
-    """What is in the file was not written by us, or was damaged."""
+    """The file is damaged, or was not written by this version."""
 
 
 class ForeignIndexError(sqlite3.DatabaseError):
-    """The file is in order, and not ours: nothing in it is believed, or changed."""
+    """The file is a valid database of another program. It is neither used nor changed."""
 
 
-_EARLIER = {"namespaces", "blocks", "agreed"}  # which had no application id
+_EARLIER = {"namespaces", "blocks", "agreed"}  # tables of versions without an application id
 
 
 def check_ours(path: Path) -> None:
-    """An index of this version, or one that is still to be made. Raises: sqlite3.Error.
+    """Check that a file is an index of this version, or empty. Raises: sqlite3.Error.
 
-    To the letter: with somebody else's views and triggers, what we ask might never end. Three
-    things say whose it is: the application id, the version and the tables. Of a file that was
-    damaged in one place two still do: it is ours, and made anew. What fewer than two say is ours is
-    somebody else's, or a later version's, and left alone.
+    Compared are the application id, the version, and the exact text of tables, views and triggers,
+    since queries on unknown views or triggers might never end:
+
+    - all three match: the index is used;
+    - two match: DamagedIndexError, and the index is built again from the files;
+    - an index of an earlier version: DamagedIndexError;
+    - otherwise: ForeignIndexError, and the file is left alone.
     """
     with readable_errors(), closing(connect_to_read(path)) as found:
         found.text_factory = any_text
@@ -110,10 +113,10 @@ def check_ours(path: Path) -> None:
     with closing(sqlite3.connect(":memory:")) as made:
         made.executescript(SCHEMA)
         ours = _tables(made)
-    agree = (application_id == APPLICATION_ID) + (version == SCHEMA_VERSION) + (tables == ours)
-    if agree == 3:
+    matches = (application_id == APPLICATION_ID) + (version == SCHEMA_VERSION) + (tables == ours)
+    if matches == 3:
         return
-    if agree == 2:
+    if matches == 2:
         raise DamagedIndexError(f"{path} was damaged")
     if application_id == 0 and version in (1, 2) and {n for _, n, *_ in tables} >= _EARLIER:
         raise DamagedIndexError(f"{path} is of an earlier version")
@@ -121,30 +124,30 @@ def check_ours(path: Path) -> None:
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing but, beside a log, where SQLite notes who reads.
+    """A read-only connection. If there is a log, SQLite records the reader in its shared memory.
 
     Raises: sqlite3.Error.
     """
-    # Without a log the file is all there is, and SQLite would make one even to read.
+    # Without a log the file is complete. SQLite would create a log even for reading.
     immutable = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
     url = f"file:{quote(str(path.absolute()))}?mode=ro{immutable}"
     return sqlite3.connect(url, uri=True, timeout=BUSY_S)
 
 
 def any_text(text: bytes) -> str:
-    """A `text_factory`: text in a damaged file need not be UTF-8, and then is no text of ours."""
+    """A `text_factory` for damaged files, whose text may not be UTF-8."""
     return text.decode(errors="replace")
 
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """SQLite's message may quote a damaged file, and then Python cannot read the message."""
+    """A context for errors whose message quotes a damaged file and cannot be decoded."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise DamagedIndexError(f"an error whose message is no text: {error.object!r}") from error
 
 
-def _tables(books: sqlite3.Connection) -> set[tuple[str, ...]]:
+def _tables(db: sqlite3.Connection) -> set[tuple[str, ...]]:
     query = "SELECT type, name, tbl_name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"
-    return set(books.execute(query))
+    return set(db.execute(query))

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.base import Store, StoredNamespace
+from sglang_cake.stores.base import Description, Store, StoredNamespace
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.stores.http.http_client import HttpStore
@@ -50,6 +50,14 @@ class HttpSource:
             raise StoreUnavailable(f"cannot list namespaces: {error}") from error
         finally:
             await wire.close()
+
+    def describe(self) -> Description:
+        settings = {
+            "base": self.base,
+            "token_file": None if self.token_file is None else str(self.token_file),
+            "ca": None if self.ca is None else str(self.ca),
+        }
+        return Description("HttpStore", settings)
 
     def locate(self) -> Endpoint:
         """As the files say now. Raises: ConfigError."""

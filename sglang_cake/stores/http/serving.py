@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import Access
 from sglang_cake.stores.http.prefork import MAX_CONNECTIONS, WorkerPool
 from sglang_cake.stores.http.shared_counters import Row, SharedCounters

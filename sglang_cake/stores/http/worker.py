@@ -10,7 +10,7 @@ import socket
 from aiohttp import web
 
 from sglang_cake.core.errors import CakeError, ConfigError
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import Access
 from sglang_cake.stores.http.connection import BlockConnection
 from sglang_cake.stores.http.connection_places import Place, Places

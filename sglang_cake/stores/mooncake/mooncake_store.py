@@ -1,60 +1,198 @@
-"""One namespace of blocks in a Mooncake Store."""
+"""`mooncake://host:50051?segment=4GB&protocol=tcp`: blocks in the memory of many machines."""
 
 import asyncio
 import contextlib
+import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
+from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, StoreStats
-from sglang_cake.stores.mooncake.mooncake_calls import Crew, Hold
-from sglang_cake.stores.mooncake.mooncake_engine import Engine, MooncakePlace, Slots
+from sglang_cake.stores.backoff import Backoff
+from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace, Slots
+from sglang_cake.stores.threads import Stopped
+from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
 T = TypeVar("T")
 
-PATIENCE_S = 5.0  # for an answer; the library itself waits for about 30
+PATIENCE_S = 5.0  # limit for a call; the library itself waits for about 30 s
 RETRY_S = 5.0  # between two attempts to join the store
-PIECE_BYTES = 2**18  # copied and hashed at once: stays in the CPU's cache
+PIECE_BYTES = 2**18  # copied and hashed at once, while in the CPU's cache
+DEFAULT_SEGMENT_BYTES = 4 * 10**9
+MIN_SEGMENT_BYTES = 2**24  # limit of the library
+_MASTER = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
+_METADATA = re.compile(r"P2PHANDSHAKE|(https?|etcd|redis)://[^\s@]+")
+_DEVICES = re.compile(r"[\w.-]+(,[\w.-]+)*")
+_HOSTNAME = re.compile(r"[A-Za-z0-9.:\[\]-]+")
+
+
+class Hold:
+    """A lock on the caller's memory: a thread uses the memory only inside of `with hold:`.
+
+    The caller may leave while no thread is inside. Then none can enter again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = False
+        self._left = False
+
+    def __enter__(self) -> None:
+        """Raises: Stopped if the caller has left."""
+        with self._lock:
+            if self._left:
+                raise Stopped
+            self._held = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises: Stopped if the caller has tried to leave meanwhile."""
+        with self._lock:
+            self._held = False
+            if self._left and error is None:
+                raise Stopped
+
+    def leave(self) -> bool:
+        """True if the caller may go now; else the caller must wait for the end of the thread."""
+        with self._lock:
+            self._left = True
+            return not self._held
+
+
+class CallThreads:
+    """Threads for blocking calls that cannot be interrupted, with a time limit.
+
+    A call that exceeds the limit is abandoned, and keeps its thread until it returns. While all
+    threads are in late calls, further calls fail at once.
+    """
+
+    def __init__(self, name: str, threads: int, *, patience_s: float) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._threads = threads
+        self._patience_s = patience_s
+        self._abandoned: dict[Future[Any], float] = {}  # start of each call; at most `threads`
+
+    @property
+    def abandoned(self) -> int:
+        """Number of abandoned calls that have not returned."""
+        return len(self._abandoned)
+
+    async def call(self, work: Callable[[Hold], T]) -> T:
+        """Run `work(hold)` in a thread and return what it returns.
+
+        Raises: the errors of `work`; StoreUnavailable when it takes too long, or after `shut`.
+        Cancellation: returns at once, or once the thread has left its `with hold:`.
+        """
+        now_s = time.monotonic()
+        late = sum(now_s >= since_s + self._patience_s for since_s in self._abandoned.values())
+        if late >= self._threads:
+            raise StoreUnavailable(f"{late} calls wait for an answer that does not come")
+        hold = Hold()
+        try:
+            queued = self._pool.submit(work, hold)
+        except RuntimeError as error:  # shut down
+            raise StoreUnavailable(f"the store is closed ({error})") from error
+        running = asyncio.wrap_future(queued)
+        try:
+            await asyncio.wait((running,), timeout=self._patience_s)
+        except asyncio.CancelledError:
+            await self._abandon(queued, running, hold, now_s)
+            raise
+        if not running.done():
+            await self._abandon(queued, running, hold, now_s)
+            raise StoreUnavailable(f"no answer within {self._patience_s:g} s")
+        if running.cancelled():
+            raise StoreUnavailable("the store was closed while the call was waiting")
+        return running.result()
+
+    def shut(self) -> None:
+        """Queued and further calls fail."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self) -> None:
+        """Block until all calls have returned, abandoned ones included."""
+        self._pool.shutdown()
+
+    async def _abandon(
+        self, queued: "Future[Any]", running: "asyncio.Future[Any]", hold: Hold, since_s: float
+    ) -> None:
+        if not hold.leave():
+            while not running.done():  # also if the task is cancelled again
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait((running,))
+        if queued.cancel():  # it had not started
+            return
+        self._abandoned[queued] = since_s
+        running.add_done_callback(lambda done: self._came_back(queued, done))
+
+    def _came_back(self, queued: "Future[Any]", running: "asyncio.Future[Any]") -> None:
+        del self._abandoned[queued]
+        if not running.cancelled():
+            running.exception()  # retrieved, since asyncio would log it otherwise
 
 
 class MooncakeStore:
-    """Implements `Store`: one object a block, framed as in a file.
+    """Implements `Store`: one object per block, framed as in a file.
 
-    The engine reads and writes slots of registered memory, one for each read and write at a time,
-    so a block is copied once in this process, and hashed on the way. Callers never wait longer than
-    PATIENCE_S, and a call that hangs holds a slot, never the caller's memory. A lookup is one round
-    trip. An object with wrong bytes is removed by who reads it.
+    The library reads and writes slots of registered memory, one per concurrent read or write. So a
+    block is copied once in this process, and hashed during the copy. A call ends after `patience_s`
+    at the latest. A call that hangs holds a slot, never the caller's memory. A lookup is one round
+    trip. A reader removes an object with wrong bytes.
     """
 
-    def __init__(self, place: MooncakePlace, frame: BlockFrame, *, depth: int) -> None:
-        """Joins the store with the first call. Args: depth: reads, and writes, at once."""
-        self._place, self._frame = place, frame
+    def __init__(
+        self,
+        place: MooncakePlace,
+        frame: BlockFrame,
+        *,
+        depth: int,
+        patience_s: float = PATIENCE_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """Joins the store with the first call.
+
+        Args:
+            depth: concurrent reads, and concurrent writes.
+            patience_s: limit for a call.
+            retry_s: time between two attempts to join.
+        """
+        self._place = place
+        self._frame = frame
+        self._patience_s = patience_s
         self._slots = Slots(2 * depth, frame.framed_bytes)
-        self._reads = Crew("cake-mooncake-read", depth, patience_s=PATIENCE_S)
-        self._writes = Crew("cake-mooncake-write", depth, patience_s=PATIENCE_S)
-        self._asks = Crew("cake-mooncake-ask", 1, patience_s=PATIENCE_S)
-        self._joining: asyncio.Task[Engine] | None = None
+        self._reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
+        self._writes = CallThreads("cake-mooncake-write", depth, patience_s=patience_s)
+        self._asks = CallThreads("cake-mooncake-ask", 1, patience_s=patience_s)
+        self._joining: asyncio.Task[MooncakeClient] | None = None
         self._joining_since_s = 0.0
+        self._backoff = Backoff(retry_s, retry_s)
         self._closed = False
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         names = [self._name(key) for key in keys]
-        return await self._call(self._asks, lambda engine, hold: engine.exist(names))
+        return await self._call(self._asks, lambda client, hold: client.exist(names))
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         try:
             return await self._call(
-                self._reads, lambda engine, hold: self._get(engine, key, out, progress, hold)
+                self._reads, lambda client, hold: self._get(client, key, out, progress, hold)
             )
         except BlockCorrupt:
-            # If that fails, the next reader finds it again.
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError):  # the next reader finds it again
                 await self.delete(key)
             raise
 
@@ -62,12 +200,12 @@ class MooncakeStore:
         assert self._frame.takes(data.nbytes), data.nbytes
         view = data.cast("B")
         return await self._call(
-            self._writes, lambda engine, hold: self._put(engine, key, view, hold)
+            self._writes, lambda client, hold: self._put(client, key, view, hold)
         )
 
     async def delete(self, key: BlockKey) -> None:
         name = self._name(key)
-        await self._call(self._writes, lambda engine, hold: engine.remove(name))
+        await self._call(self._writes, lambda client, hold: client.remove(name))
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         """Raises: StoreUnavailable, always."""
@@ -75,41 +213,42 @@ class MooncakeStore:
         yield  # makes it an iterator
 
     async def stats(self) -> StoreStats:
-        """Nothing: the engine tells its clients only about objects they name."""
+        """Empty: the library has no totals."""
         self._check_open()
         return StoreStats()
 
     async def close(self) -> None:
-        """Waits for calls that are under way, for about 30 s where a peer hangs.
+        """Waits for calls in flight, for about 30 s if a peer hangs.
 
-        What this process has lent to the store is gone then, and the blocks in it.
+        The memory that this process lent to the store is taken back, with the blocks in it.
         """
         self._closed = True
-        crews = (self._reads, self._writes, self._asks)
-        for crew in crews:
-            crew.shut()
-        for crew in crews:
-            await asyncio.to_thread(crew.wait)
-        joining, self._joining = self._joining, None
+        for threads in (self._reads, self._writes, self._asks):
+            threads.shut()
+        for threads in (self._reads, self._writes, self._asks):
+            await asyncio.to_thread(threads.wait)
+        joining = self._joining
+        self._joining = None
         if joining is not None:
             with contextlib.suppress(StoreUnavailable):
                 await asyncio.to_thread((await joining).close)
 
-    async def _call(self, crew: Crew, work: Callable[[Engine, Hold], T]) -> T:
-        engine = await self._joined()
-        return await crew.call(lambda hold: work(engine, hold))
+    async def _call(self, threads: CallThreads, work: Callable[[MooncakeClient, Hold], T]) -> T:
+        client = await self._joined()
+        return await threads.call(lambda hold: work(client, hold))
 
-    async def _joined(self) -> Engine:
-        """Raises: StoreUnavailable; while the store is being joined, after PATIENCE_S from then."""
+    async def _joined(self) -> MooncakeClient:
+        """Raises: StoreUnavailable, at the latest `patience_s` after the attempt has started."""
         self._check_open()
         now_s = time.monotonic()
         failed = self._joining is not None and self._joining.done() and self._joining.exception()
-        if self._joining is None or (failed and now_s >= self._joining_since_s + RETRY_S):
+        if self._joining is None or (failed and not self._backoff.left_s(now_s)):
             self._joining_since_s = now_s
-            joining = asyncio.to_thread(Engine, self._place, self._slots)
+            self._backoff.start(now_s)
+            joining = asyncio.to_thread(MooncakeClient, self._place, self._slots)
             self._joining = asyncio.create_task(joining)
         if not self._joining.done():
-            left_s = max(0.0, self._joining_since_s + PATIENCE_S - now_s)
+            left_s = max(0.0, self._joining_since_s + self._patience_s - now_s)
             await asyncio.wait((self._joining,), timeout=left_s)
             self._check_open()
         if not self._joining.done():
@@ -119,18 +258,18 @@ class MooncakeStore:
     def _name(self, key: BlockKey) -> str:
         return f"{self._frame.digest.hex()}/{key.hex()}"
 
-    # What follows runs in the crews' threads.
+    # ---- in the threads ----
 
     def _get(
         self,
-        engine: Engine,
+        client: MooncakeClient,
         key: BlockKey,
         out: memoryview,
         progress: TellBytes | None,
         hold: Hold,
     ) -> int:
         with self._slots.one() as slot:
-            count = engine.get_into(self._name(key), slot)
+            count = client.get_into(self._name(key), slot)
             if not self._frame.fits(count):
                 raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
@@ -139,16 +278,78 @@ class MooncakeStore:
                     block.feed(slot.view[start : min(start + PIECE_BYTES, count)])
                 return block.finish()
 
-    def _put(self, engine: Engine, key: BlockKey, data: memoryview, hold: Hold) -> bool:
-        # The engine takes a second put of a name for done.
-        if engine.exist([self._name(key)])[0]:
+    def _put(self, client: MooncakeClient, key: BlockKey, data: memoryview, hold: Hold) -> bool:
+        # The library reports a second put of a name as a success.
+        if client.exist([self._name(key)])[0]:
             return False
         with self._slots.one() as slot:
             with hold:
                 slot.view[:HEADER_BYTES] = self._frame.header(key, data)
                 slot.view[HEADER_BYTES : HEADER_BYTES + len(data)] = data
-            return engine.put_new(self._name(key), slot, HEADER_BYTES + len(data))
+            return client.put_new(self._name(key), slot, HEADER_BYTES + len(data))
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("the store is closed")
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSource:
+    """Implements `StoreSource`."""
+
+    place: MooncakePlace
+    patience_s: float = PATIENCE_S
+    retry_s: float = RETRY_S
+
+    def check(self) -> None:
+        """Checks nothing: the library is loaded already, and the master may start later."""
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return MooncakeStore(
+            self.place, frame, depth=depth, patience_s=self.patience_s, retry_s=self.retry_s
+        )
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """Raises: StoreUnavailable, always."""
+        raise StoreUnavailable("Mooncake Store cannot list what it holds")
+
+    def describe(self) -> Description:
+        settings = {
+            "master": f"{self.place.host}:{self.place.port}",
+            "segment_bytes": self.place.segment_bytes,
+            "protocol": self.place.protocol,
+            "device": self.place.device,
+            "metadata": redacted(self.place.metadata),
+            "local_hostname": self.place.local_hostname,
+        }
+        return Description("MooncakeStore", settings)
+
+
+def parse(url: StoreUrl) -> MooncakeSource:
+    """Raises: ConfigError."""
+    master = _MASTER.fullmatch(url.place)
+    if not master or not 0 < int(master[2]) < 2**16:
+        raise url.error(f"{url.place!r} is not a master, write mooncake://host:50051")
+    segment_bytes = url.option("segment", _segment, DEFAULT_SEGMENT_BYTES)
+    metadata = url.option("metadata", matching(_METADATA, "not possible"), "P2PHANDSHAKE")
+    protocol = url.option("protocol", one_of("tcp", "rdma"), "tcp")
+    device = url.option("device", matching(_DEVICES, "not possible"), "")
+    local_hostname = url.option("local_hostname", matching(_HOSTNAME, "not possible"), "") or None
+    return MooncakeSource(
+        MooncakePlace(
+            host=master[1].strip("[]"),
+            port=int(master[2]),
+            segment_bytes=segment_bytes,
+            metadata=metadata,
+            protocol=protocol,
+            device=device,
+            local_hostname=local_hostname,
+        )
+    )
+
+
+def _segment(text: str) -> int:
+    size_bytes = parse_size(text)
+    if 0 < size_bytes < MIN_SEGMENT_BYTES:
+        raise ConfigError(f"{text!r} is too little: lend at least 16MiB, or 0 for nothing")
+    return size_bytes

@@ -1,4 +1,4 @@
-"""One bucket, or a part of it: the only place that talks to botocore."""
+"""One bucket, or a part of it. Only this module calls botocore."""
 
 import asyncio
 import time
@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
 from botocore.exceptions import (
     ClientError,
@@ -21,16 +22,17 @@ from botocore.exceptions import (
 
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.stores.circuit import Circuit, Fault, RemoteCounters, RemoteError, one_line
-from sglang_cake.stores.s3.s3_session import DirectSession
 from sglang_cake.stores.timing import TimeoutLimits
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0  # without a byte
-ATTEMPTS = 2  # of one call, with botocore's own back-off between them
-NAMES_AT_ONCE = 1000  # the most that one page of a listing may hold
-ASKED_BYTES = 1  # what a call counts as that moves no block: each takes about as long as the next
+ATTEMPTS = 2  # of one call, with botocore's own backoff between them
+NAMES_AT_ONCE = 1000  # limit of S3 for one page of a listing
+ASKED_BYTES = 1  # size of calls without a block, for their time limit
+MAX_PAGE_BYTES = 2**24  # of a listing: 1000 names of 1024 characters, escaped, and their fields
+MAX_WORDS_BYTES = 2**16  # of other answers that are read whole: errors, and answers to puts
 
-_MISSING = {"NoSuchKey", "NotFound", "404"}  # a HEAD has no body, so nothing but its status
+_MISSING = {"NoSuchKey", "NotFound", "404"}  # a HEAD request has no body, and so only a status
 _FULL = {"QuotaExceeded", "XMinioStorageFull"}
 
 
@@ -42,10 +44,11 @@ def _host(location: str) -> str:
 
 
 class Refused(RemoteError):
-    """The service answered, and not with what it was asked for."""
+    """The service answered with an error."""
 
     def __init__(self, error: ClientError) -> None:
-        said, about = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        said = error.response.get("Error", {})
+        about = error.response.get("ResponseMetadata", {})
         self.code = str(said.get("Code", ""))
         self.status = int(about.get("HTTPStatusCode", 0))
         self.elsewhere = self._elsewhere(said, about.get("HTTPHeaders", {}))
@@ -55,11 +58,11 @@ class Refused(RemoteError):
         super().__init__(fault, f"S3: {self.elsewhere or one_line(error)}")
 
     def _elsewhere(self, said: Any, headers: Any) -> str:
-        """Where the service wants the request to be sent instead; empty if it does not say so."""
+        """Message about a redirect to another endpoint or region; empty without one."""
         region = one_line(headers.get("x-amz-bucket-region") or said.get("Region") or "")
         endpoint = ""
         if 300 <= self.status < 400:
-            # Of a URL the host alone: the rest may be a signature.
+            # Only the host of the URL: the rest may be a signature.
             endpoint = one_line(said.get("Endpoint") or _host(headers.get("location", "")))
         elif not region:
             return ""
@@ -76,27 +79,27 @@ class Refused(RemoteError):
 
     @property
     def no_such_object(self) -> bool:
-        """It has everything but the object."""
+        """The object does not exist."""
         return self.code in _MISSING
 
     @property
     def there_already(self) -> bool:
-        """A conditional put found an object, or another put of it under way."""
+        """A conditional put found the object, or another put of it in progress."""
         return self.status in (409, 412)
 
     @property
     def full(self) -> bool:
-        """No room for the object."""
+        """The service has no space for the object."""
         return self.status == 507 or self.code in _FULL
 
 
 @dataclass(frozen=True, slots=True)
 class S3Place:
-    """Where objects are. Who may have them is for botocore's own chain to find out."""
+    """Where objects are. Credentials come from botocore's own chain."""
 
     bucket: str
     prefix: str = ""  # without slashes at its ends
-    endpoint: str | None = None  # http(s)://host[:port]; None: what botocore is configured with
+    endpoint: str | None = None  # http(s)://host[:port]; None: from botocore's configuration
     region: str | None = None
 
     def __str__(self) -> str:
@@ -117,10 +120,10 @@ class Listed:
 
 
 class S3Bucket:
-    """Calls to one bucket, with errors as ours. Lives on the event loop of its first call.
+    """Calls to one bucket. For one event loop, that of the first call.
 
-    Every call raises StoreUnavailable beside what it names, also once closed. A cancelled one drops
-    its connection.
+    Every call raises StoreUnavailable in addition to the errors that it names, also after `close`.
+    A cancelled call drops its connection.
     """
 
     def __init__(
@@ -132,24 +135,27 @@ class S3Bucket:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        connections: open at most; further calls wait for one, and their time runs.
-        clock: as in `Circuit`.
+        connections: limit; further calls wait for one, within their time limit.
+        patience, clock: as in `Circuit`.
         """
-        self.place, self._connections = place, connections
+        self.place = place
+        self._connections = connections
         self.counters = RemoteCounters()
         self._circuits: list[Circuit] = []
 
         def circuit(kind: str) -> Circuit:
             return Circuit(
-                *(str(place), kind, self.counters, patience), group=self._circuits, clock=clock
+                str(place), kind, self.counters, patience, group=self._circuits, clock=clock
             )
 
-        self._lookups, self._reads, self._writes = map(circuit, ("lookups", "reads", "writes"))
+        self._lookups = circuit("lookups")
+        self._reads = circuit("reads")
+        self._writes = circuit("writes")
         self._lists = circuit("lists")
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._client: Any = None
-        self._conditional = True  # until the service turns out not to know it
+        self._conditional = True  # until the service refuses conditional puts
         self._closed = False
 
     async def has(self, name: str) -> bool:
@@ -168,9 +174,11 @@ class S3Bucket:
 
     @asynccontextmanager
     async def reading(self, name: str, size_bytes: int) -> AsyncIterator["ObjectBody"]:
-        """One object, on its way. A BlockCorrupt that is raised inside counts as the service's.
+        """A context for reading one object. A BlockCorrupt inside counts as a failed call.
 
-        Args: size_bytes: what is about to be read.
+        Args:
+            size_bytes: expected size.
+
         Raises: BlockMissing.
         """
         async with self._reads.call(size_bytes):
@@ -202,7 +210,7 @@ class S3Bucket:
                 return False
             if refused.status != 501:
                 raise _full_or_not(refused) from refused
-            self._conditional = False  # it does not know conditions
+            self._conditional = False  # not implemented: conditional puts
         if await self._has(name):
             return False
         try:
@@ -222,13 +230,16 @@ class S3Bucket:
                     raise
 
     async def page(self, prefix: str, **where: Any) -> dict[str, Any]:
-        """One page of what is named `prefix` and something, as S3 answers it. Args: where: further
-        arguments of ListObjectsV2."""
+        """One page of the names that begin with `prefix`, as in S3's answer.
+
+        Args:
+            where: further arguments of ListObjectsV2.
+        """
         async with self._lists.call(ASKED_BYTES):
             return await self._call("list_objects_v2", Prefix=prefix, **where)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Listed]:
-        """Everything whose name starts with `prefix`; with a delimiter, folders are not entered."""
+        """All objects whose name begins with `prefix`; with a delimiter, only the top level."""
         where: dict[str, Any] = {"MaxKeys": NAMES_AT_ONCE}
         if delimiter:
             where["Delimiter"] = delimiter
@@ -237,14 +248,16 @@ class S3Bucket:
             folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
             yield Listed(folders, page.get("Contents", []))
             following = page.get("NextContinuationToken")
-            # The same page again and again would never end.
+            # A faulty service might give the same page forever.
             if not following or following == where.get("ContinuationToken"):
                 return
             where["ContinuationToken"] = following
 
     async def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One operation of S3 on the bucket, with botocore's names. Raises: Refused; TimeoutError,
-        if the time of the call is over."""
+        """One operation of S3 on the bucket, with botocore's names.
+
+        Raises: Refused; TimeoutError at the end of the call's time limit.
+        """
         try:
             client = await self._opened()
             answer: dict[str, Any] = await getattr(client, operation)(
@@ -254,12 +267,12 @@ class S3Bucket:
             raise
         except ClientError as error:
             raise Refused(error) from error
-        except Exception as error:  # of botocore, aiohttp, or of parsers fed by a hostile server
+        except Exception as error:  # of botocore, aiohttp, or a parser with a hostile answer
             raise _foreign(error) from error
         return answer
 
     async def close(self) -> None:
-        """Drop all connections; calls that wait for an answer fail."""
+        """Drop all connections. Calls in flight fail."""
         self._closed = True
         for circuit in self._circuits:
             circuit.close()
@@ -267,7 +280,7 @@ class S3Bucket:
             await self._stack.aclose()
 
     async def _opened(self) -> Any:
-        # Not earlier: a client belongs to the loop that runs when it is made.
+        # With the first call: a client belongs to the event loop that creates it.
         async with self._opening:
             if self._closed:
                 raise StoreUnavailable("the store is closed")
@@ -279,7 +292,7 @@ class S3Bucket:
         return self._client
 
     def _count_request(self, attempts: int, **_: Any) -> None:
-        """botocore asks after each request whether there is to be another one."""
+        """Called by botocore after each request, to ask for a retry."""
         self.counters.requests += 1
         self.counters.retries += attempts > 1
 
@@ -291,13 +304,13 @@ class S3Bucket:
             read_timeout=READ_TIMEOUT_S,
             retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
             max_pool_connections=self._connections,
-            # A block carries its own checksum. Services that only resemble S3 often refuse
-            # botocore's trailing ones, and a SHA-256 of every block would hold up the loop.
+            # A block has its own checksum. Other services often refuse botocore's trailing
+            # checksums, and a SHA-256 of every block would block the event loop.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             s3={
                 "payload_signing_enabled": False,
-                # bucket.host needs a name in the DNS, which only the large services have.
+                # bucket.host needs a DNS name, which only large services have.
                 "addressing_style": "path" if place.endpoint else "auto",
             },
         )
@@ -306,16 +319,76 @@ class S3Bucket:
         )
 
 
+class DirectSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no types
+    """A session that follows no redirects, and limits the length of answers.
+
+    By default aiohttp follows ten redirects to any host, with the body and the session token, and
+    reads an answer of any length.
+    """
+
+    async def send(self, request: Any) -> Any:
+        """As in `AIOHTTPSession`."""
+        try:
+            answer = await super().send(request)
+        except HTTPClientError as error:
+            if isinstance(error.__context__, StoreUnavailable):  # from `_BoundedAnswer.read`
+                raise error.__context__ from None
+            raise
+        if not isinstance(answer.raw, _BoundedAnswer):
+            raise RuntimeError("this aiobotocore sends requests in another way: use an older one")
+        return answer
+
+    async def _get_session(self, proxy_url: str | None) -> "_DirectRequests":
+        return _DirectRequests(await super()._get_session(proxy_url))
+
+
+class _DirectRequests:
+    """The one method of an aiohttp session that `AIOHTTPSession.send` calls."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def request(self, method: str, **arguments: Any) -> "_BoundedAnswer":
+        arguments["allow_redirects"] = False
+        # `send` gives `url` as a keyword.
+        answer = await self._session.request(method, **arguments)
+        return _BoundedAnswer(answer, method)
+
+
+class _BoundedAnswer:
+    """An aiohttp response whose `read` is limited. Blocks are read through `content`."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, method: str) -> None:
+        self._answer = answer
+        listing = method == "GET" and answer.status == 200
+        self._at_most = MAX_PAGE_BYTES if listing else MAX_WORDS_BYTES
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._answer, name)
+
+    async def read(self) -> bytes:
+        """The whole body. Raises: StoreUnavailable if it is longer than the limit."""
+        body = bytearray()
+        async for piece in self._answer.content.iter_any():
+            body += piece
+            if len(body) > self._at_most:
+                self._answer.close()
+                raise StoreUnavailable(f"S3: an answer of more than {self._at_most} bytes")
+        return bytes(body)
+
+
 class ObjectBody:
-    """The bytes of one object, on their way."""
+    """The bytes of one object, while they arrive."""
 
     def __init__(self, stream: Any, length_bytes: int | None, counters: RemoteCounters) -> None:
-        self._stream, self.length_bytes, self._counters = stream, length_bytes, counters
+        self._stream = stream
+        self.length_bytes = length_bytes
+        self._counters = counters
 
     async def read(self, at_most: int) -> bytes:
-        """What has come by now, but at least a byte; nothing at the end. Raises: StoreUnavailable.
+        """The bytes that have arrived, at least one; empty at the end. Raises: StoreUnavailable.
 
-        Only a body that is read to its end leaves its connection to others.
+        The connection is reused only after a body was read to its end.
         """
         try:
             data: bytes = await self._stream.read(at_most)
@@ -325,18 +398,17 @@ class ObjectBody:
         return data
 
     def close(self) -> None:
-        """Drop what has not come yet."""
+        """Drop the rest."""
         self._stream.close()
 
 
 def _stay(context: dict[str, Any], **_: Any) -> None:
-    """botocore sends a request once more to whatever region an answer names, unless it has done so
-    already: which this pretends."""
+    """Keep botocore from following a redirect to another region, by marking it as done."""
     context["s3_redirect"]["redirected"] = True
 
 
 def _foreign(error: Exception) -> RemoteError:
-    """An error of a library as one of ours."""
+    """An error of a library as a StoreError."""
     fault = Fault.ERRORS
     if isinstance(error, ReadTimeoutError | ConnectTimeoutError | TimeoutError):
         fault = Fault.TIMEOUTS

@@ -1,38 +1,72 @@
-"""One namespace of blocks in an S3 bucket."""
+"""`s3://bucket/prefix?endpoint=http://host:9000&region=eu-central-1`: blocks in a bucket."""
 
 import asyncio
 import contextlib
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from botocore.exceptions import (
+    ConfigParseError,
+    NoCredentialsError,
+    NoRegionError,
+    ParamValidationError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSLError,
+)
 
 from sglang_cake.codecs.frame import BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
-from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.circuit import one_line
 from sglang_cake.stores.probing import probe
-from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
+from sglang_cake.stores.s3.bucket import Refused, S3Bucket, S3Place
 from sglang_cake.stores.threads import run_stoppable
 from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.stores.url import StoreUrl, matching
 
-PROBES_AT_ONCE = 32  # blocks that a lookup asks for in one round trip: 1024 are known after two
-MAX_ROUNDS = 4  # of a lookup; blocks that are not clear by then count as missing
+PROBES_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after two
+MAX_ROUNDS = 4  # of a lookup; blocks that are open by then count as missing
 READ_BYTES = 2**18
 DESCRIBE_EVERY_S = 600.0
 DESCRIPTION = "namespace.json"
+CHECK_S = 8.0  # limit for the check at start
+MAX_DESCRIPTION_BYTES = 2**16
+MAX_NAMESPACES = 10_000
+PATIENCE = TimeoutLimits()
+MAX_PREFIX_BYTES = 512  # a name may have 1024 bytes, and a block needs 136 of them
+
 _NAME = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_REGION = re.compile(r"[a-z0-9-]{1,40}")
+# Mistakes of the operator: waiting does not help.
+_MISTAKES = (
+    ConfigParseError,
+    NoCredentialsError,
+    NoRegionError,
+    ParamValidationError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSLError,
+)
 
 
 class S3Store:
-    """Implements `Store`: one object a block, framed as in a file.
+    """Implements `Store`: one object per block, framed as in a file.
 
-    `contains` asks in rounds, see `probing`. A put sends the block without asking first, and the
-    service refuses what it has (`If-None-Match`); a service that cannot is asked before. It holds
-    one copy of the block meanwhile. An object with wrong bytes is deleted by who reads it.
+    A lookup runs in rounds, see `probing`. A put sends the block at once, and the service refuses
+    an existing object (`If-None-Match`); services without that condition get a HEAD request first.
+    A put holds a copy of the block. A reader deletes an object with wrong bytes.
     """
 
     def __init__(
@@ -45,17 +79,20 @@ class S3Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        depth: reads, and writes, at once.
-        clock: as in `Circuit`.
+        depth: concurrent reads, and concurrent writes.
+        patience: limits of time limits.
+        clock: seconds, monotonic.
         """
-        self._frame, self._place = frame, place
-        # A lookup never waits behind reads.
-        connections = 2 * depth + PROBES_AT_ONCE
+        self._frame = frame
+        self._place = place
+        connections = 2 * depth + PROBES_AT_ONCE  # enough that lookups do not wait for reads
         self._bucket = S3Bucket(place, connections=connections, patience=patience, clock=clock)
-        self._reading, self._writing = asyncio.Semaphore(depth), asyncio.Semaphore(depth)
+        self._reading = asyncio.Semaphore(depth)
+        self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(PROBES_AT_ONCE)
         self._framer = ThreadPoolExecutor(1, "cake-s3-frame")
-        self._clock, self._describe_s = clock, -math.inf  # when to describe the namespace
+        self._clock = clock
+        self._describe_s = -math.inf  # time to write the description again
         self._closed = False
 
     def events(self) -> dict[str, int]:
@@ -75,8 +112,7 @@ class S3Store:
             async with self._reading:
                 return await self._read(key, out, progress)
         except BlockCorrupt:
-            # Where that is not allowed either, the next reader finds it again.
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError):  # the next reader finds it again
                 await self.delete(key)
             raise
 
@@ -95,7 +131,7 @@ class S3Store:
             await self._bucket.delete(self._name(key))
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """As in `Store`, a thousand a round trip; `used_s` is when the block was put."""
+        """As in `Store`, 1000 blocks per round trip; `used_s` is the time of the put."""
         start = self._place.name(self._frame.digest.hex(), "")
         async for page in self._bucket.pages(start):
             for found in page.objects:
@@ -115,12 +151,12 @@ class S3Store:
             await self._bucket.delete(start + DESCRIPTION)
 
     async def stats(self) -> StoreStats:
-        """Nothing: S3 does not tell, and counting would be a listing of everything."""
+        """Empty: S3 has no totals, and counting would list everything."""
         self._check_open()
         return StoreStats()
 
     async def close(self) -> None:
-        """Reads and puts that are under way fail."""
+        """Reads and puts in flight fail."""
         self._closed = True
         self._framer.shutdown(wait=False, cancel_futures=True)
         await self._bucket.close()
@@ -136,7 +172,7 @@ class S3Store:
     async def _read(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
         async with self._bucket.reading(self._name(key), self._frame.framed_bytes) as body:
             if body.length_bytes is None:
-                # Then one that was cut off looks like one that is too short.
+                # Without it a cut-off answer cannot be told from a short object.
                 raise StoreUnavailable("S3: an answer without Content-Length")
             if not self._frame.fits(body.length_bytes):
                 raise BlockCorrupt(
@@ -148,8 +184,10 @@ class S3Store:
             return block.finish()
 
     async def _describe(self) -> None:
-        """Say, for people, what the namespace stands for; again now and then, since somebody may
-        have cleared the store."""
+        """Write the description of the namespace, for tools.
+
+        It is written again every DESCRIBE_EVERY_S, since the store may have been cleared.
+        """
         if self._clock() >= self._describe_s:
             fields = json.dumps(self._frame.namespace.describe(), indent=2).encode()
             await self._bucket.put_new(
@@ -160,3 +198,144 @@ class S3Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("the store is closed")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Source:
+    """Implements `StoreSource`."""
+
+    place: S3Place
+    patience: TimeoutLimits = PATIENCE
+    most_namespaces: int = MAX_NAMESPACES  # a longer listing is an error
+
+    def check(self) -> None:
+        """Lists one name. A missing answer, or a server's error, is not reported."""
+        refused: list[ConfigError] = []
+
+        def ask() -> None:
+            try:
+                asyncio.run(asyncio.wait_for(self._ask(), CHECK_S))
+            except TimeoutError:
+                pass
+            except StoreError as error:
+                if mistake := self._mistake(error):
+                    refused.append(ConfigError(mistake))
+
+        # In a thread of its own, since this thread may run an event loop.
+        thread = threading.Thread(target=ask, name="cake-s3-check")
+        thread.start()
+        thread.join()
+        if refused:
+            raise refused[0]
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        """Connects with the first call. The description of the namespace is not compared, since
+        every block names its namespace."""
+        return S3Store(self.place, frame, depth=depth, patience=self.patience)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        start = self.place.name("")
+        bucket = S3Bucket(self.place, connections=1, patience=self.patience)
+        try:
+            digests: list[str] = []
+            async for page in bucket.pages(start, delimiter="/"):
+                names = (folder.removeprefix(start).rstrip("/") for folder in page.folders)
+                digests += filter(_NAMESPACE.fullmatch, names)
+                if len(digests) > self.most_namespaces:
+                    raise StoreUnavailable(
+                        f"S3: a listing of more than {self.most_namespaces} folders"
+                    )
+            return [
+                StoredNamespace(Digest(bytes.fromhex(name)), await self._fields(bucket, name))
+                for name in digests
+            ]
+        finally:
+            await bucket.close()
+
+    def describe(self) -> Description:
+        settings = {
+            "bucket": self.place.bucket,
+            "prefix": self.place.prefix,
+            "endpoint": self.place.endpoint,
+            "region": self.place.region,
+        }
+        return Description("S3Store", settings)
+
+    async def _ask(self) -> None:
+        bucket = S3Bucket(self.place, connections=1, patience=self.patience)
+        try:
+            await bucket.page(self.place.name(""), MaxKeys=1)
+        finally:
+            await bucket.close()
+
+    def _mistake(self, error: StoreError) -> str:
+        """Why the bucket can never be used as configured; empty if it may be later."""
+        where = self.place.endpoint or "the configured S3 service"
+        which = f"bucket {self.place.bucket!r} at {where}"
+        if isinstance(error, Refused):
+            if error.elsewhere:
+                return f"{which}: {error.elsewhere}"
+            if error.code == "NoSuchBucket":
+                return f"{which} does not exist: make it first"
+            if error.status in (400, 401, 403):
+                said = one_line(error.code)
+                return f"{which}: {said}; check the credentials, their policy, and the region"
+        if isinstance(error.__cause__, _MISTAKES):
+            return f"{which}: {one_line(error.__cause__)}"
+        return ""
+
+    async def _fields(self, bucket: S3Bucket, name: str) -> dict[str, str]:
+        try:
+            raw = b""
+            place = self.place.name(name, DESCRIPTION)
+            async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as body:
+                while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
+                    raw += data
+            fields = json.loads(raw[:MAX_DESCRIPTION_BYTES])
+        except (StoreError, ValueError, RecursionError):
+            return {}
+        if not isinstance(fields, dict):
+            return {}
+        return {name: value for name, value in fields.items() if isinstance(value, str)}
+
+
+def parse(url: StoreUrl) -> S3Source:
+    """Raises: ConfigError."""
+    bucket, _, prefix = url.place.partition("/")
+    if "@" in bucket:
+        raise url.error(
+            "credentials do not belong there: name them in the environment or in ~/.aws, "
+            "or use an instance role"
+        )
+    if not _BUCKET.fullmatch(bucket):
+        raise url.error(f"{bucket!r} is not a bucket, write s3://bucket/prefix")
+    endpoint = url.option("endpoint", _endpoint, "") or None
+    read_region = matching(_REGION, "not a region: write for example eu-central-1")
+    region = url.option("region", read_region, "") or None
+    return S3Source(S3Place(bucket, _prefix(url, prefix), endpoint, region))
+
+
+def _prefix(url: StoreUrl, text: str) -> str:
+    prefix = unquote(text).strip("/")
+    if (
+        "" in prefix.split("/")[1:]
+        or not prefix.isprintable()
+        or {".", ".."} & {*prefix.split("/")}
+    ):
+        raise url.error("the prefix is made of names with single slashes between them")
+    if len(prefix.encode()) > MAX_PREFIX_BYTES:
+        raise url.error(f"the prefix is longer than {MAX_PREFIX_BYTES} bytes")
+    return prefix
+
+
+def _endpoint(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        good = parts.port != 0  # raises ValueError for text that is no port
+    except ValueError:
+        good = False
+    if not good or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{text!r} is not an endpoint: write for example http://10.0.0.7:9000")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError("an endpoint is only http(s)://host:port, without credentials")
+    return text

@@ -1,4 +1,4 @@
-"""A store that could not be opened yet: a disk that is not mounted, at the start of a server."""
+"""A store that is opened by its first call, for example when its disk is mounted later."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -8,19 +8,28 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
-from sglang_cake.stores.event_counts import events_of
-from sglang_cake.stores.request_info import RequestFacts, tell
+from sglang_cake.stores.base import (
+    BlockInfo,
+    Description,
+    Store,
+    StoredNamespace,
+    StoreSource,
+    StoreStats,
+    describe,
+    events_of,
+    report_access,
+)
+from sglang_cake.stores.request_info import RequestFacts
 
 
 class LazyStore:
-    """Implements `Store`. Every call tries to open it; until that works, all are StoreUnavailable.
-
-    Who uses it decides how often it is worth trying.
-    """
+    """Implements `Store`. Every call tries to open the store, and raises StoreUnavailable if that
+    fails. The caller decides how often to try."""
 
     def __init__(self, source: StoreSource, frame: BlockFrame, *, depth: int) -> None:
-        self._source, self._frame, self._depth = source, frame, depth
+        self._source = source
+        self._frame = frame
+        self._depth = depth
         self._opening = asyncio.Lock()
         self._store: Store | None = None
         self._closed = False
@@ -29,7 +38,7 @@ class LazyStore:
         return await (await self._opened()).contains(keys)
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await tell(await self._opened(), keys, facts)
+        await report_access(await self._opened(), keys, facts)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -53,15 +62,16 @@ class LazyStore:
         return await (await self._opened()).stats()
 
     async def close(self) -> None:
-        """An opening under way is waited for."""
+        """Waits for an opening in progress."""
         self._closed = True
         async with self._opening:
-            store, self._store = self._store, None
+            store = self._store
+            self._store = None
         if store is not None:
             await store.close()
 
     async def _opened(self) -> Store:
-        # Shielded: a caller that is cancelled must not leave behind a store that nobody closes.
+        # Shielded, since a cancelled caller must not leave an open store behind.
         if self._store is not None:
             return self._store
         return await asyncio.shield(asyncio.ensure_future(self._open()))
@@ -75,14 +85,14 @@ class LazyStore:
                     self._store = await asyncio.to_thread(
                         self._source.open, self._frame, depth=self._depth
                     )
-                except ConfigError as error:  # too late to refuse: it stays left out
+                except ConfigError as error:  # the server runs already: the store stays left out
                     raise StoreUnavailable(str(error)) from error
             return self._store
 
 
 @dataclass(frozen=True, slots=True)
 class LazySource:
-    """A source whose stores are opened by their first call: opening one does no I/O."""
+    """Implements `StoreSource`: stores of another source, opened by their first call."""
 
     inner: StoreSource
 
@@ -94,3 +104,6 @@ class LazySource:
 
     async def namespaces(self) -> list[StoredNamespace]:
         return await self.inner.namespaces()
+
+    def describe(self) -> Description:
+        return Description("LazyStore", {}, (describe(self.inner),))

@@ -1,13 +1,18 @@
-"""One of several stores behind one: how it is doing, what came of its calls."""
+"""One tier of a tiered store: its health, its copies in the background, its calls."""
 
+import asyncio
 import contextlib
+import functools
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sglang_cake.core.buffers import BufferPool, TellBytes
+import numpy as np
+
+from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -16,58 +21,231 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.backoff import Backoff
 from sglang_cake.stores.base import Store, StoreStats
-from sglang_cake.stores.per_tier_encoding import LinkSpeed
-from sglang_cake.stores.tiers.tier_copies import CopyQueue
-from sglang_cake.stores.tiers.tier_health import TierHealth
+from sglang_cake.stores.link_speed import LinkSpeed
+from sglang_cake.stores.threads import check_stop, run_stoppable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+FAILURES_IN_A_ROW = 3
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
+COPIES_AT_ONCE = 2
+PIECE_BYTES = 1 << 20  # a cancelled caller waits for the copy of at most one piece
+
+
+class TierHealth:
+    """Whether a tier may be called. Times are seconds of any monotonic clock.
+
+              FAILURES_IN_A_ROW failures
+        WELL ----------------------------> LEFT OUT for a pause
+         ^              success             |  |  ^
+         +----------------------------------+  +--+ failed trial: the pause doubles
+
+    At the end of each pause one call goes to the tier, as a trial. If the trial never returns, the
+    next one is due after another pause.
+    """
+
+    def __init__(self) -> None:
+        self.is_well = True
+        self._failures = 0  # in a row
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+
+    def may_try(self, now_s: float) -> bool:
+        """The tier is well, or a trial is due."""
+        return self.is_well or self._backoff.left_s(now_s) == 0
+
+    def begin(self, now_s: float) -> bool:
+        """Record a call; True if it is a trial."""
+        if self.is_well:
+            return False
+        self._backoff.repeat(now_s)
+        return True
+
+    def succeeded(self) -> None:
+        """Record an answer; a refusal, such as StoreFull, is one too."""
+        self.is_well = True
+        self._failures = 0
+        self._backoff.reset()
+
+    def failed(self, now_s: float, *, trial: bool) -> bool:
+        """Record a missing or wrong answer. True if the tier is left out from now on.
+
+        Calls that were in flight when the tier was left out fail too. Only trials make the pause
+        longer.
+        """
+        self._failures += 1
+        if self.is_well and self._failures >= FAILURES_IN_A_ROW:
+            self.is_well = False
+            self._backoff.start(now_s)
+            return True
+        if not self.is_well and trial:
+            self._backoff.start(now_s)
+        return False
+
+
+class PlainBuffer:
+    """Implements `Buffer` in ordinary memory."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = bytearray(size_bytes)
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._memory)
+
+
+class CopyQueue:
+    """Blocks to be written to one tier in the background, after a put or to promote them.
+
+    The queue is bounded by its buffers: without a free buffer a block is not copied. The bytes are
+    copied when they are offered. Reading them back later would slow down loads, and the block might
+    be evicted by then. For one event loop. Nothing is started before the first copy.
+
+    Attributes:
+        buffers: from the constructor.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[BlockKey, memoryview], Awaitable[object]],
+        buffers: BufferPool,
+        threads: Executor,
+    ) -> None:
+        """Args:
+        write: stores one block in the tier; must not raise.
+        buffers: each holds one block.
+        threads: copy the bytes.
+        """
+        self._write = write
+        self.buffers = buffers
+        self._threads = threads
+        self._places = asyncio.Semaphore(COPIES_AT_ONCE)
+        self._filling: set[BlockKey] = set()  # being encoded, or copied into a buffer
+        self._jobs: dict[BlockKey, asyncio.Task[None]] = {}  # waiting, or being written
+
+    @property
+    def pending(self) -> int:
+        """Number of blocks that are not written yet."""
+        return len(self._filling) + len(self._jobs)
+
+    async def offer(self, key: BlockKey, form: Callable[[], Awaitable[memoryview]]) -> bool:
+        """Queue a block; False if no buffer is free.
+
+        Args:
+            form: gives the payload; called only if a buffer is free. The payload is not used after
+                the return.
+
+        Raises: the errors of `form`; StoreUnavailable once the threads are shut down.
+        Cancellation: returns once the payload is not used any more.
+        """
+        if key in self._jobs or key in self._filling:
+            return True
+        buffer = self.buffers.take()
+        if buffer is None:
+            return False
+        self._filling.add(key)
+        try:
+            data = await form()
+            await run_stoppable(self._threads, functools.partial(_copy, buffer.view, data))
+            wanted = key in self._filling
+        except BaseException:
+            self.buffers.give(buffer)
+            raise
+        finally:
+            self._filling.discard(key)
+        if not wanted:
+            self.buffers.give(buffer)
+            return True
+        task = asyncio.ensure_future(self._run(key, buffer, data.nbytes))
+        self._jobs[key] = task
+        task.add_done_callback(lambda task: self._done(key, buffer))
+        return True
+
+    async def forget(self, key: BlockKey) -> None:
+        """Drop the copy of a block. After the return none is waiting or being written."""
+        self._filling.discard(key)
+        task = self._jobs.get(key)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close(self, patience_s: float) -> int:
+        """Go on for at most `patience_s`; returns the number of blocks that were then dropped."""
+        if self._jobs:
+            await asyncio.wait(self._jobs.values(), timeout=patience_s)
+        left = list(self._jobs.values())
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        return len(left)
+
+    async def _run(self, key: BlockKey, buffer: Buffer, size_bytes: int) -> None:
+        async with self._places:
+            await self._write(key, buffer.view[:size_bytes])
+
+    def _done(self, key: BlockKey, buffer: Buffer) -> None:
+        # Not in `_run`, which a task that is cancelled before its start never enters.
+        del self._jobs[key]
+        self.buffers.give(buffer)
+
+
+def _copy(target: memoryview, source: memoryview, stop: threading.Event) -> None:
+    # NumPy releases the GIL while it copies; a plain assignment would stop all other threads.
+    read = np.frombuffer(source, np.uint8)
+    written = np.frombuffer(target, np.uint8)[: len(read)]
+    for start in range(0, len(read), PIECE_BYTES):
+        check_stop(stop)
+        piece = slice(start, start + PIECE_BYTES)
+        np.copyto(written[piece], read[piece])
+
 
 @dataclass(slots=True)
 class TierCounts:
-    """What happened in one tier since it was opened."""
+    """Events in one tier since it was opened."""
 
     read_blocks: int = 0
-    read_bytes: int = 0  # of them, payload
+    read_bytes: int = 0  # payload of `read_blocks`
     missing_blocks: int = 0  # reads of blocks that were not there
     corrupt_blocks: int = 0
-    failed_calls: int = 0  # did not answer, or wrongly
-    late_answers: int = 0  # to lookups; not waited for any longer
-    put_blocks: int = 0  # new ones, by a put or in the background
-    put_bytes: int = 0  # of them, payload
-    moved_up_blocks: int = 0  # of them, because they were read from a lower tier
-    full_blocks: int = 0  # refused by the tier: no room
-    queue_full_blocks: int = 0  # not copied to it in the background: no buffer
-    left_out_blocks: int = 0  # not copied to it: it was left out
-    dropped_blocks: int = 0  # not copied to it: the store was closed, or the block deleted
-    left_out: int = 0  # times that it was
+    failed_calls: int = 0  # without an answer, or with a wrong one
+    late_answers: int = 0  # lookups that were given up
+    put_blocks: int = 0  # new blocks, by a put or in the background
+    put_bytes: int = 0  # payload of `put_blocks`
+    moved_up_blocks: int = 0  # queued for promotion from a lower tier
+    full_blocks: int = 0  # refused by the tier with StoreFull
+    queue_full_blocks: int = 0  # not copied in the background: no free buffer
+    left_out_blocks: int = 0  # not copied: the tier was left out
+    dropped_blocks: int = 0  # not copied: the store was closed, or the block deleted
+    left_out: int = 0  # how often the tier was left out
 
 
-class TellOfTries:
-    """A `TellBytes` of a block that is read from one tier after another, some of which may tell
-    nothing."""
+class ProgressOfTries:
+    """Progress of a block that is read from one tier after another. Implements `TellBytes`."""
 
     def __init__(self, progress: TellBytes) -> None:
-        self._progress, self._begun = progress, False
+        self._progress = progress
+        self._begun = False
 
     def __call__(self, count: int) -> None:
         self._begun = True
         self._progress(count)
 
     def broke_off(self) -> None:
-        """What was told of is not what comes next."""
+        """The read failed: report a new start, if this tier reported progress."""
         if self._begun:
             self._begun = False
             self._progress(0)
 
 
 class Tier:
-    """A store with its health, its link and its queue of copies. Belongs to one event loop.
+    """A store with its health, its link and its queue of copies. For one event loop.
 
-    Reading (lookups, too) and writing have a health of their own: a disk that is full or read-only
-    goes on serving reads.
+    Reads (and lookups) and writes have separate health: a disk that is full or read-only goes on
+    serving reads.
     """
 
     def __init__(
@@ -79,21 +257,30 @@ class Tier:
         clock: Callable[[], float],
         copied: Callable[["Tier", BlockKey], None],
     ) -> None:
-        """Args: index: its place among the tiers, 0 is the fastest; clock: seconds; copied: called
-        when the tier has a block that was copied to it in the background."""
-        self.store, self.index, self._clock, self._copied = store, index, clock, copied
-        self.reading, self.writing = TierHealth(), TierHealth()
-        self.speed, self.counts = LinkSpeed(clock), TierCounts()
+        """Args:
+        index: position among the tiers; 0 is the fastest.
+        buffers, threads: as for `CopyQueue`.
+        clock: seconds, monotonic.
+        copied: called when a block was written in the background.
+        """
+        self.store = store
+        self.index = index
+        self._clock = clock
+        self._copied = copied
+        self.reading = TierHealth()
+        self.writing = TierHealth()
+        self.speed = LinkSpeed(clock)
         self.link = self.speed.read
+        self.counts = TierCounts()
         self.copies = CopyQueue(self._write_copy, buffers, threads)
 
     @property
     def bit(self) -> int:
-        """This tier in a set of tiers."""
+        """This tier as a set of tiers."""
         return 1 << self.index
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """As in `Store`, but any failure is a StoreUnavailable."""
+        """As in `Store`; any other failure is a StoreUnavailable."""
         found = await self._watched(self.reading, self.store.contains(keys))
         if len(found) != len(keys):
             raise self._broken(self.reading, f"{len(found)} answers to {len(keys)} keys")
@@ -143,24 +330,25 @@ class Tier:
         return await self._watched(self.reading, self.store.stats())
 
     async def _write_copy(self, key: BlockKey, data: memoryview) -> None:
-        if not self.writing.may_try(self._clock()):  # it went out while the block was waiting
+        if not self.writing.may_try(self._clock()):  # left out since the block was queued
             self.counts.left_out_blocks += 1
             return
-        # A failure is counted; this tier does not have the block then, which is no harm.
+        # A failure is counted. The tier then lacks the block, which other tiers have.
         with contextlib.suppress(StoreError):
             await self.put(key, data)
             self._copied(self, key)
 
     def late(self) -> None:
-        """A question was given up because the others had answered long ago."""
+        """Record a lookup that was given up after other tiers had answered."""
         self.counts.late_answers += 1
         self._failed(self.reading, "it answers too late", trial=not self.reading.is_well)
 
     async def _watched(self, health: TierHealth, call: Awaitable[T]) -> T:
-        was_well, trial = health.is_well, health.begin(self._clock())
+        was_well = health.is_well
+        trial = health.begin(self._clock())
         try:
             result = await call
-        except (BlockMissing, StoreFull):  # an answer
+        except (BlockMissing, StoreFull):  # these are answers
             health.succeeded()
             raise
         except StoreError as error:

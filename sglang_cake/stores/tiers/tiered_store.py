@@ -1,11 +1,13 @@
 """Several stores as one, fastest first: `file:///nvme/kv,http://kv-host:8700`.
 
-- A lookup asks all tiers at once; a block is there if any has it.
-- A read takes the tier that should have the block here first (`choice`); if that one fails,
-  the next that has it.
-- A put goes to the first tier that takes it, and from there to the others in the background
-  (`copies`); so does a block that was read from a lower tier twice (`memory`).
-- A tier that fails again and again is left out, and tried again now and then (`health`).
+- A lookup asks all tiers at once. A block is stored if any tier has it.
+- A read goes to the tier that should deliver the block first (`link_speed`), and after a failure to
+  the next tier that has the block.
+- A put goes to the first tier that takes the block, and to the others in the background
+  (`tier.CopyQueue`).
+- A block that is read from a lower tier twice is copied to the tiers above
+  (`PromoteOnSecondRead`).
+- A tier that fails repeatedly is left out for a while (`tier.TierHealth`).
 """
 
 import asyncio
@@ -13,11 +15,11 @@ import contextlib
 import functools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sglang_cake.core.buffers import BufferPool, TellBytes
 from sglang_cake.core.errors import (
@@ -28,30 +30,117 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
-from sglang_cake.stores.event_counts import events_of
-from sglang_cake.stores.per_tier_encoding import FormOf, LinkSpeed, same
-from sglang_cake.stores.request_info import RequestFacts, tell
-from sglang_cake.stores.tiers.tier import TellOfTries, Tier
-from sglang_cake.stores.tiers.tier_choice import quickest, soonest
-from sglang_cake.stores.tiers.tier_copies import PlainBuffer
-from sglang_cake.stores.tiers.tier_memory import Known, PromoteOnSecondRead, TierLocations
+from sglang_cake.stores.base import (
+    BlockInfo,
+    EvictionCounts,
+    FormOf,
+    Store,
+    StoreStats,
+    TierStats,
+    events_of,
+    report_access,
+)
+from sglang_cake.stores.link_speed import LinkSpeed, quickest, soonest
+from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.tiers.tier import PlainBuffer, ProgressOfTries, Tier
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _Answer = tuple[Tier, T]
 
-COPY_BYTES = 128 * 2**20  # host memory for each tier's copies in the background, if ever needed
+COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when needed
 MIN_COPY_BLOCKS = 2
-LATE_ANSWER_S = 1.0  # how long a lookup waits for the other tiers when one has answered
-DRAIN_S = 10.0  # how long `close` goes on copying
+LATE_ANSWER_S = 1.0  # time that other tiers have for a lookup after the first answer
+DRAIN_S = 10.0  # time that `close` goes on copying
+MAX_KEYS = 1 << 16  # about 20 MB
+REREAD_S = 600.0
 
-# Of several errors, the one to show: bad bytes are news, and who did not answer may have the block.
-_TELLING = (StoreFull, BlockCorrupt, StoreUnavailable, BlockMissing)
+# Precedence of errors. A tier that did not answer may have the block, so a block is missing only if
+# no other error occurred.
+_PRECEDENCE = (StoreFull, BlockCorrupt, StoreUnavailable, BlockMissing)
+
+
+class Known(NamedTuple):
+    """Two sets of tiers, with tier `i` as bit `i`: tiers that have a block, and tiers that lack it.
+
+    A tier in neither set was not asked, or did not answer.
+    """
+
+    having: int
+    lacking: int
+
+
+_UNKNOWN = Known(0, 0)
+
+
+class TierLocations:
+    """Which tiers have which block, by their last answers. Blocks in no tier are not held.
+
+    Bounded. A block that was dropped costs one more lookup.
+    """
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._known: OrderedDict[BlockKey, Known] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, key: BlockKey) -> Known:
+        """What is known about a block; two empty sets for unknown blocks."""
+        return self._known.get(key, _UNKNOWN)
+
+    def learn(self, key: BlockKey, *, asked: int, having: int) -> None:
+        """Record answers.
+
+        Args:
+            asked: set of tiers that answered.
+            having: set of those that have the block.
+        """
+        before = self._known.pop(key, _UNKNOWN)
+        now_having = before.having & ~asked | having
+        if now_having:
+            self._known[key] = Known(now_having, before.lacking & ~asked | asked & ~having)
+            if len(self._known) > self._max_keys:
+                self._known.popitem(last=False)
+
+    def forget(self, key: BlockKey) -> None:
+        """Drop what is known about a block."""
+        self._known.pop(key, None)
+
+
+class PromoteOnSecondRead:
+    """Promotion rule: a block moves up at its second read within REREAD_S.
+
+    So prompts that are read once evict nothing from the fast tier. Blocks in use are there from
+    their third read on.
+    """
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._read_s: OrderedDict[BlockKey, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._read_s)
+
+    def read(self, key: BlockKey, now_s: float) -> bool:
+        """Record a read from a lower tier. True if the block should move up now."""
+        before_s = self._read_s.pop(key, None)
+        if before_s is not None and now_s - before_s <= REREAD_S:
+            return True
+        self._read_s[key] = now_s
+        if len(self._read_s) > self._max_keys:
+            self._read_s.popitem(last=False)
+        return False
 
 
 class TieredStore:
-    """Implements `Store`. Owns its tiers, which are closed with it. For one event loop."""
+    """Implements `Store`. For one event loop.
+
+    Attributes:
+        tiers: fastest first; closed with this store.
+        late_answer_s: time that other tiers have for a lookup after the first answer.
+    """
 
     def __init__(
         self,
@@ -63,12 +152,19 @@ class TieredStore:
         drain_s: float = DRAIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: stores: fastest first; block_bytes: of one payload, at most; clock: seconds."""
-        self._clock, self._late_answer_s, self._drain_s = clock, late_answer_s, drain_s
+        """Args:
+        stores: fastest first.
+        block_bytes: limit for a payload.
+        copy_bytes, late_answer_s, drain_s: see the constants of these names.
+        clock: seconds, monotonic.
+        """
+        self._clock = clock
+        self.late_answer_s = late_answer_s
+        self._drain_s = drain_s
         self._block_bytes = block_bytes
         self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
         blocks = max(MIN_COPY_BLOCKS, copy_bytes // block_bytes)
-        self._tiers = [
+        self.tiers = [
             Tier(
                 store,
                 index,
@@ -79,10 +175,16 @@ class TieredStore:
             )
             for index, store in enumerate(stores)
         ]
-        self._where, self._rereads = TierLocations(), PromoteOnSecondRead()
-        self._strays: dict[int, asyncio.Task[Any]] = {}  # by tier; see _leave_behind
+        self._locations = TierLocations()
+        self._rereads = PromoteOnSecondRead()
+        self._given_up: dict[int, asyncio.Task[Any]] = {}  # by tier
         self._deletes = 0
         self._closed = False
+
+    @property
+    def given_up_calls(self) -> int:
+        """Number of calls that nobody waits for and that have not ended."""
+        return len(self._given_up)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._check_open()
@@ -93,39 +195,40 @@ class TieredStore:
             for place, there in enumerate(found):
                 havings[place] |= tier.bit if there else 0
         for key, having in zip(keys, havings, strict=True):
-            self._where.learn(key, asked=asked, having=having)
+            self._locations.learn(key, asked=asked, having=having)
         return [having > 0 for having in havings]
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """Tell every tier that is well, and learn nothing of it: what a tier that listens to nobody
-        does here says nothing about its health."""
+        """As in `AccessListener`, for every tier that is well. Failures do not count for health,
+        since most stores do nothing here."""
         self._check_open()
 
-        async def told(tier: Tier) -> None:
+        async def report(tier: Tier) -> None:
             with contextlib.suppress(StoreError, TimeoutError):
-                async with asyncio.timeout(self._late_answer_s):
-                    await tell(tier.store, keys, facts)
+                async with asyncio.timeout(self.late_answer_s):
+                    await report_access(tier.store, keys, facts)
 
-        await asyncio.gather(*(told(tier) for tier in self._tiers if tier.reading.is_well))
+        await asyncio.gather(*(report(tier) for tier in self.tiers if tier.reading.is_well))
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        """As `TierHints.sources`: the tiers, in their order. Of one block: the tier that a read
-        takes now; of more: where they are read from when no other reads are under way."""
+        """As in `TierHints`. One key: the tier for a read now. Several keys: the tiers for reads on
+        idle links."""
         queued = len(keys) == 1
         found: dict[Known, int] = {}
-        for known in {self._where.of(key) for key in keys}:
-            left = [tier for tier in self._tiers if not tier.bit & known.lacking]
+        for known in {self._locations.of(key) for key in keys}:
+            left = [tier for tier in self.tiers if not tier.bit & known.lacking]
             tier = self._next_to_read(left, known, self._block_bytes, queued=queued)
             found[known] = tier.index if tier else 0
-        return [found[self._where.of(key)] for key in keys]
+        return [found[self._locations.of(key)] for key in keys]
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         self._check_open()
-        known, deletes = self._where.of(key), self._deletes
-        left = [tier for tier in self._tiers if not tier.bit & known.lacking]
-        told = None if progress is None else TellOfTries(progress)
+        known = self._locations.of(key)
+        deletes = self._deletes
+        left = [tier for tier in self.tiers if not tier.bit & known.lacking]
+        tries = None if progress is None else ProgressOfTries(progress)
         errors: list[StoreError] = []
         while left:
             tier = self._next_to_read(left, known, out.nbytes)
@@ -134,70 +237,72 @@ class TieredStore:
                 break
             left.remove(tier)
             try:
-                size_bytes = await tier.get_into(key, out, told)
+                size_bytes = await tier.get_into(key, out, tries)
             except StoreError as error:
                 errors.append(error)
-                if told is not None:
-                    told.broke_off()
+                if tries is not None:
+                    tries.broke_off()
                 if isinstance(error, BlockMissing | BlockCorrupt):
-                    self._where.learn(key, asked=tier.bit, having=0)
+                    self._locations.learn(key, asked=tier.bit, having=0)
                 continue
-            self._where.learn(key, asked=tier.bit, having=tier.bit)
-            if deletes == self._deletes:  # a deleted block must not come back from below
+            self._locations.learn(key, asked=tier.bit, having=tier.bit)
+            if deletes == self._deletes:  # a deleted block must not be promoted
                 await self._move_up(key, out[:size_bytes], tier)
             return size_bytes
-        raise _most_telling(errors)
+        raise _first_by_precedence(errors)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `Store`, of the first tier that takes it. The others get it in the background."""
-        return await self.put_forms(key, same(data))
+        """As in `Store`: first tier that takes the block now, other tiers in the background."""
+        return await self.put_forms(key, _same_for_all(data))
 
     def links(self) -> list[LinkSpeed]:
         """As in `PerTierEncoding`."""
-        return [tier.speed for tier in self._tiers]
+        return [tier.speed for tier in self.tiers]
 
     async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
         """As in `PerTierEncoding`, and as `put`."""
         self._check_open()
         now_s = self._clock()
-        usable = [tier for tier in self._tiers if tier.writing.may_try(now_s)]
-        usable.sort(key=lambda tier: not tier.writing.is_well)  # a trial must not delay the put
+        usable = [tier for tier in self.tiers if tier.writing.may_try(now_s)]
+        usable.sort(key=lambda tier: not tier.writing.is_well)  # trials last: they may hang
         errors: list[StoreError] = []
-        for turn, tier in enumerate(usable):
+        for tried, tier in enumerate(usable, 1):
             data = await form_of(tier.index)
             try:
                 fresh = await tier.put(key, data)
             except StoreError as error:
                 errors.append(error)
                 continue
-            self._where.learn(key, asked=tier.bit, having=tier.bit)
+            self._locations.learn(key, asked=tier.bit, having=tier.bit)
             if fresh:
-                tried = usable[: turn + 1]
-                await self._copy(key, form_of, [t for t in self._tiers if t not in tried])
+                others = [t for t in self.tiers if t not in usable[:tried]]
+                await self._copy(key, form_of, others)
             return fresh
-        raise _most_telling(errors or [StoreUnavailable("all tiers are left out")])
+        raise _first_by_precedence(errors or [StoreUnavailable("all tiers are left out")])
 
     async def delete(self, key: BlockKey) -> None:
-        """As in `Store`. Goes to every tier, left out or not; fails if one of them does."""
+        """As in `Store`, in every tier, left out or not. Fails if one tier fails."""
         self._check_open()
         self._deletes += 1
-        for tier in self._tiers:
+        for tier in self.tiers:
             await tier.copies.forget(key)
-        self._where.forget(key)
+        self._locations.forget(key)
         results = await asyncio.gather(
-            *(tier.delete(key) for tier in self._tiers), return_exceptions=True
+            *(tier.delete(key) for tier in self.tiers), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """As in `Store`; a block of several tiers is listed once, as the fastest has it. If a tier
-        fails, what the others have is listed before the StoreUnavailable."""
+        """As in `Store`. A block in several tiers is listed once, as in the fastest of them.
+
+        If a tier fails, the blocks of the others are listed before the StoreUnavailable.
+        """
         self._check_open()
         seen: set[BlockKey] = set()
         failure: StoreError | None = None
-        for tier in self._tiers:
+        for tier in self.tiers:
             try:
                 async for block in tier.store.list_blocks():
                     if block.key not in seen:
@@ -211,13 +316,13 @@ class TieredStore:
     def events(self) -> Mapping[str, int]:
         """As in `Counting`, summed over the tiers."""
         total: Counter[str] = Counter()
-        for tier in self._tiers:
+        for tier in self.tiers:
             total.update(events_of(tier.store))
         return total
 
     async def stats(self) -> StoreStats:
-        """Bytes are summed over the tiers that know them. How many blocks that makes is unknown:
-        most are in several tiers."""
+        """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
+        unknown, since most are in several tiers."""
         self._check_open()
         answers = await self._ask_all(lambda tier: tier.stats())
         stats = [stats for _, stats in answers]
@@ -225,7 +330,7 @@ class TieredStore:
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
         capacity = [s.capacity_bytes for s in stats if s.capacity_bytes is not None]
         counts = [astuple(s.evictions) for s in stats]
-        bounded = len(capacity) == len(self._tiers)
+        bounded = len(capacity) == len(self.tiers)
         return StoreStats(
             used_bytes=sum(used) if used else None,
             capacity_bytes=sum(capacity) if bounded else None,
@@ -238,26 +343,26 @@ class TieredStore:
                     tier.writing.is_well,
                     asdict(tier.counts),
                 )
-                for tier in self._tiers
+                for tier in self.tiers
             ),
         )
 
     async def close(self) -> None:
-        """Copies that wait are written for at most `drain_s`; then every tier is closed."""
+        """Write pending copies for at most `drain_s`, then close every tier."""
         if self._closed:
             return
         self._closed = True
         try:
-            copies = (tier.copies.close(self._drain_s) for tier in self._tiers)
-            for tier, dropped in zip(self._tiers, await asyncio.gather(*copies), strict=True):
+            copies = (tier.copies.close(self._drain_s) for tier in self.tiers)
+            for tier, dropped in zip(self.tiers, await asyncio.gather(*copies), strict=True):
                 tier.counts.dropped_blocks += dropped
-            strays = list(self._strays.values())
-            for stray in strays:
-                stray.cancel()
-            if strays:
-                await asyncio.wait(strays, timeout=self._drain_s)
+            given_up = list(self._given_up.values())
+            for task in given_up:
+                task.cancel()
+            if given_up:
+                await asyncio.wait(given_up, timeout=self._drain_s)
         finally:
-            closing = (tier.store.close() for tier in self._tiers)
+            closing = (tier.store.close() for tier in self.tiers)
             for result in await asyncio.gather(*closing, return_exceptions=True):
                 if isinstance(result, Exception):
                     logger.error("a tier could not be closed: %r", result)
@@ -277,78 +382,79 @@ class TieredStore:
         return next(iter(well or due), None)
 
     async def _move_up(self, key: BlockKey, data: memoryview, tier: Tier) -> None:
-        above = [t for t in self._tiers[: tier.index] if not t.bit & self._where.of(key).having]
+        above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
         if above and self._rereads.read(key, self._clock()):
-            for target in await self._copy(key, same(data), above):
+            for target in await self._copy(key, _same_for_all(data), above):
                 target.counts.moved_up_blocks += 1
 
     async def _copy(self, key: BlockKey, form_of: FormOf, targets: list[Tier]) -> list[Tier]:
-        """Have `targets` get the block in the background; those that will."""
-        copied, deletes = [], self._deletes
+        """Queue the block for `targets`; returns the tiers that took it."""
+        copied = []
+        deletes = self._deletes
         for target in targets:
             if not target.writing.may_try(self._clock()):
                 target.counts.left_out_blocks += 1
                 continue
             try:
-                if deletes != self._deletes:  # it may be this block that must not come back
+                if deletes != self._deletes:  # it may have been this block
                     target.counts.dropped_blocks += 1
                 elif await target.copies.offer(key, functools.partial(form_of, target.index)):
                     copied.append(target)
                 else:
                     target.counts.queue_full_blocks += 1
-            except StoreUnavailable:  # the store is being closed; another tier has the block
+            except StoreUnavailable:  # the store is being closed
                 target.counts.dropped_blocks += 1
         return copied
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:
-        self._where.learn(key, asked=tier.bit, having=tier.bit)
+        self._locations.learn(key, asked=tier.bit, having=tier.bit)
 
     async def _ask_all(
         self, question: Callable[[Tier], Coroutine[Any, Any, T]]
     ) -> list[_Answer[T]]:
-        """What the tiers that are not left out answer, in order. When one has answered, the others
-        have `late_answer_s` left: a tier that hangs must not hold back what a fast one has.
+        """Answers of the tiers that are not left out, in order.
 
-        A tier whose trial is due is asked beside them, and nobody waits for it.
-        Raises: StoreUnavailable if none answers.
+        After the first answer the other tiers have `late_answer_s`, so that a tier that hangs does
+        not delay a fast one. A tier whose trial is due is asked too, without waiting for it.
+        Raises: StoreUnavailable if no tier answers.
         """
         now_s = self._clock()
         usable = [
             tier
-            for tier in self._tiers
-            if tier.reading.may_try(now_s) and tier.index not in self._strays
+            for tier in self.tiers
+            if tier.reading.may_try(now_s) and tier.index not in self._given_up
         ]
         well = [tier for tier in usable if tier.reading.is_well]
         for tier in usable if well else ():
             if not tier.reading.is_well:
-                trial = asyncio.wait_for(question(tier), self._late_answer_s)
-                self._leave_behind(tier, asyncio.ensure_future(trial))
+                trial = asyncio.wait_for(question(tier), self.late_answer_s)
+                self._give_up(tier, asyncio.ensure_future(trial))
         asked = well or usable
         tasks = [asyncio.ensure_future(question(tier)) for tier in asked]
-        await _until_answered(tasks, self._late_answer_s)
+        await _until_answered(tasks, self.late_answer_s)
         answers: list[_Answer[T]] = []
         for tier, task in zip(asked, tasks, strict=True):
             if not task.done():
                 tier.late()
-                self._leave_behind(tier, task)
+                self._give_up(tier, task)
                 task.cancel()
             elif task.exception() is None:
                 answers.append((tier, task.result()))
             elif not isinstance(task.exception(), StoreError):
-                task.result()  # a bug of ours: it raises
+                task.result()  # a bug: raises
         if not answers:
             raise StoreUnavailable("no tier answers")
         return answers
 
-    def _leave_behind(self, tier: Tier, task: "asyncio.Task[Any]") -> None:
-        """Nobody waits for `task` any more, and the tier is asked nothing until it is done."""
+    def _give_up(self, tier: Tier, task: "asyncio.Task[Any]") -> None:
+        """Stop waiting for a call. The tier gets no further lookup until the call has ended."""
 
         def done(task: "asyncio.Task[Any]") -> None:
-            del self._strays[tier.index]
+            del self._given_up[tier.index]
             if not task.cancelled() and isinstance(task.exception(), TimeoutError):
-                tier.late()  # of a trial: a tier's own TimeoutError is a StoreUnavailable by now
+                tier.late()  # of a trial
 
-        self._strays[tier.index] = task
+        self._given_up[tier.index] = task
         task.add_done_callback(done)
 
     def _check_open(self) -> None:
@@ -357,9 +463,9 @@ class TieredStore:
 
 
 async def _until_answered(tasks: list["asyncio.Task[T]"], patience_s: float) -> None:
-    """Return when all are done, or `patience_s` after the first that did not fail.
+    """Return when all tasks are done, or `patience_s` after the first that succeeded.
 
-    Cancelled, it returns once all are.
+    Cancellation: returns once all tasks are done.
     """
     pending = set(tasks)
     try:
@@ -372,7 +478,7 @@ async def _until_answered(tasks: list["asyncio.Task[T]"], patience_s: float) -> 
             task.cancel()
         await asyncio.wait(tasks)
         for task in tasks:
-            _failed(task)  # fetched, or asyncio would log it as forgotten
+            _failed(task)  # retrieves the exception, which asyncio would log otherwise
         raise
 
 
@@ -380,9 +486,18 @@ def _failed(task: "asyncio.Task[T]") -> bool:
     return task.cancelled() or task.exception() is not None
 
 
-def _most_telling(errors: Sequence[StoreError]) -> StoreError:
-    for kind in _TELLING:
+def _first_by_precedence(errors: Sequence[StoreError]) -> StoreError:
+    for kind in _PRECEDENCE:
         for error in errors:
             if isinstance(error, kind):
                 return error
     return errors[0]
+
+
+def _same_for_all(data: memoryview) -> FormOf:
+    """One payload for all tiers."""
+
+    async def form_of(_: int) -> memoryview:
+        return data
+
+    return form_of

@@ -452,13 +452,13 @@ def test_telling_the_namespace_may_take_the_server_longer_than_a_lookup():
 
     async def answer(asked):
         if asked.method == "GET":  # the last lookup before it is told
-            stores[0]._wire.lookups._pace.timeout_s = lambda size_bytes: 0.0
+            stores[0]._wire.lookups._timeout.timeout_s = lambda size_bytes: 0.0
         await usual(asked)
 
     async def test(store, server):
         stores.append(store)
         assert await store.put(A, block_of("a")) is False
-        pace = opened(server.base, floor_s=2.0)._wire.descriptions._pace
+        pace = opened(server.base, floor_s=2.0)._wire.descriptions._timeout
         pace.answered(1, 0.001)
         assert pace.timeout_s(1) == WAIT_S
 

@@ -8,7 +8,7 @@ from moto_process import moto
 from storetools import ALICE, BOB, told
 from test_s3 import credentials  # noqa: F401 - a fixture
 
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 BENCH = ("--sizes", "8KiB", "--depths", "1,3", "--bytes", "64KiB")

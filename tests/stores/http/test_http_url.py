@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.http.auth import Gate, load_tokens
 from sglang_cake.stores.http.http_source import HttpSource
-from sglang_cake.stores.sources import parse_sources
+from sglang_cake.stores.open_store import parse_sources
 
 
 @pytest.mark.parametrize(

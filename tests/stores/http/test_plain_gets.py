@@ -8,7 +8,7 @@ import threading
 import pytest
 from http_servers import BIG_FRAME, TOKEN, WAIT_S, A, framed, is_open, poll, write_token
 
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.http import request_body, worker
 from sglang_cake.stores.http.auth import Access

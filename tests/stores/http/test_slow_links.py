@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from http_servers import BIG_FRAME, WAIT_S, A, is_open, poll, read_status, start_put, start_request
 
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.http import request_body
 from sglang_cake.stores.http.auth import Access, make_own_token

@@ -1,4 +1,4 @@
-"""A client of Mooncake Store: the only place that talks to its C++ library."""
+"""A client of Mooncake Store. Only this module calls its C++ library."""
 
 import ctypes
 import mmap
@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mooncake.store import MooncakeDistributedStore
-
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -20,10 +18,15 @@ from sglang_cake.core.errors import (
 )
 
 CONNECT_TIMEOUT_S = 2.0
-LOCAL_BUFFER_BYTES = 2**24  # the library's own, which no call of ours uses
+LOCAL_BUFFER_BYTES = 2**24  # of the library itself; unused by these calls
 
-# What the library's calls return beside a count of bytes (its types.h).
-OK, NO_ROOM, TOO_LONG, NOT_READY, NOT_FOUND, EXISTS = 0, -200, -600, -703, -704, -705
+# Results of the library (its types.h). Other results are errors, or numbers of bytes.
+OK = 0
+NO_ROOM = -200
+TOO_LONG = -600
+NOT_READY = -703
+NOT_FOUND = -704
+EXISTS = -705
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class MooncakePlace:
     segment_bytes: int  # memory that this process lends to the store; 0: none
     metadata: str = "P2PHANDSHAKE"  # or a metadata server's URL
     protocol: str = "tcp"
-    device: str = ""  # RDMA devices, separated by commas; empty: the library chooses
-    local_hostname: str | None = None  # how others reach this process; None: as the master does
+    device: str = ""  # RDMA devices, separated by commas; empty: chosen by the library
+    local_hostname: str | None = None  # for peers; None: as seen by the master
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,10 @@ class Slot:
 
 
 class Slots:
-    """Memory for a few framed blocks, which the engine reads and writes directly.
+    """Memory for a few framed blocks, which the library reads and writes directly.
 
-    It stays mapped as long as this lives: after a failed transfer the engine may still use it. A
-    block that is damaged by that is noticed, since it is checked where it was copied to.
+    It stays mapped for the lifetime of this object, since the library may still use it after a
+    failed transfer. A block that is damaged by that is detected: the copy is checked.
     """
 
     def __init__(self, count: int, framed_bytes: int) -> None:
@@ -66,7 +69,7 @@ class Slots:
 
     @contextmanager
     def one(self) -> Iterator[Slot]:
-        """A slot for the time being; waits for one."""
+        """A context with one slot. Blocks until one is free."""
         slot = self._free.get()
         try:
             yield slot
@@ -74,15 +77,16 @@ class Slots:
             self._free.put(slot)
 
 
-class Engine:
-    """One client. All calls block, release the GIL, and end after about 30 s at the latest.
+class MooncakeClient:
+    """One client of the store. Thread-safe, except `close`.
 
-    They may be made from any thread, but never during `close` or after it: the library crashes.
+    All calls block, release the GIL, and end after about 30 s at the latest. A call during or after
+    `close` crashes the library.
     """
 
     def __init__(self, place: MooncakePlace, slots: Slots) -> None:
         """Join the store. Raises: StoreUnavailable."""
-        # The library would try for minutes.
+        # Tested first, since the library would try for minutes.
         try:
             with socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S) as probe:
                 reached_from = str(probe.getsockname()[0])
@@ -90,6 +94,8 @@ class Engine:
             raise StoreUnavailable(
                 f"Mooncake's master at {place.host}:{place.port}: {error}"
             ) from error
+        from mooncake.store import MooncakeDistributedStore  # needs libibverbs
+
         self._client: Any = MooncakeDistributedStore()
         code = self._client.setup(
             place.local_hostname or reached_from,
@@ -107,7 +113,7 @@ class Engine:
             raise StoreUnavailable(f"Mooncake: joining the store failed with {code}")
 
     def exist(self, names: list[str]) -> list[bool]:
-        """Which objects there are, in one round trip. Raises: StoreUnavailable."""
+        """Which objects exist, in one round trip. Raises: StoreUnavailable."""
         answers: list[int] = self._client.batch_is_exist(names)
         for answer in answers:
             if answer < 0:
@@ -115,16 +121,19 @@ class Engine:
         return [answer == 1 for answer in answers]
 
     def get_into(self, name: str, slot: Slot) -> int:
-        """Fill `slot`; returns the bytes. Raises: BlockMissing, BlockCorrupt, StoreUnavailable."""
+        """Fill `slot`; returns the number of bytes.
+
+        Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
+        """
         code = int(self._client.get_into(name, slot.address, len(slot.view)))
         if code < 0:
             raise failure("reading a block", code)
         return code
 
     def put_new(self, name: str, slot: Slot, size_bytes: int) -> bool:
-        """Store the start of `slot`. False: there was an object of that name, which stays.
+        """Store the start of `slot`. False: an object of that name exists, and stays.
 
-        Not always noticed when two put it at once. Raises: StoreFull, StoreUnavailable.
+        Of two concurrent puts of a name both may return True. Raises: StoreFull, StoreUnavailable.
         """
         code = int(self._client.put_from(name, slot.address, size_bytes))
         if code == NO_ROOM:
@@ -134,19 +143,19 @@ class Engine:
         return code == OK
 
     def remove(self, name: str) -> None:
-        """Forget an object, if there is one, also while others read it."""
+        """Remove an object, if it exists, also while others read it."""
         code = int(self._client.remove(name, True))
         if code not in (OK, NOT_FOUND):
             raise StoreUnavailable(f"Mooncake: forgetting a block failed with {code}")
 
     def close(self) -> None:
-        """Leave the store, and take away what this process has lent to it."""
+        """Leave the store, and take back the memory that this process lent to it."""
         self._client.close()
 
 
 def failure(doing: str, code: int) -> StoreError:
-    """The error that a code of the library means."""
-    if code in (NOT_FOUND, NOT_READY):  # the latter is being put
+    """The error for a result of the library."""
+    if code in (NOT_FOUND, NOT_READY):  # the latter: the put has not ended
         return BlockMissing(f"Mooncake: {code}")
     if code == TOO_LONG:
         return BlockCorrupt("Mooncake: the object is longer than a block")

@@ -6,7 +6,7 @@ import pytest
 from storetools import ALICE, file_of, fill, flip, store, told, url_of
 
 from sglang_cake.codecs.frame import sealed_frame
-from sglang_cake.stores.key_file import MasterKey
+from sglang_cake.stores.encrypted import MasterKey
 from sglang_cake.testing.store_contract import block_of, key_of
 
 SEALED = sealed_frame(ALICE, MasterKey(bytes(32)).name)

@@ -1,0 +1,223 @@
+"""Policies from the literature: FIFO, LRU, LFU, GDFS, S3-FIFO, ARC."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.heaps import BlockHeap, Rank
+from sglang_cake.stores.eviction.policy import BasePolicy, Usage
+
+SMALL_SHARE: Final = 0.1  # of all blocks, the target length of the small queue of S3-FIFO
+MAX_FREQUENCY: Final = 3  # of S3-FIFO
+
+
+class RankedPolicy(BasePolicy):
+    """Implements `EvictionPolicy`: the block of the smallest rank is evicted first.
+
+    Of equal ranks the block that was added or touched longest ago is first.
+    """
+
+    def __init__(self, rank: Callable[[int, Usage], Rank]) -> None:
+        """Args:
+        rank: `(block, usage)` gives the rank of a block, whenever its usage changes.
+        """
+        super().__init__()
+        self._rank = rank
+        self._heap = BlockHeap()
+
+    def add(self, block: int, usage: Usage) -> None:
+        self._usage[block] = usage
+        self._heap.put(block, self._rank(block, usage))
+
+    def remove(self, block: int) -> None:
+        self._usage.pop(block, None)
+        self._heap.remove(block)
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        entry = self._heap.pop()
+        return None if entry is None else (entry.block, self._usage.pop(entry.block))
+
+
+def fifo() -> RankedPolicy:
+    """First in, first out."""
+    return RankedPolicy(lambda block, usage: (usage.created_s, block))
+
+
+def lru() -> RankedPolicy:
+    """Least recently used."""
+    return RankedPolicy(lambda block, usage: (usage.used_s,))
+
+
+def lfu() -> RankedPolicy:
+    """Least frequently used since it was written; of equal ones the least recently used."""
+    return RankedPolicy(lambda block, usage: (usage.uses, usage.used_s))
+
+
+class GdfsPolicy(RankedPolicy):
+    """Greedy-Dual-Size-Frequency (Cherkasova, HP Laboratories, 1998).
+
+    "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy": the priority
+    of a block is Clock + Frequency x Cost / Size. Cost is the time to compute the block again. An
+    eviction sets Clock to the priority of its victim, so that blocks age relative to new ones.
+    """
+
+    def __init__(self, benefit: Benefit) -> None:
+        super().__init__(self._priority)
+        self._benefit = benefit
+        self._clock = 0.0
+
+    def set_benefit(self, benefit: Benefit) -> None:
+        self._benefit = benefit
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        victim = self._heap.first()
+        if victim is not None:
+            self._clock = victim.rank[0]
+        return super().pop(now_s)
+
+    def _priority(self, block: int, usage: Usage) -> Rank:
+        cost_s = self._benefit.compute_s(usage.context.position)
+        value = (usage.uses + 1) * cost_s / max(1, usage.stored_bytes)
+        return self._clock + value, usage.used_s
+
+
+class S3FifoPolicy(BasePolicy):
+    """S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
+
+    New blocks enter a small queue. Blocks that were read more than once there move to the main
+    queue, and others are evicted. A ghost queue, as long as the main queue, holds the `ident` of
+    blocks that were evicted from the small queue. If such a block is stored again, it enters the
+    main queue.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._small: OrderedDict[int, int] = OrderedDict()  # block -> frequency
+        self._main: OrderedDict[int, int] = OrderedDict()  # block -> frequency
+        self._ghosts: OrderedDict[int, None] = OrderedDict()  # ident
+
+    def add(self, block: int, usage: Usage) -> None:
+        if block not in self._usage:
+            queue = self._small
+            if usage.ident in self._ghosts:
+                del self._ghosts[usage.ident]
+                queue = self._main
+            queue[block] = 0
+        self._usage[block] = usage
+
+    def on_touch(self, block: int, usage: Usage) -> None:
+        queue = self._queue_of(block)
+        reads = usage.uses - self._usage[block].uses
+        queue[block] = min(MAX_FREQUENCY, queue[block] + reads)
+        self._usage[block] = usage
+
+    def remove(self, block: int) -> None:
+        if self._usage.pop(block, None) is not None:
+            del self._queue_of(block)[block]
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        while self._usage:
+            if len(self._small) > SMALL_SHARE * len(self._usage) or not self._main:
+                block, frequency = self._small.popitem(last=False)
+                if frequency > 1:
+                    self._main[block] = 0
+                    continue
+                self._add_ghost(self._usage[block].ident)
+            else:
+                block, frequency = self._main.popitem(last=False)
+                if frequency > 0:
+                    self._main[block] = frequency - 1
+                    continue
+            return block, self._usage.pop(block)
+        return None
+
+    def _queue_of(self, block: int) -> OrderedDict[int, int]:
+        return self._small if block in self._small else self._main
+
+    def _add_ghost(self, ident: int) -> None:
+        self._ghosts[ident] = None
+        self._ghosts.move_to_end(ident)
+        while len(self._ghosts) > max(1, len(self._main)):
+            self._ghosts.popitem(last=False)
+
+
+class ArcPolicy(BasePolicy):
+    """ARC (Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003).
+
+    T1 holds blocks that were used once, T2 blocks that were used more often, both in LRU order. The
+    ghost lists B1 and B2 hold the `ident` of blocks that were evicted from T1 and T2. A hit in B1
+    raises the target length of T1, a hit in B2 lowers it.
+
+    The paper assumes a fixed cache size c. Here c is the largest number of blocks that were present
+    at once. The store evicts before it knows the new block, so a tie is evicted from T2.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._once = BlockHeap()  # T1
+        self._often = BlockHeap()  # T2
+        self._once_ghosts: OrderedDict[int, None] = OrderedDict()  # B1
+        self._often_ghosts: OrderedDict[int, None] = OrderedDict()  # B2
+        self._target = 0.0  # p
+        self._size = 0  # c
+
+    def add(self, block: int, usage: Usage) -> None:
+        known = self._usage.get(block)
+        if known is None:
+            self._insert(block, usage)
+        elif usage.uses > known.uses:
+            self.on_touch(block, usage)
+        else:  # the same accesses, reported again
+            self._usage[block] = usage
+            order = self._once if block in self._once else self._often
+            order.put(block, (usage.used_s,))
+
+    def on_touch(self, block: int, usage: Usage) -> None:
+        self._usage[block] = usage
+        self._once.remove(block)
+        self._often.put(block, (usage.used_s,))
+
+    def remove(self, block: int) -> None:
+        if self._usage.pop(block, None) is not None:
+            self._once.remove(block)
+            self._often.remove(block)
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        if not self._usage:
+            return None
+        from_once = len(self._once) > 0 and (len(self._once) > self._target or not len(self._often))
+        entry = (self._once if from_once else self._often).pop()
+        assert entry is not None  # the chosen list has blocks
+        usage = self._usage.pop(entry.block)
+        ghosts = self._once_ghosts if from_once else self._often_ghosts
+        ghosts[usage.ident] = None
+        ghosts.move_to_end(usage.ident)
+        self._trim_ghosts()
+        return entry.block, usage
+
+    def _insert(self, block: int, usage: Usage) -> None:
+        self._usage[block] = usage
+        self._size = max(self._size, len(self._usage))
+        once_ghosts = len(self._once_ghosts)
+        often_ghosts = len(self._often_ghosts)
+        order = self._often
+        if usage.ident in self._once_ghosts:
+            self._target = min(self._size, self._target + max(1.0, often_ghosts / once_ghosts))
+            del self._once_ghosts[usage.ident]
+        elif usage.ident in self._often_ghosts:
+            self._target = max(0.0, self._target - max(1.0, once_ghosts / often_ghosts))
+            del self._often_ghosts[usage.ident]
+        else:
+            order = self._once
+        order.put(block, (usage.used_s,))
+
+    def _trim_ghosts(self) -> None:
+        """Keep |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2 c."""
+        while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._size:
+            self._once_ghosts.popitem(last=False)
+        while self._often_ghosts and self._total() > 2 * self._size:
+            self._often_ghosts.popitem(last=False)
+
+    def _total(self) -> int:
+        return len(self._usage) + len(self._once_ghosts) + len(self._often_ghosts)
