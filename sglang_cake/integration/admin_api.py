@@ -1,5 +1,5 @@
-"""`GET|PUT|DELETE /cake/store`: which store a running server uses, in the style of SGLang's own
-`/hicache/storage-backend`, whose way to the schedulers it shares; the server need not be idle.
+"""`GET|PUT|DELETE /cake/store`: the store that a running server uses, in the style of SGLang's own
+`/hicache/storage-backend`, and sent to the schedulers in the same way. The server need not be idle.
 
     curl -X PUT  http://127.0.0.1:30000/cake/store -H 'Authorization: Bearer <admin key>' \\
          -H 'Content-Type: application/json' -d '{"store": "file:///nvme/kv?capacity=500GB"}'
@@ -57,7 +57,7 @@ async def _serve(request: "Request") -> "Response":
     from fastapi.responses import JSONResponse
     from sglang.srt.runtime_context import get_serving
 
-    if not get_serving().admin_api_key:  # whoever may name a store may name any folder
+    if not get_serving().admin_api_key:  # a client that names a store can name any folder
         missing: Response = answer_without_admin_key()
         return missing
     manager = tokenizer_manager()

@@ -1,12 +1,12 @@
 """Which SGLang this package works with: its version, and every name of it that is used here.
 
-`compat.toml` has the names: what is hooked, overridden, imported or read, with the parameters of
+`compat.toml` has every name that is hooked, overridden, imported or read, with the parameters of
 functions as they were in the checked versions. `require` compares them with the installed SGLang
 before anything is loaded. It parses SGLang's sources (1.6 s for 45 modules on two CPU cores) and
 imports nothing of them, so that it sees no patch of another plugin.
 
 Private names of SGLang are used in this module alone, each behind a function, but for methods that
-a class of ours overrides.
+a class of this package overrides.
 
     python -m sglang_cake.integration.compat      writes compat.toml anew for the installed version
 """
@@ -67,16 +67,18 @@ def require(version: str = sglang_version) -> None:
 
 def differences(names: dict[str, dict[str, str]] | None = None) -> list[str]:
     """What of `names` (default: compat.toml) the installed SGLang lacks or has otherwise."""
-    told = []
+    found_differences = []
     for owner, expected in (read_names() if names is None else names).items():
         found = dict(members(owner))
         for name, parameters in expected.items():
             full = f"{owner.removeprefix('sglang.srt.')}.{name}"
             if name not in found:
-                told.append(f"{full} is missing")
+                found_differences.append(f"{full} is missing")
             elif found[name] != parameters:
-                told.append(f"{full}{found[name] or ' (no function)'} instead of {parameters}")
-    return told
+                found_differences.append(
+                    f"{full}{found[name] or ' (no function)'} instead of {parameters}"
+                )
+    return found_differences
 
 
 def read_names() -> dict[str, dict[str, str]]:

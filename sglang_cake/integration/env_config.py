@@ -1,8 +1,7 @@
-"""How the launching process tells its children what cake was asked to do: the environment.
+"""Hands settings from the launching process to its children, through the environment.
 
-Several engines may be built in one process, one after the other, so that what is written for one
-is taken back before the next is looked at: what the user set in the environment stays, what cake
-wrote there does not count as the user's.
+Several engines may be built in one process, one after the other. So variables that were written for
+one are removed before the next is configured. Variables that the user set stay.
 """
 
 import os

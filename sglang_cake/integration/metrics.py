@@ -123,11 +123,11 @@ class Metrics:
         self._next_s = now_s + PUBLISH_EVERY_S
         self._publish_costs(costs)
         counts = self._counters.snapshot()
-        news = {
+        new = {
             name: counts[name, ""] - self._seen[name, ""] for name in ("read_blocks", "read_bytes")
         }
-        if news["read_blocks"]:
-            self._bandwidth.set(news["read_bytes"] / news["read_blocks"] / costs.load.block_s)
+        if new["read_blocks"]:
+            self._bandwidth.set(new["read_bytes"] / new["read_blocks"] / costs.load.block_s)
         for (name, value), total in counts.items():
             self._child(name, value).inc(total - self._seen[name, value])
             self._seen[name, value] = total
@@ -169,7 +169,7 @@ class Metrics:
 
 
 def _labels(name: str) -> tuple[str, ...]:
-    """What a counter of COUNTERS tells its values apart by."""
+    """Names of the labels of a counter of COUNTERS."""
     return () if COUNTERS[name] == ("",) else _LABELS.get(name, ("reason",))
 
 
@@ -254,7 +254,7 @@ class StoreMetrics:
             self._events.labels(**self._labels, event=name).inc(count - before.get(name, 0))
 
     def publish(self, store: Store, stats: StoreStats) -> None:
-        """Args: store: who said so; another one counts from zero."""
+        """Args: store: source of the statistics; another store counts from zero."""
         self._tiers.publish(store, stats.tiers)
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
@@ -297,7 +297,7 @@ class TierMetrics:
             self._make_known(tiers)
 
     def publish(self, store: Store, tiers: Sequence[TierStats]) -> None:
-        """Args: store: who said so; another one counts from zero."""
+        """Args: store: source of the statistics; another store counts from zero."""
         self._make_known(len(tiers))
         before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
         for number, (tier, seen) in enumerate(zip(tiers, before, strict=True), 1):

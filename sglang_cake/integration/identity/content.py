@@ -51,7 +51,7 @@ _LOCKS = 64
 
 
 class ContentChanged(Exception):
-    """A file changed while it was being identified: nobody can say what was loaded from it."""
+    """A file changed while it was being identified, so what was loaded from it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def weight_files(path: str, folder: Path) -> list[Path]:
 
 
 def config_files(folder: Path, *, code: bool) -> list[Path]:
-    """The files that say what is computed with the weights.
+    """The files that decide how the weights are used.
 
     Args: code: Python files in the folder may be run (`--trust-remote-code`).
     """
@@ -167,7 +167,7 @@ def content_digest(files: Files, stop: threading.Event | None = None) -> str:
     """
     progress = _Progress(files, stop or threading.Event())
     digests: dict[Path, str] = {}
-    for wait in (False, True):  # first what no other process hashes now, then what is left
+    for wait in (False, True):  # first files that no other process hashes now, then the others
         _hash_all({f: s for f, s in files.items() if f not in digests}, digests, progress, wait)
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
@@ -324,7 +324,7 @@ def _forget_oldest(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _claim(state: FileState, *, wait: bool) -> Iterator[bool]:
-    """Among the processes of this user, one hashes a file; it is ours if this yields True."""
+    """One process of this user hashes a file: this one, if True is yielded."""
     folder = _records()
     fd = -1
     if folder is not None:
@@ -336,7 +336,7 @@ def _claim(state: FileState, *, wait: bool) -> Iterator[bool]:
         if fd >= 0:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError:  # somebody else has it, or the file system knows no locks
+            except OSError:  # another process has it, or the file system has no locks
                 mine = wait
         yield mine
     finally:

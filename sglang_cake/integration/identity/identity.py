@@ -140,7 +140,7 @@ class Identity:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether SGLang has a copy of weights whose memory is given up."""
+        """Whether SGLang keeps a copy of weights while their memory is released."""
         return bool(self._values.enable_weights_cpu_backup)
 
     @property
@@ -149,12 +149,12 @@ class Identity:
         return self._facts["weights"].startswith(PRIVATE)
 
     def wait(self) -> None:
-        """Return when all that is looked for is known."""
+        """Return when all searches have ended."""
         self._searches.wait()
         self.poll()
 
     def start(self) -> None:
-        """Look for what SGLang has loaded by now."""
+        """Begin the searches for the weights and adapters that SGLang has loaded by now."""
         place = ModelPlace(self._model, self._revision, self._values.download_dir)
         self._begin(model_search(place, self._values, self._defaults))
         LOADED.on_adapter = self.adapter_loaded
@@ -166,13 +166,13 @@ class Identity:
         return ModelPlace(path, self._revision)
 
     def weights_changing(self) -> None:
-        """Other weights are about to be loaded: what is still looked for is not what will be."""
+        """Other weights are about to be loaded: end the search for the present ones."""
         self._searches.end(WEIGHTS)
 
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None
     ) -> None:
-        """Other weights were loaded: from `files`, or nobody can say from where (None).
+        """Other weights were loaded: from `files`; None: not known.
 
         Args: version: the user's name for them; None: that of the start.
         """
@@ -204,7 +204,9 @@ class Identity:
                 continue
             self._tensors = search.tensors or self._tensors
             self._facts |= search.facts or {"weights": private_name()}
-            if "config" not in self._facts:  # nor will it be: nobody knows what the model computes
+            if (
+                "config" not in self._facts
+            ):  # and it will not be: how the weights are used is not known
                 self._facts["weights"] = private_name()
             self._on_known(Namespace(tuple(self._facts.items())))
 

@@ -131,7 +131,7 @@ def file_format(load_format: object) -> str | None:
 
 
 def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
-    """Why nobody can say what the server's weights are; None if their files say it."""
+    """Why the server's weights cannot be identified; None: their files identify them."""
     if file_format(values.load_format) is None:
         return f"--load-format {_text(values.load_format)} does not load the model's files"
     for name in sorted(_CLASSES["private"] & set(defaults)):

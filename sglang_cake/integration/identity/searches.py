@@ -27,7 +27,7 @@ WEIGHTS = "weights"  # the search for what the model holds
 
 
 def private_name() -> str:
-    """Of content that nobody can name again: of this process alone, until it changes."""
+    """The name of content that cannot be identified: it is used once, by this process."""
     return f"{PRIVATE}{uuid.uuid4().hex}"
 
 
@@ -72,12 +72,12 @@ class ModelPlace:
 
 @dataclass(slots=True)
 class _Loaded:
-    """What was on the disk when SGLang loaded it, before there is a tree. One model a process."""
+    """The files on disk when SGLang loaded them, before there is a tree. One model per process."""
 
     looked: bool = False
     weights: Files | None = None  # before the load; None: it was to bring them
     adapters: dict[str, Files | None] = field(default_factory=dict)  # by LoRA id; None: unknown
-    on_adapter: Callable[[str], None] | None = None  # told of each LoRA id that is loaded
+    on_adapter: Callable[[str], None] | None = None  # called with each LoRA id that is loaded
 
 
 LOADED = _Loaded()
@@ -94,8 +94,8 @@ class Search:
     find: Callable[["Search"], Facts]  # raises ContentChanged, ConfigError, OSError, ValueError
     stop: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    facts: Facts | None = None  # None: nobody can know
-    adapter: str | None = None  # the LoRA id of what is looked for; None: it is the model
+    facts: Facts | None = None  # None: not known, or cannot be known
+    adapter: str | None = None  # the LoRA id of the adapter; None: the search is for the model
     tensors: frozenset[str] | None = None  # names of all tensors of a model, if they are known
 
     def run(self) -> None:
@@ -203,7 +203,7 @@ def model_search(
     except (ConfigError, OSError) as error:
         reason = str(error)
     if private is not None:
-        logger.warning("cake: nobody can say what the weights are: %s", private)
+        logger.warning("cake: the weights cannot be identified: %s", private)
 
     def find(search: Search) -> Facts:
         if reason is not None:
@@ -222,10 +222,10 @@ def model_search(
 
 
 def update_search(files: Files | None, complete: frozenset[str] | None) -> tuple[Search, int]:
-    """What weights hold that were loaded into the running server.
+    """The search for weights that were loaded into the running server.
 
     Args:
-        files: as they were before and after the load; None if nobody can say.
+        files: as they were before and after the load; None: not known.
         complete: names of all tensors of the model; files without one of them leave it as it was,
             and so do not say what the model holds now.
     """

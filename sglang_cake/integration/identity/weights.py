@@ -50,7 +50,7 @@ def _load_model(original: Any, runner: Any) -> Any:
 
 
 def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
-    """An id that is loaded again, with other files, is of nobody: the tree knows it by its id."""
+    """An id that is loaded again with other files cannot be identified: the tree keys by the id."""
     before = _adapter_files(ref.lora_path)
     result = original(manager, ref)
     if result.success:
@@ -152,7 +152,7 @@ def _push(original: Any, updater: Any, request: Any) -> Any:
 
 
 def _resume(original: Any, updater: Any, request: Any) -> Any:
-    """Weights whose memory was given up are anything now, unless SGLang kept a copy."""
+    """The content of released weights is not known now, unless SGLang kept a copy."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
     service, tags = _service(updater), request.tags
