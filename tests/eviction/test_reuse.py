@@ -164,7 +164,7 @@ START_S = 50_000.0
 
 
 def restarted(kept, uses_from_s=START_S - 5000.0):
-    """As from books: 4,000 blocks that were used before the restart, and only their last use."""
+    """As from an index: 4,000 blocks that were used before the restart, and only their last use."""
     model = ReuseModel()
     model.resume(kept, START_S)
     for ident in range(4000):

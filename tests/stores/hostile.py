@@ -83,7 +83,7 @@ def use(root):
 
 @contextmanager
 def no_mistakes():
-    """Nothing unforeseen happens to the thread that keeps the books; it would only log it."""
+    """Nothing unforeseen happens to the thread that keeps the index; it would only log it."""
     found = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = found.append

@@ -77,9 +77,9 @@ class Log:
         """Write down from now on what this process evicts."""
         evict = Evictor._evict
 
-        def say_and_evict(room, index, booked):
+        def say_and_evict(evictor, index, booked):
             self.say("gone", booked.key)
-            return evict(room, index, booked)
+            return evict(evictor, index, booked)
 
         Evictor._evict = say_and_evict
 

@@ -31,7 +31,7 @@ FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
 
 
 def booked(folder, names):
-    """What the books know of stored blocks, once all that was told is written down."""
+    """What the index has of stored blocks, once all reported accesses are written."""
     with folder.supervisor.open() as index:
         folder.supervisor.flush(index)
         rows = {row.key: row.usage for row in index.stored(0, 1000)}
@@ -70,7 +70,7 @@ def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, mon
 
     def slow(index, touches):
         evictions.append(pool.submit(folder.evict, STORED_BYTES))
-        wait(evictions, 0.5)  # who does not wait for the books has evicted by then
+        wait(evictions, 0.5)  # an eviction that does not wait for the index has happened by then
         return touch(index, touches)
 
     folder = opened_folder(tmp_path, policy="lru")
@@ -146,21 +146,21 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
 @settings(deadline=None)
 @given(told=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=20))
 def test_each_block_of_a_request_is_news_once(told):
-    touches, longest = AccessLog(), {}
+    log, longest = AccessLog(), {}
     for request, length in told:
-        news = touches.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
+        accesses = log.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
         before = longest.get(request, 0)
-        assert [one.context.position for one in news] == list(range(length - 1, before - 1, -1))
+        assert [one.context.position for one in accesses] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
 
 
 def test_what_is_remembered_of_requests_is_bounded():
-    touches = AccessLog()
+    log = AccessLog()
     for number in range(MOST_REQUESTS + 10):
-        touches.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
-    assert touches.requests == MOST_REQUESTS
+        log.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
+    assert log.requests == MOST_REQUESTS
     never = key_of("never told of")
-    assert touches.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+    assert log.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
 
 
 @given(

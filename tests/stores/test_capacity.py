@@ -43,7 +43,7 @@ def du_bytes(root):
 def opened(root, **options):
     folder = BlockFolder(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
     folder.claim(DIGEST, FRAME.namespace.describe())
-    folder.stats()  # waits for the books
+    folder.stats()  # waits for the index
     return folder
 
 
@@ -221,23 +221,23 @@ def test_a_reader_of_the_old_file_does_not_set_the_new_one_aside(folder):
     get(folder, 0)
 
 
-# ---- the books are lost, damaged, or somebody else's ----
+# ---- the index is lost, damaged, or of another program ----
 
 
 def wreck(tmp_path, how):
-    books = tmp_path / "index.db"
+    db = tmp_path / "index.db"
     if how == "absent":
         for path in tmp_path.glob("index.db*"):
             path.unlink()
     elif how == "garbage":
-        books.write_bytes(b"no database at all, but longer than a header of one" * 100)
+        db.write_bytes(b"no database at all, but longer than a header of one" * 100)
     elif how == "page":
-        raw = bytearray(books.read_bytes())
+        raw = bytearray(db.read_bytes())
         for start in range(4096, len(raw), 4096):
             raw[start : start + 100] = b"\xff" * 100
-        books.write_bytes(raw)
+        db.write_bytes(raw)
     else:
-        books.write_bytes(b"")
+        db.write_bytes(b"")
 
 
 @pytest.mark.parametrize("how", ["absent", "garbage", "page", "empty"])
@@ -268,7 +268,7 @@ def test_books_that_vanish_while_open_are_made_anew(folder, tmp_path):
     wreck(tmp_path, "absent")
     deadline_s = time.monotonic() + 60
     while True:
-        assert there(folder, [0]) == [0]  # with books or without
+        assert there(folder, [0]) == [0]  # with an index or without
         try:
             assert put(folder, time.monotonic())
             break
@@ -282,11 +282,11 @@ def test_after_a_reboot_the_disk_is_believed(tmp_path):
     folder = opened(tmp_path)
     put(folder, 0)
     folder.close()
-    books = sqlite3.connect(tmp_path / "index.db")
-    books.execute("DELETE FROM blocks")  # as if the last seconds had not reached the disk
-    books.execute("UPDATE agreed SET boot = 'an earlier one'")
-    books.commit()
-    books.close()
+    db = sqlite3.connect(tmp_path / "index.db")
+    db.execute("DELETE FROM blocks")  # as if the last seconds had not reached the disk
+    db.execute("UPDATE agreed SET boot = 'an earlier one'")
+    db.commit()
+    db.close()
     again = opened(tmp_path)
     assert there(again, [0]) == [0]
     again.close()
@@ -303,9 +303,9 @@ def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_pat
     go = threading.Event()
     rebuild = IndexSupervisor._rebuild
 
-    def slow(books, index):
+    def slow(supervisor, index):
         go.wait(60)
-        rebuild(books, index)
+        rebuild(supervisor, index)
 
     monkeypatch.setattr(IndexSupervisor, "_rebuild", slow)
     monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.0)

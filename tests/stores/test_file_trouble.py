@@ -397,11 +397,11 @@ def test_a_write_that_a_slow_disk_holds_holds_up_nothing_else(tmp_path, slow):
 def test_a_mistake_of_ours_does_not_end_the_keeping_of_books(tmp_path, monkeypatch, caplog):
     tick, mistakes = IndexSupervisor._tick, []
 
-    def once(books):
+    def once(supervisor):
         if not mistakes:
-            mistakes.append(books)
+            mistakes.append(supervisor)
             raise KeyError("a mistake")
-        tick(books)
+        tick(supervisor)
 
     monkeypatch.setattr(IndexSupervisor, "_tick", once)
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from test_capacity import DIGEST, STORED_BYTES, opened, put, there
 from sglang_cake.stores.eviction import AccessContext, ReuseFit, Usage, ident_of
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse import POOLED
-from sglang_cake.stores.file import evictor as rooms
+from sglang_cake.stores.file import evictor as evictor_module
 from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.index import BlockIndex
@@ -20,7 +20,7 @@ from sglang_cake.testing.store_contract import key_of
 
 
 def book(folder, blocks, used_s):
-    """Enter blocks in the books alone: no policy looks at a file before it evicts it."""
+    """Enter blocks in the index alone: no policy looks at a file before it evicts it."""
     with folder.supervisor.open() as index:
         for number in range(blocks):
             key = key_of(("booked", number))
@@ -56,8 +56,8 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
     options = {"policy": "workload", "admission": AdmissionPolicy(1.0), "capacity_bytes": None}
     keys = [key_of(("prompt", at)) for at in range(600)]
     with contextlib.closing(opened(tmp_path, **options)) as folder:
-        room = folder.evictor
-        room._policy.resume(kept, now_s)
+        evictor = folder.evictor
+        evictor._policy.resume(kept, now_s)
 
         def written(number):
             """Of one more request for the same blocks, which takes none of them to the disk."""
@@ -65,13 +65,13 @@ def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkey
             return sum(is_written(folder, key) for key in keys)
 
         assert written(0) == 0
-        assert room.counts["skipped_blocks"] == len(keys)
+        assert evictor.counts["skipped_blocks"] == len(keys)
         for number in range(1, 30):
             now_s += 20.0
             if written(number):
                 break
             with folder.supervisor.open() as index:
-                room.refresh(index)
+                evictor.refresh(index)
         skipped = folder.stats().evictions.skipped_blocks
         assert number * len(keys) <= skipped < (number + 1) * len(keys)
         assert written(number) == len(keys)  # what was begun above was not finished
@@ -87,7 +87,7 @@ def is_written(folder, key):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds the background at its second portion, in the midst of asking the books."""
+    """Holds the background at its second portion, in the midst of reading the index."""
     go, held, real = threading.Event(), threading.Event(), BlockIndex.stored
 
     def stored(index, after, at_most):
@@ -96,7 +96,7 @@ def gate(monkeypatch):
             go.wait(30)
         return real(index, after, at_most)
 
-    monkeypatch.setattr(rooms, "LEARN_AT_ONCE", 5)
+    monkeypatch.setattr(evictor_module, "LEARN_AT_ONCE", 5)
     monkeypatch.setattr(BlockIndex, "stored", stored)
     yield held, go
     go.set()
@@ -149,48 +149,48 @@ def test_an_evicting_put_learns_one_portion_and_no_more(tmp_path, gate):
 
 
 def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(rooms, "LEARN_AT_ONCE", 10)
+    monkeypatch.setattr(evictor_module, "LEARN_AT_ONCE", 10)
     with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
         book(folder, 95, 1e9)
         folder.supervisor.close()  # nobody learns beside us
-        room, index = folder.evictor, BlockIndex(tmp_path / "index.db")
+        evictor, index = folder.evictor, BlockIndex(tmp_path / "index.db")
         with contextlib.closing(index):
-            room.restart(index, leads=True)
+            evictor.restart(index, leads=True)
             known = []
 
             def rest(seconds):
-                assert seconds == rooms.REST_S
-                assert room.lock.acquire(blocking=False)  # others get in between
-                room.lock.release()
-                known.append(room.known_blocks)
+                assert seconds == evictor_module.REST_S
+                assert evictor.lock.acquire(blocking=False)  # others get in between
+                evictor.lock.release()
+                known.append(evictor.known_blocks)
                 return len(known) == 4
 
-            assert not room.learn(index, rest)
+            assert not evictor.learn(index, rest)
             assert known == [10, 20, 30, 40]
-            assert room.learn(index, rest)
+            assert evictor.learn(index, rest)
             assert known == [10, 20, 30, 40, 50, 60, 70, 80, 90]
-            assert room.known_blocks == 95
-            monkeypatch.setattr(rooms, "LEARN_MOST", 30)
-            room.restart(index, leads=True)
-            assert not room.learn(index, lambda seconds: False)
-            assert room.known_blocks == 30
+            assert evictor.known_blocks == 95
+            monkeypatch.setattr(evictor_module, "LEARN_MOST", 30)
+            evictor.restart(index, leads=True)
+            assert not evictor.learn(index, lambda seconds: False)
+            assert evictor.known_blocks == 30
 
 
 def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp_path, monkeypatch):
-    real, asked = rooms.Evictor.free, []
+    real, asked = evictor_module.Evictor.free, []
 
-    def make(room, index, wanted):
-        assert room.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
-        room.lock.release()
+    def make(evictor, index, wanted):
+        assert evictor.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
+        evictor.lock.release()
         asked.append(wanted.bytes)
-        return real(room, index, wanted)
+        return real(evictor, index, wanted)
 
     with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
         for name in range(35):
             put(folder, name)
-    monkeypatch.setattr(rooms, "AHEAD_SHARE", 0.5)
+    monkeypatch.setattr(evictor_module, "AHEAD_SHARE", 0.5)
     monkeypatch.setattr(index_supervisor, "FREE_AT_ONCE", Amount(2 * STORED_BYTES, 1000))
-    monkeypatch.setattr(rooms.Evictor, "free", make)
+    monkeypatch.setattr(evictor_module.Evictor, "free", make)
     with contextlib.closing(opened(tmp_path)) as folder:
         until_room_is_made(folder)
         left = there(folder, range(35))

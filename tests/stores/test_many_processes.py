@@ -223,10 +223,10 @@ def test_of_many_processes_one_gives_room_back(tmp_path, disk):
         freed = threading.Event()
         free = type(folders[0].evictor).free
 
-        def once(room, index, wanted):
+        def once(evictor, index, wanted):
             if freed.is_set():
                 return Amount()
-            amount = free(room, index, wanted)
+            amount = free(evictor, index, wanted)
             disk.f_bavail = 1000
             freed.set()
             return amount

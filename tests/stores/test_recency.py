@@ -103,19 +103,19 @@ def test_what_was_generated_goes_before_the_prompt(tmp_path):
     )
 )
 def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
-    touches, now_s, times = AccessLog(), 1.8e9, []
+    log, now_s, times = AccessLog(), 1.8e9, []
     for number, (blocks, later_s) in enumerate(requests):
         now_s += later_s  # clocks are also put back
-        news = touches.report(keys(number, blocks), RequestFacts(str(number), 10), now_s)
-        assert [told.context.position for told in news] == list(range(blocks - 1, -1, -1))
-        times += [told.at_s for told in news]
+        accesses = log.report(keys(number, blocks), RequestFacts(str(number), 10), now_s)
+        assert [told.context.position for told in accesses] == list(range(blocks - 1, -1, -1))
+        times += [told.at_s for told in accesses]
     assert times == sorted(set(times))
 
 
 def test_a_clock_that_is_put_back_far_is_believed():
-    touches = AccessLog()
-    touches.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
-    (told,) = touches.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
+    log = AccessLog()
+    log.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
+    (told,) = log.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
     assert told.at_s == 1.8e9 - 3600
 
 
@@ -140,7 +140,7 @@ def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monk
     told = waiting(folder)
     get(folder, ("one", 0))
     assert waiting(folder) == told
-    get(folder, ("other", 0))  # of which nobody told: its time is news, and it is no use
+    get(folder, ("other", 0))  # of which nobody told: its time is accesses, and it is no use
     assert waiting(folder) == [*told, (keys("other", 1)[0], 0)]
     now_s += READ_SOON_S + 1
     get(folder, ("one", 0))
@@ -171,13 +171,13 @@ def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
 
 
 def test_what_is_expected_is_bounded():
-    touches = AccessLog()
-    assert not touches.is_announced(A, 0.0)
-    touches.report([A], RequestFacts("first", 10), 0.0)
-    assert touches.is_announced(A, 1.0)
+    log = AccessLog()
+    assert not log.is_announced(A, 0.0)
+    log.report([A], RequestFacts("first", 10), 0.0)
+    assert log.is_announced(A, 1.0)
     for number in range(2):
         some = [key_of((number, at)) for at in range(MOST_ANNOUNCED // 2)]
-        touches.report([*some, B], RequestFacts(str(number), 10), 0.0)
-    assert touches.announced_blocks == MOST_ANNOUNCED
-    assert not touches.is_announced(A, 1.0)
-    assert touches.is_announced(B, 1.0)
+        log.report([*some, B], RequestFacts(str(number), 10), 0.0)
+    assert log.announced_blocks == MOST_ANNOUNCED
+    assert not log.is_announced(A, 1.0)
+    assert log.is_announced(B, 1.0)

@@ -76,7 +76,7 @@ def test_what_lies_there_when_the_books_are_made_is_swept(tmp_path):
         path.unlink()
 
     async def test(store):
-        await store.stats()  # waits for the books
+        await store.stats()  # waits for the index
         assert not left.exists()
         assert await read_a(store) == block_of("a")
 

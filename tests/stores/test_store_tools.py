@@ -199,7 +199,7 @@ def test_verify_finds_the_corrupt_block_and_sets_it_aside(root, capsys):
 
 
 def times_of_use(root, frame):
-    """By key: when the books say that a block was used, and when its file does."""
+    """By key: when the index says that a block was used, and when its file does."""
 
     async def work(store):
         return {block.key: block.used_s async for block in store.list_blocks()}

@@ -53,7 +53,7 @@ def test_a_store_that_is_turned_over_a_thousand_times_stays_usable(tmp_path):
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         for namespace in SPACES:
             folder.claim(namespace.digest(), namespace.describe())
-        folder.stats()  # waits for the books
+        folder.stats()  # waits for the index
         for number in range(1000 * held):
             put_small(folder, SPACES[number % len(SPACES)], number, booked_bytes)
         stats = folder.stats()
@@ -248,7 +248,7 @@ def test_files_set_aside_are_kept_for_a_day(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["block", "cd", "ab", "namespace"])
 def test_no_link_is_followed(tmp_path, place):
-    """Neither read, nor written through, nor looked into when the books are made anew."""
+    """Neither read, nor written through, nor looked into when the index is built again."""
     root, outside = tmp_path / "kv", tmp_path / "outside"
     with contextlib.closing(opened(root)) as folder:
         put(folder, 0)
