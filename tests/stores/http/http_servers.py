@@ -47,9 +47,9 @@ def own_token():
 
 def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FRAME, **given):
     """A client. Its time limits are out of the way unless the test is about them."""
-    patience = TimeoutLimits(first_s=first_s, floor_s=floor_s)
+    limits = TimeoutLimits(first_s=first_s, floor_s=floor_s)
     endpoint = Endpoint(base, own_token() if token is OWN else token)
-    return HttpStore(lambda: endpoint, frame, depth=depth, patience=patience, **given)
+    return HttpStore(lambda: endpoint, frame, depth=depth, limits=limits, **given)
 
 
 def with_client(base, test, **kwargs):

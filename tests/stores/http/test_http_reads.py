@@ -10,6 +10,7 @@ from http_servers import FRAMED_BYTES, A, framed, opened
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.loading.reading import Reading
+from sglang_cake.stores.http.http_transport import HEDGE_FLOOR_S
 from sglang_cake.stores.tiers.tier_copies import PlainBuffer
 from sglang_cake.stores.timing import Hedging
 from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
@@ -30,11 +31,12 @@ def against(answer, test, **kwargs):
     return asyncio.run(main())
 
 
-def ready_to_hedge(store):
+def ready_to_hedge():
     """As after many reads that were answered at once."""
+    hedging = Hedging(floor_s=HEDGE_FLOOR_S)
     for _ in range(2 * Hedging.ENOUGH):
-        store._wire._hedging.answered(0.0)
-    return store
+        hedging.answered(0.0)
+    return hedging
 
 
 def test_a_hedge_wins_and_the_late_answer_writes_nothing():
@@ -45,7 +47,7 @@ def test_a_hedge_wins_and_the_late_answer_writes_nothing():
 
     async def test(store, server):
         out = bytearray(LAYOUT.block_bytes)
-        await ready_to_hedge(store).get_into(A, memoryview(out))
+        await store.get_into(A, memoryview(out))
         assert out == block_of("a")
         assert (store.counters.hedges, store.counters.hedges_won) == (1, 1)
         assert len(server.asked) == 2
@@ -56,7 +58,7 @@ def test_a_hedge_wins_and_the_late_answer_writes_nothing():
         assert out == bytes(len(out))
 
     first = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
@@ -66,11 +68,11 @@ def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
             first[0].answer(200, GOOD)
 
     async def test(store, server):
-        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert await read(store, A) == block_of("a")
         assert (store.counters.hedges, store.counters.hedges_won) == (1, 0)
 
     first = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -83,11 +85,11 @@ def test_one_of_two_may_fail(bad):
             both[1 - bad].answer(200, GOOD)
 
     async def test(store, server):
-        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert await read(store, A) == block_of("a")
         assert store.counters.retries == 0
 
     both = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_if_both_fail_it_is_one_failure():
@@ -100,12 +102,12 @@ def test_if_both_fail_it_is_one_failure():
             asked.answer(200, GOOD)
 
     async def test(store, server):
-        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert await read(store, A) == block_of("a")
         assert store.counters.failures == 1
         assert store.counters.retries == 1
 
     both = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_a_cancelled_hedged_read_leaves_nothing_behind():
@@ -116,7 +118,7 @@ def test_a_cancelled_hedged_read_leaves_nothing_behind():
 
     async def test(store, server):
         out = bytearray(LAYOUT.block_bytes)
-        task = asyncio.create_task(ready_to_hedge(store).get_into(A, memoryview(out)))
+        task = asyncio.create_task(store.get_into(A, memoryview(out)))
         await asked_twice.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -127,7 +129,7 @@ def test_a_cancelled_hedged_read_leaves_nothing_behind():
         assert store.counters.failures == 0
 
     both, asked_twice = [], asyncio.Event()
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_a_cancelled_read_returns_at_once_and_leaves_out_alone():
