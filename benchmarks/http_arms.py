@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from sglang_cake.stores.http.auth import Gate, load_tokens, make_own_token
+from sglang_cake.stores.http.auth import AcceptedTokens, load_tokens, make_own_token
 from sglang_cake.stores.http.protocol import Kind, parse_path
 
 ROOT_VARIABLE = "CAKE_BENCH_ROOT"
@@ -23,10 +23,10 @@ ROOT_VARIABLE = "CAKE_BENCH_ROOT"
 async def application() -> web.Application:
     """As gunicorn's aiohttp workers call it, once in each process."""
     root = Path(os.environ[ROOT_VARIABLE])
-    gate = Gate(load_tokens(make_own_token()))
+    tokens = AcceptedTokens(load_tokens(make_own_token()))
 
     async def get(request: web.Request) -> web.StreamResponse:
-        if not gate.lets_pass(request.headers.get("Authorization")):
+        if not tokens.may_read(request.headers.get("Authorization")):
             raise web.HTTPUnauthorized
         path = request.rel_url.raw_path
         target = parse_path(path)

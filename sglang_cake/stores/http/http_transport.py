@@ -91,10 +91,7 @@ class HttpTransport:
         """
         self._locate = locate
         self._endpoint = locate()
-        # Reads have connections of their own. `sglang-cake store serve` answers a connection that
-        # carries only plain GETs on its fast path.
-        self._reads: aiohttp.ClientSession | None = None
-        self._others: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._hedging = hedging or Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
@@ -122,9 +119,8 @@ class HttpTransport:
     async def close(self) -> None:
         for circuit in self._circuits:
             circuit.close()
-        for session in (self._reads, self._others):
-            if session is not None:
-                await session.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def call(
         self, circuit: Circuit, size_bytes: int, attempt: Callable[[], Awaitable[T]]
@@ -169,9 +165,7 @@ class HttpTransport:
         expect100: send `Expect: 100-continue`, and the body only after the server asks for it.
         keep: the response stays open after the block, and the caller closes it.
         """
-        if self._others is None:
-            self._others = self._session()
-        response = await self._send(self._others, method, path, data, headers, expect100)
+        response = await self._send(method, path, data, headers, expect100)
         try:
             yield response
         except BaseException:
@@ -189,9 +183,7 @@ class HttpTransport:
         The first response is used. The other request is cancelled before its body is read.
         """
         started_s = time.monotonic()
-        if self._reads is None:
-            self._reads = self._session()
-        response = await self._first_answer(self._reads, path)
+        response = await self._first_response(path)
         self._hedging.answered(time.monotonic() - started_s)
         try:
             yield response
@@ -200,19 +192,17 @@ class HttpTransport:
             raise
         response.release()
 
-    async def _first_answer(
-        self, session: aiohttp.ClientSession, path: str
-    ) -> aiohttp.ClientResponse:
+    async def _first_response(self, path: str) -> aiohttp.ClientResponse:
         delay_s = self._hedging.delay_s()
         if delay_s is None:
-            return await self._send(session, "GET", path)
-        asked = [asyncio.ensure_future(self._send(session, "GET", path))]
+            return await self._send("GET", path)
+        asked = [asyncio.ensure_future(self._send("GET", path))]
         winner: asyncio.Task[aiohttp.ClientResponse] | None = None
         try:
             await asyncio.wait(asked, timeout=delay_s)
             if not asked[0].done() and self._hedging.take():
                 self.counters.hedges += 1
-                asked.append(asyncio.ensure_future(self._send(session, "GET", path)))
+                asked.append(asyncio.ensure_future(self._send("GET", path)))
             winner = await _first_good(asked)
             self.counters.hedges_won += winner is not asked[0]
             return winner.result()
@@ -224,7 +214,6 @@ class HttpTransport:
 
     async def _send(
         self,
-        session: aiohttp.ClientSession,
         method: str,
         path: str,
         data: object = None,
@@ -232,11 +221,14 @@ class HttpTransport:
         expect100: bool = False,
     ) -> aiohttp.ClientResponse:
         self.counters.requests += 1
-        endpoint, headers = self._endpoint, dict(headers or {})
+        if self._session is None:
+            self._session = self._new_session()
+        endpoint = self._endpoint
+        headers = dict(headers or {})
         if endpoint.token is not None:
             headers["Authorization"] = f"Bearer {endpoint.token}"
         try:
-            response = await session.request(
+            response = await self._session.request(
                 method,
                 endpoint.base + path,
                 data=data,
@@ -265,7 +257,7 @@ class HttpTransport:
                 self._endpoint = found
         return self._endpoint is not used
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _new_session(self) -> aiohttp.ClientSession:
         headers = {"Accept-Encoding": "identity"}
         if not self._endpoint.reads_count:
             headers[protocol.USE_HEADER] = protocol.NO_USE

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,10 +20,15 @@ import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.http.auth import load_tokens, make_own_token
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
+from sglang_cake.stores.http.connections import ConnectionServer
 from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.http.protocol import block_path, description_path
+from sglang_cake.stores.http.server_metrics import ServerMetrics
 from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.server import free_port
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
@@ -96,7 +102,7 @@ def serve_command(root, *options):
 
 
 def with_limits(command, limits):
-    """The command with other limits, by names as `prefork.DEAD_LOOKS`."""
+    """The command with other limits, by names as `serving.HANG_S`."""
     modules = {name.partition(".")[0] for name in limits}
     lines = [f"from sglang_cake.stores.http import {module}" for module in sorted(modules)]
     lines += [f"{name} = {value}" for name, value in limits.items()]
@@ -149,6 +155,86 @@ class OurServer:
         status = self.process.wait(WAIT_S)
         self.process.stdout.close()
         return status
+
+
+class ServerInProcess:
+    """A server in a thread of this process, with its own limits and one event loop."""
+
+    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None):
+        self._root = root
+        self._limits = {"stuck_s": stuck_s}
+        self._keepalive_s = keepalive_s
+        self._tls = tls
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        # As in `serving`: inherited by every connection.
+        self._listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stuck_s))
+        self.port = self._listening.getsockname()[1]
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self):
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        folder = BlockFolder(self._root)
+        self._metrics = ServerMetrics()
+        credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
+        server = StoreServer(folder, credentials, self._metrics, **self._limits)
+        connections = ConnectionServer(server, 100, self._keepalive_s)
+        listening = await self._loop.create_server(
+            connections, sock=self._listening, ssl=credentials.tls
+        )
+        self._ready.set()
+        await self._stop.wait()
+        listening.close()
+        await connections.shutdown(1.0)
+        server.close()
+        folder.close()
+
+    def metrics(self):
+        return parse_metrics(self._metrics.text({}).decode())
+
+    def connect(self, receive_bytes=None):
+        """A connection, with a receive buffer of so many bytes."""
+        connection = socket.socket()
+        if receive_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.settimeout(WAIT_S)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+
+def fill_root(root, frame):
+    """Store block A in a folder."""
+
+    async def fill():
+        store = FileSource(root, min_free_bytes=0).open(frame, depth=1)
+        await store.put(A, block_of("a", frame.layout))
+        await store.close()
+
+    asyncio.run(fill())
+
+
+def parse_metrics(text):
+    """Metrics by name and labels, without the prefix."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            found[name.removeprefix("sglang_cake_store_")] = float(value)
+    return found
+
+
+def metrics(server):
+    return parse_metrics(ask(server, "GET", "/metrics")[2].decode())
 
 
 def is_alive(pid):
@@ -265,6 +351,12 @@ def start_request(server, head, body=b""):
     head += f"Authorization: Bearer {own_token()}\n"
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
     return connection
+
+
+def request_bytes(path, *fields):
+    """A GET with the token."""
+    lines = [f"GET {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {own_token()}", *fields]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1")
 
 
 def start_put(server, name, frame, sent_bytes):

@@ -23,7 +23,7 @@ from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.protocol import Kind, block_path, parse_path
-from sglang_cake.stores.http.server_blocks import PassingBlock
+from sglang_cake.stores.http.server_blocks import BlockCheck
 from sglang_cake.testing.store_contract import FRAME
 
 GOOD = framed("a")
@@ -140,7 +140,7 @@ def test_a_put_makes_a_whole_block_visible_or_none(server, body):
 @given(BODIES, st.lists(st.integers(1, 2000), max_size=8))
 def test_a_passing_block_is_judged_alike_however_it_is_cut(body, cuts):
     def verdict(pieces):
-        block = PassingBlock(FRAME.digest, A, len(body))
+        block = BlockCheck(FRAME.digest, A, len(body))
         try:
             for piece in pieces:
                 block.feed(memoryview(piece))
