@@ -38,11 +38,10 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS = 64
 # Each worker holds the order of eviction in memory, so more workers are only made on request.
 DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
-MAX_CONNECTIONS = 1024  # over all workers, in equal parts
+BACKLOG = 1024  # connections that wait in the system until a worker accepts them
 HANDSHAKE_S = 10.0
 BEAT_S = 1.0  # interval of a worker's reports to gunicorn
 REFRESH_S = 1.0  # interval in which a worker reads the credentials again
-HANG_S = 20  # a worker that has not reported for so long is killed
 END_S = 20.0  # requests in progress may take so long when the server stops
 CUT_S = 2.0  # requests that are cut off then may take so long to end
 LATE_S = 10  # beyond both, before a worker is killed
@@ -61,6 +60,8 @@ class ServeSettings:
     tls_key: Path | None = None
     namespace_quota_bytes: int | None = None
     workers: int = DEFAULT_WORKERS
+    max_connections: int = 1024  # over all workers, in equal parts
+    hang_s: int = 20  # a worker whose event loop has not run for so long is killed
 
     def check(self) -> None:
         """Raises: ConfigError."""
@@ -88,7 +89,7 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
         settings.read_token_file,
         tls_files=None if tls[0] is None or tls[1] is None else (tls[0], tls[1]),
     )
-    _allow_open_files()
+    _allow_open_files(settings.max_connections)
     with tempfile.TemporaryDirectory(prefix="sglang-cake-") as folder, _signals_restored():
         listening = _listen(settings.host, settings.port)
         url = _url(settings, listening)
@@ -112,7 +113,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         words = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {host} port {port}: {words}") from None
@@ -134,10 +135,10 @@ def _url(settings: ServeSettings, listening: socket.socket) -> str:
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
-def _allow_open_files() -> None:
+def _allow_open_files(max_connections: int) -> None:
     """Each connection may have a block open, and itself once more while it is sent."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * MAX_CONNECTIONS + 256
+    wanted = 3 * max_connections + 256
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -180,10 +181,10 @@ class _Application(BaseApplication):
     def load_config(self) -> None:
         options = {
             "bind": [f"fd://{self._listening_fd}"],
-            "backlog": MAX_CONNECTIONS,
+            "backlog": BACKLOG,
             "workers": self.settings.workers,
             "worker_class": _Worker,
-            "timeout": HANG_S,
+            "timeout": self.settings.hang_s,
             "graceful_timeout": int(END_S + CUT_S) + LATE_S,
             "worker_tmp_dir": str(self.shared),
             "control_socket_disable": True,
@@ -273,11 +274,11 @@ class _Worker(Worker):
                 workers=settings.workers,
                 namespace_quota_bytes=settings.namespace_quota_bytes,
             )
-            connections = ConnectionServer(store, MAX_CONNECTIONS // settings.workers)
+            connections = ConnectionServer(store, settings.max_connections // settings.workers)
             listening = await loop.create_server(
                 connections,
                 sock=self.sockets[0].sock,
-                backlog=MAX_CONNECTIONS,
+                backlog=BACKLOG,
                 ssl=credentials.tls,
                 ssl_handshake_timeout=None if credentials.tls is None else HANDSHAKE_S,
             )

@@ -101,13 +101,18 @@ def serve_command(root, *options):
     ]
 
 
-def with_limits(command, limits):
-    """The command with other limits, by names as `serving.HANG_S`."""
-    modules = {name.partition(".")[0] for name in limits}
-    lines = [f"from sglang_cake.stores.http import {module}" for module in sorted(modules)]
-    lines += [f"{name} = {value}" for name, value in limits.items()]
-    lines += ["import sys", "from sglang_cake.cli import main", "sys.exit(main(sys.argv[1:]))"]
-    return [sys.executable, "-c", "\n".join(lines), *command[3:]]
+SERVE_WITH_LIMITS = """
+import json, sys
+from pathlib import Path
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.http.auth import make_own_token
+from sglang_cake.stores.http.serving import ServeSettings, serve
+
+root, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
+source = FileSource(root, min_free_bytes=0)
+settings = ServeSettings(source, "127.0.0.1", 0, make_own_token(), **limits)
+serve(settings, lambda url: print(f"{root} is served at {url}", flush=True))
+"""
 
 
 def serve_environment():
@@ -115,12 +120,17 @@ def serve_environment():
 
 
 class OurServer:
-    """`sglang-cake store serve` in a process of its own."""
+    """`sglang-cake store serve` in a process of its own.
+
+    With `limits`, further fields of `ServeSettings`, it has no other options.
+    """
 
     def __init__(self, root, *options, port=0, limits=None):
         command = serve_command(root, "--port", port, *options)
+        if limits is not None:
+            command = [sys.executable, "-c", SERVE_WITH_LIMITS, str(root), json.dumps(limits)]
         self.process = subprocess.Popen(
-            with_limits(command, limits) if limits else command,
+            command,
             env=serve_environment(),
             stdout=subprocess.PIPE,
             text=True,
@@ -162,7 +172,7 @@ class ServerInProcess:
 
     def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None):
         self._root = root
-        self._limits = {"stuck_s": stuck_s}
+        self._stuck_s = stuck_s
         self._keepalive_s = keepalive_s
         self._tls = tls
         self._ready = threading.Event()
@@ -187,7 +197,7 @@ class ServerInProcess:
         folder = BlockFolder(self._root)
         self._metrics = ServerMetrics()
         credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
-        server = StoreServer(folder, credentials, self._metrics, **self._limits)
+        server = StoreServer(folder, credentials, self._metrics, stuck_s=self._stuck_s)
         connections = ConnectionServer(server, 100, self._keepalive_s)
         listening = await self._loop.create_server(
             connections, sock=self._listening, ssl=credentials.tls

@@ -88,7 +88,7 @@ TestPlaces = PlacesMachine.TestCase
 @pytest.fixture
 def small(tmp_path):
     """A server with places for 16 connections, in one worker."""
-    server = OurServer(tmp_path / "root", "--workers", 1, limits={"serving.MAX_CONNECTIONS": 16})
+    server = OurServer(tmp_path / "root", limits={"workers": 1, "max_connections": 16})
     claim(server)
     put_block(server, "a")
     yield server
@@ -155,8 +155,8 @@ def test_a_token_that_is_wrong_later_ends_the_connection(small):
 
 
 def test_of_idle_connections_the_one_used_longest_ago_makes_room(tmp_path):
-    limits = {"serving.MAX_CONNECTIONS": 4}
-    server = OurServer(tmp_path / "root", "--workers", 1, limits=limits)
+    limits = {"workers": 1, "max_connections": 4}
+    server = OurServer(tmp_path / "root", limits=limits)
     try:
         known = [connected(server) for _ in range(4)]
         for connection in (*known, known[0]):
@@ -172,8 +172,8 @@ def test_of_idle_connections_the_one_used_longest_ago_makes_room(tmp_path):
 
 
 def test_connections_that_are_being_answered_are_never_dropped(tmp_path):
-    limits = {"serving.MAX_CONNECTIONS": 2}
-    server = OurServer(tmp_path / "root", "--workers", 1, limits=limits)
+    limits = {"workers": 1, "max_connections": 2}
+    server = OurServer(tmp_path / "root", limits=limits)
     try:
         claim(server, BIG_FRAME)
         put_block(server, "a", BIG_FRAME)

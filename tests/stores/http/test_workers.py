@@ -130,7 +130,7 @@ def test_the_server_ends_when_a_worker_cannot_be_replaced(tmp_path, capfd):
 
 
 def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
-    server = OurServer(tmp_path / "root", "--workers", 2, limits={"serving.HANG_S": 3})
+    server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": 3})
     victim = server.workers()[0]
     os.kill(victim, signal.SIGSTOP)
     poll(lambda: not is_alive(victim), "it is killed")
@@ -141,7 +141,7 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
 
 
 def test_connections_that_no_worker_takes_in_wait_until_one_does(tmp_path):
-    server = OurServer(tmp_path / "root", "--workers", 1, limits={"serving.HANG_S": 1000})
+    server = OurServer(tmp_path / "root", limits={"workers": 1, "hang_s": 1000})
     (worker,) = server.workers()
     os.kill(worker, signal.SIGSTOP)
     asked = "GET /stats HTTP/1.1\nHost: x\n"
