@@ -1,17 +1,22 @@
-"""Reads over HTTP on loopback: our server beside nginx with the same block files.
+"""Reads over HTTP on loopback: the package's server beside others with the same block files.
 
-    python -m benchmarks.bench_http_store [--small] [--json FILE]
+    python -m benchmarks.bench_http_store [--small] [--servers ours,nginx] [--json FILE]
 
-Two clients: `wrk` (Debian's), which throws the bytes away, and ours, which checks every block into
-the memory of a caller. All blocks are in the page cache. The servers take turns within a run, and
-begin in turns; ratios are of neighbouring runs. Both servers have a worker for each core
-(ours at most four), as by default. The client has no core of its own where there are only two.
+Servers: `ours` (`sglang-cake store serve`), `nginx`, and the least that a server on aiohttp has to
+do (`http_arms`) under gunicorn, with asyncio (`aiohttp`) and with uvloop (`uvloop`). All have the
+same number of workers.
+
+Clients: `wrk` (Debian's), which throws the bytes away, and ours, which checks every block into
+the memory of a caller. All blocks are in the page cache. The servers take turns within a repeat,
+each time in another order; ratios are of runs of the same repeat. The client has no core of its own
+where there are only two.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,12 +27,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import facts
+from benchmarks import facts, http_arms
 from benchmarks.stats import paired_ratio, spread, whole_numbers
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
@@ -38,9 +44,11 @@ from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_source import HttpSource
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.http.protocol import block_path
+from sglang_cake.testing.server import free_port
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GOAL = 0.8
+BASES = ("ours", "nginx")  # the servers that ratios refer to
 NGINX = """
 daemon off; worker_processes {workers}; user root;
 pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -132,31 +140,60 @@ def running(command: list[str], **kwargs: Any) -> Iterator[subprocess.Popen[str]
 
 
 @contextmanager
-def ours(root: Path) -> Iterator[Served]:
+def ours(root: Path, workers: int | None = None) -> Iterator[Served]:
     command = [sys.executable, "-m", "sglang_cake", "store", "serve", "--root", str(root)]
     options = ["--port", "0", "--min-free", "0"]
+    if workers is not None:
+        options += ["--workers", str(workers)]
     with running([*command, *options], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield Served(process.stdout.readline().split()[-1], process.pid)
 
 
 @contextmanager
-def nginx(root: Path, folder: Path, workers: str) -> Iterator[Served]:
+def nginx(root: Path, workers: int) -> Iterator[Served]:
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         raise SystemExit("nginx is needed: apt-get install nginx-light")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = folder / "nginx.conf"
-    config.write_text(NGINX.format(folder=folder, root=root, port=port, workers=workers))
-    with running([program, "-p", str(folder), "-c", str(config)]) as process:
-        for _ in range(200):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "nginx.conf"
+        config.write_text(NGINX.format(folder=folder, root=root, port=port, workers=workers))
+        with running([program, "-p", folder, "-c", str(config)]) as process:
+            wait_for(port)
+            yield Served(f"http://127.0.0.1:{port}", process.pid)
+
+
+@contextmanager
+def gunicorn(root: Path, workers: int, worker_class: str) -> Iterator[Served]:
+    """The application of `http_arms`."""
+    port = free_port()
+    command = [sys.executable, "-m", "gunicorn", "benchmarks.http_arms:application"]
+    command += ["--worker-class", f"aiohttp.{worker_class}", "--workers", str(workers)]
+    command += ["--bind", f"127.0.0.1:{port}", "--keep-alive", "75", "--log-level", "warning"]
+    command += ["--graceful-timeout", "5", "--no-control-socket"]
+    environment = os.environ | {http_arms.ROOT_VARIABLE: str(root)}
+    with running(command, env=environment) as process:
+        wait_for(port)
         yield Served(f"http://127.0.0.1:{port}", process.pid)
+
+
+def wait_for(port: int) -> None:
+    """Until a server listens on loopback."""
+    for _ in range(200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise SystemExit(f"no server listens on port {port}")
+
+
+SERVERS = {
+    "ours": ours,
+    "nginx": nginx,
+    "aiohttp": lambda root, workers: gunicorn(root, workers, "GunicornWebWorker"),
+    "uvloop": lambda root, workers: gunicorn(root, workers, "GunicornUVLoopWebWorker"),
+}
 
 
 def endpoint(served: Served) -> Endpoint:
@@ -220,7 +257,7 @@ def measure(
     runs: list[dict[str, Any]] = []
     cells = list(itertools.product(args.clients, all_blocks, args.connections))
     for repeat in range(args.repeats):
-        order = list(servers) if repeat % 2 == 0 else list(servers)[::-1]
+        order = in_turn(list(servers), repeat)
         for (client, size_mib, connections), name in itertools.product(cells, order):
             before_s = servers[name].cpu_s()
             run = CLIENTS[client](servers[name], all_blocks[size_mib], connections, args.seconds)
@@ -241,56 +278,107 @@ def measure(
     return runs
 
 
+def in_turn(names: list[str], repeat: int) -> list[str]:
+    """The order within a repeat: each server is first, last and between the others by turns."""
+    first = repeat // 2 % len(names)
+    order = names[first:] + names[:first]
+    return order if repeat % 2 == 0 else order[::-1]
+
+
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each client, size and number of connections."""
-    rows = []
-    cells = dict.fromkeys((run["client"], run["size_mib"], run["connections"]) for run in runs)
-    for client, size_mib, connections in cells:
-        cell = [
-            run
-            for run in runs
-            if (run["client"], run["size_mib"], run["connections"])
-            == (client, size_mib, connections)
-        ]
-        of = {name: [run for run in cell if run["server"] == name] for name in ("ours", "nginx")}
-        rates = {name: [run["mb_per_s"] for run in mine] for name, mine in of.items()}
-        pairs = [[pair] for pair in zip(rates["ours"], rates["nginx"], strict=True)]
-        rows.append(
-            {
-                "client": client,
-                "size_mib": size_mib,
-                "connections": connections,
-                "ours_mb_per_s": spread(rates["ours"], 1),
-                "nginx_mb_per_s": spread(rates["nginx"], 1),
-                "ours_to_nginx": paired_ratio(pairs),
-                **{
-                    f"{name}_cpu_s_per_gb": round(
-                        statistics.median(run["server_cpu_s_per_gb"] for run in mine), 3
-                    )
-                    for name, mine in of.items()
-                },
+    """A row for each client, size and number of connections, then a mean row for each client.
+
+    A ratio is the median over the repeats; in the row of a client, of the geometric means over its
+    cells.
+    """
+    servers = list(dict.fromkeys(run["server"] for run in runs))
+    cells = list(
+        dict.fromkeys((run["client"], run["size_mib"], run["connections"]) for run in runs)
+    )
+    rates: dict[tuple[Any, str], list[float]] = {}
+    cpu: dict[tuple[Any, str], list[float]] = {}
+    for run in sorted(runs, key=lambda run: run["repeat"]):
+        at = (run["client"], run["size_mib"], run["connections"]), run["server"]
+        rates.setdefault(at, []).append(run["mb_per_s"])
+        cpu.setdefault(at, []).append(run["server_cpu_s_per_gb"])
+
+    def ratios(some: list[Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for base in (name for name in BASES if name in servers):
+            found[f"to_{base}"] = {
+                name: paired_ratio([[pair] for pair in zip(*means(some, name, base), strict=True)])
+                for name in servers
+                if name != base
             }
-        )
+        return found
+
+    def means(some: list[Any], *names: str) -> Iterator[list[float]]:
+        for name in names:
+            by_repeat = zip(*(rates[cell, name] for cell in some), strict=True)
+            yield [math.exp(statistics.fmean(map(math.log, values))) for values in by_repeat]
+
+    rows = [
+        {
+            "client": cell[0],
+            "size_mib": cell[1],
+            "connections": cell[2],
+            "mb_per_s": {name: spread(rates[cell, name], 1) for name in servers},
+            "cpu_s_per_gb": {
+                name: round(statistics.median(cpu[cell, name]), 3) for name in servers
+            },
+            **ratios([cell]),
+        }
+        for cell in cells
+    ]
+    for client in dict.fromkeys(cell[0] for cell in cells):
+        own = [cell for cell in cells if cell[0] == client]
+        rows.append({"client": client, "size_mib": None, "connections": None, **ratios(own)})
     return rows
 
 
 def table(result: dict[str, Any]) -> str:
-    head = ("client", "block", "conns", "ours MB/s", "nginx MB/s", "ratio", "95 %", "CPU s/GB")
-    lines = [("{:>10} {:>7} {:>5} {:>10} {:>10} {:>6} {:>13} {:>13}").format(*head)]
-    for row in result["summary"]:
-        ratio = row["ours_to_nginx"]
-        lines.append(
-            f"{row['client']:>10} {row['size_mib']:>3} MiB {row['connections']:>5} "
-            f"{row['ours_mb_per_s']['median']:>10.0f} {row['nginx_mb_per_s']['median']:>10.0f} "
-            f"{ratio['ratio']:>6.2f} {ratio['low']:>6.2f}-{ratio['high']:<6.2f} "
-            f"{row['ours_cpu_s_per_gb']:>6.2f}/{row['nginx_cpu_s_per_gb']:<6.2f}"
-        )
-    rss = result["peak_rss_mb"]
-    lines.append(f"largest memory: ours {rss['ours']} MB, nginx {rss['nginx']} MB (all workers)")
-    least = min(row["ours_to_nginx"]["ratio"] for row in result["summary"])
-    verdict = "reached" if least >= GOAL else "missed"
-    lines.append(f"goal, {GOAL:.0%} of nginx in every row: {verdict} (least {least:.0%})")
+    summary = result["summary"]
+    cells = [row for row in summary if row["size_mib"] is not None]
+    servers = list(cells[0]["mb_per_s"])
+    head = "{:>10} {:>7} {:>5}".format("client", "block", "conns")
+    lines = ["MB/s (CPU s/GB of the server)", head + "".join(f" {name:>15}" for name in servers)]
+    for row in cells:
+        values = [
+            f" {row['mb_per_s'][name]['median']:>8.0f} ({row['cpu_s_per_gb'][name]:.2f})"
+            for name in servers
+        ]
+        lines.append(_cell(row) + "".join(f"{value:>16}" for value in values))
+    for base in (name for name in BASES if name in servers):
+        others = [name for name in servers if name != base]
+        lines += ["", f"ratio of MB/s to {base} (95 %)"]
+        lines.append(head + "".join(f" {name:>19}" for name in others))
+        for row in summary:
+            found = [row[f"to_{base}"][name] for name in others]
+            lines.append(
+                _cell(row)
+                + "".join(f" {r['ratio']:>6.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in found)
+            )
+    memory = ", ".join(f"{name} {rss} MB" for name, rss in result["peak_rss_mb"].items())
+    lines += ["", f"largest memory, all processes: {memory}"]
+    if "ours" in servers and "nginx" in servers:
+        least = min(row["to_nginx"]["ours"]["ratio"] for row in cells)
+        verdict = "reached" if least >= GOAL else "missed"
+        lines.append(f"goal, {GOAL:.0%} of nginx in every row: {verdict} (least {least:.0%})")
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["size_mib"] is None:
+        return f"{row['client']:>10} {'mean':>7} {'':>5}"
+    return f"{row['client']:>10} {row['size_mib']:>3} MiB {row['connections']:>5}"
+
+
+def server_names(text: str) -> list[str]:
+    """`ours,nginx` as names of SERVERS. Raises: ValueError."""
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(SERVERS):
+        raise ValueError(f"{text!r} names other servers than {','.join(SERVERS)}")
+    return names
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -302,11 +390,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--small", action="store_true", help="one size, seconds instead of minutes")
     add("--sizes", type=whole_numbers, default=[1, 4, 16], help="MiB of a block, as 1,4,16")
-    add("--connections", type=whole_numbers, default=[1, 4, 16])
-    add("--seconds", type=int, default=3, help="of one run")
-    add("--repeats", type=int, default=5)
+    add("--connections", type=whole_numbers, default=[1, 4])
+    add("--seconds", type=int, default=2, help="of one run")
+    add("--repeats", type=int, default=6)
     add("--blocks", type=int, default=8, help="blocks of each size")
-    add("--nginx-workers", default="auto", help="auto (as by default): one a core")
+    add("--servers", type=server_names, default=list(SERVERS), help=",".join(SERVERS))
+    add("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))), help="of each server")
     add("--json", type=Path, help="write the result here")
     args = parser.parse_args(argv)
     if args.small:
@@ -326,19 +415,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds=args.seconds,
         repeats=args.repeats,
         blocks=args.blocks,
-        nginx_workers=args.nginx_workers,
+        servers=args.servers,
+        workers=args.workers,
         clients=args.clients,
     )
-    with tempfile.TemporaryDirectory() as work:
-        folder, root = Path(work), Path(work) / "root"
+    if not {"aiohttp", "uvloop"}.isdisjoint(args.servers):
+        result["versions"] |= {name: version(name) for name in ("aiohttp", "gunicorn", "uvloop")}
+    with tempfile.TemporaryDirectory() as work, ExitStack() as running_servers:
+        root = Path(work)
         all_blocks = {size: fill(root, size, args.blocks) for size in args.sizes}
-        with ours(root) as our, nginx(root, folder, args.nginx_workers) as other:
-            servers = {"ours": our, "nginx": other}
-            for served in servers.values():  # all is in the page cache then
-                for blocks in all_blocks.values():
-                    by_our_client(served, blocks, 1, 1)
-            runs = measure(args, servers, all_blocks)
-            result["peak_rss_mb"] = {name: one.peak_rss_mb() for name, one in servers.items()}
+        servers = {
+            name: running_servers.enter_context(SERVERS[name](root, args.workers))
+            for name in args.servers
+        }
+        for served in servers.values():  # all is in the page cache then
+            for blocks in all_blocks.values():
+                by_our_client(served, blocks, 1, 1)
+        runs = measure(args, servers, all_blocks)
+        result["peak_rss_mb"] = {name: one.peak_rss_mb() for name, one in servers.items()}
     result["machine"]["load_average_after"] = facts.machine()["load_average"]
     result |= {"summary": summarise(runs), "runs": runs}
     if args.json:

@@ -356,22 +356,34 @@ def test_copies_between_host_and_device_are_indexed() -> None:
     assert target.tolist() == [[6, 7], [0, 0], [2, 3], [0, 0]]
 
 
-def test_http_store_ratios_are_of_neighbouring_runs() -> None:
-    def run(server: str, repeat: int, mb_per_s: float) -> dict[str, Any]:
-        cell = {"client": "wrk", "size_mib": 1, "connections": 4, "repeat": repeat}
+def test_http_store_ratios_are_of_runs_of_the_same_repeat() -> None:
+    def run(server: str, repeat: int, size_mib: int, mb_per_s: float) -> dict[str, Any]:
+        cell = {"client": "wrk", "size_mib": size_mib, "connections": 4, "repeat": repeat}
         return cell | {"server": server, "mb_per_s": mb_per_s, "server_cpu_s_per_gb": 0.1}
 
     runs = [
-        *(run("ours", 0, 90.0), run("nginx", 0, 100.0)),
-        *(run("nginx", 1, 1000.0), run("ours", 1, 900.0)),
+        *(run("ours", 0, 1, 90.0), run("nginx", 0, 1, 100.0), run("uvloop", 0, 1, 45.0)),
+        *(run("uvloop", 1, 1, 450.0), run("nginx", 1, 1, 1000.0), run("ours", 1, 1, 900.0)),
+        *(run("ours", 0, 4, 40.0), run("nginx", 0, 4, 10.0), run("uvloop", 0, 4, 5.0)),
+        *(run("uvloop", 1, 4, 5.0), run("nginx", 1, 4, 10.0), run("ours", 1, 4, 40.0)),
     ]
-    (row,) = summary = bench_http_store.summarise(runs)
-    assert row["ours_to_nginx"]["ratio"] == pytest.approx(0.9)
-    rss = {"ours": 1.0, "nginx": 2.0}
+    small, large, mean = summary = bench_http_store.summarise(runs)
+    assert small["to_nginx"]["ours"]["ratio"] == pytest.approx(0.9)
+    assert small["to_ours"]["uvloop"]["ratio"] == pytest.approx(0.5)
+    assert large["to_ours"]["uvloop"]["ratio"] == pytest.approx(0.125)
+    assert mean["to_ours"]["uvloop"]["ratio"] == pytest.approx(0.25)
+    rss = {"ours": 1.0, "nginx": 2.0, "uvloop": 3.0}
     assert "reached" in bench_http_store.table({"summary": summary, "peak_rss_mb": rss})
-    runs[0]["mb_per_s"] = runs[3]["mb_per_s"] = 70.0
+    runs[0]["mb_per_s"] = runs[5]["mb_per_s"] = 70.0
     text = bench_http_store.table({"summary": bench_http_store.summarise(runs), "peak_rss_mb": rss})
     assert "missed" in text
+
+
+def test_each_http_server_is_first_and_last_within_a_repeat_as_often_as_the_others() -> None:
+    names = ["a", "b", "c", "d"]
+    orders = [bench_http_store.in_turn(names, repeat) for repeat in range(8)]
+    for at in (0, 3):
+        assert sorted(order[at] for order in orders) == sorted(names * 2)
 
 
 def test_file_arms_are_compared_with_the_better_fio_of_the_same_round() -> None:

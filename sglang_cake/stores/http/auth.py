@@ -1,4 +1,4 @@
-"""Bearer tokens and certificates, from files that may be replaced while they are in use."""
+"""Bearer tokens and certificates, read from files that may be replaced while a server runs."""
 
 import hashlib
 import hmac
@@ -10,14 +10,14 @@ from pathlib import Path
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_secret_file
 
-MIN_TOKEN_CHARS = 16  # fewer could be guessed
+MIN_TOKEN_CHARS = 16  # shorter tokens could be guessed
 MAX_FILE_BYTES = 1 << 16
 _SET_ONE = "set --token-file FILE"
 _MAKE_ONE = "make one by: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
+    """Whether `host` is a loopback address, to which only this machine can connect."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_token_path() -> Path:
-    """The token file of a user's servers and clients on one machine, for those that name none.
+    """The default token file of the user's servers and clients on this machine.
 
     Raises: ConfigError if there is no home folder.
     """
@@ -33,16 +33,16 @@ def own_token_path() -> Path:
 
 
 def make_own_token() -> Path:
-    """The user's own token file, which is made if there is none. Raises: ConfigError."""
+    """The default token file, made with a random token if it is absent. Raises: ConfigError."""
     path = own_token_path()
     make_secret_file(path, name="token file", hint=_SET_ONE)
     return path
 
 
 def load_tokens(path: Path) -> list[str]:
-    """The tokens in a file, one a line; there is at least one.
+    """The tokens in a file, one a line; at least one.
 
-    Raises: ConfigError; also if anybody but the owner may read or write the file.
+    Raises: ConfigError; also if other users than the owner may read or write the file.
     """
     raw = read_secret_file(path, name="token file", most_bytes=MAX_FILE_BYTES, hint=_MAKE_ONE)
     try:
@@ -61,36 +61,37 @@ def load_tokens(path: Path) -> list[str]:
     return tokens
 
 
-class Gate:
-    """Who may pass: requests with one of some tokens. Those of `readers` may only read."""
+class AcceptedTokens:
+    """The tokens that a server accepts: for everything, or for reading only."""
 
-    def __init__(self, tokens: Iterable[str], readers: Iterable[str] = ()) -> None:
+    def __init__(self, tokens: Iterable[str] = (), read_tokens: Iterable[str] = ()) -> None:
+        """Args: tokens: allow everything. read_tokens: allow everything but writing."""
         self._writers = [_digest(token) for token in tokens]
-        self._all = [*self._writers, *(_digest(token) for token in readers)]
+        self._readers = [_digest(token) for token in read_tokens]
 
-    def lets_pass(self, authorization: str | None) -> bool:
-        """Whether this `Authorization` header names a known token."""
-        return _names_one(authorization, self._all)
+    def may_read(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header has an accepted token."""
+        return _has_one_of([*self._writers, *self._readers], authorization)
 
     def may_write(self, authorization: str | None) -> bool:
-        """Whether it names one that may write and delete, too."""
-        return _names_one(authorization, self._writers)
+        """Whether an `Authorization` header has a token that allows writing."""
+        return _has_one_of(self._writers, authorization)
 
 
-def _names_one(authorization: str | None, known: list[bytes]) -> bool:
-    """Whether an `Authorization` header names one of the tokens with these digests.
+def _has_one_of(digests: list[bytes], authorization: str | None) -> bool:
+    """Whether an `Authorization` header has a token with one of the digests.
 
-    Compared are digests, each in constant time and always all of them, so that neither the bytes of
-    a token nor its length nor its place in the file can be measured.
+    The comparison is of digests, in constant time, and with all of them. So its duration shows
+    neither the bytes nor the length of a token, nor its place in the file.
     """
     scheme, _, token = (authorization or "").partition(" ")
     offered = _digest(token.strip())
-    matches = [hmac.compare_digest(offered, each) for each in known]
+    matches = [hmac.compare_digest(offered, digest) for digest in digests]
     return scheme.lower() == "bearer" and any(matches)
 
 
-class Access:
-    """What a server holds against strangers: its tokens, and its certificate if it has one."""
+class ServerCredentials:
+    """The tokens and the certificate of a server, as its files say."""
 
     def __init__(
         self,
@@ -99,43 +100,55 @@ class Access:
         tls_files: tuple[Path, Path] | None = None,
     ) -> None:
         """Args:
-        read_token_file: with tokens that may only read.
-        tls_files: certificate chain and private key, PEM.
+        read_token_file: holds tokens that allow everything but writing.
+        tls_files: certificate chain and private key, PEM. Without them there is no TLS.
 
         Raises: ConfigError.
         """
-        self._token_file, self._read_token_file = token_file, read_token_file
+        self._token_file = token_file
+        self._read_token_file = read_token_file
         self._tls_files = tls_files
-        self._tokens: list[list[str]] = []
-        self._tls_bytes: list[bytes] = []
-        self.gate = Gate(())
-        self.tls: ssl.SSLContext | None = None  # for new connections
+        self._file_tokens: list[list[str]] = []
+        self._file_certificate: list[bytes] = []
+        self.tokens = AcceptedTokens()
+        # For listening sockets; None without TLS. New connections use the latest certificate.
+        self.tls: ssl.SSLContext | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Read the files again; may block on a disk.
 
-        Raises: ConfigError. What a bad file held before stays in force.
+        Raises: ConfigError. The former content of an unusable file stays in force.
         """
-        readers = [] if self._read_token_file is None else load_tokens(self._read_token_file)
-        tokens = [load_tokens(self._token_file), readers]
-        if tokens != self._tokens:
-            self.gate, self._tokens = Gate(*tokens), tokens
+        read_tokens = [] if self._read_token_file is None else load_tokens(self._read_token_file)
+        file_tokens = [load_tokens(self._token_file), read_tokens]
+        if file_tokens != self._file_tokens:
+            self.tokens = AcceptedTokens(*file_tokens)
+            self._file_tokens = file_tokens
         if self._tls_files is not None:
-            self._refresh_tls(*self._tls_files)
+            self._refresh_certificate(*self._tls_files)
 
-    def _refresh_tls(self, cert: Path, key: Path) -> None:
+    def _refresh_certificate(self, cert: Path, key: Path) -> None:
         try:
             found = [cert.read_bytes(), key.read_bytes()]
-            if found != self._tls_bytes:
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-                context.minimum_version = ssl.TLSVersion.TLSv1_2
-                # With a password, OpenSSL does not ask for one at the terminal.
-                context.load_cert_chain(cert, key, password="")
-                self.tls, self._tls_bytes = context, found
-        except OSError as error:  # SSLError, of what cannot be parsed or does not fit, is one
+            if found == self._file_certificate:
+                return
+            latest = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            latest.minimum_version = ssl.TLSVersion.TLSv1_2
+            # With a password, OpenSSL does not ask for one at the terminal.
+            latest.load_cert_chain(cert, key, password="")
+        except OSError as error:  # includes SSLError, for files that are malformed or do not match
             words = error.strerror or str(error)
             raise ConfigError(f"--tls-cert and --tls-key cannot be used: {words}") from None
+        if self.tls is None:
+            self.tls = latest
+        self._file_certificate = found
+
+        def use_latest(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            connection.context = latest
+
+        # OpenSSL calls this early in every handshake, whether the client names a host or not.
+        self.tls.sni_callback = use_latest
 
 
 def _digest(token: str) -> bytes:

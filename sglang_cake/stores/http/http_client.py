@@ -1,4 +1,7 @@
-"""One namespace of a store behind HTTP: ours, or any server with GET, HEAD, PUT and DELETE."""
+"""One namespace of an HTTP store: `sglang-cake store serve`, or a plain server of files.
+
+A plain server has GET, HEAD, PUT and DELETE, as nginx with its WebDAV module.
+"""
 
 import asyncio
 import contextlib
@@ -19,30 +22,30 @@ from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.http_transport import (
     Endpoint,
     HttpCounters,
+    HttpTransport,
     Renewed,
-    Wire,
     read_lines,
     read_whole,
     refuse,
 )
 from sglang_cake.stores.probing import EXACT_KEYS, probe
 from sglang_cake.stores.request_info import RequestFacts
-from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.stores.timing import Hedging, TimeoutLimits
 
 T = TypeVar("T")
 
-REPORT_S = 5.0  # how long the server may take to look at a block
-HEADS_AT_ONCE = EXACT_KEYS  # lookups in flight where there is no `contains`
-HEAD_ROUNDS = 3  # of a lookup there: enough for 4,000 blocks that are stored from the first on
-PIECE_BYTES = 1 << 18  # of a block on its way out
-NOT_OURS = frozenset((404, 405, 501))  # how a server that has no `contains` answers one
+REPORT_S = 5.0  # time limit of a report of a corrupt block
+HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
+HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
+PIECE_BYTES = 1 << 18  # of a block, copied and sent at a time
+NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
 
 
 class HttpStore:
-    """Implements `Store`. Does nothing before its first call; belongs to that call's event loop.
+    """Implements `Store`. Sends nothing before its first call; belongs to that call's event loop.
 
-    What kind of server it talks to is found out by asking for `contains`, and again after an
-    outage: the server may have come back as another one.
+    The answer to `contains` shows whether the server is a plain one. After an outage `contains` is
+    asked again, because another server may have taken the address.
     """
 
     def __init__(
@@ -51,44 +54,49 @@ class HttpStore:
         frame: BlockFrame,
         *,
         depth: int,
-        patience: TimeoutLimits | None = None,
+        limits: TimeoutLimits | None = None,
+        hedging: Hedging | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        locate: as in `Wire`.
-        depth: reads, and writes, in flight at most.
+        locate, hedging: as in `HttpTransport`.
+        depth: largest number of reads in flight, and of writes.
+        limits: bounds of the time limits; the defaults if None.
         clock: as in `Circuit`.
 
-        Raises: ConfigError, of `locate`.
+        Raises: ConfigError, from `locate`.
         """
         self._frame = frame
-        self._patience = patience or TimeoutLimits()
-        self._wire = Wire(locate, self._patience, self._forget_server, clock)
+        self._limits = limits or TimeoutLimits()
+        self._transport = HttpTransport(locate, self._limits, hedging, self._forget_server, clock)
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
-        self._plain: bool | None = None  # None: not known yet
-        self._claimed = False
+        self._is_plain: bool | None = None  # None: not known yet
+        self._is_claimed = False  # whether the server has the namespace's description
 
     @property
     def counters(self) -> HttpCounters:
-        """What happened so far."""
-        return self._wire.counters
+        """Counts since the store was made."""
+        return self._transport.counters
 
     def events(self) -> dict[str, int]:
         """As in `Counting`."""
-        return self._wire.counters.events()
+        return self._transport.counters.events()
 
     def _forget_server(self) -> None:
-        self._plain, self._claimed = None, False
+        self._is_plain = None
+        self._is_claimed = False
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """As in `Store`: one round trip, or HEAD_ROUNDS for few of the keys (`probing`) where the
-        server is not ours."""
+        """As in `Store`, in one round trip.
+
+        On a plain server, HEAD_ROUNDS rounds of HEAD requests for some of the keys (`probing`).
+        """
         found: list[bool] = []
         for start in range(0, max(1, len(keys)), protocol.MAX_CONTAINS_KEYS):
             some = keys[start : start + protocol.MAX_CONTAINS_KEYS]
-            if not self._plain:
+            if not self._is_plain:
                 answers = await self._ask(some)
                 if answers is not None:
                     found += answers
@@ -97,27 +105,29 @@ class HttpStore:
         return found
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`, where the server is ours; of a longer prompt the first blocks."""
-        if self._plain:
+        """As in `AccessListener`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
+        if self._is_plain:
             return
         body = b"".join(keys[: protocol.MAX_CONTAINS_KEYS])
         path = protocol.touched_path(self._frame.digest)
         headers = {protocol.FACTS_HEADER: facts.to_json()}
 
         async def attempt() -> None:
-            async with self._wire.request("POST", path, data=body, headers=headers) as response:
+            async with self._transport.request(
+                "POST", path, data=body, headers=headers
+            ) as response:
                 if response.status != 204 and response.status not in NOT_OURS:
                     await refuse(response)
 
         async with self._asking:
-            await self._wire.call(self._wire.lookups, max(1, len(body)), attempt)
+            await self._transport.call(self._transport.lookups, max(1, len(body)), attempt)
 
     async def _ask(self, keys: Sequence[BlockKey]) -> list[bool] | None:
-        """Which keys are stored; None if the server is none of ours, which is then known."""
+        """Which keys are stored; None if the server turns out to be a plain one."""
         path = protocol.contains_path(self._frame.digest, self._frame.known_bytes)
 
         async def attempt() -> list[bool] | None:
-            async with self._wire.request("POST", path, data=b"".join(keys)) as response:
+            async with self._transport.request("POST", path, data=b"".join(keys)) as response:
                 if response.status in NOT_OURS:
                     return None
                 if response.status != 200:
@@ -126,24 +136,24 @@ class HttpStore:
 
         async with self._asking:
             size_bytes = max(1, len(keys)) * protocol.KEY_BYTES
-            answers = await self._wire.call(self._wire.lookups, size_bytes, attempt)
-        self._plain = answers is None
+            answers = await self._transport.call(self._transport.lookups, size_bytes, attempt)
+        self._is_plain = answers is None
         return answers
 
     async def _has(self, key: BlockKey) -> bool:
         async with self._asking:
-            return await self._wire.call(
-                self._wire.lookups, protocol.KEY_BYTES, lambda: self._head(key)
+            return await self._transport.call(
+                self._transport.lookups, protocol.KEY_BYTES, lambda: self._head(key)
             )
 
     async def _head(self, key: BlockKey) -> bool:
         path = protocol.block_path(self._frame.digest, key)
-        async with self._wire.request("HEAD", path) as response:
+        async with self._transport.request("HEAD", path) as response:
             if response.status in (404, 410):
                 return False
             if response.status != 200:
                 await refuse(response)
-            # One cut short counts as absent, so that the next write heals it.
+            # A truncated block counts as absent, so that the next write replaces it.
             return self._may_be(response.content_length)
 
     def _may_be(self, framed_bytes: int | None) -> bool:
@@ -152,12 +162,11 @@ class HttpStore:
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """As in `Store`. Only this call's own task writes `out`, and it is done when this returns
-        or raises, cancelled or not."""
+        """As in `Store`. Nothing writes `out` after this returns, raises or is cancelled."""
         try:
             async with self._reading:
-                return await self._wire.call(
-                    self._wire.reads,
+                return await self._transport.call(
+                    self._transport.reads,
                     self._frame.framed_bytes,
                     lambda: self._get(key, out, progress),
                 )
@@ -166,19 +175,21 @@ class HttpStore:
             raise
 
     async def _report(self, key: BlockKey) -> None:
-        """Have our server look at a block that came corrupt: it may be so only on the wire.
+        """Ask the server to check a block that arrived corrupt; its own copy may be sound.
 
-        Past the circuit, which must not take an answer to this for a server that is well.
+        The request bypasses the circuit, where its success would count as recovery.
         """
-        if self._plain:
+        if self._is_plain:
             return
         path = protocol.block_path(self._frame.digest, key)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, Renewed):
-            async with asyncio.timeout(REPORT_S), self._wire.request("POST", path):
-                pass  # whatever it says: the block is computed now
+            async with asyncio.timeout(REPORT_S), self._transport.request("POST", path):
+                pass  # the answer does not matter: the block is computed
 
     async def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
-        async with self._wire.hedged_get(protocol.block_path(self._frame.digest, key)) as response:
+        async with self._transport.hedged_get(
+            protocol.block_path(self._frame.digest, key)
+        ) as response:
             if response.status in (404, 410):
                 raise BlockMissing(key.hex())
             if response.status != 200:
@@ -193,38 +204,38 @@ class HttpStore:
             return block.finish()
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `Store`. Nothing reads `data` once this returns or raises, cancelled or not."""
+        """As in `Store`. Nothing reads `data` after this returns, raises or is cancelled."""
         assert self._frame.takes(data.nbytes), data.nbytes
         body = data.cast("B")
         async with self._writing:
-            if self._plain is None:
+            if self._is_plain is None:
                 await self._ask(())
             header = self._frame.header(key, body)
             for _ in range(2):
-                if not self._claimed:
+                if not self._is_claimed:
                     await self._claim()
-                fresh = await self._wire.call(
-                    self._wire.writes,
+                fresh = await self._transport.call(
+                    self._transport.writes,
                     len(header) + len(body),
                     lambda: self._put(key, header, body),
                 )
                 if fresh is not None:
                     return fresh
-                self._claimed = False  # the server lost the namespace; tell it once more
-        raise StoreUnavailable("the server forgets the namespace as soon as it is told")
+                self._is_claimed = False  # the server lost the description: send it again
+        raise StoreUnavailable("the server forgets the namespace at once")
 
     async def _put(self, key: BlockKey, header: bytes, body: memoryview) -> bool | None:
-        """Whether the block is new; None if the server does not know the namespace."""
+        """Whether the block was new; None if the server does not know the namespace."""
 
         async def pieces() -> AsyncIterator[bytes]:
             yield header
             for start in range(0, len(body), PIECE_BYTES):
-                # A copy: what a transport buffers must not be the caller's memory.
+                # A copy, because the transport may still buffer it after a cancellation.
                 piece = bytes(body[start : start + PIECE_BYTES])
                 self.counters.sent_bytes += len(piece)
                 yield piece
 
-        async with self._wire.request(
+        async with self._transport.request(
             "PUT",
             protocol.block_path(self._frame.digest, key),
             data=pieces(),
@@ -232,22 +243,26 @@ class HttpStore:
                 "Content-Length": str(len(header) + len(body)),
                 "Content-Type": protocol.BLOCK_TYPE,
             },
-            # Ours may say no before megabytes are on their way; others may not know how to.
-            expect100=self._plain is False,
+            # `sglang-cake store serve` can refuse before the body is sent. Other servers may not
+            # support that.
+            expect100=self._is_plain is False,
         ) as response:
-            if response.status == 409 and not self._plain:
+            if response.status == 409 and not self._is_plain:
                 return None
             if response.status not in (200, 201, 204):
                 await refuse(response)
             return response.status == 201
 
     async def _claim(self) -> None:
-        """Have the server hold namespace.json. Raises: StoreUnavailable, StoreFull."""
+        """Write the namespace's description unless it is there.
+
+        Raises: StoreUnavailable, also if another namespace's is there; StoreFull.
+        """
         fields = self._frame.namespace.describe()
         path = protocol.description_path(self._frame.digest)
 
-        async def look() -> dict[str, str] | None:
-            async with self._wire.request("GET", path) as response:
+        async def read() -> dict[str, str] | None:
+            async with self._transport.request("GET", path) as response:
                 if response.status == 404:
                     return None
                 if response.status != 200:
@@ -255,44 +270,44 @@ class HttpStore:
                 body = await read_whole(response, protocol.MAX_DESCRIPTION_BYTES)
                 return protocol.read_fields(body) or {}
 
-        async def tell() -> None:
+        async def write() -> None:
             body = (json.dumps(fields, indent=2) + "\n").encode()
-            async with self._wire.request("PUT", path, data=body) as response:
+            async with self._transport.request("PUT", path, data=body) as response:
                 if response.status not in (200, 201, 204):
                     await refuse(response)
 
-        found = await self._small(look)
+        found = await self._small(read)
         if found is None:
-            await self._small(tell, self._wire.descriptions)
+            await self._small(write, self._transport.descriptions)
         elif not protocol.describes(found, self._frame.digest):
             raise StoreUnavailable(f"{path} on the server describes another namespace")
-        self._claimed = True
+        self._is_claimed = True
 
     async def delete(self, key: BlockKey) -> None:
         async def attempt() -> None:
             path = protocol.block_path(self._frame.digest, key)
-            async with self._wire.request("DELETE", path) as response:
+            async with self._transport.request("DELETE", path) as response:
                 if response.status not in (200, 202, 204, 404, 410):
                     await refuse(response)
 
-        await self._small(attempt, self._wire.writes)
+        await self._small(attempt, self._transport.writes)
 
     async def remove_description(self) -> None:
-        """As in `Describing`. A server that is not ours does not look whether there are blocks."""
+        """As in `Describing`. A plain server does not check whether blocks are left."""
 
         async def attempt() -> None:
             path = protocol.description_path(self._frame.digest)
-            async with self._wire.request("DELETE", path) as response:
+            async with self._transport.request("DELETE", path) as response:
                 if response.status not in (200, 202, 204, 404, 405, 410):
                     await refuse(response)
 
-        await self._small(attempt, self._wire.descriptions)
+        await self._small(attempt, self._transport.descriptions)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """As in `Store`. Raises: StoreUnavailable; always, where the server is not ours."""
+        """As in `Store`. Raises: StoreUnavailable, always on a plain server."""
 
         async def attempt() -> aiohttp.ClientResponse:
-            async with self._wire.request("GET", path, keep=True) as response:
+            async with self._transport.request("GET", path, keep=True) as response:
                 if response.content_type != protocol.LIST_TYPE:
                     await refuse(response, "this server cannot list blocks")
                 return response
@@ -300,16 +315,16 @@ class HttpStore:
         path = protocol.list_path(self._frame.digest)
         response = await self._small(attempt)
         try:
-            async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._patience):
+            async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._limits):
                 yield protocol.read_block_line(line)
         finally:
             response.close()
 
     async def stats(self) -> StoreStats:
-        """As in `Store`; where the server is not ours, nothing is known."""
+        """As in `Store`; all fields are unknown on a plain server."""
 
         async def attempt() -> StoreStats:
-            async with self._wire.request("GET", protocol.STATS) as response:
+            async with self._transport.request("GET", protocol.STATS) as response:
                 if response.status in NOT_OURS:
                     return StoreStats()
                 if response.status != 200:
@@ -319,11 +334,11 @@ class HttpStore:
         return await self._small(attempt)
 
     async def close(self) -> None:
-        await self._wire.close()
+        await self._transport.close()
 
     async def _small(
         self, attempt: Callable[[], Awaitable[T]], circuit: Circuit | None = None
     ) -> T:
         async with self._asking:
-            circuit = circuit or self._wire.lookups
-            return await self._wire.call(circuit, protocol.KEY_BYTES, attempt)
+            circuit = circuit or self._transport.lookups
+            return await self._transport.call(circuit, protocol.KEY_BYTES, attempt)

@@ -1,4 +1,4 @@
-"""`http://host:8700`, `https://host/prefix?token_file=/path&ca=/path`: a store behind HTTP."""
+"""URLs of HTTP stores: `http://host:8700`, `https://host/prefix?token_file=/path&ca=/path`."""
 
 import os
 import ssl
@@ -12,7 +12,7 @@ from sglang_cake.stores.base import Description, Store, StoredNamespace
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.stores.http.http_client import HttpStore
-from sglang_cake.stores.http.http_transport import Endpoint, Wire, read_whole, refuse
+from sglang_cake.stores.http.http_transport import Endpoint, HttpTransport, read_whole, refuse
 from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.stores.url import StoreUrl, absolute_path
 
@@ -22,34 +22,37 @@ class HttpSource:
     """Implements `StoreSource`."""
 
     base: str  # without a slash at the end
-    token_file: Path | None = None  # None: the user's own, for a server on this machine
-    ca: Path | None = None  # certificates to trust instead of the system's
-    reads_count: bool = True  # as use, for the server's eviction
+    token_file: Path | None = None  # None: the user's own token, for a loopback address only
+    ca: Path | None = None  # trusted certificates; None: those of the system
+    reads_count: bool = True  # whether the server counts a GET as a use of the block
 
     def check(self) -> None:
-        """The files can be read. Whether the server is up is not asked: it may come later."""
+        """Check that the files can be read, but not that the server runs: it may start later.
+
+        Raises: ConfigError.
+        """
         self.locate()
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         return HttpStore(self.locate, frame, depth=depth)
 
     async def namespaces(self) -> list[StoredNamespace]:
-        """Raises: StoreUnavailable; always, where the server is not ours."""
-        wire = Wire(self.locate, TimeoutLimits())
+        """Raises: StoreUnavailable, always on a plain server."""
+        transport = HttpTransport(self.locate, TimeoutLimits())
 
         async def attempt() -> list[StoredNamespace]:
-            async with wire.request("GET", protocol.NAMESPACES) as response:
+            async with transport.request("GET", protocol.NAMESPACES) as response:
                 if response.status != 200:
                     await refuse(response)
                 body = await read_whole(response, protocol.MAX_ANSWER_BYTES)
                 return protocol.read_namespaces(body)
 
         try:
-            return await wire.call(wire.lookups, protocol.KEY_BYTES, attempt)
+            return await transport.call(transport.lookups, protocol.KEY_BYTES, attempt)
         except StoreUnavailable as error:
             raise StoreUnavailable(f"cannot list namespaces: {error}") from error
         finally:
-            await wire.close()
+            await transport.close()
 
     def describe(self) -> Description:
         settings = {
@@ -60,13 +63,14 @@ class HttpSource:
         return Description("HttpStore", settings)
 
     def locate(self) -> Endpoint:
-        """As the files say now. Raises: ConfigError."""
-        ca, tls = b"", None
+        """The endpoint, with the present content of the files. Raises: ConfigError."""
+        ca = b""
+        tls = None
         if self.ca is not None:
             try:
                 ca = self.ca.read_bytes()
                 tls = ssl.create_default_context(cafile=self.ca)
-            except OSError as error:  # what it cannot parse is an SSLError, which is one
+            except OSError as error:  # includes SSLError, for text that is no certificate
                 words = error.strerror or "no certificates in it"
                 raise ConfigError(f"ca file {self.ca} cannot be read: {words}") from None
         return Endpoint(self.base, self._token(), ca, tls, self.reads_count)
@@ -75,11 +79,11 @@ class HttpSource:
         """Raises: ConfigError."""
         if self.token_file is not None:
             return load_tokens(self.token_file)[0]
-        if not is_loopback(urlsplit(self.base).hostname or ""):  # a token goes to nobody else
+        if not is_loopback(urlsplit(self.base).hostname or ""):
             return None
         try:
             path = own_token_path()
-        except ConfigError:  # no home folder, so nobody's
+        except ConfigError:  # no home folder
             return None
         return load_tokens(path)[0] if os.path.exists(path) else None
 
@@ -105,7 +109,7 @@ def _base(url: StoreUrl) -> str:
     try:
         parts = urlsplit(f"{url.scheme}://{url.place}")
         host, _ = parts.hostname, parts.port
-    except ValueError:  # whose message quotes what may be half of a password
+    except ValueError:  # its message could quote a part of a password
         raise url.error("host or port cannot be read, write for example http://host:8700") from None
     if not host or " " in url.place:
         raise url.error("names no host, write for example http://host:8700")

@@ -1,4 +1,4 @@
-"""Requests to one server: pooled, timed, retried, counted, and given up when it is down."""
+"""Requests to one HTTP server: connection pools, time limits, retries, hedges and counters."""
 
 import asyncio
 import contextlib
@@ -26,18 +26,21 @@ from sglang_cake.stores.timing import Hedging, TimeoutLimits
 T = TypeVar("T")
 
 TRIES = 3
-RETRY_S = 0.05  # before the second try, doubled for each further one, times 0.5 to 1.5 by chance
-MAX_RETRY_AFTER_S = 2.0  # how much of a server's Retry-After is granted
+RETRY_S = 0.05  # pause before the second try; doubles with each try, times a random 0.5 to 1.5
+MAX_RETRY_AFTER_S = 2.0  # longer values of Retry-After are shortened to this
 CONNECT_S = 5.0
-KEEPALIVE_S = 60.0  # less than what our server grants
-READ_BYTES = 1 << 20  # of a body that wait in memory until they are looked at
+KEEPALIVE_S = 60.0  # shorter than the keep-alive of `sglang-cake store serve`
+READ_BYTES = 1 << 20  # of a body that are buffered before the socket is paused
 HEDGE_FLOOR_S = 0.005
 
 
 @dataclass(slots=True)
 class HttpCounters(RemoteCounters):
-    """Requests are counted with retries and hedges, but without those that aiohttp itself sends
-    once more when it finds a pooled connection closed."""
+    """Counters of one store.
+
+    `requests` includes retries and hedges. It excludes the requests that aiohttp itself repeats
+    after it finds a pooled connection closed.
+    """
 
     hedges: int = 0
     hedges_won: int = 0
@@ -45,17 +48,17 @@ class HttpCounters(RemoteCounters):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the server is and how to get in."""
+    """The address of a server, and the credentials for it."""
 
     base: str  # URL without a slash at the end
     token: str | None = field(default=None, repr=False)
-    ca: bytes = field(default=b"", repr=False)  # what `tls` was made of
-    tls: ssl.SSLContext | None = field(default=None, compare=False)  # None: the system's
-    reads_count: bool = True  # as use, for the server's eviction
+    ca: bytes = field(default=b"", repr=False)  # PEM text from which `tls` was made
+    tls: ssl.SSLContext | None = field(default=None, compare=False)  # None: system certificates
+    reads_count: bool = True  # whether the server counts a GET as a use of the block
 
 
 class TryAgain(RemoteError):
-    """The server cannot answer now."""
+    """A request failed for a reason that may pass; `after_s` is the server's Retry-After."""
 
     def __init__(self, fault: Fault, message: str, after_s: float = 0.0) -> None:
         super().__init__(fault, message)
@@ -63,73 +66,76 @@ class TryAgain(RemoteError):
 
 
 class Renewed(Exception):
-    """The server refused a token or showed a certificate that has been replaced meanwhile."""
+    """A request failed with an outdated token or CA file, which has been read again."""
 
 
-class Wire:
-    """Belongs to the event loop that first uses it. Holds no lock."""
+class HttpTransport:
+    """Sends requests to one server. Belongs to the event loop that first uses it; takes no lock."""
 
     def __init__(
         self,
         locate: Callable[[], Endpoint],
-        patience: TimeoutLimits,
+        limits: TimeoutLimits,
+        hedging: Hedging | None = None,
         on_outage: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        locate: reads what says how to get in; called again, in a thread, when the server does not
-            let us in.
+        locate: reads the address and the credentials. After a 401 or a certificate error it is
+            called again, in a thread.
+        limits: bounds of the time limits of all requests.
+        hedging: decides when a GET is sent a second time.
         on_outage, clock: as in `Circuit`.
 
-        Raises: ConfigError, of `locate`.
+        Raises: ConfigError, from `locate`.
         """
         self._locate = locate
         self._endpoint = locate()
-        # Reads have connections of their own: our server answers those that carry nothing else
-        # without aiohttp (connection.py).
-        self._reads: aiohttp.ClientSession | None = None
-        self._others: aiohttp.ClientSession | None = None
-        self._hedging = Hedging(floor_s=HEDGE_FLOOR_S)
+        self._session: aiohttp.ClientSession | None = None
+        self._hedging = hedging or Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
         self._circuits: list[Circuit] = []
 
-        def circuit(kind: str, patience: TimeoutLimits) -> Circuit:
+        def circuit(kind: str, limits: TimeoutLimits) -> Circuit:
             return Circuit(
-                *(self._endpoint.base, kind, self.counters, patience),
+                self._endpoint.base,
+                kind,
+                self.counters,
+                limits,
                 group=self._circuits,
                 on_outage=on_outage,
                 clock=clock,
             )
 
-        self.lookups, self.reads = circuit("lookups", patience), circuit("reads", patience)
-        self.writes = circuit("writes", patience)
-        # Our server brings a description to its disk before it answers: however small it is, and
-        # however fast the last one was, that takes as long as the disk takes.
-        floor_s = max(patience.first_s, patience.floor_s)
-        self.descriptions = circuit("descriptions", replace(patience, floor_s=floor_s))
+        self.lookups = circuit("lookups", limits)
+        self.reads = circuit("reads", limits)
+        self.writes = circuit("writes", limits)
+        # The server writes a description to its disk before it answers. The time for that depends
+        # on the disk, not on the few bytes of the request, so the limit never shrinks.
+        floor_s = max(limits.first_s, limits.floor_s)
+        self.descriptions = circuit("descriptions", replace(limits, floor_s=floor_s))
 
     async def close(self) -> None:
         for circuit in self._circuits:
             circuit.close()
-        for session in (self._reads, self._others):
-            if session is not None:
-                await session.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def call(
         self, circuit: Circuit, size_bytes: int, attempt: Callable[[], Awaitable[T]]
     ) -> T:
-        """Run `attempt`, which makes one request, until one is answered; TRIES times at most.
+        """Run `attempt`, which makes one request, until it succeeds; TRIES times at most.
 
-        Args: size_bytes: what the request moves, at least 1.
-        Raises: StoreUnavailable; any StoreError of `attempt`, which is then not tried again.
-        Cancellation goes to `attempt`, whose connection is closed.
+        Args: size_bytes: bytes that the request moves, at least 1.
+        Raises: StoreUnavailable; any other StoreError of `attempt`, without another try.
+        Cancellation reaches `attempt`, which closes its connection.
         """
         for number in range(TRIES):
             last = number + 1 == TRIES
             try:
                 async with circuit.call(size_bytes):
-                    return await self._told(attempt)
+                    return await _translated(attempt)
             except Renewed as error:
                 if last:
                     raise StoreUnavailable(f"{self._endpoint.base}: {error}") from error
@@ -142,16 +148,6 @@ class Wire:
                 await asyncio.sleep(max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S)))
         raise AssertionError("no tries")
 
-    async def _told(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Its errors as ours; a TimeoutError is the circuit's to judge."""
-        try:
-            return await attempt()
-        except TimeoutError:
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            words = one_line(error) or type(error).__name__
-            raise TryAgain(Fault.DISCONNECTS, words) from error
-
     @contextlib.asynccontextmanager
     async def request(
         self,
@@ -163,31 +159,31 @@ class Wire:
         expect100: bool = False,
         keep: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request. A body that is not read to its end costs the connection.
+        """One request. If the body is not read to its end, the connection is closed.
 
-        Args: keep: the response goes on to live after the block; whoever keeps it closes it.
+        Args:
+        expect100: send `Expect: 100-continue`, and the body only after the server asks for it.
+        keep: the response stays open after the block, and the caller closes it.
         """
-        if self._others is None:
-            self._others = self._session()
-        response = await self._send(self._others, method, path, data, headers, expect100)
+        response = await self._send(method, path, data, headers, expect100)
         try:
             yield response
         except BaseException:
             response.close()
             raise
         if expect100 and response.status != 201:
-            response.close()  # it was answered before its body was asked for
+            response.close()  # the server answered without reading the body
         if not keep:
             response.release()
 
     @contextlib.asynccontextmanager
     async def hedged_get(self, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One GET, or two when the first takes unusually long to be answered; the first to be
-        answered goes on, the other is given up before anything of its body was read."""
+        """One GET, or two if the first one is not answered within the delay of `Hedging`.
+
+        The first response is used. The other request is cancelled before its body is read.
+        """
         started_s = time.monotonic()
-        if self._reads is None:
-            self._reads = self._session()
-        response = await self._first_answer(self._reads, path)
+        response = await self._first_response(path)
         self._hedging.answered(time.monotonic() - started_s)
         try:
             yield response
@@ -196,19 +192,17 @@ class Wire:
             raise
         response.release()
 
-    async def _first_answer(
-        self, session: aiohttp.ClientSession, path: str
-    ) -> aiohttp.ClientResponse:
+    async def _first_response(self, path: str) -> aiohttp.ClientResponse:
         delay_s = self._hedging.delay_s()
         if delay_s is None:
-            return await self._send(session, "GET", path)
-        asked = [asyncio.ensure_future(self._send(session, "GET", path))]
+            return await self._send("GET", path)
+        asked = [asyncio.ensure_future(self._send("GET", path))]
         winner: asyncio.Task[aiohttp.ClientResponse] | None = None
         try:
             await asyncio.wait(asked, timeout=delay_s)
             if not asked[0].done() and self._hedging.take():
                 self.counters.hedges += 1
-                asked.append(asyncio.ensure_future(self._send(session, "GET", path)))
+                asked.append(asyncio.ensure_future(self._send("GET", path)))
             winner = await _first_good(asked)
             self.counters.hedges_won += winner is not asked[0]
             return winner.result()
@@ -220,7 +214,6 @@ class Wire:
 
     async def _send(
         self,
-        session: aiohttp.ClientSession,
         method: str,
         path: str,
         data: object = None,
@@ -228,17 +221,20 @@ class Wire:
         expect100: bool = False,
     ) -> aiohttp.ClientResponse:
         self.counters.requests += 1
-        endpoint, headers = self._endpoint, dict(headers or {})
+        if self._session is None:
+            self._session = self._new_session()
+        endpoint = self._endpoint
+        headers = dict(headers or {})
         if endpoint.token is not None:
             headers["Authorization"] = f"Bearer {endpoint.token}"
         try:
-            response = await session.request(
+            response = await self._session.request(
                 method,
                 endpoint.base + path,
                 data=data,
                 headers=headers,
                 expect100=expect100,
-                allow_redirects=False,  # a token goes to nobody else
+                allow_redirects=False,  # the token is for this server only
                 ssl=True if endpoint.tls is None else endpoint.tls,
             )
         except aiohttp.ClientConnectorCertificateError as error:
@@ -251,22 +247,22 @@ class Wire:
         return response
 
     async def _is_renewed(self, used: Endpoint) -> bool:
-        """Whether there is another token or certificate than those that did not let us in."""
+        """Whether the token or the CA file has changed since `used`, which the server refused."""
         if self._endpoint is used:
             try:
                 found = await asyncio.to_thread(self._locate)
-            except ConfigError:  # what the server said is more to the point
+            except ConfigError:  # the error of the server says more
                 return False
             if self._endpoint is used and found != used:
                 self._endpoint = found
         return self._endpoint is not used
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _new_session(self) -> aiohttp.ClientSession:
         headers = {"Accept-Encoding": "identity"}
         if not self._endpoint.reads_count:
             headers[protocol.USE_HEADER] = protocol.NO_USE
         return aiohttp.ClientSession(
-            # No limit of its own: whoever calls has one for each kind of request, so that a lookup
+            # No limit here. `HttpStore` limits each kind of request by itself, so that a lookup
             # never waits for a connection behind reads.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -277,10 +273,21 @@ class Wire:
         )
 
 
+async def _translated(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Run `attempt`, with connection errors as TryAgain. A TimeoutError passes, for the circuit."""
+    try:
+        return await attempt()
+    except TimeoutError:
+        raise
+    except (aiohttp.ClientError, OSError) as error:
+        words = one_line(error) or type(error).__name__
+        raise TryAgain(Fault.DISCONNECTS, words) from error
+
+
 async def _first_good(
     asked: "list[asyncio.Task[aiohttp.ClientResponse]]",
 ) -> "asyncio.Task[aiohttp.ClientResponse]":
-    """The first of the tasks that succeeds; the last that failed if none does."""
+    """The first task that succeeds; if none does, a task that failed."""
     pending = set(asked)
     while True:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -295,9 +302,10 @@ def _discard(task: "asyncio.Task[aiohttp.ClientResponse]") -> None:
 
 
 async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
-    """Turn an answer that was not hoped for into the error that it is.
+    """Raise the error that an unexpected response stands for.
 
-    Raises: StoreFull, RemoteError; TryAgain for what may pass.
+    Args: why: replaces the body's text in the message.
+    Raises: StoreFull, RemoteError; TryAgain after a 5xx, except 501 and 507.
     """
     text = one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
     status = response.status
@@ -331,17 +339,18 @@ async def read_whole(response: aiohttp.ClientResponse, at_most: int) -> bytes:
 
 
 async def read_lines(
-    response: aiohttp.ClientResponse, at_most: int, patience: TimeoutLimits
+    response: aiohttp.ClientResponse, at_most: int, limits: TimeoutLimits
 ) -> AsyncIterator[bytes]:
-    """The lines of the body, each of `at_most` bytes. However long the reader takes; the server
-    may take `patience.first_s` for each piece.
+    """The lines of the body, each of `at_most` bytes at most.
+
+    The server may take `limits.first_s` for each piece. The reader may take any time.
 
     Raises: StoreUnavailable.
     """
     rest = b""
     try:
         while True:
-            async with asyncio.timeout(patience.first_s):
+            async with asyncio.timeout(limits.first_s):
                 piece = await response.content.readany()
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:

@@ -1,7 +1,7 @@
-"""What client and server of the HTTP store say to each other (see docs/http-store.md).
+"""Paths, headers and bodies of the HTTP store's protocol (docs/http-store.md).
 
-The part below a namespace is laid out as a file store's folder is, so that any HTTP server with PUT
-over such a folder serves the same blocks; `contains` and the list are ours alone.
+The paths of blocks are those of a file store's folder, so a plain HTTP server with PUT over such a
+folder serves the same blocks. `contains`, `touched` and the list exist on our server only.
 """
 
 import enum
@@ -21,20 +21,25 @@ from sglang_cake.stores.base import (
 )
 
 KEY_BYTES = 32
-MAX_CONTAINS_KEYS = 16384  # in one question
+MAX_CONTAINS_KEYS = 16384  # in one request
 MAX_DESCRIPTION_BYTES = 1 << 16  # of namespace.json
 MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
 BLOCK_TYPE = "application/octet-stream"
-FACTS_HEADER = "Cake-Request"  # what a request tells of itself, JSON (stores/request_info.py)
-USE_HEADER, NO_USE = "Cake-Use", "no"  # a GET that says so is no use of the block, for eviction
+FACTS_HEADER = "Cake-Request"  # `RequestFacts` as JSON (stores/request_info.py)
+# A GET with the header `Cake-Use: no` is not counted as a use of the block, for eviction.
+USE_HEADER = "Cake-Use"
+NO_USE = "no"
 
-HEALTH, STATS, METRICS, NAMESPACES = "/health", "/stats", "/metrics", "/namespaces"
+HEALTH = "/health"
+STATS = "/stats"
+METRICS = "/metrics"
+NAMESPACES = "/namespaces"
 
 
 def block_path(digest: Digest, key: BlockKey) -> str:
-    """Where a block is, relative to the store's URL."""
+    """The path of a block, relative to the store's URL."""
     name = key.hex()
     return f"/{digest.hex()}/{name[:2]}/{name[2:4]}/{name}"
 
@@ -44,12 +49,12 @@ def description_path(digest: Digest) -> str:
 
 
 def contains_path(digest: Digest, framed_bytes: int | None) -> str:
-    """Where to ask which blocks of `framed_bytes` bytes are there; None: of any length."""
+    """The path that lookups of blocks of `framed_bytes` bytes are sent to; None: of any length."""
     return f"/{digest.hex()}/contains?bytes={framed_bytes or 0}"
 
 
 def touched_path(digest: Digest) -> str:
-    """Where to say that a request has some blocks."""
+    """The path that reports of used blocks are sent to."""
     return f"/{digest.hex()}/touched"
 
 
@@ -73,7 +78,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A path taken apart. Nothing of it but these bytes ever becomes part of a file's name."""
+    """A parsed path. Only these bytes become part of a file's name, never the path itself."""
 
     kind: Kind
     digest: Digest = Digest(b"")  # noqa: RUF009 - immutable
@@ -97,10 +102,10 @@ _BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{
 
 
 def parse_path(path: str) -> Target | None:
-    """What `path` (as it came, without the query) names; None if it names nothing."""
+    """Parse `path`, which is percent-encoded and has no query. None for an unknown path."""
     if match := _BLOCK.fullmatch(path):
-        digest, key = bytes.fromhex(match[1]), bytes.fromhex(match[4])
-        return Target(Kind.BLOCK, Digest(digest), BlockKey(key))
+        digest = Digest(bytes.fromhex(match[1]))
+        return Target(Kind.BLOCK, digest, BlockKey(bytes.fromhex(match[4])))
     match = _NAMESPACE.fullmatch(path)
     if match and match[2] in _IN_NAMESPACE:
         return Target(_IN_NAMESPACE[match[2]], Digest(bytes.fromhex(match[1])))
@@ -108,7 +113,7 @@ def parse_path(path: str) -> Target | None:
 
 
 def split_keys(body: bytes) -> list[BlockKey] | None:
-    """The keys of a `contains`; None if these are not whole keys, or too many."""
+    """The keys in a body; None if it does not hold whole keys, or holds too many."""
     if len(body) % KEY_BYTES or len(body) > MAX_CONTAINS_KEYS * KEY_BYTES:
         return None
     starts = range(0, len(body), KEY_BYTES)
@@ -116,14 +121,14 @@ def split_keys(body: bytes) -> list[BlockKey] | None:
 
 
 def read_answers(body: bytes, count: int) -> list[bool]:
-    """What `contains` answered: a byte 0 or 1 a key. Raises: StoreUnavailable for anything else."""
+    """The answer of `contains`: for each key one byte, 0 or 1. Raises: StoreUnavailable."""
     if len(body) != count or body.strip(b"\0\1"):
-        raise StoreUnavailable("contains was answered with something else")
+        raise StoreUnavailable("the answer of contains is malformed")
     return [byte == 1 for byte in body]
 
 
 def read_fields(body: bytes) -> dict[str, str] | None:
-    """The fields in a namespace.json; None if it is none."""
+    """The fields of a namespace.json; None if it is malformed."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -134,10 +139,10 @@ def read_fields(body: bytes) -> dict[str, str] | None:
 
 
 def describes(fields: dict[str, str], digest: Digest) -> bool:
-    """Whether a namespace of these fields has this digest."""
+    """Whether a namespace with these fields has this digest."""
     try:
         return Namespace(tuple(fields.items())).digest() == digest
-    except UnicodeEncodeError:  # JSON can hold half a surrogate pair, UTF-8 cannot
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can hold and UTF-8 cannot
         return False
 
 
@@ -151,14 +156,15 @@ def read_block_line(line: bytes) -> BlockInfo:
     """Raises: StoreUnavailable."""
     try:
         found = json.loads(line)
-        key, used_s = bytes.fromhex(found["key"]), found["used_s"]
+        key = bytes.fromhex(found["key"])
+        used_s = found["used_s"]
         if len(key) != KEY_BYTES:
             raise ValueError("not a key")
         return BlockInfo(
             BlockKey(key), int(found["bytes"]), None if used_s is None else float(used_s)
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise StoreUnavailable(f"the list has a line that is none: {error}") from None
+        raise StoreUnavailable(f"the list has a malformed line: {error}") from None
 
 
 def write_stats(stats: StoreStats) -> dict[str, object]:
@@ -190,7 +196,7 @@ def read_stats(body: bytes) -> StoreStats:
             policy=str(found.get("policy", "")),
         )
     except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-        raise StoreUnavailable(f"stats were answered with something else: {error}") from None
+        raise StoreUnavailable(f"the answer of stats is malformed: {error}") from None
 
 
 def write_namespaces(namespaces: list[StoredNamespace]) -> list[dict[str, object]]:
@@ -205,4 +211,4 @@ def read_namespaces(body: bytes) -> list[StoredNamespace]:
             for one in json.loads(body)
         ]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreUnavailable(f"namespaces were answered with something else: {error}") from None
+        raise StoreUnavailable(f"the answer of namespaces is malformed: {error}") from None

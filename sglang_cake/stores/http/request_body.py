@@ -1,4 +1,4 @@
-"""What requests bring to the server, within bounds of size and time."""
+"""Bodies of requests, within limits of size and time."""
 
 import asyncio
 import contextlib
@@ -7,24 +7,29 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from aiohttp import web
 
 PIECE_BYTES = 1 << 20
-# A transfer may take as long as it likes, if so many bytes of it (or what is left) move within so
-# many seconds: below 9 KB/s, connections and places of puts would be held for next to nothing.
+# A transfer may take any time while FLOOR_BYTES of it, or all that is left, move in STUCK_S. Below
+# that (9 KB/s) it would hold its connection, and its share of the puts, almost for nothing.
 STUCK_S = 30.0
 FLOOR_BYTES = 1 << 18
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """A request to be answered with an error: status, text and headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers or {}
 
 
 @contextlib.asynccontextmanager
-async def while_it_moves() -> AsyncIterator[Callable[[int], None]]:
-    """A time limit of STUCK_S for what is inside, put off whenever FLOOR_BYTES more have moved; it
-    is told of bytes that did. Raises: TimeoutError."""
+async def while_it_moves(stuck_s: float) -> AsyncIterator[Callable[[int], None]]:
+    """A time limit of `stuck_s` that starts again after every FLOOR_BYTES.
+
+    Yields a function to be called with the number of bytes that have moved.
+
+    Raises: TimeoutError.
+    """
     loop = asyncio.get_running_loop()
     moved_bytes = 0
 
@@ -34,27 +39,27 @@ async def while_it_moves() -> AsyncIterator[Callable[[int], None]]:
         if moved_bytes >= FLOOR_BYTES:
             moved_bytes = 0
             if not limit.expired():
-                limit.reschedule(loop.time() + STUCK_S)
+                limit.reschedule(loop.time() + stuck_s)
 
-    async with asyncio.timeout(STUCK_S) as limit:
+    async with asyncio.timeout(stuck_s) as limit:
         yield moved
 
 
 def wanted_slice(request: web.BaseRequest) -> slice | None:
-    """What the Range header asks for; None for everything. Raises: Refused."""
+    """The bytes that the Range header asks for; None for all. Raises: Refused."""
     try:
         wanted = request.http_range
     except ValueError:
-        raise Refused(416, "the Range is none, or several") from None
+        raise Refused(416, "the Range is malformed, or several ranges") from None
     if wanted.start is None and wanted.stop is None:
         return None
-    # aiohttp says the same of the last 0 bytes as of all from the first on.
+    # aiohttp parses `bytes=-0`, the last 0 bytes, like `bytes=0-`.
     is_suffix = request.headers["Range"].partition("=")[2].strip().startswith("-")
     return slice(0, 0) if is_suffix and wanted.start == 0 else wanted
 
 
 async def accept_body(request: web.BaseRequest) -> None:
-    """Let a client that waits for it send the body. Raises: Refused."""
+    """Ask for the body if the client waits for that (Expect: 100-continue). Raises: Refused."""
     expected = request.headers.get("Expect")
     if expected is None:
         return
@@ -68,7 +73,7 @@ async def read_pieces(
 ) -> AsyncIterator[bytearray]:
     """The body, in pieces of PIECE_BYTES or a little more; only the last is shorter.
 
-    Args: moved: told of bytes that have come.
+    Args: moved: called with the number of bytes that have arrived.
     """
     piece = bytearray()
     async for data in request.content.iter_any():
@@ -81,13 +86,13 @@ async def read_pieces(
         yield piece
 
 
-async def read_body(request: web.BaseRequest, at_most: int) -> bytes:
-    """The whole of a small body. Raises: Refused."""
+async def read_body(request: web.BaseRequest, at_most: int, stuck_s: float) -> bytes:
+    """A small body as a whole. Raises: Refused, TimeoutError."""
     size = request.content_length
     if size is None:
         raise Refused(411, "write the Content-Length")
     if size > at_most:
         raise Refused(413, f"at most {at_most} bytes")
     await accept_body(request)
-    async with while_it_moves() as moved:
+    async with while_it_moves(stuck_s) as moved:
         return b"".join([bytes(piece) async for piece in read_pieces(request, moved)])

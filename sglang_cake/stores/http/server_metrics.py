@@ -1,43 +1,101 @@
-"""The server's numbers in Prometheus' text format."""
+"""Metrics of `sglang-cake store serve`, over all of its processes.
 
-from collections.abc import Mapping
+`prometheus_client` keeps the counters of each process in files of the folder that the variable
+PROMETHEUS_MULTIPROC_DIR names, and reads the files of all processes for `/metrics`. It looks for
+the variable when it is imported. So the variable has to be set before this module is imported;
+without it, the metrics are those of this process alone.
+"""
 
-from sglang_cake.stores.base import EVICTION_COUNTS, StoreStats
-from sglang_cake.stores.http.shared_counters import SharedCounters
+import os
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from sglang_cake.stores.base import EVICTION_COUNTS, EvictionCounts
 
 PREFIX = "sglang_cake_store"
+METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE")
 
 
-def metrics_text(stats: StoreStats, tally: SharedCounters, workers: int) -> str:
-    """One line a number, over all workers. Args: workers: how many there should be."""
-    lines: list[str] = []
+class ServerMetrics:
+    """The metrics of one process. Belongs to one thread."""
 
-    def say(name: str, kind: str, values: Mapping[str, float]) -> None:
-        lines.append(f"# TYPE {PREFIX}_{name} {kind}")
-        lines.extend(f"{PREFIX}_{name}{labels} {value}" for labels, value in values.items())
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.sent_bytes = self._counter("sent_bytes", "Bytes of blocks sent")
+        self.received_bytes = self._counter("received_bytes", "Bytes of blocks received")
+        self.refused_connections = self._counter(
+            "refused_connections", "New connections closed while all others had requests"
+        )
+        self.dropped_connections = self._counter(
+            "dropped_connections", "Idle connections closed in favour of new ones"
+        )
+        self.bad_requests = self._counter("bad_requests", "Requests that were not valid HTTP")
+        self.puts = self._gauge("puts_in_progress", "PUT requests of blocks in progress")
+        self.connections = self._gauge("connections", "Open connections")
+        self._requests = Counter(
+            f"{PREFIX}_requests",
+            "Requests answered",
+            ("method", "status"),
+            registry=self._registry,
+        )
+        # The folder counts these, from 0 when it is opened.
+        self._of_folder = {
+            "corrupt_blocks": self._counter("corrupt_blocks", "Corrupt blocks found"),
+            "evicted_blocks": self._counter("evicted_blocks", "Blocks evicted"),
+            "evicted_bytes": self._counter("evicted_bytes", "Bytes evicted"),
+            "evicting_us": self._counter("evicting_us", "Microseconds spent on eviction"),
+            "skipped_blocks": self._counter("skipped_blocks", "Blocks not worth storing"),
+        }
+        self._so_far = dict.fromkeys(self._of_folder, 0)
 
-    by_label = {
-        f'{{method="{method}",status="{status or "other"}"}}': count
-        for method, status, count in tally.answers()
-    }
-    say("requests_total", "counter", by_label)
-    for name in (
-        *("sent_bytes", "received_bytes", "bad_requests"),
-        *("refused_connections", "dropped_connections"),
-        *EVICTION_COUNTS,
-        "corrupt_blocks",
-    ):
-        say(f"{name}_total", "counter", {"": tally.total(name)})
-    say("puts_in_progress", "gauge", {"": tally.total("puts")})
-    closed = tally.total("closed_connections")  # first: what is closed was dealt before
-    say("connections", "gauge", {"": tally.total("dealt_connections") - closed})
-    say("workers", "gauge", {"": workers})
-    known = {
-        "blocks": stats.blocks,
-        "used_bytes": stats.used_bytes,
-        "capacity_bytes": stats.capacity_bytes,
-    }
-    for name, value in known.items():
-        if value is not None:
-            say(name, "gauge", {"": value})
-    return "\n".join(lines) + "\n"
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", text, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        """Summed over the processes that run."""
+        return Gauge(f"{PREFIX}_{name}", text, registry=self._registry, multiprocess_mode="livesum")
+
+    def answered(self, method: str, status: int) -> None:
+        """Count a request."""
+        self._requests.labels(method if method in METHODS else "other", status).inc()
+
+    def count_blocks(self, evictions: Mapping[str, int], corrupt_blocks: int) -> None:
+        """Take over the counts of the folder since it was opened. Args: evictions: by the names of
+        EVICTION_COUNTS."""
+        for name, count in {**evictions, "corrupt_blocks": corrupt_blocks}.items():
+            self._of_folder[name].inc(count - self._so_far[name])
+            self._so_far[name] = count
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of all processes."""
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            merged: Iterable[Metric] = MultiProcessCollector(None).collect()
+            return merged
+        return self._registry.collect()
+
+    def evictions(self) -> EvictionCounts:
+        """The sums over all processes."""
+        totals = {
+            sample.name: int(sample.value) for metric in self.collect() for sample in metric.samples
+        }
+        return EvictionCounts(*(totals[f"{PREFIX}_{name}_total"] for name in EVICTION_COUNTS))
+
+    def text(self, gauges: Mapping[str, int | None]) -> bytes:
+        """All metrics in Prometheus' text format. Args: gauges: further ones; None is left out."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        registry.register(_Gauges(gauges))
+        return generate_latest(registry)
+
+
+class _Gauges:
+    def __init__(self, values: Mapping[str, int | None]) -> None:
+        self._values = values
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self._values.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), value)

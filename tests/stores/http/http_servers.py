@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.http.auth import load_tokens, make_own_token
 from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.http.protocol import block_path, description_path
+from sglang_cake.stores.http.server_metrics import ServerMetrics
 from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 
@@ -47,9 +50,9 @@ def own_token():
 
 def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FRAME, **given):
     """A client. Its time limits are out of the way unless the test is about them."""
-    patience = TimeoutLimits(first_s=first_s, floor_s=floor_s)
+    limits = TimeoutLimits(first_s=first_s, floor_s=floor_s)
     endpoint = Endpoint(base, own_token() if token is OWN else token)
-    return HttpStore(lambda: endpoint, frame, depth=depth, patience=patience, **given)
+    return HttpStore(lambda: endpoint, frame, depth=depth, limits=limits, **given)
 
 
 def with_client(base, test, **kwargs):
@@ -95,13 +98,18 @@ def serve_command(root, *options):
     ]
 
 
-def with_limits(command, limits):
-    """The command with other limits, by names as `prefork.DEAD_LOOKS`."""
-    modules = {name.partition(".")[0] for name in limits}
-    lines = [f"from sglang_cake.stores.http import {module}" for module in sorted(modules)]
-    lines += [f"{name} = {value}" for name, value in limits.items()]
-    lines += ["import sys", "from sglang_cake.cli import main", "sys.exit(main(sys.argv[1:]))"]
-    return [sys.executable, "-c", "\n".join(lines), *command[3:]]
+SERVE_WITH_LIMITS = """
+import json, sys
+from pathlib import Path
+from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.http.auth import make_own_token
+from sglang_cake.stores.http.serving import ServeSettings, serve
+
+root, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
+source = FileSource(root, min_free_bytes=0)
+settings = ServeSettings(source, "127.0.0.1", 0, make_own_token(), **limits)
+serve(settings, lambda url: print(f"{root} is served at {url}", flush=True))
+"""
 
 
 def serve_environment():
@@ -109,12 +117,17 @@ def serve_environment():
 
 
 class OurServer:
-    """`sglang-cake store serve` in a process of its own."""
+    """`sglang-cake store serve` in a process of its own.
+
+    With `limits`, further fields of `ServeSettings`, it has no other options.
+    """
 
     def __init__(self, root, *options, port=0, limits=None):
         command = serve_command(root, "--port", port, *options)
+        if limits is not None:
+            command = [sys.executable, "-c", SERVE_WITH_LIMITS, str(root), json.dumps(limits)]
         self.process = subprocess.Popen(
-            with_limits(command, limits) if limits else command,
+            command,
             env=serve_environment(),
             stdout=subprocess.PIPE,
             text=True,
@@ -149,6 +162,86 @@ class OurServer:
         status = self.process.wait(WAIT_S)
         self.process.stdout.close()
         return status
+
+
+class ServerInProcess:
+    """A server in a thread of this process, with its own limits and one event loop."""
+
+    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None):
+        self._root = root
+        self._stuck_s = stuck_s
+        self._keepalive_s = keepalive_s
+        self._tls = tls
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        # As in `serving`: inherited by every connection.
+        self._listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stuck_s))
+        self.port = self._listening.getsockname()[1]
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self):
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        folder = BlockFolder(self._root)
+        self._metrics = ServerMetrics()
+        credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
+        server = StoreServer(folder, credentials, self._metrics, stuck_s=self._stuck_s)
+        connections = ConnectionServer(server, 100, self._keepalive_s)
+        listening = await self._loop.create_server(
+            connections, sock=self._listening, ssl=credentials.tls
+        )
+        self._ready.set()
+        await self._stop.wait()
+        listening.close()
+        await connections.shutdown(1.0)
+        server.close()
+        folder.close()
+
+    def metrics(self):
+        return parse_metrics(self._metrics.text({}).decode())
+
+    def connect(self, receive_bytes=None):
+        """A connection, with a receive buffer of so many bytes."""
+        connection = socket.socket()
+        if receive_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.settimeout(WAIT_S)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+
+def fill_root(root, frame):
+    """Store block A in a folder."""
+
+    async def fill():
+        store = FileSource(root, min_free_bytes=0).open(frame, depth=1)
+        await store.put(A, block_of("a", frame.layout))
+        await store.close()
+
+    asyncio.run(fill())
+
+
+def parse_metrics(text):
+    """Metrics by name and labels, without the prefix."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            found[name.removeprefix("sglang_cake_store_")] = float(value)
+    return found
+
+
+def metrics(server):
+    return parse_metrics(ask(server, "GET", "/metrics")[2].decode())
 
 
 def is_alive(pid):
@@ -265,6 +358,12 @@ def start_request(server, head, body=b""):
     head += f"Authorization: Bearer {own_token()}\n"
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
     return connection
+
+
+def request_bytes(path, *fields):
+    """A GET with the token."""
+    lines = [f"GET {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {own_token()}", *fields]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1")
 
 
 def start_put(server, name, frame, sent_bytes):

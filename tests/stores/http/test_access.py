@@ -210,7 +210,7 @@ def test_a_client_reads_a_replaced_token_when_the_old_one_is_refused(tmp_path):
     for folder in (served, known):
         folder.mkdir()
     server_file, client_file = write_token(served), write_token(known)
-    server = OurServer(tmp_path / "root", "--token-file", server_file)
+    server = OurServer(tmp_path / "root", "--token-file", server_file, "--workers", 1)
 
     async def test(store):
         assert await store.put(A, block_of("a"))
@@ -260,16 +260,19 @@ def test_a_certificate_is_replaced_while_server_and_client_run(tmp_path):
         cert.write_bytes(next_cert.read_bytes())
         new = next_cert.read_text().strip()
         await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
-        # Connections that are open go on; reads have others than the put had.
+        assert await read(store, A) == block_of("a")  # over the connection that is open
+        other = open_store(parse_sources(url), FRAME, depth=2)  # needs a new connection
         with pytest.raises(StoreUnavailable):
-            await read(store, A)
-        failures = store.counters.failures
+            await read(other, A)
+        failures = other.counters.failures
         ca.write_bytes(cert.read_bytes())
-        assert await read(store, A) == block_of("a")
-        assert store.counters.failures == failures
+        assert await read(other, A) == block_of("a")
+        assert other.counters.failures == failures
+        await other.close()
 
+    url = f"{server.base}?ca={ca}"
     try:
-        with_url(f"{server.base}?ca={ca}", test)
+        with_url(url, test)
     finally:
         assert server.stop() == 0
 

@@ -23,7 +23,7 @@ from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.protocol import Kind, block_path, parse_path
-from sglang_cake.stores.http.server_blocks import PassingBlock
+from sglang_cake.stores.http.server_blocks import BlockCheck
 from sglang_cake.testing.store_contract import FRAME
 
 GOOD = framed("a")
@@ -140,7 +140,7 @@ def test_a_put_makes_a_whole_block_visible_or_none(server, body):
 @given(BODIES, st.lists(st.integers(1, 2000), max_size=8))
 def test_a_passing_block_is_judged_alike_however_it_is_cut(body, cuts):
     def verdict(pieces):
-        block = PassingBlock(FRAME.digest, A, len(body))
+        block = BlockCheck(FRAME.digest, A, len(body))
         try:
             for piece in pieces:
                 block.feed(memoryview(piece))
@@ -234,9 +234,8 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("what", LINKS)
-def test_what_is_not_the_block_is_not_sent(tmp_path, what, plain):
+def test_what_is_not_the_block_is_not_sent(tmp_path, what):
     outside = tmp_path / "secret"
     outside.write_bytes(SECRET * 1000)
     server = OurServer(tmp_path / "root")
@@ -247,9 +246,8 @@ def test_what_is_not_the_block_is_not_sent(tmp_path, what, plain):
         path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name
         path.unlink()
         LINKS[what](path, outside)
-        headers = {} if plain else {"Range": "bytes=0-9"}
         for _ in range(2):
-            assert ask(server, "GET", PATH, headers=headers)[::2] == (404, b"no such block\n")
+            assert ask(server, "GET", PATH)[::2] == (404, b"no such block\n")
         assert outside.read_bytes() == SECRET * 1000
         assert put_block(server, "a") == 201  # it has made way
         assert ask(server, "GET", PATH)[2] == GOOD

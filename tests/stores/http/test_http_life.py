@@ -17,6 +17,7 @@ from http_servers import (
     claim,
     connects,
     framed,
+    metrics,
     opened,
     poll,
     put_block,
@@ -197,8 +198,7 @@ def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_said_counted_a
     assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
     assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
     assert path.exists()
-    counted = b"sglang_cake_store_corrupt_blocks_total 1\n"
-    poll(lambda: counted in ask(server, "GET", "/metrics")[2], "it is counted")
+    poll(lambda: metrics(server)["corrupt_blocks_total"] == 1, "it is counted")
     assert server.stop() == 0
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "WARNING" in line)
     assert "a corrupt block was set aside, 1 so far: " in line

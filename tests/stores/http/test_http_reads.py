@@ -30,11 +30,12 @@ def against(answer, test, **kwargs):
     return asyncio.run(main())
 
 
-def ready_to_hedge(store):
+def ready_to_hedge():
     """As after many reads that were answered at once."""
+    hedging = Hedging(floor_s=HEDGE_FLOOR_S)
     for _ in range(2 * Hedging.ENOUGH):
-        store._wire._hedging.answered(0.0)
-    return store
+        hedging.answered(0.0)
+    return hedging
 
 
 def test_a_hedge_wins_and_the_late_answer_writes_nothing():
@@ -45,7 +46,7 @@ def test_a_hedge_wins_and_the_late_answer_writes_nothing():
 
     async def test(store, server):
         out = bytearray(LAYOUT.block_bytes)
-        await ready_to_hedge(store).get_into(A, memoryview(out))
+        await store.get_into(A, memoryview(out))
         assert out == block_of("a")
         assert (store.counters.hedges, store.counters.hedges_won) == (1, 1)
         assert len(server.asked) == 2
@@ -56,7 +57,7 @@ def test_a_hedge_wins_and_the_late_answer_writes_nothing():
         assert out == bytes(len(out))
 
     first = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
@@ -66,11 +67,11 @@ def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
             first[0].answer(200, GOOD)
 
     async def test(store, server):
-        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert await read(store, A) == block_of("a")
         assert (store.counters.hedges, store.counters.hedges_won) == (1, 0)
 
     first = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -83,11 +84,11 @@ def test_one_of_two_may_fail(bad):
             both[1 - bad].answer(200, GOOD)
 
     async def test(store, server):
-        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert await read(store, A) == block_of("a")
         assert store.counters.retries == 0
 
     both = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_if_both_fail_it_is_one_failure():
@@ -100,12 +101,12 @@ def test_if_both_fail_it_is_one_failure():
             asked.answer(200, GOOD)
 
     async def test(store, server):
-        assert await read(ready_to_hedge(store), A) == block_of("a")
+        assert await read(store, A) == block_of("a")
         assert store.counters.failures == 1
         assert store.counters.retries == 1
 
     both = []
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_a_cancelled_hedged_read_leaves_nothing_behind():
@@ -116,7 +117,7 @@ def test_a_cancelled_hedged_read_leaves_nothing_behind():
 
     async def test(store, server):
         out = bytearray(LAYOUT.block_bytes)
-        task = asyncio.create_task(ready_to_hedge(store).get_into(A, memoryview(out)))
+        task = asyncio.create_task(store.get_into(A, memoryview(out)))
         await asked_twice.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -127,7 +128,7 @@ def test_a_cancelled_hedged_read_leaves_nothing_behind():
         assert store.counters.failures == 0
 
     both, asked_twice = [], asyncio.Event()
-    against(answer, test)
+    against(answer, test, hedging=ready_to_hedge())
 
 
 def test_a_cancelled_read_returns_at_once_and_leaves_out_alone():

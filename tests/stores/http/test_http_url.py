@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.http.auth import Gate, load_tokens
+from sglang_cake.stores.http.auth import AcceptedTokens, load_tokens
 from sglang_cake.stores.http.http_source import HttpSource
 from sglang_cake.stores.open_store import parse_sources
 
@@ -111,20 +111,20 @@ TOKENS = st.text("".join(map(chr, range(33, 127))), min_size=16, max_size=40)
 
 @given(st.lists(TOKENS, min_size=1, max_size=4), TOKENS)
 def test_known_tokens_pass_and_nothing_else_does(tokens, other):
-    gate = Gate(tokens)
+    gate = AcceptedTokens(tokens)
     for token in tokens:
-        assert gate.lets_pass(f"Bearer {token}")
-        assert gate.lets_pass(f"bearer  {token} ")
-        assert not gate.lets_pass(token)
-        assert not gate.lets_pass(f"Bearer {token[:-1]}")
+        assert gate.may_read(f"Bearer {token}")
+        assert gate.may_read(f"bearer  {token} ")
+        assert not gate.may_read(token)
+        assert not gate.may_read(f"Bearer {token[:-1]}")
         assert gate.may_write(f"Bearer {token}")
-    assert gate.lets_pass(f"Bearer {other}") == (other in tokens)
-    reading = Gate(tokens, [other])
-    assert reading.lets_pass(f"Bearer {other}")
+    assert gate.may_read(f"Bearer {other}") == (other in tokens)
+    reading = AcceptedTokens(tokens, [other])
+    assert reading.may_read(f"Bearer {other}")
     assert reading.may_write(f"Bearer {other}") == (other in tokens)
 
 
 @given(st.one_of(st.none(), st.text()))
 def test_whatever_the_header_holds_is_judged(header):
-    assert not Gate([TOKEN]).lets_pass(header)
-    assert not Gate([]).lets_pass(header)
+    assert not AcceptedTokens([TOKEN]).may_read(header)
+    assert not AcceptedTokens([]).may_read(header)

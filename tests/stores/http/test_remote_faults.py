@@ -93,7 +93,7 @@ class Remote:
         base = f"http://127.0.0.1:{self.proxy.port}"
         if self.kind == "http":
             endpoint = Endpoint(base, own_token())
-            return HttpStore(lambda: endpoint, FRAME, depth=2, patience=patience, clock=clock)
+            return HttpStore(lambda: endpoint, FRAME, depth=2, limits=patience, clock=clock)
         place = S3Place(self.bucket, endpoint=base, region="us-east-1")
         return S3Store(place, FRAME, depth=2, patience=patience, clock=clock)
 

@@ -2,12 +2,21 @@
 
 import asyncio
 import contextlib
-import socket
-import threading
+import time
 
 import pytest
-from aiohttp import web
-from http_servers import BIG_FRAME, WAIT_S, A, is_open, poll, read_status, start_put, start_request
+from http_servers import (
+    BIG_FRAME,
+    A,
+    ServerInProcess,
+    fill_root,
+    is_open,
+    poll,
+    read_status,
+    request_bytes,
+    start_put,
+    start_request,
+)
 
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.folder import BlockFolder
@@ -16,8 +25,7 @@ from sglang_cake.stores.http.auth import Access, make_own_token
 from sglang_cake.stores.http.connection_places import Places
 from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.protocol import block_path
-from sglang_cake.stores.http.shared_counters import SharedCounters
-from sglang_cake.testing.store_contract import block_of
+from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
 
 PATH = block_path(BIG_FRAME.digest, A)
 
@@ -42,7 +50,7 @@ def in_virtual_time(main):
 
 
 async def transfer(pieces, piece_bytes, every_s):
-    async with request_body.while_it_moves() as moved:
+    async with while_it_moves(STUCK_S) as moved:
         for _ in range(pieces):
             await asyncio.sleep(every_s)
             moved(piece_bytes)
@@ -61,59 +69,18 @@ def test_a_transfer_that_hardly_moves_ends_soon(piece_bytes, every_s):
         in_virtual_time(transfer(pieces=10**6, piece_bytes=piece_bytes, every_s=every_s))
 
 
-class ImpatientServer:
-    """Our server in a thread of this process, with next to no patience."""
-
-    def __init__(self, root):
-        self.counts = SharedCounters(1).rows[0]
-        self._root, self._ready, self._stop = root, threading.Event(), None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-
-    def __enter__(self):
-        self._thread.start()
-        assert self._ready.wait(WAIT_S)
-        return self
-
-    def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    async def _serve(self):
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        folder = BlockFolder(self._root)
-        server = StoreServer(folder, Access(make_own_token()), self.counts)
-        place, _ = Places(1).take(lambda: None)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.port = listening.getsockname()[1]
-        runner = web.ServerRunner(web.Server(lambda request: server.handle(request, place)))
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        self._ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
-        server.close()
-        folder.close()
-
-
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    """It has block A of BIG_FRAME."""
-
-    async def fill():
-        store = FileSource(tmp_path, min_free_bytes=0).open(BIG_FRAME, depth=1)
-        await store.put(A, block_of("a", BIG_FRAME.layout))
-        await store.close()
-
-    asyncio.run(fill())
-    monkeypatch.setattr(request_body, "STUCK_S", 0.2)
-    with ImpatientServer(tmp_path) as it:
+def server(tmp_path):
+    """It has block A of BIG_FRAME, and gives up early."""
+    fill_root(tmp_path, BIG_FRAME)
+    with ServerInProcess(tmp_path, stuck_s=0.2) as it:
         yield it
 
 
 def test_a_put_that_is_stuck_gives_up_its_place(server, tmp_path):
     connection, _ = start_put(server, "b", BIG_FRAME, BIG_FRAME.framed_bytes // 2)
     assert read_status(connection) == 408
-    poll(lambda: server.counts["puts"] == 0, "the place is free")
+    poll(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -125,4 +92,36 @@ def test_a_reader_that_reads_no_more_is_cut_off(server):
         while piece := connection.recv(1 << 20):
             got += len(piece)
     assert got < BIG_FRAME.framed_bytes
-    assert server.counts["sent_bytes"] == 0
+    assert server.metrics()["sent_bytes_total"] == 0
+
+
+def test_a_reader_that_is_too_slow_is_cut_off(tmp_path):
+    """It takes some bytes all the time, so that the system never gives it up."""
+    fill_root(tmp_path, BIG_FRAME)
+    with ServerInProcess(tmp_path, stuck_s=0.05) as server:
+        connection = server.connect(receive_bytes=1 << 14)
+        connection.sendall(request_bytes(PATH))
+        got = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(1 << 10):
+                got += len(piece)
+                time.sleep(0.005)  # 0.2 MB/s: 40 s for the block, which may take 1.65 s
+        assert 0 < got < BIG_FRAME.framed_bytes
+        poll(lambda: server.metrics()["connections"] == 0, "it has ended")
+
+
+def test_a_reader_that_leaves_the_last_bytes_holds_nothing(tmp_path):
+    """The whole response has left the server. Its last 32 KiB wait in the system until the reader
+    has space, which never comes."""
+    fill_root(tmp_path, BIG_FRAME)
+    with ServerInProcess(tmp_path, stuck_s=3.0) as server:
+        connection = server.connect(receive_bytes=1 << 12)
+        connection.sendall(request_bytes(PATH))
+        left = BIG_FRAME.framed_bytes - (1 << 15)
+        while left > 0:
+            left -= len(connection.recv(min(left, 1 << 12)))
+        sent = BIG_FRAME.framed_bytes
+        poll(lambda: server.metrics()["sent_bytes_total"] == sent, "all has left")
+        poll(lambda: not is_open(A.hex()), "the block is let go")
+        poll(lambda: server.metrics()["connections"] == 0, "the connection is given up")
+        connection.close()
