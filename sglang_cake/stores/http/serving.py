@@ -20,12 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_cake.core.errors import ConfigError
+from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
+from gunicorn.workers.base import Worker
+
+from sglang_cake.core.errors import CakeError, ConfigError, StoreUnavailable
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.http.auth import Access
-from sglang_cake.stores.http.prefork import MAX_CONNECTIONS, WorkerPool
-from sglang_cake.stores.http.shared_counters import Row, SharedCounters
-from sglang_cake.stores.http.worker import work
+from sglang_cake.stores.http.auth import ServerCredentials
+from sglang_cake.stores.http.request_body import STUCK_S
+
+if TYPE_CHECKING:
+    from sglang_cake.stores.http.http_server import StoreServer
+
+logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 64
 # Each worker holds the order of eviction in memory, so more workers are only made on request.

@@ -21,7 +21,10 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.stores.http.auth import load_tokens, make_own_token
+from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
+from sglang_cake.stores.http.connections import ConnectionServer
 from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.http_transport import Endpoint
@@ -101,7 +104,7 @@ def serve_command(root, *options):
 SERVE_WITH_LIMITS = """
 import json, sys
 from pathlib import Path
-from sglang_cake.stores.file.file_source import FileSource
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import make_own_token
 from sglang_cake.stores.http.serving import ServeSettings, serve
 

@@ -18,12 +18,6 @@ from http_servers import (
     start_request,
 )
 
-from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.file.folder import BlockFolder
-from sglang_cake.stores.http import request_body
-from sglang_cake.stores.http.auth import Access, make_own_token
-from sglang_cake.stores.http.connection_places import Places
-from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
 
