@@ -10,6 +10,7 @@ import pytest
 
 from sglang_cake.cli import demo
 from sglang_cake.cli import main as cake
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo import smollm2 as module
 from sglang_cake.demo.models import build_llama
 
@@ -35,10 +36,9 @@ def test_without_its_package_one_line_says_how_to_get_it(
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        module._weights()
-    except Exception as error:
+        return module.smollm2(tmp_path_factory.mktemp("model"))
+    except ConfigError as error:
         pytest.skip(f"no real model, `make smollm2` gets it: {error}")
-    return module.smollm2(tmp_path_factory.mktemp("model"))
 
 
 def test_the_real_model_answers_a_question(real: Path) -> None:
@@ -82,12 +82,12 @@ def test_a_prompt_for_a_trained_model_ends_with_a_question(tmp_path: Path, token
 
     model = build_llama(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompt, asks = demo._prompt(model, tokens, trained=True)
+    prompt, asks = demo.make_prompt(model, tokens, trained=True)
     assert (len(prompt), asks) == (tokens, True)
     said = tokenizer.decode(prompt)
     assert said.startswith("user: The")
     assert said.endswith(demo.QUESTION + "\nassistant: ")
-    prompt, asks = demo._prompt(model, tokens, trained=False)
+    prompt, asks = demo.make_prompt(model, tokens, trained=False)
     assert (len(prompt), asks) == (tokens, False)
     assert demo.QUESTION not in tokenizer.decode(prompt)
 
@@ -143,5 +143,4 @@ def test_answers_end_where_the_model_thought_it_had_done(tmp_path: Path) -> None
     model = build_llama(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1)
     ids = AutoTokenizer.from_pretrained(model)("They test.", add_special_tokens=False)["input_ids"]
     arm = SimpleNamespace(mode="load", typical=SimpleNamespace(output_ids=ids))
-    setting: Any = SimpleNamespace(model=model)
-    assert demo._answers(setting, [arm]) == {"load": "They test."}  # type: ignore[arg-type]
+    assert demo.answers_of(model, [arm]) == {"load": "They test."}  # type: ignore[list-item]

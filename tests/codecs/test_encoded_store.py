@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.encoded import EncodedStore, open_blocks
+from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.per_tier_encoding import LinkSpeed, put_first
 from sglang_cake.stores.request_info import RequestFacts, tell
@@ -267,28 +270,21 @@ def test_a_damaged_file_is_noticed(tmp_path: Path, change: str) -> None:
     asyncio.run(go())
 
 
-def test_a_store_without_books_finds_blocks_of_any_length(tmp_path: Path) -> None:
-    from sglang_cake.stores.file.folder import BlockFolder
-
+def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "zstd")
         await round_trip(store)
         await store.close()
 
     asyncio.run(go())
-    folder = BlockFolder(tmp_path)
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+    (tmp_path / "index.db").write_text("another program's file")
     digest = namespace("zstd").digest()
     assert frame_of(namespace("zstd"), LAYOUT).known_bytes is None
-    import threading
-
-    from sglang_cake.stores.file import folder as module
-
-    def no_books(*args: object, **kwargs: object) -> object:
-        raise module.StoreUnavailable("no books")
-
-    folder._supervisor.open = no_books  # type: ignore[method-assign, assignment]
-    assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
-    assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
+    with closing(BlockFolder(tmp_path)) as folder:
+        assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
+        assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 
 
 def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> None:
