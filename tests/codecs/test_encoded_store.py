@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -191,6 +193,15 @@ def test_every_codec_opens_as_a_server_opens_it(tmp_path: Path, codec: str) -> N
     found = asyncio.run(go())
     assert len(found) == LAYOUT.block_bytes
     assert codec not in LOSSLESS or found == BLOCK
+
+
+def test_a_server_without_a_codec_loads_no_compiler() -> None:
+    code = (
+        "import sys\n"
+        "import sglang_cake.cli, sglang_cake.codecs.own_codecs, sglang_cake.stores.encoded\n"
+        "assert not {'numba', 'constriction'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_raw_blocks_lie_on_the_disk_as_they_always_did(tmp_path: Path) -> None:
