@@ -373,7 +373,7 @@ class Runahead:
         if restore is None:
             return
         restore.shared = {"helped_tokens": helped_tokens}
-        if asked_for(req) is not None:  # somebody measures
+        if asked_for(req) is not None:  # a search or a benchmark
             restore.shared |= {
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
