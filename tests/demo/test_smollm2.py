@@ -14,7 +14,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo import smollm2 as module
 from sglang_cake.demo.models import build_llama
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
 
 from benchmarks import bench_codec, bench_exactness, codec_quality, codec_report  # noqa: E402
