@@ -13,7 +13,7 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
     result = evaluate(arms, cold, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
     result |= {"codec": setting.codec, "stored_share": round(stored_share, 4)}
     if setting.asks:
-        result["answers"] = _answers(setting, arms)
+        result["answers"] = answers_of(setting.model, arms)
         for mode, answer in result["answers"].items():
             progress.say(f"{mode} answers: {answer}")
     pictures = draw(arms, result, setting.out / "meet")
@@ -174,7 +174,7 @@ def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
         if args.model == SMOLLM2:
             model, dtype = smollm2(out), "bfloat16" if gpu else "float32"
         _check_model(model, prompt_tokens, new_tokens)
-    prompt, asks = _prompt(model, prompt_tokens, trained=args.model is not None)
+    prompt, asks = make_prompt(model, prompt_tokens, trained=args.model is not None)
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
     if asks:
         progress.say(QUESTION.strip())
@@ -234,7 +234,7 @@ def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) 
     return model, dtype
 
 
-def _prompt(model: Path, tokens: int, *, trained: bool) -> tuple[list[int], bool]:
+def make_prompt(model: Path, tokens: int, *, trained: bool) -> tuple[list[int], bool]:
     """The first `tokens` tokens of the language reference that comes with Python; and whether a
     question ends them, which needs a model that was `trained` to chat."""
     from pydoc_data.topics import topics
@@ -259,11 +259,11 @@ def _prompt(model: Path, tokens: int, *, trained: bool) -> tuple[list[int], bool
     return [*head, *(ids * (text_tokens // len(ids) + 1))[:text_tokens], *tail], bool(tail)
 
 
-def _answers(setting: Setting, arms: Arms) -> dict[str, str]:
+def answers_of(model: Path, arms: Iterable[Arm]) -> dict[str, str]:
     """The answer of each arm as text, up to the end-of-sequence token."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(setting.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     found = {}
     for arm in arms:
         said = tokenizer.decode(arm.typical.output_ids)

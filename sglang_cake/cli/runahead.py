@@ -153,7 +153,7 @@ def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str
             return ttft_s, meta_info
         time.sleep(PAUSE_S)
     raise RunaheadError(
-        f"nobody helps with {partition.bounds}: are all members up, idle, and with KV memory and "
+        f"no member helps with {partition.bounds}: are all up, idle, and with KV memory and "
         "--chunked-prefill-size for their spans? Their logs say 'cake runahead: member N is here', "
         "and why a request was computed alone"
     )

@@ -167,7 +167,7 @@ async def _measure(
         buffers[worker][:8] = turn.to_bytes(8, "little")
         began_s = time.perf_counter()
         if not await store.put(keys[turn], buffers[worker]):
-            raise ConfigError("the store holds blocks that nobody wrote")
+            raise ConfigError("the store has blocks that were not written")
         written.append(time.perf_counter() - began_s)
 
     async def get(turn: int, worker: int) -> None:

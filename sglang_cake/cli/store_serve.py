@@ -18,16 +18,16 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     )
     add = parser.add_argument
     add("--root", type=Path, required=True, help="the folder; made if it is not there")
-    add("--capacity", help="what it may take on the disk, as 10TB")
-    add("--min-free", help="what stays free on the disk (1GB)")
+    add("--capacity", help="most bytes on the disk, as 10TB")
+    add("--min-free", help="bytes that stay free on the disk (1GB)")
     add(
         "--policy",
-        help="what makes way: cake-prefix (default), workload, lru, ... (docs/eviction.md)",
+        help="eviction policy: cake-prefix (default), workload, lru, ... (docs/eviction.md)",
     )
-    add("--tenant-quota", help="what one tenant may take on the disk, as 100GB")
-    add("--fair", choices=("on", "off"), help="on: who has the most makes way first (off)")
+    add("--tenant-quota", help="most bytes of one tenant on the disk, as 100GB")
+    add("--fair", choices=("on", "off"), help="on: evict from the largest tenant first (off)")
     add("--admit", help="least seconds saved per second of writing, as 0.3 (0: write everything)")
-    add("--fsync", help="data: what was stored survives a power cut; off (default)")
+    add("--fsync", help="data: stored blocks survive a power cut; off (default)")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine)")
     add("--port", type=int, default=8700, help="%(default)s; 0 is any that is free")
     add("--tls-cert", type=Path, help="certificate chain, PEM")
@@ -35,11 +35,11 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     add(
         "--token-file",
         type=Path,
-        help="who may come in: a token a line (one is made in your config folder)",
+        help="clients' tokens, one a line (one is made in your config folder)",
     )
-    add("--read-token-file", type=Path, help="who may only read: a token a line")
-    add("--workers", type=int, help="processes that answer (as many as CPUs, at most 4)")
-    add("--namespace-quota", type=_size, help="what one namespace may take on the disk, as 1TB")
+    add("--read-token-file", type=Path, help="tokens of clients that may only read, one a line")
+    add("--workers", type=int, help="worker processes (as many as CPUs, at most 4)")
+    add("--namespace-quota", type=_size, help="most bytes of one namespace on the disk, as 1TB")
     parser.set_defaults(run=run)
 
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     def announce(url: str) -> None:
         print(f"sglang-cake: {args.root} is served at {url}", flush=True)
-        print(f"sglang-cake: who has a token of {token_file} may come in", flush=True)
+        print(f"sglang-cake: clients need a token of {token_file}", flush=True)
 
     serve(settings, announce)
     print("sglang-cake: stopped", file=sys.stderr)

@@ -20,11 +20,14 @@ MAX_TEXT_BYTES = ENCODED_HEAD_BYTES - 128  # of a chain; the rest is for `leadin
 def own_chain(codec: str) -> Chain:
     """Import the package that registers `codec`; returns its chain.
 
-    Raises: ConfigError, one line: no package registers it, or what it registers cannot be used.
+    Raises: ConfigError, one line: no package registers it, several do, or its chain cannot be used.
     """
     found = [point for point in entry_points(group=OWN_CODECS) if point.name == codec]
     if not found:
         raise ConfigError(f"no installed package registers a codec {codec!r}")
+    if len({point.value for point in found}) > 1:
+        values = ", ".join(sorted(point.value for point in found))
+        raise ConfigError(f"several installed packages register a codec {codec!r}: {values}")
     point = found[0]
     where = f"codec {codec!r} of {point.value}"
     if not _NAME.fullmatch(codec):

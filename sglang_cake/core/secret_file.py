@@ -1,4 +1,4 @@
-"""Files that hold a secret, which nobody but their owner may read or write."""
+"""Files that hold a secret, which only their owner may read and write."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> by
 
     Args:
         name: what error messages call it.
-        hint: what to do about one that cannot be read.
+        hint: what to do if it cannot be read.
 
     Raises: ConfigError, one line that says nothing of the file's content.
     """
@@ -61,7 +61,7 @@ def make_secret_file(path: Path, *, name: str, hint: str) -> None:
     Args: name, hint: as in `read_secret_file`.
     Raises: ConfigError, one line.
     """
-    if os.path.exists(path):  # unlike Path's, False where nobody may look
+    if os.path.exists(path):  # unlike Path.exists, False without permission to look
         return
     draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
     try:

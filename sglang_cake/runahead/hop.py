@@ -159,7 +159,7 @@ class Inflow:
         span, before = Span(part.start, part.stop), self._sources[-1].rank
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
-            raise Broken(f"a part that nobody asked for: layer {part.layer}, {span}", before)
+            raise Broken(f"an unexpected part: layer {part.layer}, {span}", before)
         if len(payload) != span.tokens * self._rows.token_bytes:
             raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens", before)
         with self._changed:
@@ -167,7 +167,7 @@ class Inflow:
                 lambda: self._slots is not None or self._broken, self._bind_timeout_s
             )
             if self._slots is None or self._broken:
-                raise Broken(self._broken or "nobody began to compute")
+                raise Broken(self._broken or "the forward did not begin")
             if self._got_of(part.layer, span):
                 raise Broken("a part that came before", before)
             self._got[part.layer].append(span)

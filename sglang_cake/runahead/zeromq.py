@@ -237,7 +237,7 @@ class Curve:
 
     A member shows the group's server key to connections, and the client key when it connects. Both
     secret keys are derived from the group's secret, so only members can connect, in either role.
-    Each connection is encrypted with fresh keys, which nobody can compute from a recording and the
+    Each connection is encrypted with fresh keys, which cannot be computed from a recording and the
     secret. The port for KV has a password, which is sent on these connections (`kv_path.py`).
 
     Args: secret: 32 bytes that all members know.

@@ -300,7 +300,8 @@ class Replay:
     def _insert(self, block: int, at_s: float, context: AccessContext) -> None:
         number = self._next_block
         self._next_block += 1
-        self._resident[block], self._idents[number] = number, block
+        self._resident[block] = number
+        self._idents[number] = block
         self._policy.add(number, self._usage(block, at_s, context))
 
     def _usage(self, block: int, at_s: float, context: AccessContext) -> Usage:

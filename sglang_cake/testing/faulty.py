@@ -7,36 +7,11 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockMissing, StoreError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, Store, StoreStats
+from sglang_cake.stores.wrapper_store import WrapperStore
 
 
-class PassingStore:
-    """Implements `Store` by forwarding every call. Subclasses override some."""
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-
-    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await self.inner.contains(keys)
-
-    async def get_into(
-        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
-    ) -> int:
-        return await self.inner.get_into(key, out, progress)
-
-    async def put(self, key: BlockKey, data: memoryview) -> bool:
-        return await self.inner.put(key, data)
-
-    async def delete(self, key: BlockKey) -> None:
-        await self.inner.delete(key)
-
-    def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self.inner.list_blocks()
-
-    async def stats(self) -> StoreStats:
-        return await self.inner.stats()
-
-    async def close(self) -> None:
-        await self.inner.close()
+class PassingStore(WrapperStore):
+    """Forwards every call. Subclasses override some."""
 
 
 class SlowStore(PassingStore):

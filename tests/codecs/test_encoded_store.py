@@ -3,8 +3,12 @@
 import asyncio
 import functools
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +36,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, put_first, report_access, sources_of
 from sglang_cake.stores.encoded import EncodedStore
+from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
@@ -189,6 +194,15 @@ def test_every_codec_opens_as_a_server_opens_it(tmp_path: Path, codec: str) -> N
     assert codec not in LOSSLESS or found == BLOCK
 
 
+def test_a_server_without_a_codec_loads_no_compiler() -> None:
+    code = (
+        "import sys\n"
+        "import sglang_cake.cli, sglang_cake.codecs.own_codecs, sglang_cake.stores.encoded\n"
+        "assert not {'numba', 'constriction'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_raw_blocks_lie_on_the_disk_as_they_always_did(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "raw")
@@ -266,28 +280,21 @@ def test_a_damaged_file_is_noticed(tmp_path: Path, change: str) -> None:
     asyncio.run(go())
 
 
-def test_a_store_without_books_finds_blocks_of_any_length(tmp_path: Path) -> None:
-    from sglang_cake.stores.file.folder import BlockFolder
-
+def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "zstd")
         await round_trip(store)
         await store.close()
 
     asyncio.run(go())
-    folder = BlockFolder(tmp_path)
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+    (tmp_path / "index.db").write_text("another program's file")
     digest = namespace("zstd").digest()
     assert frame_of(namespace("zstd"), LAYOUT).known_bytes is None
-    import threading
-
-    from sglang_cake.stores.file import folder as module
-
-    def no_books(*args: object, **kwargs: object) -> object:
-        raise module.StoreUnavailable("no books")
-
-    folder.supervisor.open = no_books  # type: ignore[method-assign, assignment]
-    assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
-    assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
+    with closing(BlockFolder(tmp_path)) as folder:
+        assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
+        assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 
 
 def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> None:

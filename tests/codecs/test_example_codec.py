@@ -35,7 +35,8 @@ def install(tmp_path_factory, monkeypatch):
     def install(entry_point, module="", code=""):
         info = site / f"package_{len(list(site.glob('*.dist-info')))}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: package\nVersion: 1.0\n")
+        name = info.name.removesuffix("-1.0.dist-info")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[sglang_cake.codecs]\n{entry_point}\n")
         if module:
             (site / f"{module}.py").write_text(code)
@@ -174,6 +175,12 @@ def test_own_codec_that_cannot_be_used_is_one_line(install, codec, code, why):
     assert codec in str(error.value)
     assert "\n" not in str(error.value)
     assert from_mapping({"codec": "zstd"}).codec == "zstd", "others are not disturbed"
+
+
+def test_own_codec_of_two_packages_is_refused(install, deflate):
+    install("deflate = cake_other:CHAIN")
+    with pytest.raises(ConfigError, match="cake_deflate_codec:CHAIN, cake_other:CHAIN"):
+        from_mapping({"codec": "deflate"})
 
 
 def test_own_step_cannot_replace_another_one(install):

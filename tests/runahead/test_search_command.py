@@ -98,10 +98,10 @@ def test_a_server_cannot_say_where_to_write(name: object) -> None:
         search(FakeServer(table=name))
 
 
-def test_nobody_helps_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_help_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
     server.busy = 10**9
-    with pytest.raises(RunaheadError, match="nobody helps") as error:
+    with pytest.raises(RunaheadError, match="no member helps") as error:
         search(server)
     assert "\n" not in str(error.value)
 

@@ -88,7 +88,17 @@ class Desk:
         return self.counters.snapshot()[name, label]
 
     def stored(self, store: MemoryStore | None = None) -> dict[BlockKey, bytes]:
-        return dict((store or self.memory).blocks)
+        source = self.memory if store is None else store
+
+        async def read() -> dict[BlockKey, bytes]:
+            found = {}
+            async for block in source.list_blocks():
+                out = bytearray(BYTES)
+                await source.get_into(block.key, memoryview(out))
+                found[block.key] = bytes(out)
+            return found
+
+        return self.io.run(read(), PATIENCE_S)
 
 
 @pytest.fixture

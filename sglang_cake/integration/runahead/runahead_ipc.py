@@ -1,8 +1,8 @@
-"""From GPU to GPU in one machine: `ring.py` hands on parts of layers that are copied by CUDA IPC.
+"""The engine of `ring.py` from GPU to GPU in one machine: parts of layers are copied by CUDA IPC.
 
-Each member lends its peers memory on its own GPU; they open it, and copy into it over NVLink or
-PCIe. Such a copy waits for nothing that the peer does, so that one which dies or hangs holds nobody
-up: that it is gone shows on the connections beside it.
+Each member lends its peers memory on its own GPU. They open it, and copy into it over NVLink or
+PCIe. Such a copy does not wait for the peer, so a peer that hangs delays no other member. The
+connections of `zeromq.py` show that it is gone.
 """
 
 import json
@@ -16,17 +16,17 @@ from sglang_cake.runahead.ring import RING_BYTES
 
 logger = logging.getLogger("sglang_cake")
 
-# What `UntypedStorage._share_cuda_` gives: which device, memory, where in it, and an event.
+# The fields of `UntypedStorage._share_cuda_`: device, memory, offsets, and an event.
 _HANDLE = (int, bytes, int, int, bytes, int, bytes, bool)
 
 
 class IpcEngine:
-    """`ring.WriteEngine` between GPUs. Ends with the process.
+    """Implements `WriteEngine` between GPUs. It ends with the process.
 
     Args:
-        device: this process's.
-        peers: how many other members there are. Each costs two rings of memory on the device.
-        stream: that copies run on.
+        device: of this process.
+        peers: number of other members. Each takes two rings of memory on the device.
+        stream: of the copies.
 
     Raises: OSError if the memory cannot be shared.
     """
@@ -56,7 +56,7 @@ class IpcEngine:
         return address, self._memory[address : address + RING_BYTES]
 
     def take_back(self, address: int) -> None:
-        """It is not given to anybody else."""
+        """The memory is not reused."""
 
     def fill(self, slot: torch.Tensor, payload: torch.Tensor) -> None:
         self._copy(slot, payload)
@@ -76,7 +76,7 @@ class IpcEngine:
         return 0
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Returns when it is done."""
+        """Copy, and wait until the copy is complete."""
         with torch.cuda.stream(self._stream), torch.inference_mode():
             into.copy_(source, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
@@ -84,10 +84,10 @@ class IpcEngine:
         done.synchronize()
 
     def _of(self, session: str) -> torch.Tensor:
-        """The memory that a peer lends. Raises: ValueError, RuntimeError."""
+        """The memory of a peer, opened if needed. Raises: ValueError, RuntimeError."""
         with self._lock:
             if session not in self._theirs:
-                if len(self._theirs) == self._peers:  # of one that has started anew since
+                if len(self._theirs) == self._peers:  # the oldest is of a restarted peer
                     self._theirs.pop(next(iter(self._theirs)))
                 self._theirs[session] = self._open(session)
             return self._theirs[session]
@@ -98,7 +98,7 @@ class IpcEngine:
     def _open(self, session: str) -> torch.Tensor:
         _, *handle = read(session)
         with torch.cuda.device(self._device):
-            # Opened on our device, whatever the peer calls its own: it may see others than we do.
+            # Opened on our device: device numbers may differ between processes.
             storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *handle)
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
@@ -111,7 +111,7 @@ def spelled(handle: tuple[Any, ...]) -> str:
 
 
 def read(text: str) -> list[Any]:
-    """The handle that was spelled. Raises: ValueError."""
+    """The inverse of `spelled`. Raises: ValueError."""
     try:
         handle = [
             bytes.fromhex(part) if kind is bytes else part

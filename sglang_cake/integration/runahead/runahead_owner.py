@@ -1,10 +1,10 @@
-"""KV-Runahead in a scheduler process: asks others to help with long prompts, and helps others.
+"""KV-Runahead in a scheduler process: asks members to help with long prompts, and helps members.
 
-The owner's side is invisible to SGLang's books. A step that is shared is, for the scheduler, a step
-like any other: it has slots for all of it, and computed all of it when it returns. Only the forward
-knows better: it computes the owner's span, while KV of the spans before it comes into their slots,
-layer by layer. If something goes wrong, the same forward computes the rest, and nobody notices. If
-the request is aborted meanwhile, everybody stops at the next layer.
+SGLang's scheduler does not know of the owner's side. A shared step is a normal step for it: the
+step has slots for all tokens, and all are computed when it returns. The forward computes the
+owner's span only, while KV of earlier spans arrives in their slots, layer by layer. After a failure
+the same forward computes the rest. After an abort of the request all members stop at the next
+layer.
 """
 
 import logging
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-# How long a request waits for the others' answers. An idle member answers within its next step.
+# How long a request waits for answers. An idle member answers within its next step.
 ANSWER_S = 0.05
-# How long all may hold their slots for a step that SGLang has no memory or no turn for.
+# How long all members may hold their slots for a step that SGLang does not begin.
 BEGIN_S = 5.0
-HANDOVER_S = 0.02  # taken for granted until one was measured
+HANDOVER_S = 0.02  # assumed until one was measured
 BYTES_PER_S = 1e9
-_NEWEST = 0.3  # weight of the newest chain in what handing over is taken to cost
-_FADE = 0.02  # how much of that is forgotten with each prompt that is computed alone
+_NEWEST = 0.3  # weight of the newest chain in the handover time
+_FADE = 0.02  # how far it returns to HANDOVER_S with each prompt that is computed alone
 _WHATEVER = float("inf")
 
 _HOOK = "TpModelWorker.forward_batch_generation"
@@ -70,7 +70,7 @@ Verdict = Literal["alone", "wait", "share"]
 
 @dataclass(slots=True, eq=False)
 class Mine:
-    """The prompt of ours that others help with, or are asked to."""
+    """The own prompt that helpers compute, or were asked to compute."""
 
     rid: str
     owned: Owned
@@ -78,7 +78,7 @@ class Mine:
 
     @property
     def span(self) -> Span:
-        """What the chain computes."""
+        """The tokens that the chain computes."""
         bounds = self.owned.partition.bounds
         return Span(bounds[0], bounds[-1])
 
@@ -87,11 +87,12 @@ class Runahead:
     """One scheduler process as a member of a group. The scheduler thread owns it.
 
     Args:
-        namespace: hex digest of what KV means now; None while the tree holds something else too.
+        namespace: hex digest; None while the tree also holds KV of another namespace.
         prompt_load: `(rid)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
-        least_tokens: fewer are not worth asking anybody.
-        limit_tokens: what one forward computes at most, here and on every member.
+        least_tokens: shorter spans are not shared.
+        limit_tokens: most tokens of one forward, here and on every member.
+        member_settings: for tests.
     """
 
     def __init__(
@@ -112,21 +113,27 @@ class Runahead:
         table: WatchedTable,
         member_settings: MemberSettings = MEMBER_SETTINGS,
     ) -> None:
-        self._gate, self._step_costs, self._counters = gate, step_costs, counters
-        self._namespace, self._prompt_load, self._loads_only = namespace, prompt_load, loads_only
-        self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
+        self._gate = gate
+        self._step_costs = step_costs
+        self._counters = counters
+        self._namespace = namespace
+        self._prompt_load = prompt_load
+        self._loads_only = loads_only
+        self._page_tokens = page_tokens
+        self._limit_tokens = limit_tokens
         self._least_tokens = least_tokens
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
         self._handover_s = HANDOVER_S
         self._mine: Mine | None = None
-        self._asked: set[str] = set()  # requests that had their chance
-        self._ear, self._bell = socket.socketpair()
-        for end in (self._ear, self._bell):
+        self._asked: set[str] = set()  # requests for which helpers were asked
+        # A byte in this socket wakes an idle scheduler.
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
         self._poller: Any = None
         self._scheduler: Scheduler | None = None  # known from the first poll on
-        self.member = Member(rank, transport, rows, self._ring, settings=member_settings)
+        self.member = Member(rank, transport, rows, self._wake, settings=member_settings)
         self._runner = SpanRunner(
             self.member, gate, counters, page_tokens=page_tokens, limit_tokens=limit_tokens
         )
@@ -134,7 +141,7 @@ class Runahead:
     # ---- once a step ----
 
     def poll(self, scheduler: "Scheduler") -> None:
-        """Help, if somebody asks. Call between two steps."""
+        """Serve the offers of other members. Call between two steps."""
         self._scheduler = scheduler
         self._listen(scheduler)
         if self._mine is not None and time.monotonic() - self._mine.began_s > BEGIN_S:
@@ -153,13 +160,13 @@ class Runahead:
                 time.monotonic() - began_s,
             )
 
-    # ---- a request of ours that is about to begin ----
+    # ---- an own request that is about to begin ----
 
     def consider(self, req: "Req", *, alone: bool) -> Verdict:
         """Whether the step of `req` from `req.prefix_len`, which touches no island, is shared.
 
         Args:
-            alone: nobody else is in this step.
+            alone: no other request is in this step.
         """
         loading = self._loading(req)
         stop = len(req.full_untruncated_fill_ids) if loading is None else island_start(loading.view)
@@ -177,17 +184,17 @@ class Runahead:
         return "wait" if self._propose(req, plan) else "alone"
 
     def extent(self, rid: str) -> Span | None:
-        """What the chain of this request computes, once all have agreed."""
+        """The tokens that the chain of this request computes; None if it has no chain."""
         mine = self._mine
         return mine.span if mine is not None and mine.rid == rid else None
 
     def helped_tokens(self, rid: str) -> int:
-        """How much of that the others compute."""
+        """How many of these tokens the helpers compute."""
         mine = self._mine
         return 0 if mine is None or mine.rid != rid else mine.owned.split - mine.span.start
 
     def end(self, rid: str) -> None:
-        """The request is over, aborted or retracted: nobody need help with it any more."""
+        """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
         if self._mine is not None and self._mine.rid == rid:
             self._drop("the request is over", label="aborted")
@@ -195,8 +202,10 @@ class Runahead:
     # ---- the forward ----
 
     def forward(self, original: OriginalFunction, worker: Any, batch: Any, **kwargs: Any) -> Any:
-        """AROUND a worker's `forward_batch_generation`. Raises: what SGLang raises; if something of
-        ours fails, all is computed here."""
+        """AROUND a worker's `forward_batch_generation`. If the chain fails, all is computed here.
+
+        Raises: errors of SGLang.
+        """
         mine = self._mine
         if mine is None or batch is None or mine.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
@@ -219,12 +228,12 @@ class Runahead:
             self._end(mine, "cancelled", str(error))
             assert scheduler is not None
             give_up(scheduler, req)
-            # The least that a step may compute; what it reads and samples means nothing.
+            # The least that a step may compute; its result is dropped.
             return original(worker, part_of(batch, span.stop - 1, span.stop), **kwargs)
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(mine, "cancelled", str(error))  # after which nobody writes into our slots
+            self._end(mine, "cancelled", str(error))  # after this, no part is written here
             return self._forward_alone(original, worker, batch, span, kwargs)
         except Exception as error:
             if original.error is error:
@@ -236,7 +245,7 @@ class Runahead:
         return result
 
     def close(self) -> None:
-        """The process ends."""
+        """Leave the group."""
         self.member.close()
 
     # ---- inside ----
@@ -270,7 +279,7 @@ class Runahead:
             plan = plan_beside_loader(loading, helpers, costs, limits, pays=pays)
         else:
             plan = plan_chain(span, helpers, costs, limits, pays=pays)
-        if plan is None:  # or one bad experience would be the last one
+        if plan is None:  # otherwise one slow chain would be the last one
             self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
         return plan
 
@@ -287,7 +296,7 @@ class Runahead:
                 namespace=namespace,
                 extra_key=req.extra_key,
                 cache_salt=req.cache_salt,
-                # As long as computing it would take: waiting costs at most that much once more.
+                # The time to compute it: waiting in vain at most doubles that.
                 patience_s=max(alone_s, 10 * ANSWER_S),
             )
         except RunaheadError as error:
@@ -323,7 +332,7 @@ class Runahead:
     def _forward_alone(
         self, original: OriginalFunction, worker: Any, batch: Any, span: Span, kwargs: Any
     ) -> Any:
-        """All of it, in steps of what one forward may compute."""
+        """Compute the whole span here, in forwards of at most `limit_tokens`."""
         start = span.start
         while span.stop - start > self._limit_tokens:
             run_part(worker, part_of(batch, start, start + self._limit_tokens))
@@ -364,7 +373,7 @@ class Runahead:
         if load is None:
             return
         load.stats.helped = {"helped_tokens": helped_tokens}
-        if asked_for(req) is not None:  # somebody measures
+        if asked_for(req) is not None:  # a search or a benchmark
             load.stats.helped |= {
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
@@ -374,23 +383,23 @@ class Runahead:
         if req.customized_info and "cake" in req.customized_info:  # told before the forward
             req.customized_info["cake"] = [load.report()]
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         try:
-            self._bell.send(b"\0")
-        except OSError:  # it rings already, or is gone
+            self._wake_writer.send(b"\0")
+        except OSError:  # the socket is full, or closed
             return
 
     def _listen(self, scheduler: "Scheduler") -> None:
-        """An idle scheduler may sleep; news wakes it."""
+        """Let the wake-up socket end the sleep of an idle scheduler, and empty it."""
         sleeper = getattr(scheduler, "idle_sleeper", None)
         poller = getattr(sleeper, "poller", None)
         if poller is not None and poller is not self._poller:
             import zmq
 
-            poller.register(self._ear.fileno(), zmq.POLLIN)
+            poller.register(self._wake_reader.fileno(), zmq.POLLIN)
             self._poller = poller
         try:
-            while self._ear.recv(64):
+            while self._wake_reader.recv(64):
                 pass
         except BlockingIOError:
             return

@@ -1,4 +1,4 @@
-"""What a request is to a chain: whether it may be shared, how it asks to be, and its abort."""
+"""A request in a chain: whether it may be shared, its parameter, and its abort."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-# A request may say how it is to be computed, in `sampling_params.custom_params`: "alone"; "closed"
-# or "table", whether or not that is predicted to pay; or where each worker's span ends, as a list
-# of tokens. That is how a search and a benchmark measure.
+# A field of `sampling_params.custom_params`, for searches and benchmarks: "alone"; "closed" or
+# "table", whether or not that is predicted to be faster; or a list of tokens, the end of each
+# worker's span.
 PARAMETER = "cake_runahead"
 
 
 class Aborted(RunaheadError):
-    """Nobody wants the answer any more."""
+    """The request was aborted."""
 
     reason = "aborted"
 
 
 def is_plain(req: "Req") -> bool:
-    """Whether nothing is wanted of the tokens that others would compute but their KV."""
+    """Whether the request needs nothing but KV of the tokens that helpers would compute."""
     wants_logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
     return (
         not wants_logprobs
@@ -50,16 +50,16 @@ def computes(batch: Any, span: Span) -> bool:
 
 
 def asked_for(req: "Req") -> object:
-    """How the request asks to be computed; None if it does not."""
+    """The PARAMETER of the request; None if it has none."""
     given = req.sampling_params.custom_params
     return given.get(PARAMETER) if isinstance(given, dict) else None
 
 
 def check_abort(scheduler: "Scheduler", req: "Req") -> None:
-    """In the middle of a step of `req`: look for its abort among what has come from outside.
+    """Look for an abort of `req` among new messages, in the middle of its step.
 
-    All that has come is kept for the scheduler, in order, where it keeps what it defers itself; it
-    deals with it after the step. Scheduler thread. Raises: Aborted.
+    All new messages are kept in order among the scheduler's deferred ones. The scheduler handles
+    them after the step. Scheduler thread. Raises: Aborted.
     """
     from sglang.srt.managers.io_struct import AbortReq
 
@@ -69,18 +69,18 @@ def check_abort(scheduler: "Scheduler", req: "Req") -> None:
 
 
 def give_up(scheduler: "Scheduler", req: "Req") -> None:
-    """The step of `req` that is under way ends without the KV that it is taken to compute.
+    """End the current step of `req` without the KV that it was to compute.
 
-    As SGLang ends a step whose KV could not be loaded (`run_batch`): what the step samples is
-    dropped, nothing of the request joins the tree any more, and its slots are freed.
+    As SGLang ends a step whose KV could not be loaded (`run_batch`): sampled tokens are dropped,
+    the request's KV does not join the tree, and its slots are freed.
     """
     drop_answer(req)
     abort_chunked_request(scheduler, req)
 
 
 def drop_answer(req: "Req") -> None:
-    """Nothing that the step under way samples for `req` is its answer, and nothing of it is kept:
-    the request ends as aborted."""
+    """Drop the tokens that the current step samples for `req`, and its KV: the request ends as
+    aborted."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req.skip_radix_cache_insert = True

@@ -1,7 +1,8 @@
-"""A helper's forward: a span of somebody else's prompt.
+"""A helper's forward: a span of another member's prompt.
 
-A helper's forward is no request of SGLang's. It runs between two steps, in the scheduler's thread,
-on slots of its own, and gives all back before it returns: to the tree, if every layer is there.
+A helper's forward is no request of SGLang. It runs between two steps, in the scheduler's thread, on
+its own slots. Before it returns, the slots are freed, or given to the tree if every layer is
+complete.
 """
 
 import contextlib
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-# How long the last layers may take to leave after the forward.
+# How long sending the last layers may take after the forward.
 DRAIN_TIMEOUT_S = 5.0
 
 
 class SpanRunner:
-    """Computes spans for others.
+    """Computes spans for other members.
 
     Args:
-        limit_tokens: what one forward computes at most.
+        limit_tokens: most tokens of one forward.
     """
 
     def __init__(
@@ -45,11 +46,14 @@ class SpanRunner:
         page_tokens: int,
         limit_tokens: int,
     ) -> None:
-        self._member, self._gate, self._counters = member, gate, counters
-        self._page_tokens, self._limit_tokens = page_tokens, limit_tokens
+        self._member = member
+        self._gate = gate
+        self._counters = counters
+        self._page_tokens = page_tokens
+        self._limit_tokens = limit_tokens
 
     def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
-        """Accept or refuse, compute, hand on. Nothing is left behind, whatever happens."""
+        """Accept or refuse an offer; compute and send. All resources are freed in any case."""
         if _is_busy(scheduler):
             self._member.refuse(owner, offer, "busy with its own requests")
             return
@@ -77,7 +81,7 @@ class SpanRunner:
             logger.exception("cake runahead: a span could not be computed")
             failure = repr(error)
         finally:
-            if helping is not None:  # from here on nobody touches the slots
+            if helping is not None:  # after this, no thread or device uses the slots
                 self._member.end_helping(helping, failure)
                 self._count(helping)
             self._give_back(tree, req, keep=failure is None)
@@ -128,7 +132,7 @@ class SpanRunner:
         inputs, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
         batch.input_ids = inputs.to(batch.device, non_blocking=True)
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
-        keep = req.prefix_len  # all before is in the tree, shared: nothing may write there
+        keep = req.prefix_len  # earlier slots are shared in the tree: they must not be written
         start = max(keep, helping.span.start)
         hop = helping.hop
         if hop.inflow is not None:
@@ -155,8 +159,8 @@ class SpanRunner:
 
 @contextlib.contextmanager
 def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
-    """Launch where SGLang launches its own forwards: after all that the scheduler has launched, and
-    before all that it launches next."""
+    """Launch in the stream of SGLang's forwards: behind all work that the scheduler has launched,
+    and before all that it launches next."""
     if not scheduler.enable_overlap:
         yield
         return
@@ -169,7 +173,7 @@ def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
 
 
 def _is_busy(scheduler: "Scheduler") -> bool:
-    """Whether own requests wait, or generate: those would get no token for the whole span."""
+    """Whether own requests wait or generate: they would get no token during the whole span."""
     return (
         bool(scheduler.waiting_queue)
         or scheduler.chunked_req is not None

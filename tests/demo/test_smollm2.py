@@ -10,10 +10,11 @@ import pytest
 
 from sglang_cake.cli import demo
 from sglang_cake.cli import main as cake
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo import smollm2 as module
 from sglang_cake.demo.models import build_llama
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
 
 from benchmarks import bench_codec, bench_exactness, codec_quality, codec_report  # noqa: E402
@@ -35,10 +36,9 @@ def test_without_its_package_one_line_says_how_to_get_it(
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        module._weights()
-    except Exception as error:
+        return module.smollm2(tmp_path_factory.mktemp("model"))
+    except ConfigError as error:
         pytest.skip(f"no real model, `make smollm2` gets it: {error}")
-    return module.smollm2(tmp_path_factory.mktemp("model"))
 
 
 def test_the_real_model_answers_a_question(real: Path) -> None:
@@ -82,12 +82,12 @@ def test_a_prompt_for_a_trained_model_ends_with_a_question(tmp_path: Path, token
 
     model = build_llama(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompt, asks = demo._prompt(model, tokens, trained=True)
+    prompt, asks = demo.make_prompt(model, tokens, trained=True)
     assert (len(prompt), asks) == (tokens, True)
     said = tokenizer.decode(prompt)
     assert said.startswith("user: The")
     assert said.endswith(demo.QUESTION + "\nassistant: ")
-    prompt, asks = demo._prompt(model, tokens, trained=False)
+    prompt, asks = demo.make_prompt(model, tokens, trained=False)
     assert (len(prompt), asks) == (tokens, False)
     assert demo.QUESTION not in tokenizer.decode(prompt)
 
@@ -147,6 +147,5 @@ def test_demo_answers_end_at_the_end_token(tmp_path: Path) -> None:
     ids = tokenizer("They test.", add_special_tokens=False)["input_ids"]
     ends = SimpleNamespace(mode="load", typical=SimpleNamespace(output_ids=[*ids, 1, *ids]))
     goes_on = SimpleNamespace(mode="both", typical=SimpleNamespace(output_ids=ids))
-    setting: Any = SimpleNamespace(model=model)
-    found = demo._answers(setting, [ends, goes_on])  # type: ignore[list-item]
+    found = demo.answers_of(model, [ends, goes_on])  # type: ignore[list-item]
     assert found == {"load": "They test.", "both": "They test."}
