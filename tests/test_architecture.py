@@ -48,7 +48,7 @@ def _imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_parts_import_only_what_they_may(path: Path) -> None:
+def test_architecture_modules_import_only_allowed_parts(path: Path) -> None:
     relative = path.relative_to(ROOT)
     part = relative.parts[0] if relative.parts[0] in MAY_IMPORT else "core"
     if str(relative) == "__main__.py":
@@ -62,7 +62,7 @@ def test_parts_import_only_what_they_may(path: Path) -> None:
             assert allowed, f"{relative} imports {module}"
 
 
-def test_eviction_is_pure() -> None:
+def test_architecture_eviction_imports_no_clock_disk_or_lock() -> None:
     """It decides: no clock, no disk, no lock, nothing of the store."""
     for path in (ROOT / "stores" / "eviction").glob("*.py"):
         for module in _imports(path):

@@ -56,7 +56,7 @@ BENCHES = (
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_help_says_what_the_benchmark_shows(name: str) -> None:
+def test_benchmark_help_exits_0_with_usage(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", name, "--help"],
         cwd=ROOT,
@@ -69,7 +69,7 @@ def test_help_says_what_the_benchmark_shows(name: str) -> None:
     assert "usage" in done.stdout
 
 
-def test_all_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(__main__.benches()) == set(BENCHES)
     assert __main__.main([]) == 0
     assert __main__.main(["no-such-thing"]) == 2
@@ -77,7 +77,7 @@ def test_all_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in BENCHES)
 
 
-def test_lists_of_numbers() -> None:
+def test_benchmark_number_lists_are_parsed_or_refused() -> None:
     assert stats.numbers("0.5,1, 2") == [0.5, 1.0, 2.0]
     assert stats.whole_numbers("256,512") == [256, 512]
     for wrong in ("", "0", "-1", "a", "nan", "inf"):
@@ -111,7 +111,7 @@ def test_paired_ratio_interval_holds_the_ratio() -> None:
     assert found == stats.paired_ratio(rounds)  # the same seed, the same interval
 
 
-def test_header_names_the_machine_and_no_host() -> None:
+def test_benchmark_header_names_the_machine_and_no_host() -> None:
     text = json.dumps(facts.header("x", repeats=3))
     header = json.loads(text)
     assert header["machine"]["what"].endswith("no GPU")
@@ -123,7 +123,7 @@ def test_header_names_the_machine_and_no_host() -> None:
     assert f'"{socket.gethostname()}"' not in text
 
 
-def test_result_is_written_whole(tmp_path: Path) -> None:
+def test_benchmark_result_write_leaves_one_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "results" / "a.json"
     facts.write(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1}
@@ -133,7 +133,7 @@ def test_result_is_written_whole(tmp_path: Path) -> None:
 # ---- time to first token ----
 
 
-def test_ttft_arguments() -> None:
+def test_bench_ttft_arguments_have_defaults_and_wrong_ones_exit() -> None:
     args = bench_ttft.parse_args([])
     assert (args.lengths, args.chunks, args.repeats) == ([2048, 4096, 8192], [256, 512], 3)
     assert args.out == facts.RESULTS / "ttft-cpu.json"
@@ -144,14 +144,14 @@ def test_ttft_arguments() -> None:
             bench_ttft.parse_args(wrong)
 
 
-def test_ttft_combinations() -> None:
+def test_bench_ttft_combinations_pair_chunks_with_bandwidths() -> None:
     args = bench_ttft.parse_args([])
     assert list(bench_ttft.combinations(args)) == [(512, [0.5, 1.0, 2.0]), (256, [1.0])]
     args = bench_ttft.parse_args(["--all-cells"])
     assert list(bench_ttft.combinations(args)) == [(512, [0.5, 1.0, 2.0]), (256, [0.5, 1.0, 2.0])]
 
 
-def test_what_is_faster_than_both_is_named() -> None:
+def test_ttft_report_beaten_by_names_the_faster_rivals() -> None:
     rivals = {"compute": 1.0, "load": 0.99, "hicache-timeout": 0.5}
     assert ttft_report.beaten_by(1.015, rivals) == ["load", "hicache-timeout"]
     assert ttft_report.beaten_by(0.5, rivals) == []
@@ -176,7 +176,7 @@ def _cell(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_ttft_table_keeps_and_marks_what_lost() -> None:
+def test_ttft_report_table_marks_beaten_and_different_cells() -> None:
     lines = ttft_report.table([_cell(), _cell(peers={}, beaten_by=[], same_tokens=False)])
     assert "2.50!" in lines
     assert "beaten in 1 of them" in lines
@@ -197,7 +197,7 @@ def _grid_cell(auto: float, again: float = 2.0) -> dict[str, Any]:
     return bench_real_grid.cell(runs_s, ideal_s=1.25, labels=labels)
 
 
-def test_grid_judges_by_its_goals() -> None:
+def test_bench_real_grid_summary_judges_its_goals() -> None:
     good = [_grid_cell(1.3), _grid_cell(1.34, again=2.06)]
     found = bench_real_grid.summary(good)
     assert all(found["goals"].values())
@@ -209,7 +209,7 @@ def test_grid_judges_by_its_goals() -> None:
     assert bench_real_grid.text([*good, _grid_cell(2.2)]).count("MISSED") == 2
 
 
-def test_grid_has_enough_cells() -> None:
+def test_bench_real_grid_has_at_least_24_cells() -> None:
     args = bench_real_grid.parse_args([])
     assert len(args.lengths) * len(args.bandwidths) * len(args.chunks) >= 24
     assert args.repeats == 3
@@ -217,7 +217,7 @@ def test_grid_has_enough_cells() -> None:
         assert sorted(order) == sorted(bench_real_grid.ORDERS[0])
 
 
-def test_serving_compares_runs_of_the_same_rate_and_repeat() -> None:
+def test_bench_serving_summary_compares_runs_of_equal_rate_and_repeat() -> None:
     def run(arm: str, repeat: int, ttft_ms: float, rate: float = 2.0) -> dict[str, Any]:
         labels = {"workload": "shared-prefix", "rate": rate, "arm": arm, "repeat": repeat}
         return labels | dict.fromkeys(bench_serving.FIELDS, ttft_ms)
@@ -231,7 +231,7 @@ def test_serving_compares_runs_of_the_same_rate_and_repeat() -> None:
     assert "shared-prefix at 0.5/s" in bench_serving.text(bench_serving.summary(runs))
 
 
-def test_serving_calls_the_benchmark_of_sglang() -> None:
+def test_bench_serving_command_calls_the_sglang_benchmark() -> None:
     args = bench_serving.parse_args(["--small"])
 
     def command(workload: str) -> list[str]:
@@ -251,7 +251,7 @@ def test_serving_calls_the_benchmark_of_sglang() -> None:
     assert "--gsp-num-turns" not in words
 
 
-def test_a_full_store_holds_up_loading_alone_and_not_cake() -> None:
+def test_bench_fleet_busy_store_slows_mode_load_and_not_auto() -> None:
     mean_s = {
         mode: bench_fleet.run(12, mode, requests=6, links=1.0)["ttft_mean_s"]
         for mode in ("compute", "load", "auto")
@@ -274,7 +274,7 @@ def _run(factor: float, chunks: tuple[int, ...] = (512, 512)) -> dict[str, Any]:
     return {"ttft_s": 3 * factor, "steps": steps, "cached_tokens": 0}
 
 
-def test_overhead_summary_and_table() -> None:
+def test_overhead_report_summary_and_table_show_the_ratios() -> None:
     runs = {"absent": [_run(1.0), _run(2.0)], "full": [_run(1.005), _run(2.01)]}
     summary = overhead_report.summarise(runs)
     assert "over_absent" not in summary["absent"]
@@ -291,7 +291,7 @@ def test_overhead_summary_and_table() -> None:
     assert "0.500 ms in 10 steps" in text
 
 
-def test_overhead_refuses_to_compare_other_chunks() -> None:
+def test_overhead_report_different_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match="other chunks"):
         overhead_report.summarise({"absent": [_run(1.0)], "off": [_run(1.0, (256, 512))]})
 
@@ -305,23 +305,23 @@ def test_overhead_refuses_to_compare_other_chunks() -> None:
         (0.1, 0.8, "not resolved"),
     ],
 )
-def test_overhead_verdict(low: float, high: float, words: str) -> None:
+def test_overhead_report_verdict_follows_the_interval(low: float, high: float, words: str) -> None:
     assert overhead_report.verdict({"low": low, "high": high}) == words
 
 
-def test_writing_comes_before_stored_in_every_round() -> None:
+def test_bench_overhead_writing_comes_before_stored_in_every_round() -> None:
     for order in bench_overhead.ORDERS:
         assert sorted(order) == sorted(bench_overhead.ORDERS[0])
         assert order.index("writing") < order.index("stored")
 
 
-def test_histogram_is_read_from_metrics() -> None:
+def test_bench_overhead_histogram_is_read_from_metrics() -> None:
     text = 'x_sum{a="1"} 0.02\nx_count{a="1"} 10.0\nx_bucket{le="1"} 10.0\ny_sum{a="1"} 5\n'
     assert bench_overhead.parse_histogram(text, "x") == {"steps": 10.0, "mean_ms": 2.0}
     assert bench_overhead.parse_histogram(text, "z") == {"steps": 0.0, "mean_ms": 0.0}
 
 
-def test_race_of_the_decisions_ends_where_front_and_tail_meet() -> None:
+def test_scheduler_cost_race_ends_where_front_and_loads_meet() -> None:
     steps = scheduler_cost.race(4096, 512, 4)
     # 32 blocks, of which 4 land in every step, whatever the other side does.
     assert 4 <= len(steps) <= 10
@@ -331,7 +331,7 @@ def test_race_of_the_decisions_ends_where_front_and_tail_meet() -> None:
 # ---- the stand-ins for HiCache ----
 
 
-def test_link_takes_the_time_that_the_bytes_take(tmp_path: Path) -> None:
+def test_hicache_link_takes_the_time_of_its_bytes(tmp_path: Path) -> None:
     hicache_cpu = pytest.importorskip("benchmarks.hicache_cpu")
     bandwidth = tmp_path / "link"
     bandwidth.write_text("1000")
@@ -346,7 +346,7 @@ def test_link_takes_the_time_that_the_bytes_take(tmp_path: Path) -> None:
     assert now.s == pytest.approx(101.0, abs=0.02)
 
 
-def test_copies_between_host_and_device_are_indexed() -> None:
+def test_hicache_transfer_copies_the_indexed_rows() -> None:
     hicache_cpu = pytest.importorskip("benchmarks.hicache_cpu")
     torch = pytest.importorskip("torch")
     source, target = torch.arange(8).view(4, 2), torch.zeros(4, 2, dtype=torch.int64)
@@ -386,7 +386,7 @@ def test_each_http_server_is_first_and_last_within_a_repeat_as_often_as_the_othe
         assert sorted(order[at] for order in orders) == sorted(names * 2)
 
 
-def test_file_arms_are_compared_with_the_better_fio_of_the_same_round() -> None:
+def test_bench_file_store_compares_with_the_better_fio_of_a_round() -> None:
     def runs(*gb_per_s: float) -> list[file_arms.Run]:
         return [file_arms.Run(10**9, wall_s=1 / rate, cpu_s=0.25) for rate in gb_per_s]
 
@@ -402,7 +402,7 @@ def test_file_arms_are_compared_with_the_better_fio_of_the_same_round() -> None:
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_the_file_store_is_measured_beside_fio(tmp_path: Path) -> None:
+def test_bench_file_store_small_run_measures_store_and_fio(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     done = subprocess.run(
         [
@@ -425,7 +425,7 @@ def test_the_file_store_is_measured_beside_fio(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"], "left something"
 
 
-def test_claims_of_one_step_are_one_batch() -> None:
+def test_bench_burst_claims_of_one_step_are_one_batch() -> None:
     claims = [
         (1.0, "long", 0, 512),
         (2.0, "a", 0, 30),
@@ -441,7 +441,7 @@ def test_claims_of_one_step_are_one_batch() -> None:
     assert [(s["stored_tokens"], s["plain_tokens"]) for s in found] == [(512, 0), (188, 70)]
 
 
-def test_the_burst_is_compared_within_rounds() -> None:
+def test_bench_burst_summary_compares_within_rounds() -> None:
     def run(finish_s: float) -> dict[str, object]:
         times = dict.fromkeys(("stored_ttft_s", "short_ttft_mean_s", "short_ttft_max_s"), 1.0)
         return {"finish_s": finish_s, "output_ids": {"a": [1]}, **times}
@@ -467,7 +467,7 @@ def _runahead_cell(closed_s: float, received: int = 512 * 8) -> dict[str, Any]:
     return bench_runahead.cell(replies, base="one", prompt_tokens=1024, sent=sent)
 
 
-def test_runahead_goals_are_judged_on_what_was_measured() -> None:
+def test_bench_runahead_goals_are_judged_by_the_measurements() -> None:
     good = _runahead_cell(0.6)
     assert good["ratio"]["closed"]["median"] == 0.6
     assert good["same_tokens"]
@@ -480,7 +480,7 @@ def test_runahead_goals_are_judged_on_what_was_measured() -> None:
     assert "0.500" in text  # the limit
 
 
-def test_runahead_arms_take_turns_and_the_first_round_is_not_counted() -> None:
+def test_bench_runahead_arms_rotate_and_the_first_round_is_dropped() -> None:
     asked: list[str] = []
 
     def arm(name: str) -> Callable[[], Reply]:
@@ -491,7 +491,7 @@ def test_runahead_arms_take_turns_and_the_first_round_is_not_counted() -> None:
     assert [reply.ttft_s for reply in found["a"]] == [6.0, 8.0]
 
 
-def test_runahead_arguments() -> None:
+def test_bench_runahead_arguments_have_defaults_and_wrong_ones_exit() -> None:
     args = bench_runahead.parse_args([])
     assert (args.lengths, args.repeats) == ([512, 2048, 4096, 8192], 5)
     assert args.out == facts.RESULTS / "runahead-cpu.json"

@@ -34,7 +34,7 @@ CODEC_TOOK_S = {
 }
 
 
-def test_times_by_codec_are_set_beside_the_single_ways_with_few_servers_at_once(
+def test_bench_codec_ttft_cells_have_ratios_with_four_servers_at_once(
     tmp_path: Path,
 ) -> None:
     """Seven servers at once were more than the machine had memory for."""
@@ -88,7 +88,7 @@ def test_times_by_codec_are_set_beside_the_single_ways_with_few_servers_at_once(
     assert len(bench_codec_ttft.text(cells).splitlines()) == 1 + len(cells)
 
 
-def test_raw_comes_first_of_the_codecs_that_are_timed() -> None:
+def test_bench_codec_ttft_codec_raw_is_required_and_comes_first() -> None:
     assert bench_codec_ttft.parse_args(["--codecs", "int8,raw"]).codecs == ["raw", "int8"]
     assert bench_codec_ttft.parse_args(["--small"]).tokens == 1024
     with pytest.raises(SystemExit):
@@ -98,7 +98,7 @@ def test_raw_comes_first_of_the_codecs_that_are_timed() -> None:
 # ---- a shared device ----
 
 
-def test_a_prompt_has_its_share_of_every_step_and_others_the_rest(
+def test_bench_shared_device_others_compute_the_rest_of_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -157,7 +157,7 @@ def _of_a_share(codec: str, share: float, load_s: float, cake_s: float) -> dict[
     return {"codec": codec, "share": share, "runs_s": runs_s, "link_limit_s": 0.1, "of_raw": 0.5}
 
 
-def test_what_a_shared_device_shows_stands_beside_what_the_paper_states(tmp_path: Path) -> None:
+def test_share_report_sections_compare_with_the_papers_statements(tmp_path: Path) -> None:
     cells = [
         _of_a_share("raw", 0.1, 2.0, 3.0),  # 3, and 1 twice beside each of the two others
         _of_a_share("raw", 0.9, 1.9, 0.9),
@@ -186,7 +186,7 @@ def test_what_a_shared_device_shows_stands_beside_what_the_paper_states(tmp_path
     assert path.read_text().count("Cake, CacheGen") == 1
 
 
-def test_shares_of_a_device_are_told_to_all_servers_and_the_link_stays(tmp_path: Path) -> None:
+def test_bench_codec_share_writes_the_share_file_and_keeps_the_link(tmp_path: Path) -> None:
     args = bench_codec_share.parse_args(["--small", "--link", "0.5"])
     progress = SimpleNamespace(say=lambda text: None)
     bench = bench_codec_share.SharedBench(args, tmp_path, [1], progress)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def _demo(**said: Any) -> dict[str, Any]:
     return {"ttft_s": ttft_s, "stored_share": 0.5, **answer, **counts, **said}
 
 
-def test_a_demo_is_judged_by_what_its_codec_promises() -> None:
+def test_bench_codec_demo_row_is_judged_by_the_codecs_promise() -> None:
     lost = {"same_tokens": False, "agreed_tokens": 5, "lossy": True}
     promised = {
         ("zstd", True): _demo(),
@@ -235,7 +235,7 @@ def test_a_demo_is_judged_by_what_its_codec_promises() -> None:
         bench_codec_demo.parse_args(["--codecs", "mp3"])
 
 
-def test_what_codecs_live_on_is_seen_where_it_is_and_not_where_it_is_not() -> None:
+def test_codec_structure_separates_smooth_numbers_from_noise() -> None:
     draw = np.random.default_rng(0)
     noise = draw.normal(size=(8, 2, 2, 128, 16))
     smooth = noise.copy()
@@ -263,7 +263,7 @@ def test_what_codecs_live_on_is_seen_where_it_is_and_not_where_it_is_not() -> No
     assert len(codec_report.structure(both)["structure"].splitlines()) == 4
 
 
-def test_blocks_of_another_shape_hold_no_plane_twice() -> None:
+def test_bench_codec_filled_blocks_repeat_no_plane() -> None:
     planes = np.arange(8 * 4 * 2, dtype=np.uint16).reshape(8, 4, 2, 1, 1)
     planes = np.broadcast_to(planes, (8, 4, 2, 128, 192))
     shape = bench_codec.Shape("wide", 3, 5, 64)

@@ -42,7 +42,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", [*DOCS, *REPORTS], ids=lambda path: path.name)
-def test_named_tests_exist(path: Path) -> None:
+def test_docs_named_tests_exist(path: Path) -> None:
     for name in re.findall(r"`(test_\w+)`", path.read_text()):
         assert f"def {name}(" in TESTS + SHIPPED, name
 
@@ -97,7 +97,7 @@ def named_file(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_page_back_ticked_path_exists(path: Path) -> None:
+def test_docs_back_ticked_paths_exist(path: Path) -> None:
     ours = r"(?:sglang_cake|tests|benchmarks|docs|patches|examples|\.ci)/"
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name, _, rest = text.partition(": ")
@@ -108,7 +108,7 @@ def test_page_back_ticked_path_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_page_back_ticked_name_exists(path: Path) -> None:
+def test_docs_back_ticked_names_exist(path: Path) -> None:
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name = text.removesuffix("()")
         compound = r"[A-Za-z]+_\w+|[A-Z][a-z]+[A-Z]\w*"
@@ -118,13 +118,13 @@ def test_page_back_ticked_name_exists(path: Path) -> None:
             assert flag.removeprefix("cake-").replace("-", "_") in {*NAMES, "config"}, text
 
 
-def test_generated_parts_are_up_to_date() -> None:
+def test_docs_generated_parts_are_up_to_date() -> None:
     command = [sys.executable, ROOT / "docs/generate.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_docs_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "properdocs", "build", "--strict", "-f", "mkdocs.yml"]
     done = subprocess.run(
         [*command, "-d", str(tmp_path / "site")],
@@ -140,7 +140,7 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+def test_docs_relative_links_have_targets(path: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(path)):
         if "://" in link:
             continue
@@ -151,7 +151,7 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(there.resolve()), link
 
 
-def test_anchors_are_made_as_github_makes_them(tmp_path: Path) -> None:
+def test_docs_anchors_equal_those_of_github(tmp_path: Path) -> None:
     path = tmp_path / "some.md"
     path.write_text(
         "# `auto`, and *more*: what?\n## Own store\n```sh\n# no heading\n```\n## Own store\n"

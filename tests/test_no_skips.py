@@ -39,7 +39,7 @@ TESTS = {
         ("", 0, "5 skipped, 1 xfailed"),
     ],
 )
-def test_what_is_missing_fails_where_nothing_may_be_skipped(tmp_path, value, status, said, workers):
+def test_no_skips_setting_fails_tests_that_would_be_skipped(tmp_path, value, status, said, workers):
     shutil.copy(BOUNDARY / "conftest.py", tmp_path)
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text.replace("\n        ", "\n"))
@@ -55,7 +55,7 @@ def test_what_is_missing_fails_where_nothing_may_be_skipped(tmp_path, value, sta
     assert done.returncode == status
 
 
-def test_ci_skips_nothing_that_is_installed():
+def test_ci_run_forbids_skips_and_installs_the_packages():
     ci = BOUNDARY.parent / ".ci"
     assert "export CAKE_NO_SKIPS=1" in (ci / "run").read_text()
     packages = (ci / "packages").read_text().split()

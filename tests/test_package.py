@@ -7,12 +7,12 @@ from pathlib import Path
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
 
-def test_the_package_says_that_it_has_types() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (resources.files("sglang_cake") / "py.typed").is_file()
     assert "Typing :: Typed" in PROJECT["classifiers"]
 
 
-def test_the_wheel_names_what_a_registry_shows() -> None:
+def test_package_metadata_has_authors_keywords_and_python_version() -> None:
     assert PROJECT["authors"] == [{"name": "sglang_cake maintainers"}]
     assert {"sglang", "kv-cache"} <= set(PROJECT["keywords"])
     least = PROJECT["requires-python"].removeprefix(">=")

@@ -28,7 +28,7 @@ TENANTS = st.tuples(st.none() | st.text(max_size=4), st.none() | st.text(max_siz
     st.lists(st.integers(0, 2**31), min_size=8, max_size=64),
     st.lists(TENANTS, min_size=2, max_size=4, unique=True),
 )
-def test_tenants_with_other_salts_share_no_key_for_equal_tokens(tokens, tenants):
+def test_block_keys_of_tenants_with_other_salts_are_all_different(tokens, tenants):
     keys = [
         block_keys(KeySeed(DIGEST, extra_key, cache_salt), tokens, 4)
         for extra_key, cache_salt in tenants
@@ -37,7 +37,7 @@ def test_tenants_with_other_salts_share_no_key_for_equal_tokens(tokens, tenants)
     assert len({key for each in keys for key in each}) == sum(map(len, keys))
 
 
-def test_while_a_store_is_open_all_its_files_are_its_owners_alone(tmp_path):
+def test_file_store_while_open_all_files_are_accessible_to_the_owner_only(tmp_path):
     root = tmp_path / "kv"
 
     async def main():
@@ -69,7 +69,7 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = re.compile(r"\b(torch|np|numpy|yaml)\.(load|unsafe_load|full_load)\(|allow_pickle|shell=")
 
 
-def test_nothing_that_is_read_is_ever_run():
+def test_package_source_has_no_call_that_executes_data():
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 50
     for path in files:
@@ -86,13 +86,13 @@ def test_nothing_that_is_read_is_ever_run():
                 assert node.func.id not in CALLS, f"{path}:{node.lineno}"
 
 
-def test_the_search_finds_what_it_looks_for():
+def test_package_source_search_matches_known_unsafe_calls():
     assert METHODS.search("torch.load(path)")
     assert METHODS.search("run(cmd, shell=True)")
     assert not METHODS.search("yaml.safe_load(text)")
 
 
-def test_every_protection_names_what_shows_it():
+def test_security_page_every_protection_names_a_test():
     table = DOC.split("## What protects")[1].split("\n## ")[0]
     rows = [row.strip("|").split("|") for row in re.findall(r"^\|.*\|$", table, re.MULTILINE)[2:]]
     assert len(rows) > 10

@@ -107,7 +107,7 @@ class CodecContract:
         return bytes(view[:size]), bytes(out[: layout.block_bytes])
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
-    def test_a_block_comes_back(self, layout: BlockLayout) -> None:
+    def test_codec_block_round_trip_is_within_its_error(self, layout: BlockLayout) -> None:
         block = kv_like(layout)
         _, restored = self.round_trip(layout, block)
         if self.max_error == 0:
@@ -115,7 +115,7 @@ class CodecContract:
         assert relative_error(layout, memoryview(block), memoryview(restored)) <= self.max_error
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
-    def test_odd_blocks_come_back(self, layout: BlockLayout) -> None:
+    def test_codec_odd_blocks_round_trip_within_the_odd_error(self, layout: BlockLayout) -> None:
         for name, block in odd_blocks(layout):
             _, restored = self.round_trip(layout, block)
             before = Block.over(layout, memoryview(block))
@@ -127,7 +127,7 @@ class CodecContract:
                 assert error <= self.odd_error, (name, error)
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
-    def test_the_first_token_of_a_prompt_comes_back_exactly(self, layout: BlockLayout) -> None:
+    def test_codec_first_token_of_a_prompt_is_restored_exactly(self, layout: BlockLayout) -> None:
         """It is a sink, and far out: what is lost of the others does not grow by it."""
         whole = memoryview(bytearray(kv_like(layout)))
         source = Block.over(layout, whole)
@@ -143,25 +143,25 @@ class CodecContract:
             assert (exact[:1] == restored[:1]).all()
         assert relative_error(layout, whole, out) <= self.max_error
 
-    def test_the_payload_alone_says_how_to_decode_it(self) -> None:
+    def test_codec_payload_names_its_own_chain(self) -> None:
         chain = self.chain(SMOOTH)
         assert parse(chain.describe().encode()) == chain
         payload, _ = self.round_trip(SMOOTH, kv_like(SMOOTH))
         assert chain.describe().encode() in payload
 
-    def test_equal_blocks_give_equal_bytes_whatever_came_before(self) -> None:
+    def test_codec_equal_blocks_give_equal_payloads(self) -> None:
         block = kv_like(SMOOTH)
         first = self.round_trip(SMOOTH, block)
         self.round_trip(SMOOTH, kv_like(SMOOTH, seed=7))
         assert self.round_trip(SMOOTH, block) == first
 
-    def test_threads_do_not_disturb_each_other(self) -> None:
+    def test_codec_concurrent_threads_give_equal_results(self) -> None:
         blocks = [kv_like(SMOOTH, seed) for seed in range(8)]
         alone = [self.round_trip(SMOOTH, block) for block in blocks]
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(lambda b: self.round_trip(SMOOTH, b), blocks)) == alone
 
-    def test_bytes_that_no_encoder_made_are_refused_or_decoded_but_never_crash(self) -> None:
+    def test_codec_spoiled_payload_is_decoded_or_raises_malformed(self) -> None:
         draw = np.random.default_rng(3)
         payload, _ = self.round_trip(SMOOTH, kv_like(SMOOTH))
         out = memoryview(bytearray(SMOOTH.block_bytes))

@@ -101,7 +101,7 @@ class StoreContract:
         finally:
             await store.close()
 
-    def test_what_was_put_is_read_back(self, tmp_path: Path) -> None:
+    def test_store_get_into_after_puts_reads_the_same_bytes(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             for name in range(3):
                 assert await store.put(key_of(name), block_of(name))
@@ -110,7 +110,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_payloads_have_any_length_where_the_frame_varies(self, tmp_path: Path) -> None:
+    def test_store_payloads_of_any_stored_length_are_read_back(self, tmp_path: Path) -> None:
         self.frame = VARYING
         most = VARYING.payload_bytes
         block = (bytes(block_of("a")) * 4)[:most]
@@ -131,7 +131,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_a_second_put_says_so_and_changes_nothing(self, tmp_path: Path) -> None:
+    def test_store_second_put_returns_false_and_keeps_the_block(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             assert await store.put(key_of("a"), block_of("a")) is True
             assert await store.put(key_of("a"), block_of("a")) is False
@@ -139,7 +139,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_contains_answers_in_the_order_of_the_keys(self, tmp_path: Path) -> None:
+    def test_store_contains_answers_in_the_order_of_the_keys(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             await store.put(key_of("a"), block_of("a"))
             asked = [key_of("b"), key_of("a"), key_of("c"), key_of("a")]
@@ -148,14 +148,14 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_an_unknown_block_is_missing(self, tmp_path: Path) -> None:
+    def test_store_get_into_of_an_unknown_key_raises_block_missing(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             with pytest.raises(BlockMissing):
                 await read(store, key_of("a"))
 
         self.run(tmp_path, test)
 
-    def test_a_deleted_block_is_missing_and_may_be_put_again(self, tmp_path: Path) -> None:
+    def test_store_deleted_block_is_missing_and_can_be_put_again(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             await store.put(key_of("a"), block_of("a"))
             await store.delete(key_of("a"))
@@ -168,7 +168,9 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_listed_is_what_is_stored(self, tmp_path: Path) -> None:
+    def test_store_list_blocks_yields_the_stored_blocks_or_is_unavailable(
+        self, tmp_path: Path
+    ) -> None:
         async def test(store: Store) -> None:
             if not self.can_list:
                 with pytest.raises(StoreUnavailable):
@@ -184,7 +186,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_stats_grow_with_what_is_stored_if_they_are_known(self, tmp_path: Path) -> None:
+    def test_store_stats_that_are_known_grow_with_each_put(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             before = await store.stats()
             for name in range(4):
@@ -199,7 +201,9 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_data_is_not_kept_after_put(self, tmp_path: Path) -> None:
+    def test_store_put_data_overwritten_afterwards_leaves_the_block_intact(
+        self, tmp_path: Path
+    ) -> None:
         async def test(store: Store) -> None:
             data = bytearray(block_of("a"))
             await store.put(key_of("a"), memoryview(data))
@@ -208,7 +212,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_get_into_writes_only_what_it_was_given(self, tmp_path: Path) -> None:
+    def test_store_get_into_writes_only_inside_its_buffer(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             await store.put(key_of("a"), block_of("a"))
             size = LAYOUT.block_bytes
@@ -218,7 +222,9 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_progress_is_told_of_what_is_there(self, tmp_path: Path) -> None:
+    def test_store_progress_of_parallel_reads_counts_only_bytes_present(
+        self, tmp_path: Path
+    ) -> None:
         async def test(store: Store) -> None:
             async def told_of(name: int) -> tuple[Told, int]:
                 out = bytearray(LAYOUT.block_bytes)
@@ -245,7 +251,7 @@ class StoreContract:
         else:
             assert told.counts == []
 
-    def test_of_a_block_that_does_not_come_no_progress_is_told(self, tmp_path: Path) -> None:
+    def test_store_progress_of_a_missing_block_is_never_reported(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             out = bytearray(LAYOUT.block_bytes)
             told = Told(out, block_of("a"))
@@ -255,7 +261,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_many_at_once(self, tmp_path: Path) -> None:
+    def test_store_forty_parallel_puts_and_reads_all_succeed(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             names = range(40)
             fresh = await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
@@ -265,7 +271,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_puts_of_one_key_at_once_leave_one_whole_block(self, tmp_path: Path) -> None:
+    def test_store_parallel_puts_of_one_key_leave_a_whole_block(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             fresh = await asyncio.gather(*(store.put(key_of("a"), block_of("a")) for _ in range(8)))
             assert any(fresh)
@@ -273,7 +279,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_cancelled_calls_leave_the_store_whole(self, tmp_path: Path) -> None:
+    def test_store_cancelled_calls_leave_blocks_and_buffers_intact(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             for turns in range(6):  # how far each call gets before it is cancelled
                 key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
@@ -300,7 +306,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_a_closed_store_is_unavailable(self, tmp_path: Path) -> None:
+    def test_store_closed_raises_store_unavailable_on_every_call(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             await store.put(key_of("a"), block_of("a"))
             await store.close()

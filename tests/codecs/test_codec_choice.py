@@ -66,14 +66,14 @@ def chosen(link: float | None, max_error: float) -> str:
         (6000 * MB, 1.0, "raw"),
     ],
 )
-def test_the_codec_with_which_the_prompt_starts_soonest(
+def test_codec_choice_for_link_and_bound_takes_the_fastest_codec(
     link: float | None, max_error: float, codec: str
 ) -> None:
     assert chosen(link, max_error) == codec
 
 
 @given(st.lists(facts, max_size=6), st.floats(1e5, 1e11), st.floats(0, 1), st.floats(1e-4, 10))
-def test_choices_hold_the_bound_and_never_decode_slower_than_the_link(
+def test_codec_choice_random_codecs_keeps_bound_and_decodes_at_link_speed(
     some: list[CodecTraits], link: float, max_error: float, compute_s: float
 ) -> None:
     """Against all alternatives, and against the choice for other costs of computing."""
@@ -96,7 +96,7 @@ def test_choices_hold_the_bound_and_never_decode_slower_than_the_link(
         assert all(one.error == 0 for one in allowed if one.codec == choice.codec)
 
 
-def test_a_choice_says_why() -> None:
+def test_codec_choice_reason_lists_the_refused_codecs() -> None:
     choice = choose(ALL, link_bytes_per_s=1000 * MB, block_bytes=10**7, max_error=0.01)
     assert choice.codec == "int8"
     assert "zstd decodes 900 MB/s" in choice.reason
@@ -104,7 +104,7 @@ def test_a_choice_says_why() -> None:
 
 
 @given(st.lists(facts, max_size=6, unique_by=lambda one: one.codec), st.floats(1e5, 1e11))
-def test_every_codec_that_was_not_taken_has_a_reason(some: list[CodecTraits], link: float) -> None:
+def test_codec_choice_refused_codec_has_a_reason(some: list[CodecTraits], link: float) -> None:
     some = [one for one in some if one.codec != "raw"]  # always in question, measured by nobody
     lost = {one.codec: 0.5 for one in some[:1]}
     kind = {"link_bytes_per_s": link, "block_bytes": 10**7, "max_error": 0.4}
@@ -166,7 +166,7 @@ def encoded(best: BestCodec, block: bytes) -> tuple[str, bytes]:
     return "raw" if is_raw(payload) else codec, decoded(payload)
 
 
-def test_what_the_device_decodes_needs_no_fast_cpu() -> None:
+def test_auto_codec_device_decoding_ignores_slow_cpu_decoding() -> None:
     block = kv_like(LAYOUT)
     assert encoded(encoder(0.02, 50 * MB, decode_s=1.0), block)[0] == "raw"
     assert encoded(encoder(0.02, 50 * MB, decode_s=1.0, on_device=True), block)[0] == "int8"
@@ -175,7 +175,9 @@ def test_what_the_device_decodes_needs_no_fast_cpu() -> None:
 
 
 @pytest.mark.parametrize(("max_error", "codec"), [(0.0, "zstd"), (0.02, "int8"), (0.3, "int4")])
-def test_auto_takes_what_the_bound_allows(max_error: float, codec: str) -> None:
+def test_auto_codec_error_bound_limits_the_codec_and_its_error(
+    max_error: float, codec: str
+) -> None:
     block = kv_like(LAYOUT)
     found, restored = encoded(encoder(max_error, 50 * MB), block)
     assert found == codec
@@ -183,7 +185,7 @@ def test_auto_takes_what_the_bound_allows(max_error: float, codec: str) -> None:
     assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= max_error
 
 
-def test_auto_keeps_the_first_token_of_a_prompt_exactly() -> None:
+def test_auto_codec_first_block_keeps_the_first_token_exact() -> None:
     block = kv_like(LAYOUT)
     for first in (True, False):
         forms = forms_of(block)
@@ -197,7 +199,7 @@ def test_auto_keeps_the_first_token_of_a_prompt_exactly() -> None:
         assert all((restored[0] == kept[0]).all() for restored, kept in pairs) == first
 
 
-def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly(
+def test_auto_codec_block_above_the_bound_is_stored_losslessly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     draw = np.random.default_rng(0)
@@ -220,7 +222,7 @@ def test_a_block_that_loses_more_than_the_sample_did_is_stored_more_exactly(
     assert counts["auto_refused_blocks", "int4 sample_error"] == 2  # of both blocks
 
 
-def test_what_loses_too_much_is_not_timed() -> None:
+def test_auto_codec_candidates_above_the_bound_are_not_timed() -> None:
     """It is refused anyway; decoding would take the scheduler's cores for nothing."""
     asked = [0]
 
@@ -242,7 +244,7 @@ def test_what_loses_too_much_is_not_timed() -> None:
 
 
 @pytest.mark.parametrize(("at_once", "codec"), [(True, "int8"), (False, "raw")])
-def test_decoders_are_measured_all_at_once(at_once: bool, codec: str) -> None:
+def test_auto_codec_decoders_are_timed_on_all_threads_at_once(at_once: bool, codec: str) -> None:
     """Four threads are four times as fast, or as slow as one where a decoder keeps the GIL."""
     now_s, lock, meeting = [0.0], threading.Lock(), threading.Barrier(4)
 
@@ -270,7 +272,7 @@ def test_decoders_are_measured_all_at_once(at_once: bool, codec: str) -> None:
     assert encoded(best, kv_like(LAYOUT))[0] == codec
 
 
-def test_auto_keeps_the_bound_whatever_comes() -> None:
+def test_auto_codec_random_blocks_stay_within_the_bound() -> None:
     order = random.Random(1)
     best = encoder(0.01, 50 * MB)
     for seed in range(12):
@@ -284,7 +286,7 @@ def test_auto_keeps_the_bound_whatever_comes() -> None:
     assert MEASURE_EVERY_BLOCKS > 12
 
 
-def test_every_tier_gets_what_suits_its_link(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_codec_each_tier_gets_the_codec_for_its_link(caplog: pytest.LogCaptureFixture) -> None:
     """Decoders do 100 MB/s: no use on the fast link."""
     block, counters = kv_like(LAYOUT), Counters()
     decode_s = LAYOUT.block_bytes / (100 * MB)
@@ -305,7 +307,7 @@ def test_every_tier_gets_what_suits_its_link(caplog: pytest.LogCaptureFixture) -
     assert counts["auto_refused_blocks", "zstd unknown_link"] == 0
 
 
-def test_what_a_block_lost_for_one_tier_is_not_tried_for_another() -> None:
+def test_auto_codec_block_error_is_measured_once_for_all_tiers() -> None:
     draw, counters = np.random.default_rng(0), Counters()
     best = encoder(0.005, 50 * MB, 40 * MB, counters=counters)
     count = LAYOUT.block_bytes // 2
@@ -324,7 +326,7 @@ def test_what_a_block_lost_for_one_tier_is_not_tried_for_another() -> None:
     st.sampled_from([0.0, 0.005, 0.02, 0.3]),
     st.integers(0, 3),
 )
-def test_every_form_keeps_the_bound_whatever_the_links(
+def test_auto_codec_random_links_every_tier_stays_within_the_bound(
     links: list[float | None], max_error: float, seed: int
 ) -> None:
     block = kv_like(LAYOUT, seed)
@@ -344,7 +346,7 @@ def test_every_form_keeps_the_bound_whatever_the_links(
     assert len(forms.payloads) <= len(links)
 
 
-def test_auto_says_what_it_does_in_log_and_counters(
+def test_auto_codec_decisions_appear_in_log_and_counters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = (("model", "m"), ("codec", namespace_value("auto", 0.02)))

@@ -77,7 +77,7 @@ layouts = st.builds(
 
 @settings(deadline=None, max_examples=60)
 @given(layout=layouts, seed=st.integers(0, 2**32), codec=st.sampled_from(["raw", "zstd"]))
-def test_lossless_codecs_keep_every_bit_of_any_bytes(
+def test_lossless_codecs_random_bytes_return_bit_for_bit(
     layout: BlockLayout, seed: int, codec: str
 ) -> None:
     block = np.random.default_rng(seed).bytes(layout.block_bytes)
@@ -91,7 +91,7 @@ def test_lossless_codecs_keep_every_bit_of_any_bytes(
     codec=st.sampled_from([("int8", 255), ("int4", 15)]),
     exponent=st.integers(-30, 30),
 )
-def test_no_number_moves_by_more_than_a_step_of_its_group(
+def test_int_codecs_random_numbers_move_at_most_half_a_group_step(
     layout: BlockLayout, seed: int, codec: tuple[str, int], exponent: int
 ) -> None:
     """The bound of even grids, number by number, from the definition of a group."""
@@ -139,7 +139,7 @@ def _round_trip(layout: BlockLayout, block: bytes, codec: str) -> bytes:
     return bytes(out)
 
 
-def test_the_measure_of_an_error_is_the_mean_of_the_planes_squares() -> None:
+def test_relative_error_one_wrong_plane_is_the_rms_over_all_planes() -> None:
     layout = BlockLayout(2, (("k", (1, 4)), ("v", (1, 4))), "float32", 2)
     exact = np.ones(32, np.float32)
     decoded = exact.copy()
@@ -158,7 +158,7 @@ def test_the_measure_of_an_error_is_the_mean_of_the_planes_squares() -> None:
     ),
     exponent=st.integers(-30, 30),
 )
-def test_other_lossy_codecs_stay_near_whatever_the_shape(
+def test_lossy_codecs_random_layouts_stay_within_their_error(
     layout: BlockLayout, seed: int, codec: tuple[str, float], exponent: int
 ) -> None:
     name, most = codec
@@ -171,7 +171,7 @@ def test_other_lossy_codecs_stay_near_whatever_the_shape(
     assert relative_error(layout, memoryview(block), memoryview(restored)) <= most
 
 
-def test_what_is_set_apart_comes_back_exactly() -> None:
+def test_kvquant_outliers_are_restored_exactly() -> None:
     """KVQuant's dense-and-sparse: the few numbers farthest out keep every bit."""
     layout = BlockLayout(1, (("k", (1, 4)), ("v", (1, 128))), "float32", 128)
     draw = np.random.default_rng(5)
@@ -186,7 +186,7 @@ def test_what_is_set_apart_comes_back_exactly() -> None:
     assert np.abs(others[others > -700]).max() < 6  # the range of the rest is its own
 
 
-def test_levels_lie_where_the_numbers_do() -> None:
+def test_nonuniform_levels_are_the_means_of_their_numbers() -> None:
     """Against the definition: no level can move and come closer to what it stands for."""
     from sglang_cake.codecs.nonuniform import fitted
 
@@ -205,7 +205,7 @@ def _spread(numbers: np.ndarray, levels: np.ndarray) -> float:
     return float(np.square(numbers[:, None] - levels).min(axis=1).mean())
 
 
-def test_keys_turned_back_within_a_block_are_even_again() -> None:
+def test_inverse_rope_rotated_equal_keys_become_equal_again() -> None:
     """What RoPE did to a constant channel pair is undone up to one turn for the whole block."""
     from sglang_cake.codecs.blocks import Block
     from sglang_cake.codecs.rope import InverseRope
@@ -233,7 +233,7 @@ def test_keys_turned_back_within_a_block_are_even_again() -> None:
 
 @pytest.mark.parametrize(("codec", "least"), [("int8", 1.9), ("int4", 3.7), ("kvquant3", 4.5)])
 @pytest.mark.parametrize(("layers", "heads"), [(32, 8), (40, 40), (80, 1)])
-def test_how_much_smaller_blocks_are_with_scales_and_headers(
+def test_codecs_known_model_layouts_reach_their_compression(
     codec: str, least: float, layers: int, heads: int
 ) -> None:
     """Llama-3.1-8B, LongAlpaca-13B, a rank of eight of Llama-3.1-70B; these sizes are fixed."""
@@ -243,6 +243,6 @@ def test_how_much_smaller_blocks_are_with_scales_and_headers(
     assert layout.block_bytes / stored_bytes >= least
 
 
-def test_no_text_in_front_of_a_block_is_longer_than_that_of_the_longest_chain() -> None:
+def test_codec_chain_description_is_shorter_than_188_bytes() -> None:
     layout = BlockLayout(1, (("k", (1, 128)), ("v", (1, 128))), "bfloat16", 128)
     assert all(len(chain_of(codec, layout, 500000.0).describe()) < 188 for codec in CODECS)

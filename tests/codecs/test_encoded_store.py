@@ -64,7 +64,7 @@ class TestZstdFiles(StoreContract):
             depth=2,
         )
 
-    def test_payloads_have_any_length_where_the_frame_varies(self, tmp_path: Path) -> None:
+    def test_store_payloads_of_any_stored_length_are_read_back(self, tmp_path: Path) -> None:
         """Blocks do not: they all have one length, whatever theirs below."""
         zeros = memoryview(bytes(CONTRACT.block_bytes))
         blocks = {"zeros": zeros, "noise": block_of("noise", CONTRACT)}
@@ -89,9 +89,7 @@ class TestZstdOverALink(TestZstdFiles):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_first_token_of_a_prompt_is_stored_exactly_where_codecs_lose(
-    tmp_path: Path, codec: str
-) -> None:
+def test_encoded_store_first_block_keeps_the_first_token_exact(tmp_path: Path, codec: str) -> None:
     async def go(recorded: bool) -> None:
         store = open_blocks(
             parse_sources(f"file://{tmp_path}/kv-{recorded}?min_free=0&bandwidth=100MB/s"),
@@ -143,7 +141,9 @@ def stored_file(root: Path) -> Path:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("how", ["plain", "sealed", "tiers", "paced"])
-def test_blocks_go_through_every_kind_of_store(tmp_path: Path, codec: str, how: str) -> None:
+def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
+    tmp_path: Path, codec: str, how: str
+) -> None:
     (tmp_path / "key").write_text(bytes(range(32)).hex())
     (tmp_path / "key").chmod(0o600)
     url = (tmp_path / "store").as_uri()
@@ -171,7 +171,7 @@ def test_blocks_go_through_every_kind_of_store(tmp_path: Path, codec: str, how: 
 
 
 @pytest.mark.parametrize("codec", CHOICES)
-def test_every_codec_opens_as_a_server_opens_it(tmp_path: Path, codec: str) -> None:
+def test_open_blocks_every_codec_with_model_facts_round_trips(tmp_path: Path, codec: str) -> None:
     """With what it knows of the model: heads, and how positions turn them."""
 
     async def go() -> bytes:
@@ -203,7 +203,7 @@ def test_a_server_without_a_codec_loads_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_raw_blocks_lie_on_the_disk_as_they_always_did(tmp_path: Path) -> None:
+def test_encoded_store_raw_file_is_header_and_plain_block(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "raw")
         await round_trip(store)
@@ -215,7 +215,7 @@ def test_raw_blocks_lie_on_the_disk_as_they_always_did(tmp_path: Path) -> None:
     assert raw[:HEADER_BYTES] == BlockFrame(namespace("raw"), LAYOUT).header(KEY, memoryview(BLOCK))
 
 
-def test_a_block_file_says_how_it_is_encoded(tmp_path: Path) -> None:
+def test_encoded_store_int8_file_names_its_codec_and_chain(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "int8")
         await round_trip(store)
@@ -231,14 +231,14 @@ def test_a_block_file_says_how_it_is_encoded(tmp_path: Path) -> None:
     assert json.loads(text) == [["groups", {"bits": 8, "group": 128}]]
 
 
-def test_codecs_never_share_a_namespace() -> None:
+def test_namespace_value_codecs_and_bounds_are_all_different() -> None:
     values = [namespace_value(codec, 0.0) for codec in CHOICES]
     values += [namespace_value("auto", 0.01), namespace_value("auto", 0.1)]
     assert len({namespace(codec).digest() for codec in CODECS}) == len(CODECS)
     assert len(set(values)) == len(values)
 
 
-def test_what_cannot_be_decoded_is_corrupt_and_forgotten(tmp_path: Path) -> None:
+def test_encoded_store_undecodable_payload_is_corrupt_then_missing(tmp_path: Path) -> None:
     """The checksums are right: somebody else's program wrote it."""
 
     async def go() -> None:
@@ -260,7 +260,7 @@ def test_what_cannot_be_decoded_is_corrupt_and_forgotten(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "flipped"])
-def test_a_damaged_file_is_noticed(tmp_path: Path, change: str) -> None:
+def test_encoded_store_damaged_file_raises_block_corrupt(tmp_path: Path, change: str) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "zstd")
         await round_trip(store)
@@ -297,7 +297,7 @@ def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> Non
         assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 
 
-def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> None:
+def test_one_codec_block_with_nan_is_stored_raw(tmp_path: Path) -> None:
     broken = np.frombuffer(BLOCK, np.uint16).copy()
     broken[77] = 0x7FC0  # not a number
     int8 = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
@@ -314,18 +314,18 @@ def test_a_block_that_no_codec_can_take_is_stored_as_it_is(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_kv_cache_in_eight_bits_has_nothing_to_lose(codec: str) -> None:
+def test_codec_chain_lossy_codec_on_fp8_raises_config_error(codec: str) -> None:
     fp8 = BlockLayout(1, (("k", (1, 8)), ("v", (1, 8))), "float8_e4m3fn", 16)
     with pytest.raises(ConfigError, match="float8_e4m3fn"):
         chain_of(codec, fp8)
     chain_of("zstd", fp8)
 
 
-def test_a_codec_name_fits_the_header_with_a_seal_behind_it() -> None:
+def test_codec_name_with_seal_suffix_fits_the_header() -> None:
     assert all(len(f"{codec}+aesgcm") <= 16 for codec in CHOICES)
 
 
-def test_checksums_are_over_what_is_stored(tmp_path: Path) -> None:
+def test_encoded_store_checksum_covers_the_stored_payload(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "int4")
         await round_trip(store)
@@ -336,7 +336,7 @@ def test_checksums_are_over_what_is_stored(tmp_path: Path) -> None:
     assert read_header(raw[:HEADER_BYTES]).payload_checksum == payload_checksum(raw[HEADER_BYTES:])
 
 
-def test_a_cancelled_read_lets_go_of_its_memory(tmp_path: Path) -> None:
+def test_encoded_store_cancelled_read_stops_writing_to_its_buffer(tmp_path: Path) -> None:
     """When the caller has its memory back, no thread writes to it any more."""
 
     async def go() -> None:
@@ -364,7 +364,7 @@ def test_a_cancelled_read_lets_go_of_its_memory(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_what_requests_tell_and_ask_goes_on_to_the_store_below() -> None:
+def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -> None:
     class Listening(MemoryStore):
         def __init__(self) -> None:
             super().__init__()
@@ -397,7 +397,7 @@ def test_what_requests_tell_and_ask_goes_on_to_the_store_below() -> None:
 
 
 @pytest.mark.parametrize(("codec", "options"), [("zstd", ""), ("int4", "&key_file={0}/key")])
-def test_encoded_blocks_are_copied_and_verified_as_they_are(
+def test_store_cp_encoded_and_sealed_blocks_are_copied_byte_for_byte(
     tmp_path: Path, codec: str, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "key").write_text(bytes(range(32)).hex())

@@ -24,7 +24,7 @@ ONES = 2**32 - 1
 
 
 @pytest.mark.parametrize("kind", range(CLASSES))
-def test_integers_of_a_class_are_the_librarys(kind):
+def test_entropy_tables_intervals_equal_those_of_constriction(kind):
     """The encoder's state after one number says where its quantiles begin and how many they are.
 
     Of every other number, and of the last: they border on all others.
@@ -40,7 +40,7 @@ def test_integers_of_a_class_are_the_librarys(kind):
         assert lower + size == int(lefts[first + i + 1]) * scale
 
 
-def test_tables_say_where_the_first_quantile_of_a_bin_is():
+def test_entropy_tables_each_bin_points_to_the_interval_of_its_start():
     lefts, begins, centres, _ = tables()
     bins = begins.shape[1] - 1
     for kind in range(CLASSES):
@@ -103,7 +103,7 @@ def check(words, classes, tokens):
 
 
 @pytest.mark.parametrize("kind", range(CLASSES))
-def test_every_class_comes_back(kind):
+def test_entropy_decoder_every_class_returns_the_encoded_numbers(kind):
     classes = np.full((2, 3), kind, np.uint8)
     words, numbers = written(classes, 500, np.random.default_rng(kind))
     np.testing.assert_array_equal(ours(words, classes, 500), numbers)
@@ -122,7 +122,7 @@ def shapes(draw):
 
 @settings(deadline=None)
 @given(shapes(), st.integers(0, 2**32 - 1))
-def test_what_the_library_wrote_comes_back(shape, seed):
+def test_entropy_decoder_random_shapes_return_the_encoded_numbers(shape, seed):
     classes, tokens = shape
     words, numbers = written(classes, tokens, np.random.default_rng(seed))
     np.testing.assert_array_equal(ours(words, classes, tokens), numbers)
@@ -142,11 +142,11 @@ WORDS = st.one_of(
 @example((np.full((1, 2), 9, np.uint8), 100), [])
 @example((np.full((1, 2), 9, np.uint8), 100), [0] * 9)
 @example((np.full((1, 2), 9, np.uint8), 100), [ONES] * 9)
-def test_words_that_no_encoder_wrote_are_read_as_the_library_does(shape, words):
+def test_entropy_decoder_random_words_decode_as_the_library_does(shape, words):
     check(np.array(words, np.uint32), *shape)
 
 
-def test_words_that_lead_behind_the_last_quantile_are_refused():
+def test_entropy_decoder_words_past_the_last_quantile_are_refused():
     """There is what rounding leaves of an interval: the encoder never goes there."""
     assert ours(np.full(9, ONES, np.uint32), np.zeros((1, 1), np.uint8), 1) is None
 
@@ -157,7 +157,7 @@ def payload_of(layout):
     return payload[:size]
 
 
-def test_numbers_that_were_not_coded_are_refused():
+def test_cachegen_decode_spoiled_payload_raises_malformed():
     payload, out = payload_of(LAYOUT), memoryview(bytearray(LAYOUT.block_bytes))
     for words in (b"\0", b"\xff", b"\x5a"):
         spoiled = bytearray(payload)
@@ -166,7 +166,7 @@ def test_numbers_that_were_not_coded_are_refused():
             decode(LAYOUT, memoryview(spoiled), out)
 
 
-def test_decoding_needs_neither_the_gil_nor_the_library(monkeypatch):
+def test_cachegen_decode_needs_no_gil_and_no_constriction(monkeypatch):
     payload = payload_of(LAYOUT)
     monkeypatch.setitem(sys.modules, "constriction", None)
     decode(LAYOUT, payload, memoryview(bytearray(LAYOUT.block_bytes)))
@@ -174,7 +174,7 @@ def test_decoding_needs_neither_the_gil_nor_the_library(monkeypatch):
         assert loop.targetoptions["nogil"]
 
 
-def test_nothing_is_compiled_for_the_first_block(monkeypatch):
+def test_cachegen_warm_up_compiles_all_loops_before_the_first_block(monkeypatch):
     names = ("decode_numbers", "restore")
     loops = {name: numba.njit(getattr(entropy, name).py_func) for name in names}
     for name, loop in loops.items():

@@ -56,7 +56,7 @@ class TestDeflate(CodecContract):
         return chain_of("deflate", layout)
 
 
-def test_example_names_the_entry_point_that_is_tested():
+def test_example_store_pyproject_names_the_tested_entry_point():
     assert 'deflate = "cake_deflate_codec:CHAIN"' in (EXAMPLE / "pyproject.toml").read_text()
 
 

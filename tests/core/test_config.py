@@ -45,19 +45,19 @@ CONFIGS = st.builds(
 
 
 @given(CONFIGS)
-def test_environment_round_trip(config: CakeConfig) -> None:
+def test_config_environment_round_trip_is_equal(config: CakeConfig) -> None:
     assert from_environment(to_environment(config) | {ENABLED_ENV: "1"}) == config
 
 
 @given(CONFIGS)
-def test_mapping_round_trip_typed_and_as_text(config: CakeConfig) -> None:
+def test_config_mapping_round_trip_is_equal_typed_and_as_text(config: CakeConfig) -> None:
     assert from_mapping(asdict(config)) == config
     text = {name: str(value) for name, value in asdict(config).items() if value is not None}
     assert from_mapping(text) == config
 
 
 @given(CONFIGS, CONFIGS, CONFIGS, st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES)))
-def test_flag_before_environment_before_file_before_default(
+def test_config_flag_overrides_environment_and_environment_overrides_file(
     tmp_path_factory: pytest.TempPathFactory,
     flag: CakeConfig,
     variable: CakeConfig,
@@ -86,7 +86,7 @@ def _plain(variable: str) -> str:
     return variable.removeprefix("SGLANG_CAKE_").lower()
 
 
-def test_file_named_by_flag_replaces_the_one_of_the_environment(tmp_path: Path) -> None:
+def test_config_file_flag_replaces_the_file_of_the_environment(tmp_path: Path) -> None:
     for name, depth in (("a", 7), ("b", 8)):
         (tmp_path / f"{name}.toml").write_text(f"queue_depth = {depth}\n")
     environ = {CONFIG_ENV: str(tmp_path / "a.toml")}
@@ -94,7 +94,7 @@ def test_file_named_by_flag_replaces_the_one_of_the_environment(tmp_path: Path) 
     assert resolve({}, environ, file=str(tmp_path / "b.toml")).queue_depth == 8
 
 
-def test_a_child_does_not_read_the_file_again() -> None:
+def test_config_enabled_environment_does_not_read_the_file_again() -> None:
     environ = to_environment(CakeConfig(queue_depth=3)) | {CONFIG_ENV: "/gone.toml"}
     assert from_environment(environ | {ENABLED_ENV: "1"}).queue_depth == 3
     assert "/gone.toml" in _message(lambda: from_environment(environ))
@@ -110,7 +110,9 @@ def test_a_child_does_not_read_the_file_again() -> None:
         ("C.YML", "mode: load\nblock_tokens: 64\nstaging_bytes: 2GiB\n"),
     ],
 )
-def test_files(tmp_path: Path, name: str, text: str) -> None:
+def test_config_files_of_every_format_give_equal_settings(
+    tmp_path: Path, name: str, text: str
+) -> None:
     (tmp_path / name).write_text(text)
     if name.lower().endswith("ml") and not name.endswith("toml"):
         pytest.importorskip("yaml")
@@ -134,14 +136,16 @@ def test_files(tmp_path: Path, name: str, text: str) -> None:
         ("c.yaml", "a: [\n1", "c.yaml: "),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, text: str, part: str) -> None:
+def test_config_bad_file_is_refused_with_name_and_reason(
+    tmp_path: Path, name: str, text: str, part: str
+) -> None:
     (tmp_path / name).write_text(text)
     message = _message(lambda: load_file(str(tmp_path / name)))
     assert part in message
     assert name in message
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_config_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     message = _message(lambda: load_file(str(tmp_path / "none.toml")))
     assert "none.toml" in message
     assert "no such file" in message
@@ -179,7 +183,7 @@ BAD: list[tuple[str, object, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "part"), BAD)
-def test_bad_values_name_setting_value_and_what_is_allowed(
+def test_config_bad_value_is_refused_with_name_and_allowed_values(
     name: str, value: object, part: str
 ) -> None:
     assert part in _message(lambda: from_mapping({name: value}))
@@ -191,7 +195,7 @@ def test_bad_values_name_setting_value_and_what_is_allowed(
             assert as_variable(name) in _message(lambda: from_environment(environ))
 
 
-def test_environment_names_are_exact() -> None:
+def test_config_unknown_environment_name_is_refused_with_a_suggestion() -> None:
     assert "SGLANG_CAKE_MODES: unknown setting, did you mean SGLANG_CAKE_MODE?" in _message(
         lambda: from_environment({"SGLANG_CAKE_MODES": "load"})
     )
@@ -200,7 +204,7 @@ def test_environment_names_are_exact() -> None:
 
 
 @given(st.sampled_from(NAMES), st.text() | st.integers() | st.floats() | st.none() | st.booleans())
-def test_any_value_is_taken_or_refused_in_one_line(name: str, value: Any) -> None:
+def test_config_any_value_is_taken_or_refused_in_one_line(name: str, value: Any) -> None:
     try:
         config = from_mapping({name: value})
     except ConfigError:
@@ -209,7 +213,7 @@ def test_any_value_is_taken_or_refused_in_one_line(name: str, value: Any) -> Non
         assert from_environment(to_environment(config)) == config
 
 
-def test_every_field_can_be_set() -> None:
+def test_config_every_field_is_a_setting_with_a_default() -> None:
     assert {field.name for field in fields(CakeConfig)} == set(NAMES)
     assert from_mapping({}) == CakeConfig()
 

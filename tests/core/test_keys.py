@@ -19,7 +19,7 @@ NAMES = st.one_of(st.none(), st.text(max_size=3))
 
 
 @given(TOKENS, BLOCK)
-def test_one_key_for_every_full_block(tokens, block_tokens):
+def test_block_keys_one_per_full_block_and_all_different(tokens, block_tokens):
     keys = block_keys(SEED, tokens, block_tokens)
     assert len(keys) == len(tokens) // block_tokens
     assert all(len(key) == 32 for key in keys)
@@ -27,21 +27,21 @@ def test_one_key_for_every_full_block(tokens, block_tokens):
 
 
 @given(TOKENS, BLOCK, st.integers(0, 40))
-def test_a_prefix_has_the_same_keys(tokens, block_tokens, stop):
+def test_block_keys_prefix_has_equal_keys(tokens, block_tokens, stop):
     whole = block_keys(SEED, tokens, block_tokens)
     start = block_keys(SEED, tokens[:stop], block_tokens)
     assert whole[: len(start)] == start
 
 
 @given(TOKENS, BLOCK, st.data())
-def test_known_keys_are_taken_and_change_nothing(tokens, block_tokens, data):
+def test_block_keys_known_keys_change_nothing(tokens, block_tokens, data):
     keys = block_keys(SEED, tokens, block_tokens)
     known = data.draw(st.integers(0, len(keys)))
     assert block_keys(SEED, tokens, block_tokens, known=keys[:known]) == keys
 
 
 @given(TOKENS.filter(bool), BLOCK, st.data())
-def test_another_token_changes_its_key_and_every_later_one(tokens, block_tokens, data):
+def test_block_keys_changed_token_changes_its_key_and_all_later_ones(tokens, block_tokens, data):
     at = data.draw(st.integers(0, len(tokens) - 1))
     changed = list(tokens)
     changed[at] ^= 1
@@ -52,12 +52,12 @@ def test_another_token_changes_its_key_and_every_later_one(tokens, block_tokens,
 
 
 @given(TOKENS, BLOCK)
-def test_an_array_is_hashed_like_a_list(tokens, block_tokens):
+def test_block_keys_of_an_array_equal_those_of_a_list(tokens, block_tokens):
     as_array = array("q", tokens)
     assert block_keys(SEED, as_array, block_tokens) == block_keys(SEED, tokens, block_tokens)
 
 
-def test_the_chain_is_what_docs_format_says():
+def test_block_keys_chain_equals_the_format_page():
     start = hashlib.sha256(b"sglang_cake key v1" + NAMESPACE + b"\xff" * 24).digest()
     tokens = b"".join(token.to_bytes(8, "little", signed=True) for token in (5, -1))
     first = hashlib.sha256(start + tokens).digest()
@@ -71,30 +71,30 @@ PARTS = st.tuples(NAMES, NAMES, NAMES)  # extra_key, cache_salt, adapter
 
 
 @given(PARTS, PARTS)
-def test_seeds_are_equal_exactly_if_their_parts_are(parts, others):
+def test_key_seed_digests_are_equal_exactly_if_parts_are(parts, others):
     one, other = KeySeed(NAMESPACE, *parts), KeySeed(NAMESPACE, *others)
     assert (one.digest() == other.digest()) == (parts == others)
 
 
-def test_none_empty_and_shifted_names_are_all_different():
+def test_key_seed_none_empty_and_shifted_names_are_all_different():
     names = (None, "", "a", "b", "ab", "a\0", "\xff")
     seeds = [KeySeed(NAMESPACE, *parts) for parts in itertools.product(names, repeat=3)]
     assert len({seed.digest() for seed in seeds}) == len(seeds)
 
 
-def test_namespaces_have_no_key_in_common():
+def test_block_keys_of_two_namespaces_have_no_key_in_common():
     other = KeySeed(Namespace((("model", "n"),)).digest())
     one, two = (set(block_keys(seed, range(20), 2)) for seed in (SEED, other))
     assert not one & two
 
 
 @given(TOKENS, BLOCK, st.lists(st.integers(0, 40), max_size=4))
-def test_a_chain_asked_in_any_order_gives_the_same_keys(tokens, block_tokens, stops):
+def test_key_chain_asked_in_any_order_gives_equal_keys(tokens, block_tokens, stops):
     chain = KeyChain(SEED, block_tokens)
     for stop in stops:
         assert chain.of(tokens[:stop]) == block_keys(SEED, tokens[:stop], block_tokens)
 
 
-def test_a_token_that_does_not_fit_is_refused():
+def test_block_keys_token_above_64_bits_raises():
     with pytest.raises(OverflowError):
         block_keys(SEED, [2**63], 1)

@@ -22,7 +22,7 @@ LAYOUTS = st.builds(
 )
 
 
-def test_sizes_of_a_known_model():
+def test_block_layout_of_llama_3_8b_has_the_expected_sizes():
     # Llama 3 8B: 32 layers, 8 KV heads of 128, bf16: 128 KiB a token.
     parts = (("k", (8, 128)), ("v", (8, 128)))
     layout = BlockLayout(layers=32, parts=parts, dtype="bfloat16", block_tokens=128)
@@ -31,13 +31,13 @@ def test_sizes_of_a_known_model():
     assert layout.block_bytes == 16 * 1024 * 1024
 
 
-def test_planes_of_unequal_parts_are_in_layer_order():
+def test_block_layout_planes_of_unequal_parts_are_in_layer_order():
     layout = BlockLayout(2, (("latent", (512,)), ("rope", (64,))), "bfloat16", 4)
     assert layout.plane_token_bytes == (1024, 128, 1024, 128)
 
 
 @given(LAYOUTS)
-def test_a_block_is_its_planes(layout):
+def test_block_layout_block_bytes_are_the_sum_of_the_planes(layout):
     assert len(layout.plane_token_bytes) == layout.layers * len(layout.parts)
     assert layout.token_bytes == sum(layout.plane_token_bytes)
     assert layout.block_bytes == layout.block_tokens * layout.token_bytes
@@ -46,24 +46,24 @@ def test_a_block_is_its_planes(layout):
 
 
 @given(LAYOUTS, LAYOUTS)
-def test_descriptions_are_equal_exactly_if_layouts_are(one, other):
+def test_block_layout_descriptions_are_equal_exactly_if_layouts_are(one, other):
     assert (one.describe() == other.describe()) == (one == other)
 
 
 @given(LAYOUTS)
-def test_a_description_says_everything(layout):
+def test_block_layout_description_holds_every_field(layout):
     found = json.loads(layout.describe())
     parts = tuple((name, tuple(shape)) for name, shape in found.pop("parts"))
     assert BlockLayout(parts=parts, **found) == layout
 
 
-def test_an_unknown_dtype_has_no_size():
+def test_block_layout_unknown_dtype_raises():
     with pytest.raises(KeyError):
         _ = BlockLayout(1, (("k", (1,)),), "int3", 1).token_bytes
 
 
 @given(LAYOUTS)
-def test_a_description_can_be_read_back(layout):
+def test_block_layout_description_parses_to_an_equal_layout(layout):
     assert BlockLayout.parse(layout.describe()) == layout
 
 
@@ -99,7 +99,7 @@ GOOD = '{"layers":1,"parts":[["k",[2]],["v",[2]]],"dtype":"float16","block_token
         (GOOD, GOOD + " "),
     ],
 )
-def test_anything_else_is_one_line(good, bad):
+def test_block_layout_other_text_is_refused_in_one_line(good, bad):
     assert BlockLayout.parse(GOOD).describe() == GOOD
     with pytest.raises(ValueError, match="not a block layout") as error:
         BlockLayout.parse(GOOD.replace(good, bad))
@@ -114,7 +114,7 @@ def test_anything_else_is_one_line(good, bad):
         ),
     )
 )
-def test_any_text_is_a_layout_or_a_value_error(text):
+def test_block_layout_random_text_parses_or_raises_value_error(text):
     try:
         layout = BlockLayout.parse(text)
     except ValueError:

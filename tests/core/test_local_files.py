@@ -13,7 +13,7 @@ from sglang_cake.core.local_files import atomic_write
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_atomic_write_replaces_a_file_with_one_of_its_owner_alone(
+def test_atomic_write_existing_file_is_replaced_by_a_private_one(
     tmp_path: Path, durable: bool
 ) -> None:
     path = tmp_path / "some.json"

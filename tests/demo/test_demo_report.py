@@ -59,25 +59,25 @@ def arms(tmp_path: Path) -> Arms:
     )
 
 
-def test_steps_end_where_the_next_begins_and_the_last_with_the_first_token(arms: Arms) -> None:
+def test_trace_steps_end_at_the_next_step_or_the_first_token(arms: Arms) -> None:
     steps = read_event_trace(arms.both.trace_file, "both", 106.5).steps
     assert [(step.start, step.stop) for step in steps] == [(0, 256), (256, 512), (1023, 1024)]
     assert [step.end_s - step.begin_s for step in steps] == [2.5, 2.5, 0.5]
 
 
-def test_a_block_costs_the_time_between_landings(arms: Arms) -> None:
+def test_trace_block_load_time_is_the_time_between_landings(arms: Arms) -> None:
     trace = read_event_trace(arms.load.trace_file, "load", 111.5)
     assert [load.block for load in trace.loads] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert {load.land_s - load.begin_s for load in trace.loads} == {1.25}
     assert trace.stored_tokens == PROMPT - 1
 
 
-def test_an_unknown_request_is_named(tmp_path: Path) -> None:
+def test_trace_unknown_request_raises_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no events of request nobody"):
         read_event_trace(tmp_path / "missing.jsonl", "nobody", 1.0)
 
 
-def test_the_numbers_of_the_demo(arms: Arms) -> None:
+def test_demo_report_evaluates_and_prints_its_numbers(arms: Arms) -> None:
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     assert result["ttft_s"] == {"compute": 11.0, "load": 11.5, "both": 6.5}
     # One second before the first step, half of ten seconds, half a second for the last step.
@@ -91,27 +91,27 @@ def test_the_numbers_of_the_demo(arms: Arms) -> None:
     assert "the same in every run" in text
 
 
-def test_different_tokens_are_noticed(arms: Arms) -> None:
+def test_demo_report_different_tokens_are_reported(arms: Arms) -> None:
     arms.both.replies[0].output_ids[-1] = 9
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     assert result["same_tokens"] is False
     assert "NOT THE SAME" in table(arms, result)
 
 
-def test_the_cold_run_must_give_the_same_tokens_too(arms: Arms) -> None:
+def test_demo_report_cold_run_must_give_equal_tokens(arms: Arms) -> None:
     cold = Reply([1, 9], {"id": "cold"}, sent_s=100.0, first_token_s=111.0)
     assert evaluate(arms, cold, bandwidth=1024.0, prompt_bytes=10240)["same_tokens"] is False
     cold.output_ids[-1] = 2
     assert evaluate(arms, cold, bandwidth=1024.0, prompt_bytes=10240)["same_tokens"] is True
 
 
-def test_a_store_that_lost_everything_is_said_in_one_line(arms: Arms, tmp_path: Path) -> None:
+def test_demo_report_nothing_loaded_raises_demo_failed(arms: Arms, tmp_path: Path) -> None:
     forgot = arms._replace(load=arm(tmp_path, "forgot", COMPUTE, 111.0, [1, 2]))
     with pytest.raises(DemoFailed, match="nothing was loaded"):
         evaluate(forgot, bandwidth=1024.0, prompt_bytes=10240)
 
 
-def test_different_tokens_are_no_bug_where_kv_was_lossy(arms: Arms) -> None:
+def test_demo_report_lossy_codec_may_give_different_tokens(arms: Arms) -> None:
     arms.both.replies[0].output_ids[-1] = 9
     arms.load.replies[0].meta["cake"][0]["lossy_tokens"] = 511
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
@@ -124,7 +124,7 @@ def test_different_tokens_are_no_bug_where_kv_was_lossy(arms: Arms) -> None:
     assert "the same in every run" in table(arms, result)
 
 
-def test_the_picture_is_drawn(arms: Arms, tmp_path: Path) -> None:
+def test_demo_report_picture_is_written_as_svg_and_png(arms: Arms, tmp_path: Path) -> None:
     result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
     paths = draw(arms, result, tmp_path / "meet")
     assert [path.suffix for path in paths] == [".svg", ".png"]
@@ -139,7 +139,7 @@ def test_the_picture_is_drawn(arms: Arms, tmp_path: Path) -> None:
     ],
     ids=["context", "kind"],
 )
-def test_a_model_that_the_demo_cannot_serve_is_one_line_before_any_server(
+def test_demo_unservable_model_exits_with_one_line(
     changes: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"] | changes))
@@ -150,7 +150,7 @@ def test_a_model_that_the_demo_cannot_serve_is_one_line_before_any_server(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_a_config_is_one_line(
+def test_demo_folder_without_config_exits_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", "--model", str(tmp_path)]) == 2

@@ -64,7 +64,9 @@ def gone(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_streams_and_stops_the_whole_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_testing_server_streams_events_and_stops_its_process_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def loads(text: bytes) -> Any:
         (tmp_path / "seen").touch()
         return json.loads(text)
@@ -88,7 +90,7 @@ def test_streams_and_stops_the_whole_tree(tmp_path: Path, monkeypatch: pytest.Mo
         time.sleep(0.01)
 
 
-def test_a_server_that_ends_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_testing_server_that_exits_shows_the_end_of_its_log(tmp_path: Path) -> None:
     broken = server(tmp_path, "raise SystemExit('no such model')")
     with pytest.raises(ServerDied, match=r"status 1(.|\n)*no such model"):
         broken.start()

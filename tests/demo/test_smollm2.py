@@ -21,7 +21,7 @@ from benchmarks import bench_codec, bench_exactness, codec_quality, codec_report
 from benchmarks.real_texts import real_texts  # noqa: E402
 
 
-def test_without_its_package_one_line_says_how_to_get_it(
+def test_smollm2_without_its_package_demo_exits_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "PACKAGE", "no-such-package")
@@ -41,7 +41,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no real model, `make smollm2` gets it: {error}")
 
 
-def test_the_real_model_answers_a_question(real: Path) -> None:
+def test_smollm2_answers_a_question(real: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,7 +54,7 @@ def test_the_real_model_answers_a_question(real: Path) -> None:
     assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
 
 
-def test_codecs_lose_of_a_real_model_what_the_table_says(real: Path) -> None:
+def test_smollm2_codec_losses_have_the_order_of_the_table(real: Path) -> None:
     """One document and a short prefix: a check of the order, not of the second digit."""
     from transformers import AutoTokenizer
 
@@ -70,14 +70,14 @@ def test_codecs_lose_of_a_real_model_what_the_table_says(real: Path) -> None:
     assert alike["kl"] > 1.5 * found["cachegen3"]["kl"]  # the first token is a sink
 
 
-def test_texts_are_long_enough_to_be_prefixes() -> None:
+def test_smollm2_texts_are_longer_than_15000_characters() -> None:
     found = real_texts()
     assert len(found) == 8
     assert min(map(len, found.values())) > 15_000  # characters, four to a token or less
 
 
 @pytest.mark.parametrize("tokens", [700, 1100])
-def test_a_prompt_for_a_trained_model_ends_with_a_question(tmp_path: Path, tokens: int) -> None:
+def test_demo_prompt_for_a_trained_model_ends_with_a_question(tmp_path: Path, tokens: int) -> None:
     from transformers import AutoTokenizer
 
     model = build_llama(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1)
@@ -96,7 +96,7 @@ def answer(*logprobs: float, words: tuple[int, ...] = (1, 2), loaded: int = 0) -
     return bench_exactness.Answer(logprobs, words, loaded, 10 - loaded)
 
 
-def test_answers_are_compared_bit_by_bit() -> None:
+def test_bench_exactness_answers_are_compared_bit_by_bit() -> None:
     references = [answer(-1.0, -2.0), answer(-3.0, -4.0)]
     answers = [answer(-1.0, -2.0, loaded=8), answer(-3.0, -4.5, words=(1, 3), loaded=2)]
     row = bench_exactness.compared("loaded", answers, references)
@@ -114,7 +114,7 @@ def test_answers_are_compared_bit_by_bit() -> None:
         bench_exactness.compared("loaded", [answer(-1.0), answer(-1.0)], references)
 
 
-def test_the_tables_of_what_is_lost_set_each_codec_beside_itself() -> None:
+def test_codec_report_losses_compare_each_codec_with_itself() -> None:
     def row(kl: float, error: float) -> dict[str, Any]:
         size = {"bits_per_number": 3.0}
         errors = {"error_k": 0.1, "error_v": 0.2, "error": error, "error_most": 0.3}

@@ -25,9 +25,7 @@ def by_source(live: Live) -> dict[str, float]:
     return found
 
 
-def test_what_was_in_memory_is_device_and_what_was_loaded_is_storage(
-    loading: Live, prompt: Make
-) -> None:
+def test_cached_tokens_matched_is_device_and_loaded_is_storage(loading: Live, prompt: Make) -> None:
     ids = prompt(12 * BLOCK)
     loading.ask_and_store(ids)
     loading.ask_flushed(ids[: 4 * BLOCK])  # in memory now, and loaded itself
@@ -39,7 +37,7 @@ def test_what_was_in_memory_is_device_and_what_was_loaded_is_storage(
     until(lambda: by_source(loading) == after, "SGLang's counter")
 
 
-def test_a_prompt_that_is_computed_and_loaded_in_several_steps(both: Live, prompt: Make) -> None:
+def test_cached_tokens_of_a_raced_prompt_count_loads_as_storage(both: Live, prompt: Make) -> None:
     """Islands join a request that runs as well as one that waits."""
     ids = prompt(30 * BLOCK)
     both.ask_and_store(ids)
@@ -58,7 +56,7 @@ def _stream(live: Live, path: str, body: dict[str, Any]) -> Iterator[dict[str, A
                 yield json.loads(line[6:])
 
 
-def test_every_chunk_of_a_stream_says_so(loading: Live, prompt: Make) -> None:
+def test_cached_tokens_every_stream_chunk_has_the_details(loading: Live, prompt: Make) -> None:
     ids = prompt(6 * BLOCK)
     loading.ask_and_store(ids)
     loading.flush()
@@ -72,7 +70,9 @@ def test_every_chunk_of_a_stream_says_so(loading: Live, prompt: Make) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_openai_endpoints_say_so(loading: Live, prompt: Make, chat: bool, stream: bool) -> None:
+def test_cached_tokens_openai_endpoints_report_loads_as_storage(
+    loading: Live, prompt: Make, chat: bool, stream: bool
+) -> None:
     text = "".join(chr(ord("a") + token % 26) for token in prompt(10 * BLOCK))
     question = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     path = "/v1/chat/completions" if chat else "/v1/completions"

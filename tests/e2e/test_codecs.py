@@ -45,7 +45,7 @@ def coded(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]
         yield live
 
 
-def test_an_encoded_prompt_is_loaded_and_says_how_much_was_lossy(coded: Live, prompt: Make) -> None:
+def test_server_kvquant3_prompt_is_loaded_and_counted_as_lossy(coded: Live, prompt: Make) -> None:
     ids = prompt(12 * BLOCK + 5)
     computed = coded.ask(ids)
     assert computed.meta["cake"]["lossy_tokens"] == 0
@@ -92,7 +92,7 @@ def choosing(
         yield live
 
 
-def test_auto_gives_each_tier_the_form_that_suits_its_link(
+def test_server_auto_codec_stores_each_tier_with_its_own_codec(
     choosing: Live, slow: StoreView, prompt: Make
 ) -> None:
     # Until the slow tier is read, its write speed is the estimate of its read speed.

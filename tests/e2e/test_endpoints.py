@@ -35,7 +35,9 @@ def test_streaming_gives_the_same_tokens_and_the_statistics(
     assert set(reply.cake) >= {"computed_tokens", "loaded_tokens", "matched_tokens", "meet_token"}
 
 
-def test_several_samples_of_one_prompt(both: Live, plain: Live, prompt: Make) -> None:
+def test_generate_endpoint_three_samples_equal_the_plain_server(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(12 * BLOCK + 3)
     both.ask_and_store(ids)
     both.flush()
@@ -47,7 +49,9 @@ def test_several_samples_of_one_prompt(both: Live, plain: Live, prompt: Make) ->
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
-def test_a_batch_in_one_request(both: Live, plain: Live, prompt: Make) -> None:
+def test_generate_endpoint_batch_equals_the_plain_server(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     shared = prompt(8 * BLOCK)
     batch = [shared + prompt(n) for n in (3, 80)] + [prompt(30)]
     both.ask_and_store(shared)
@@ -65,7 +69,7 @@ def _completion(live: Live, body: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
-def test_openai_endpoints_load_and_answer_alike(
+def test_openai_endpoints_stored_prompt_gives_the_plain_answer(
     both: Live, plain: Live, text: str, kind: str
 ) -> None:
     chat = kind.startswith("chat")
@@ -88,7 +92,7 @@ def test_openai_endpoints_load_and_answer_alike(
         until(lambda: both.metric("loaded_tokens_total") > before, "tokens were loaded")
 
 
-def test_openai_streaming(both: Live, plain: Live, text: str) -> None:
+def test_openai_endpoint_streaming_gives_the_plain_text(both: Live, plain: Live, text: str) -> None:
     def stream(live: Live) -> str:
         body = {
             "model": "default",
@@ -110,7 +114,9 @@ def test_openai_streaming(both: Live, plain: Live, text: str) -> None:
     assert stream(both) == cold == stream(plain)
 
 
-def test_a_program_of_sglangs_frontend(both: Live, plain: Live, text: str) -> None:
+def test_frontend_program_on_a_stored_text_gives_the_plain_text(
+    both: Live, plain: Live, text: str
+) -> None:
     """gen, fork and several turns: the same answers twice, and the second time from the store."""
     import sglang as sgl
 
@@ -134,7 +140,9 @@ def test_a_program_of_sglangs_frontend(both: Live, plain: Live, text: str) -> No
     assert run(both) == cold == run(plain)
 
 
-def test_cache_salts_and_extra_keys_share_nothing(both: Live, plain: Live, prompt: Make) -> None:
+def test_cache_salt_and_extra_key_load_only_their_own_blocks(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(6 * BLOCK + 1)
     both.ask_and_store(ids)
     reference = plain.reference(ids)

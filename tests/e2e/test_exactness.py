@@ -24,7 +24,7 @@ LENGTHS = (
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_a_stored_prompt_gives_the_answer_of_a_server_without_cake(
+def test_stored_prompt_of_any_length_gives_the_plain_answer(
     both: Live, plain: Live, prompt: Make, tokens: int
 ) -> None:
     ids = prompt(tokens)
@@ -39,7 +39,9 @@ def test_a_stored_prompt_gives_the_answer_of_a_server_without_cake(
     assert answer.cached == answer.loaded
 
 
-def test_the_last_token_of_a_wholly_stored_prompt_is_computed(both: Live, prompt: Make) -> None:
+def test_stored_prompt_wholly_in_store_still_computes_its_last_token(
+    both: Live, prompt: Make
+) -> None:
     ids = prompt(6 * BLOCK)
     both.ask_and_store(ids)
     answer = both.ask_flushed(ids)
@@ -48,7 +50,7 @@ def test_the_last_token_of_a_wholly_stored_prompt_is_computed(both: Live, prompt
 
 
 @pytest.mark.parametrize("tail", [1, BLOCK - 1, BLOCK + 1, CHUNK + 7])
-def test_a_new_question_follows_a_stored_document(
+def test_stored_document_with_a_new_question_gives_the_plain_answer(
     both: Live, plain: Live, prompt: Make, tail: int
 ) -> None:
     document = prompt(10 * BLOCK + 11)
@@ -59,7 +61,7 @@ def test_a_new_question_follows_a_stored_document(
     assert answer.loaded > 0 or both.races
 
 
-def test_prompts_that_share_a_stored_document_differ_after_it(
+def test_stored_document_with_three_tails_gives_the_plain_answers(
     both: Live, plain: Live, prompt: Make
 ) -> None:
     document = prompt(12 * BLOCK)
@@ -71,7 +73,7 @@ def test_prompts_that_share_a_stored_document_differ_after_it(
 
 
 @pytest.mark.parametrize("on_device", [BLOCK // 2, 3 * BLOCK, 5 * BLOCK + 1])
-def test_the_device_holds_part_of_a_stored_prompt(
+def test_stored_prompt_partly_on_the_device_loads_from_the_rest(
     both: Live, plain: Live, prompt: Make, on_device: int
 ) -> None:
     ids = prompt(16 * BLOCK + 3)
@@ -85,7 +87,9 @@ def test_the_device_holds_part_of_a_stored_prompt(
     assert matched + answer.loaded + answer.computed == len(ids)
 
 
-def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt: Make) -> None:
+def test_islands_between_holes_are_attached_and_holes_stored_again(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(24 * BLOCK + 9)
     files = both.ask_and_store(ids)
     both.store.remove(*(files[block] for block in (7, 12, 13, 18, 22)))
@@ -96,7 +100,7 @@ def test_islands_with_holes_are_each_jumped_over(both: Live, plain: Live, prompt
     both.store.until_stored(ids)  # the holes are filled again
 
 
-def test_a_corrupt_block_is_computed_counted_and_set_aside(
+def test_corrupt_block_in_the_store_is_computed_counted_and_set_aside(
     both: Live, plain: Live, prompt: Make
 ) -> None:
     if both.races:
@@ -117,7 +121,9 @@ def test_a_corrupt_block_is_computed_counted_and_set_aside(
     assert_same(both.ask_flushed(ids), plain.reference(ids))
 
 
-def test_a_block_cut_short_is_computed_and_healed(both: Live, plain: Live, prompt: Make) -> None:
+def test_truncated_block_in_the_store_is_computed_and_stored_whole(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     if both.races:
         pytest.skip("that each block is read is certain in mode load only")
     ids = prompt(10 * BLOCK + 1)
@@ -128,7 +134,7 @@ def test_a_block_cut_short_is_computed_and_healed(both: Live, plain: Live, promp
     until(lambda: files[8].stat().st_size == whole, "the block is whole again")
 
 
-def test_a_folder_missing_in_the_middle_costs_its_blocks_only(
+def test_removed_block_folder_other_blocks_are_still_loaded(
     both: Live, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(18 * BLOCK + 5)
@@ -140,7 +146,7 @@ def test_a_folder_missing_in_the_middle_costs_its_blocks_only(
 
 
 @pytest.mark.parametrize("start_len", [0, 300, 700])
-def test_logprobs_of_the_prompt_are_the_same(
+def test_input_logprobs_of_a_stored_prompt_equal_the_plain_server(
     both: Live, plain: Live, prompt: Make, start_len: int
 ) -> None:
     ids = prompt(12 * BLOCK + 2)
@@ -151,7 +157,9 @@ def test_logprobs_of_the_prompt_are_the_same(
     assert len(answer.input_logprobs) == len(ids) - start_len
 
 
-def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, prompt: Make) -> None:
+def test_generated_tokens_are_stored_and_loaded_in_the_next_turn(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(4 * BLOCK)
     first = both.ask(ids, BLOCK + 2)
     conversation = ids + first.tokens[:-1]
@@ -164,7 +172,7 @@ def test_generated_tokens_are_stored_and_found_again(both: Live, plain: Live, pr
     assert found["stored_blocks"] >= len(conversation) // BLOCK
 
 
-def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt: Make) -> None:
+def test_stored_kv_loaded_and_stored_again_is_bit_identical(both: Live, prompt: Make) -> None:
     """Loaded KV is written again from the device: the files must be the same."""
     if both.races:
         pytest.skip("how many blocks are loaded is certain in mode load only")
@@ -181,7 +189,9 @@ def test_kv_that_went_through_the_store_is_equal_bit_for_bit(both: Live, prompt:
         assert file.read_bytes() == before
 
 
-def test_one_prompt_is_computed_and_loaded_at_once(racing: Live, plain: Live, prompt: Make) -> None:
+def test_mode_both_computes_and_loads_one_prompt_to_the_plain_answer(
+    racing: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(40 * BLOCK + 5)
     files = racing.ask_and_store(ids)
     answer = _from_both_ends(racing, ids)
@@ -204,7 +214,9 @@ def _from_both_ends(live: Live, ids: list[int], tries: int = 20) -> Answer:
     raise AssertionError("never from both ends")
 
 
-def test_the_check_fails_when_stored_kv_is_wrong(both: Live, plain: Live, prompt: Make) -> None:
+def test_exactness_check_falsified_kv_changes_the_answer(
+    both: Live, plain: Live, prompt: Make
+) -> None:
     """Negative control: valid files with the KV of other positions must change the answer."""
     if both.races:
         pytest.skip("that wrong blocks are used is certain in mode load only")

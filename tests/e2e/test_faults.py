@@ -64,7 +64,7 @@ def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy)
 
 
 @pytest.mark.parametrize("fault", TRIED)
-def test_a_fault_while_blocks_are_loaded_costs_the_store_and_no_answer(
+def test_store_link_fault_while_loading_is_logged_and_answers_stay_exact(
     live: Live, plain: Live, proxy: FaultProxy, fault: str
 ) -> None:
     source = random.Random(31)

@@ -94,7 +94,7 @@ def impatient(
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_that_raises_changes_no_answer(
+def test_hook_raising_once_leaves_the_answer_unchanged(
     patient: Faulty, plain: Live, prompt: Make, hook: str
 ) -> None:
     live, stored = patient.live, prompt(14 * BLOCK)
@@ -119,7 +119,7 @@ def test_a_hook_that_raises_changes_no_answer(
     "hook",
     ["Scheduler._process_hicache_events", "CakePrefillAdder.add_one_req", "CakeRadixCache.evict"],
 )
-def test_it_may_raise_in_the_middle_of_a_load(
+def test_hook_raising_during_a_load_leaves_answers_unchanged(
     patient: Faulty, plain: Live, prompt: Make, hook: str, number: int
 ) -> None:
     live, ids = patient.live, prompt(30 * BLOCK)
@@ -137,7 +137,7 @@ def test_it_may_raise_in_the_middle_of_a_load(
             live.ask(prompt(20 * BLOCK), 1)
 
 
-def test_an_abort_whose_hook_raises_gives_everything_back(patient: Faulty, prompt: Make) -> None:
+def test_abort_hook_raising_leaks_nothing(patient: Faulty, prompt: Make) -> None:
     live = patient.live
     with patient.failing("CakeRadixCache.release_aborted_request"):
         while (patient.folder / "order").exists():
@@ -159,7 +159,7 @@ def _swap(live: Live, method: str, **body: str) -> requests.Response:
 
 
 @pytest.mark.parametrize("way", ["attach", "detach"])
-def test_a_swap_of_the_store_that_raises_is_refused(
+def test_store_swap_hook_raising_is_refused_and_the_store_stays(
     patient: Faulty, plain: Live, prompt: Make, way: str, tmp_path: Path
 ) -> None:
     live, ids = patient.live, prompt(6 * BLOCK)
@@ -171,7 +171,7 @@ def test_a_swap_of_the_store_that_raises_is_refused(
     assert live.ask_flushed(ids).loaded > 0
 
 
-def test_failures_that_repeat_switch_cake_off_for_good(
+def test_hook_failures_repeated_switch_cake_off_for_good(
     impatient: Faulty, plain: Live, prompt: Make
 ) -> None:
     live, ids = impatient.live, prompt(14 * BLOCK)
@@ -191,7 +191,7 @@ def test_failures_that_repeat_switch_cake_off_for_good(
     live.flush()
 
 
-def test_new_weights_that_cannot_be_named_switch_cake_off_and_nothing_else(
+def test_weight_update_hook_raising_switches_cake_off_and_still_updates(
     patient: Faulty, models: dict[str, Path], prompt: Make
 ) -> None:
     """The last test of this server."""

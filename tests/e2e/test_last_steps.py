@@ -88,7 +88,7 @@ def until_overlapped(ask: Callable[[], Answer]) -> Answer:
 
 
 @pytest.mark.parametrize("tail", [1, 5, BLOCK - 1, BLOCK + 1, CHUNK - 1])
-def test_a_last_step_that_begins_early_gives_the_same_answer(
+def test_early_last_step_on_a_stored_document_gives_the_plain_answer(
     eager: Live, plain: Live, prompt: Make, tail: int
 ) -> None:
     document = prompt(DOCUMENT)
@@ -113,7 +113,9 @@ def test_a_last_step_that_begins_early_gives_the_same_answer(
     assert_same(again, plain.reference(more))
 
 
-def test_a_step_between_chunks_may_be_the_last_one(eager: Live, plain: Live, prompt: Make) -> None:
+def test_early_last_step_after_a_computed_chunk_gives_the_plain_answer(
+    eager: Live, plain: Live, prompt: Make
+) -> None:
     """The first tokens are not stored and are computed first, so the request has its row."""
     ids = prompt(DOCUMENT + 30)
     files = eager.ask_and_store(ids)
@@ -130,7 +132,9 @@ def test_a_step_between_chunks_may_be_the_last_one(eager: Live, plain: Live, pro
     assert_same(eager.ask(ids), plain.reference(ids))
 
 
-def test_what_the_tree_has_is_not_loaded(eager: Live, plain: Live, prompt: Make) -> None:
+def test_early_last_step_matched_tokens_are_not_loaded(
+    eager: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(DOCUMENT + 7)
     eager.ask_and_store(ids)
 
@@ -143,7 +147,9 @@ def test_what_the_tree_has_is_not_loaded(eager: Live, plain: Live, prompt: Make)
     assert_same(answer, plain.reference(ids))
 
 
-def test_wrong_kv_would_be_seen(eager: Live, plain: Live, prompt: Make) -> None:
+def test_early_last_step_falsified_kv_changes_the_answer(
+    eager: Live, plain: Live, prompt: Make
+) -> None:
     """The control."""
     ids = prompt(DOCUMENT + 12)
     for file in eager.ask_and_store(ids):
@@ -152,7 +158,9 @@ def test_wrong_kv_would_be_seen(eager: Live, plain: Live, prompt: Make) -> None:
     assert distance(lie.logprobs, plain.reference(ids).logprobs) > 20 * TOLERANCE
 
 
-def test_who_is_not_alone_waits_for_all(eager: Live, plain: Live, prompt: Make) -> None:
+def test_early_last_step_beside_a_decoding_request_does_not_happen(
+    eager: Live, plain: Live, prompt: Make
+) -> None:
     """Other requests use the device in the meantime, and all answers are the same."""
     ids, other = prompt(DOCUMENT + 25), prompt(40)
     eager.ask_and_store(ids)
@@ -187,7 +195,7 @@ def remote(
         assert store.stop() == 0
 
 
-def test_blocks_that_share_a_link_all_come_while_the_step_runs(
+def test_early_last_step_over_a_slow_link_gives_the_plain_answer(
     remote: Remote, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(DOCUMENT + 100)
@@ -206,7 +214,7 @@ def no_numbers(payload: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("spoiled", [one_bit, no_numbers])
-def test_a_last_block_that_turns_out_wrong_is_computed(
+def test_early_last_step_corrupt_last_block_is_computed(
     remote: Remote, plain: Live, prompt: Make, spoiled: Callable[[bytes], bytes]
 ) -> None:
     """Its first layers have been used when the check fails."""
@@ -229,7 +237,7 @@ def test_a_last_block_that_turns_out_wrong_is_computed(
     assert_same(remote.until_repeated(ask), plain.reference(more))
 
 
-def test_a_connection_that_breaks_in_the_middle_changes_nothing(
+def test_early_last_step_cut_connection_gives_the_plain_answer(
     remote: Remote, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(DOCUMENT + 60)

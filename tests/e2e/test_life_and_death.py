@@ -44,7 +44,7 @@ def unharmed(both: Live, plain: Live, document: list[int]) -> Callable[[], None]
     return check
 
 
-def test_aborts_at_every_stage_give_everything_back(
+def test_abort_at_every_stage_of_a_load_leaks_nothing(
     both: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     for turn, (event, count) in enumerate(STAGES):
@@ -56,7 +56,7 @@ def test_aborts_at_every_stage_give_everything_back(
     unharmed()
 
 
-def test_clients_that_hang_up_at_every_stage_give_everything_back(
+def test_client_disconnect_at_every_stage_of_a_load_leaks_nothing(
     both: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     for turn, (event, count) in enumerate(STAGES):
@@ -73,7 +73,7 @@ def test_clients_that_hang_up_at_every_stage_give_everything_back(
     unharmed()
 
 
-def test_aborting_all_with_a_queue_gives_everything_back(
+def test_abort_all_with_a_queue_leaks_nothing(
     both: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()
@@ -85,7 +85,7 @@ def test_aborting_all_with_a_queue_gives_everything_back(
     unharmed()
 
 
-def test_flushing_while_a_load_runs_is_refused_and_harms_nothing(
+def test_flush_cache_during_a_load_keeps_the_answer_and_leaks_nothing(
     both: Live, plain: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()
@@ -96,7 +96,7 @@ def test_flushing_while_a_load_runs_is_refused_and_harms_nothing(
     unharmed()
 
 
-def test_two_requests_for_the_same_blocks_share_one_load(
+def test_concurrent_requests_for_equal_blocks_read_less_than_twice(
     both: Live, plain: Live, document: list[int], prompt: Make
 ) -> None:
     both.flush()
@@ -121,7 +121,7 @@ def test_two_requests_for_the_same_blocks_share_one_load(
     assert both.metric("read_bytes_total") - before["read_bytes"] < 2 * blocks * block_bytes
 
 
-def test_a_store_whose_folder_vanishes_does_not_stop_the_server(
+def test_store_folder_renamed_away_server_answers_and_loads_again_later(
     both: Live, plain: Live, document: list[int], prompt: Make
 ) -> None:
     root, away = both.store.root, both.store.root.with_name("away")
@@ -136,7 +136,7 @@ def test_a_store_whose_folder_vanishes_does_not_stop_the_server(
     assert both.ask(document).loaded > 0 or both.races
 
 
-def test_many_requests_at_once_with_aborts_and_flushes(
+def test_concurrent_requests_with_aborts_and_a_flush_answer_exactly(
     both: Live, plain: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
     both.flush()

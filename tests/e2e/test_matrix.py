@@ -56,13 +56,17 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
         yield live
 
 
-def test_two_ranks_with_pages_of_64_in_bfloat16(parallel: Live, prompt: Make) -> None:
+def test_tensor_parallel_bfloat16_pages_of_64_stored_answer_equals_cold(
+    parallel: Live, prompt: Make
+) -> None:
     _check_exactness(parallel, prompt, HALF_TOLERANCE)
     ranks = [json.loads(p.description.read_text())["tp_rank"] for p in parallel.store.namespaces()]
     assert sorted(ranks) == ["0", "1"]
 
 
-def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: Make) -> None:
+def test_tensor_parallel_block_lost_on_one_rank_is_computed_on_both(
+    parallel: Live, prompt: Make
+) -> None:
     document = prompt(12 * BLOCK)
     cold = parallel.ask(document, 1)
     files = parallel.store.until_stored(document)
@@ -77,7 +81,9 @@ def test_a_block_that_one_rank_lost_is_computed_by_both(parallel: Live, prompt: 
     assert parallel.store.set_aside(spoiled)
 
 
-def test_two_ranks_survive_aborts(parallel: Live, prompt: Make) -> None:
+def test_tensor_parallel_aborts_at_four_stages_leave_a_clean_log(
+    parallel: Live, prompt: Make
+) -> None:
     document = prompt(20 * BLOCK)
     parallel.ask_and_store(document)
     for event in ("arrive", "land", "claim", "attach"):
@@ -104,7 +110,7 @@ def latent(
         yield live
 
 
-def test_an_mla_model(latent: Live, prompt: Make) -> None:
+def test_mla_model_stored_answer_equals_cold(latent: Live, prompt: Make) -> None:
     _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
     layout = json.loads(json.loads(latent.store.namespaces()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
@@ -208,7 +214,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_engine_in_process_with_float16_kv(folder: Path, tmp_path: Path) -> None:
+def test_engine_in_process_float16_stored_answer_equals_cold(folder: Path, tmp_path: Path) -> None:
     # The model is smaller since half precision is slow on a CPU.
     model = build_llama(folder / "half" / "model", hidden=128, layers=2, heads=4, kv_heads=2)
     program = tmp_path / "program.py"

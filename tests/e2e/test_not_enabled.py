@@ -23,7 +23,7 @@ def installed() -> None:
         pytest.skip("the package is not installed: its entry point is what is tested")
 
 
-def test_a_plain_server_has_sglangs_tree_and_says_nothing_of_cake(
+def test_server_without_cake_has_no_cake_meta_metrics_or_log_line(
     plain: Live, prompt: Make
 ) -> None:
     answer = plain.ask(prompt(300))
@@ -34,7 +34,7 @@ def test_a_plain_server_has_sglangs_tree_and_says_nothing_of_cake(
     assert "cake is on" not in plain.server.logs()
 
 
-def test_a_server_with_cake_says_so(both: Live) -> None:
+def test_server_with_cake_has_cake_metrics_and_log_line(both: Live) -> None:
     """Control of the test above."""
     assert "sglang:cake_" in requests.get(both.url + "/metrics", timeout=60).text
     assert "cake is on" in both.server.logs()
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 """
 
 
-def test_answers_are_those_of_sglang_without_the_plugin(
+def test_server_without_cake_answers_as_sglang_without_the_plugin(
     plain: Live, models: dict[str, Path], tmp_path: Path, prompt: Make
 ) -> None:
     program = tmp_path / "program.py"
@@ -87,7 +87,7 @@ def test_answers_are_those_of_sglang_without_the_plugin(
         assert answer.cached == reference.cached
 
 
-def test_loaded_plugins_leave_scheduler_and_registry_alone(tmp_path: Path) -> None:
+def test_plugin_loaded_without_cake_leaves_scheduler_and_registry_unpatched(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("""
 from sglang.srt.plugins import load_plugins

@@ -128,35 +128,35 @@ def reference(plain: Live) -> Live:
     return plain
 
 
-def test_mode_compute_stores_and_never_loads(first: Life, reference: Live) -> None:
+def test_mode_compute_stored_prompt_is_not_loaded(first: Life, reference: Live) -> None:
     for name in ("kept", "again"):
         assert_same(first.answers[name], reference.reference(KEPT))
         assert first.answers[name].loaded == 0
 
 
-def test_mode_load_loads_all_that_is_stored(second: Life, reference: Live) -> None:
+def test_mode_load_after_restart_loads_all_that_is_stored(second: Life, reference: Live) -> None:
     assert_same(second.answers["kept"], reference.reference(KEPT))
     assert second.answers["kept"].loaded >= len(KEPT) - 1
     assert second.answers["kept"].computed == 1
 
 
-def test_an_adapters_blocks_are_found_after_a_restart(second: Life, reference: Live) -> None:
+def test_adapter_blocks_after_restart_are_loaded(second: Life, reference: Live) -> None:
     assert_same(second.answers["adapter"], reference.reference(WITH_ADAPTER, **ADAPTER))
     assert second.answers["adapter"].loaded == 8 * BLOCK
 
 
-def test_a_prompt_cut_off_by_sigterm_is_right_afterwards(second: Life, reference: Live) -> None:
+def test_sigterm_while_storing_answer_after_restart_is_exact(second: Life, reference: Live) -> None:
     assert_same(second.answers["term"], reference.reference(CUT_BY_TERM))
 
 
-def test_a_kill_leaves_whole_blocks_only(second: Life) -> None:
+def test_sigkill_while_storing_leaves_whole_blocks_only(second: Life) -> None:
     blocks = second.store.blocks()
     assert len(blocks) > 14
     for block in blocks:
         check_block(block)
 
 
-def test_another_model_in_the_same_folder_finds_nothing(
+def test_other_model_under_the_same_path_loads_nothing(
     third: Live, second: Life, plain: Live, models: dict[str, Path]
 ) -> None:
     answer = third.ask(KEPT)
@@ -170,7 +170,7 @@ def test_another_model_in_the_same_folder_finds_nothing(
         assert_same(answer, second.answers["kept"])
 
 
-def test_weights_that_come_back_find_their_blocks(
+def test_weight_update_back_to_old_weights_loads_their_blocks(
     third: Live, plain: Live, models: dict[str, Path]
 ) -> None:
     """An update to the first model's weights finds its blocks, also those of the killed server."""
@@ -182,7 +182,7 @@ def test_weights_that_come_back_find_their_blocks(
     assert_same(third.ask(CUT_BY_KILL), plain.reference(CUT_BY_KILL))
 
 
-def test_other_weights_under_an_adapters_name_find_nothing(
+def test_adapter_with_other_weights_under_its_name_loads_nothing(
     third: Live, plain: Live, models: dict[str, Path], second: Life
 ) -> None:
     _become(third, models["first"])
@@ -193,7 +193,7 @@ def test_other_weights_under_an_adapters_name_find_nothing(
         assert_same(answer, second.answers["adapter"])
 
 
-def test_a_new_weight_version_is_a_new_namespace(
+def test_weight_version_changed_loads_nothing(
     third: Live, plain: Live, models: dict[str, Path]
 ) -> None:
     _become(third, models["first"], weight_version="step-2")
@@ -202,7 +202,7 @@ def test_a_new_weight_version_is_a_new_namespace(
     assert answer.loaded == 0
 
 
-def test_weights_that_change_under_a_tree_that_stays_are_not_stored(
+def test_weight_update_without_flush_stores_no_mixed_kv(
     third: Live, models: dict[str, Path], plain: Live
 ) -> None:
     ids = _ids(9, 6 * BLOCK)

@@ -119,7 +119,7 @@ def helped(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("split", [PAGE, 640, 1184])
-def test_two_servers_give_the_tokens_of_one(
+def test_runahead_two_servers_give_the_answer_of_one(
     pair: Pair, plain: Live, ids: list[int], split: int
 ) -> None:
     answer = share(pair, ids, [split])
@@ -133,13 +133,17 @@ def test_two_servers_give_the_tokens_of_one(
     assert on_helper.cached == split
 
 
-def test_corrupt_kv_would_be_seen(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_control_other_first_half_changes_the_answer(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     """Control of the test above: with another first half, the answer differs."""
     other = [*reversed(ids[:640]), *ids[640:]]
     assert pair.owner.ask(other).tokens != plain.reference(ids).tokens
 
 
-def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_tokens_in_the_owners_tree_are_not_sent(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     pair.helper.ask(ids[:800], **alone())
 
     def ask() -> Answer:
@@ -155,7 +159,9 @@ def test_what_the_owner_has_already_is_not_sent(pair: Pair, plain: Live, ids: li
     until(lambda: pair.helper.metric("runahead_sent_bytes_total") > 0, "it was counted")
 
 
-def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_helper_with_a_colder_tree_refuses(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     pair.helper.flush()
     pair.owner.ask_flushed(ids[:512], **alone())
     answer = pair.owner.ask(ids, **shared([640]))
@@ -163,7 +169,7 @@ def test_a_helper_that_is_colder_refuses(pair: Pair, plain: Live, ids: list[int]
     assert_same(answer, plain.reference(ids))
 
 
-def test_input_logprobs_of_the_front_are_computed_alone(
+def test_runahead_input_logprobs_of_the_front_are_computed_alone(
     pair: Pair, plain: Live, ids: list[int]
 ) -> None:
     extra = {"logprob_start_len": 100}
@@ -174,14 +180,18 @@ def test_input_logprobs_of_the_front_are_computed_alone(
     assert_same(pair.owner.ask_flushed(ids, **shared([640]), **tail), plain.ask(ids, **tail))
 
 
-def test_a_short_prompt_stays_local(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_short_prompt_is_computed_by_the_owner_alone(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     short = ids[: BLOCK - 1]  # below --cake-min-load-tokens
     answer = pair.owner.ask_flushed(short)
     assert_same(answer, plain.reference(short))
     assert helped(answer) == 0
 
 
-def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_beside_loads_answers_exactly_and_stores_once(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     loads, helps = pair.helper, pair.owner  # the member that loads owns this prompt
     assert loads.store is not None
     assert helps.store is not None
@@ -209,7 +219,7 @@ def test_beside_the_loader_and_stored_once(pair: Pair, plain: Live, ids: list[in
     assert len(loads.store.blocks()) == after[0]
 
 
-def test_a_search_is_used_at_once(
+def test_runahead_search_result_is_used_by_the_running_server(
     pair: Pair, ids: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -226,7 +236,9 @@ def test_a_search_is_used_at_once(
     until(lambda: shared_as() == [0, first, 512], "the owner has read the table")
 
 
-def test_both_ask_each_other_at_once(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_two_owners_asking_at_once_answer_exactly(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     for _ in range(3):
         pair.owner.flush()
         pair.helper.flush()
@@ -291,7 +303,7 @@ def aborted(pair: Pair) -> float:
 
 
 @pytest.mark.parametrize("what", ["raise", "hold", "stop"])
-def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
+def test_runahead_helper_failing_midway_leaves_the_owner_to_compute(
     pair: Pair, plain: Live, ids: list[int], what: str
 ) -> None:
     """The helper runs out of memory, is too slow, or hangs so that its connections are silent."""
@@ -312,7 +324,7 @@ def test_a_helper_in_trouble_in_the_middle_and_the_owner_computes_alone(
     assert_same(share(pair, ids, [640]), plain.reference(ids))  # the helper helps again
 
 
-def test_an_abort_in_the_middle_stops_owner_and_helper(
+def test_runahead_abort_midway_stops_owner_and_helper(
     pair: Pair, plain: Live, ids: list[int]
 ) -> None:
     before = aborted(pair)
@@ -337,7 +349,9 @@ def test_an_abort_in_the_middle_stops_owner_and_helper(
     assert_same(share(pair, ids, [640]), plain.reference(ids))
 
 
-def test_aborts_at_any_time_leave_nothing(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_aborts_at_three_times_leave_both_members_working(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     for wait_s in (0.0, 0.02, 0.1):
         pair.owner.flush()
         with contextlib.suppress(Exception):
@@ -350,7 +364,9 @@ def test_aborts_at_any_time_leave_nothing(pair: Pair, plain: Live, ids: list[int
     assert_same(share(pair, ids, [640]), plain.reference(ids))
 
 
-def test_zz_a_helper_that_dies_in_the_middle(pair: Pair, plain: Live, ids: list[int]) -> None:
+def test_runahead_helper_killed_midway_leaves_the_owner_to_compute(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
     """The last test of the pair, since the helper is killed."""
     pair.helper.flush()
     pair.helper.check_log()

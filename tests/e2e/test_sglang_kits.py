@@ -61,14 +61,14 @@ class TestRadixTree(UnifiedRadixTreeTestMixin, _Case):
     test_gsm8k = None  # needs a model that can calculate
 
 
-def test_a_random_radix_tree_of_requests(racing: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_kit_random_radix_tree_passes(racing: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     random.seed(1)
     small = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=12, chunk_len=48)
     monkeypatch.setattr(radix_cache_server_kit, "gen_radix_tree", small)
     radix_cache_server_kit.run_radix_attention_test(racing.url)
 
 
-def test_cache_hits_over_several_turns(
+def test_sglang_kit_multiturn_cache_hits_pass(
     racing: Live, models: dict[str, Path], tmp_path: Path
 ) -> None:
     words = " ".join(str(i) for i in range(800))
@@ -86,7 +86,7 @@ def test_cache_hits_over_several_turns(
     )
 
 
-def test_a_prompt_is_got_back_after_a_flush(racing: Live) -> None:
+def test_sglang_kit_flushed_prompt_counts_only_loads_as_cached(racing: Live) -> None:
     """As `test_l3_prefetch_full_prefix_hit_after_flush` of the kit, which takes a whole load."""
     rng = random.Random(987)
     ids = [rng.randint(1, 30000) for _ in range(1024)]

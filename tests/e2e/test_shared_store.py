@@ -90,7 +90,7 @@ def one(start: Start, models: dict[str, Path], folder: Path, shared: SharedStore
         yield live
 
 
-def test_a_server_loads_what_another_has_computed(
+def test_shared_store_second_server_loads_blocks_of_the_first(
     start: Start,
     models: dict[str, Path],
     folder: Path,
@@ -126,7 +126,7 @@ def test_a_server_loads_what_another_has_computed(
         assert len(two.store.until_stored(ids)) == 12  # a block that was read twice is
 
 
-def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
+def test_http_store_stopped_killed_or_corrupt_requests_finish_as_misses(
     shared: SharedStore, one: Live, plain: Live
 ) -> None:
     """With the HTTP store alone. After each fault it is used again."""
@@ -180,7 +180,7 @@ def test_no_request_fails_or_waits_for_a_store_server_that_stops_dies_or_lies(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
-def test_a_data_parallel_worker_loads_what_another_has_computed(
+def test_data_parallel_worker_loads_blocks_of_the_other_worker(
     start: Start, models: dict[str, Path], folder: Path, plain: Live
 ) -> None:
     source = random.Random(12)

@@ -34,7 +34,7 @@ def small(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]
         yield live
 
 
-def test_auto_loads_what_is_stored_and_would_show_wrong_kv(
+def test_small_pool_mode_auto_loads_and_falsified_kv_changes_the_answer(
     small: Live, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(24 * BLOCK + 9)
@@ -56,7 +56,9 @@ def until_loaded(live: Live, ids: list[int], tries: int = 20) -> Answer:
     raise AssertionError("nothing was ever loaded")
 
 
-def test_mixed_chunks_give_the_same_answers(small: Live, plain: Live, prompt: Make) -> None:
+def test_small_pool_mixed_chunks_give_the_plain_answers(
+    small: Live, plain: Live, prompt: Make
+) -> None:
     document = prompt(9 * BLOCK + 20)
     small.ask_and_store(document)
     small.flush()
@@ -68,7 +70,7 @@ def test_mixed_chunks_give_the_same_answers(small: Live, plain: Live, prompt: Ma
         assert_same(asking.answer(), plain.reference(ids, 24))
 
 
-def test_retracted_requests_come_back_with_the_same_answers(
+def test_small_pool_retracted_requests_give_the_plain_answers(
     small: Live, plain: Live, prompt: Make
 ) -> None:
     """Three requests that outgrow the pool together, each over a stored prompt."""
@@ -97,7 +99,7 @@ def test_retracted_requests_come_back_with_the_same_answers(
     small.flush()
 
 
-def test_a_load_gives_way_when_running_requests_need_its_memory(
+def test_small_pool_load_beside_running_requests_gives_the_plain_answers(
     small: Live, plain: Live, prompt: Make
 ) -> None:
     """Long answers need the slots in which the blocks of a waiting prompt have landed."""
@@ -118,7 +120,9 @@ def test_a_load_gives_way_when_running_requests_need_its_memory(
     small.flush()
 
 
-def test_a_prompt_that_fills_the_pool(small: Live, plain: Live, prompt: Make) -> None:
+def test_small_pool_prompt_that_fills_it_gives_the_plain_answer(
+    small: Live, plain: Live, prompt: Make
+) -> None:
     ids = prompt(POOL - 3 * BLOCK)
     small.ask_and_store(ids)
     answer = small.ask_flushed(ids)
@@ -130,7 +134,7 @@ def test_a_prompt_that_fills_the_pool(small: Live, plain: Live, prompt: Make) ->
     small.flush()
 
 
-def test_an_abort_while_the_pool_is_full_gives_everything_back(small: Live, prompt: Make) -> None:
+def test_small_pool_abort_while_full_leaks_nothing(small: Live, prompt: Make) -> None:
     ids = prompt(24 * BLOCK)
     small.ask_and_store(ids)
     small.flush()

@@ -54,7 +54,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [source.randrange(VOCAB) for _ in range(tokens)]
 
 
-def test_a_store_is_detached_swapped_and_attached_again(
+def test_store_swap_detach_replace_and_reattach_change_what_is_loaded(
     served: Live, plain: Live, folder: Path
 ) -> None:
     ids, other = prompt(1, 12 * BLOCK + 3), prompt(2, 6 * BLOCK + 3)
@@ -91,7 +91,7 @@ def test_a_store_is_detached_swapped_and_attached_again(
     assert again(served, other).loaded == 0
 
 
-def test_a_swap_while_a_prompt_loads_harms_nothing(served: Live, plain: Live, folder: Path) -> None:
+def test_store_swap_during_a_load_keeps_the_answer(served: Live, plain: Live, folder: Path) -> None:
     ids = prompt(3, 30 * BLOCK + 3)
     first = store(served, "GET").json()["store"]
     served.ask(ids, 1)
@@ -119,7 +119,7 @@ def test_a_swap_while_a_prompt_loads_harms_nothing(served: Live, plain: Live, fo
         ({"store": "a" * 70_000}, "more than 65536 bytes"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_refused_in_one_line(
+def test_store_swap_unusable_store_is_refused_in_one_line(
     served: Live, body: dict[str, Any], word: str
 ) -> None:
     before = store(served, "GET").json()
@@ -130,13 +130,13 @@ def test_a_store_that_cannot_be_used_is_refused_in_one_line(
     assert store(served, "GET").json() == before
 
 
-def test_without_the_admin_key_nobody_gets_in(served: Live, loading: Live) -> None:
+def test_store_swap_without_the_admin_key_is_refused(served: Live, loading: Live) -> None:
     assert requests.get(served.url + "/cake/store", timeout=DEADLINE_S).status_code == 401
     # A server without an admin key refuses the request.
     assert requests.get(loading.url + "/cake/store", timeout=DEADLINE_S).status_code == 400
 
 
-def test_requests_are_recorded_and_the_store_knows_what_they_are_for(
+def test_request_metadata_is_recorded_in_the_trace_and_the_index(
     served: Live, folder: Path
 ) -> None:
     ids = prompt(4, 5 * BLOCK + 3)

@@ -38,7 +38,7 @@ def live(
         yield live
 
 
-def test_others_go_before_a_prompt_that_is_being_loaded(
+def test_chunked_request_that_loads_yields_and_answers_stay_exact(
     live: Live, plain: Live, prompt: Make
 ) -> None:
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)
@@ -65,7 +65,9 @@ def test_others_go_before_a_prompt_that_is_being_loaded(
     live.flush()  # SGLang checks for leaks
 
 
-def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make) -> None:
+def test_chunked_request_aborted_after_its_yield_leaves_the_server_working(
+    live: Live, plain: Live, prompt: Make
+) -> None:
     stored = prompt(8 * CHUNK + 7)
     live.ask_and_store(stored)
     live.flush()
@@ -83,7 +85,7 @@ def test_one_that_gave_way_may_be_aborted(live: Live, plain: Live, prompt: Make)
 
 
 @pytest.mark.parametrize("live", ["mixed"], indirect=True)
-def test_who_has_a_priority_gives_way_to_nobody_below(
+def test_chunked_request_never_yields_to_a_lower_priority(
     live: Live, plain: Live, prompt: Make
 ) -> None:
     stored, long = prompt(8 * CHUNK + 7), prompt(3 * CHUNK + 9)

@@ -98,7 +98,7 @@ def trained(
         yield live
 
 
-def test_weights_updated_twice_from_one_folder_never_serve_the_first_ones_kv(
+def test_weight_update_twice_from_one_folder_never_loads_the_first_kv(
     trained: Live, plain: Live, models: dict[str, Path], third_model: Path, folder: Path
 ) -> None:
     ids, checkpoint = _ids(1), folder / "trained" / "checkpoint"
@@ -119,7 +119,7 @@ def test_weights_updated_twice_from_one_folder_never_serve_the_first_ones_kv(
     assert not _same(again, answer)
 
 
-def test_weights_of_which_a_folder_holds_a_part_are_of_this_process_alone(
+def test_weight_update_from_a_partial_folder_loads_no_earlier_blocks(
     trained: Live, models: dict[str, Path], third_model: Path, folder: Path
 ) -> None:
     """The other tensors keep their values, so the folder does not tell the content of the model."""
@@ -144,7 +144,7 @@ def test_weights_of_which_a_folder_holds_a_part_are_of_this_process_alone(
     _update(trained, models["first"])
 
 
-def test_a_failed_update_is_followed_by_no_wrong_hit(
+def test_weight_update_failed_loads_nothing_until_the_next_update(
     trained: Live, plain: Live, models: dict[str, Path], folder: Path
 ) -> None:
     _update(trained, models["first"])
@@ -168,7 +168,7 @@ def _load_adapter(live: Live, path: Path) -> None:
     assert reply.json()["success"], reply.text
 
 
-def test_an_adapter_replaced_under_its_path_never_serves_the_old_ones_kv(
+def test_adapter_replaced_under_its_path_never_loads_the_old_kv(
     trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
 ) -> None:
     _update(trained, models["first"])
@@ -187,7 +187,7 @@ def test_an_adapter_replaced_under_its_path_never_serves_the_old_ones_kv(
     assert not _same(answer, first)
 
 
-def test_an_adapter_overwritten_after_it_was_loaded_is_keyed_by_what_was_loaded(
+def test_adapter_overwritten_after_loading_is_keyed_by_the_loaded_weights(
     trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
 ) -> None:
     _update(trained, models["first"])
@@ -204,7 +204,7 @@ def test_an_adapter_overwritten_after_it_was_loaded_is_keyed_by_what_was_loaded(
     assert_same(answer, plain.reference(ids, lora_path="b"))
 
 
-def test_an_adapter_whose_files_are_gone_is_served(
+def test_adapter_files_removed_after_loading_requests_are_answered(
     trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
 ) -> None:
     _update(trained, models["first"])
@@ -232,7 +232,7 @@ def moved(start: Start, models: dict[str, Path], folder: Path, trained: Live) ->
         yield live
 
 
-def test_equal_weights_elsewhere_share_the_store(
+def test_weights_equal_in_another_folder_load_the_same_blocks(
     trained: Live, moved: Live, plain: Live, models: dict[str, Path]
 ) -> None:
     ids = _ids(8)
@@ -243,7 +243,7 @@ def test_equal_weights_elsewhere_share_the_store(
     assert_same(answer, plain.reference(ids))
 
 
-def test_dummy_weights_share_nothing_with_the_model_whose_folder_they_name(
+def test_dummy_weights_share_no_blocks_with_the_model_in_their_folder(
     start: Start, moved: Live, plain: Live, models: dict[str, Path], folder: Path
 ) -> None:
     ids = _ids(9)
@@ -255,7 +255,7 @@ def test_dummy_weights_share_nothing_with_the_model_whose_folder_they_name(
     assert_same(answer, plain.reference(ids))
 
 
-def test_the_namespace_says_what_it_is_made_of(moved: Live, folder: Path) -> None:
+def test_namespace_json_holds_no_folder_names_or_context_length(moved: Live, folder: Path) -> None:
     assert moved.store is not None
     descriptions = [
         json.loads((namespace.folder / "namespace.json").read_text())
@@ -271,7 +271,7 @@ def test_the_namespace_says_what_it_is_made_of(moved: Live, folder: Path) -> Non
 # ---- a store that fails during an update ----
 
 
-def test_a_full_disk_during_an_update_does_not_end_the_server(
+def test_weight_update_on_a_full_disk_keeps_the_server_answering(
     start: Start, models: dict[str, Path], plain: Live, folder: Path
 ) -> None:
     disk = folder / "disk"
@@ -298,7 +298,7 @@ def test_a_full_disk_during_an_update_does_not_end_the_server(
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_store_that_vanished_during_an_update_does_not_end_the_server(
+def test_weight_update_without_the_store_folder_keeps_the_server_answering(
     start: Start, models: dict[str, Path], plain: Live, folder: Path
 ) -> None:
     root, ids = folder / "store-vanishes", _ids(11)

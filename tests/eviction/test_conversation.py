@@ -11,17 +11,17 @@ def turns(*prompts, max_blocks=1000):
     return found
 
 
-def test_a_prompt_that_goes_on_is_the_next_turn():
+def test_conversation_tracker_extended_prompt_is_the_next_turn():
     assert turns([1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [9]) == [1, 2, 3, 1]
 
 
-def test_the_last_block_may_have_been_a_part_of_one():
+def test_conversation_tracker_changed_last_block_is_the_next_turn():
     assert turns([1, 2, 30], [1, 2, 31, 4], [1, 2, 31, 40]) == [1, 2, 3]
 
 
-def test_a_shared_system_prompt_is_no_conversation():
+def test_conversation_tracker_shared_system_prompt_alone_is_turn_one():
     assert turns([1, 2, 3, 4, 5, 6], [1, 2, 13, 14], [1, 2, 23, 24, 25]) == [1, 1, 1]
 
 
-def test_what_it_remembers_is_bounded():
+def test_conversation_tracker_beyond_its_bound_forgets_old_prompts():
     assert turns([1, 2], *([number] for number in range(10, 30)), [1, 2, 3], max_blocks=5)[-1] == 1

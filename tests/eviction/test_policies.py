@@ -111,14 +111,14 @@ PAIRS = {
 }
 
 
-def test_every_policy_has_a_model():
+def test_eviction_policies_all_have_a_reference_model():
     assert PAIRS.keys() == POLICIES.keys()
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @settings(deadline=None)
 @given(steps=STEPS)
-def test_it_does_as_its_model(name, steps):
+def test_eviction_policy_random_steps_match_its_reference_model(name, steps):
     """Those that go by reuse look at one block of each class, their model at all blocks. That is
     the same since requests touch their last block first: who breaks that within a class is given a
     later time."""
@@ -164,14 +164,14 @@ def left(name, touched):
     return "".join(chr(policy.pop(20.0)[0]) for _ in "abc")
 
 
-def test_what_the_plain_orders_mean():
+def test_eviction_policies_fifo_lru_lfu_evict_in_their_defined_order():
     assert left("fifo", "aab") == "abc"
     assert left("lru", "aab") == "cab"
     assert left("lfu", "aab") == "cba"
 
 
 @pytest.mark.parametrize("name", ["lru", "workload", "cake"])
-def test_a_touch_in_the_past_changes_no_time(name):
+def test_eviction_policy_touch_in_the_past_keeps_the_access_time(name):
     policy = new_policy(name)
     policy.add(1, Usage(1, 5.0, 5.0, 0, 1))
     policy.add(2, Usage(1, 6.0, 6.0, 0, 2))
@@ -180,7 +180,7 @@ def test_a_touch_in_the_past_changes_no_time(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_block_that_is_given_back_is_there_again(name):
+def test_eviction_policy_popped_block_added_again_is_popped_again(name):
     policy = new_policy(name)
     policy.add(1, Usage(1, 5.0, 5.0, 0, 1))
     policy.add(*policy.pop(6.0))
@@ -189,7 +189,7 @@ def test_a_block_that_is_given_back_is_there_again(name):
 
 
 @pytest.mark.parametrize("name", ["lru", "gdfs", "workload", "cake"])
-def test_outdated_entries_do_not_pile_up(name):
+def test_eviction_policy_repeated_adds_keep_the_heap_bounded(name):
     policy = new_policy(name)
     for now_s in range(20_000):
         policy.add(now_s % 100, Usage(1, now_s, now_s, 0, now_s % 100))
@@ -199,7 +199,7 @@ def test_outdated_entries_do_not_pile_up(name):
     assert sum(len(heap._heap) for heap in heaps) <= len(heaps) * 64 + 2 * 100 + 1
 
 
-def test_frequent_blocks_pass_the_small_queue_of_s3fifo_and_others_do_not():
+def test_s3fifo_policy_small_queue_evicts_rare_blocks_and_keeps_frequent():
     policy = new_policy("s3fifo")
     for block in range(20):
         policy.add(block, Usage(1, 0.0, 0.0, 0, block))
@@ -207,7 +207,7 @@ def test_frequent_blocks_pass_the_small_queue_of_s3fifo_and_others_do_not():
     assert [policy.pop(2.0)[0] for _ in range(3)] == [1, 2, 3]
 
 
-def test_arc_makes_its_first_list_as_long_as_what_came_back_asks_for():
+def test_arc_policy_readded_evicted_block_grows_the_recency_list():
     policy = new_policy("arc")
     for block in range(4):
         policy.add(block, Usage(1, 0.0, 0.0, 0, block))
@@ -216,7 +216,7 @@ def test_arc_makes_its_first_list_as_long_as_what_came_back_asks_for():
     assert [policy.pop(3.0)[0] for _ in range(4)] == [1, 2, 4, 3]
 
 
-def test_workload_keeps_the_class_that_comes_back():
+def test_workload_policy_likelier_class_outlives_a_more_recent_block():
     policy = WorkloadPolicy(fitted(), LIFE_S)
     policy.add(1, Usage(1, 10.0, 10.0, 0, 1, AccessContext("chat", 1)))
     policy.add(2, Usage(1, 5.0, 5.0, 0, 2, AccessContext("chat", 2)))  # older, and likelier
@@ -224,7 +224,7 @@ def test_workload_keeps_the_class_that_comes_back():
 
 
 @pytest.mark.parametrize("blocks", [[(1, 3), (2, 9)], [(2, 9), (1, 3)]])
-def test_of_equally_likely_blocks_of_two_classes_the_later_position_goes(blocks):
+def test_workload_policy_equal_likelihood_evicts_the_later_position(blocks):
     policy, model = PAIRS["workload"]()
     for block, (turn, position) in enumerate(blocks):
         usage = Usage(1, 10.0, 10.0, 0, block, AccessContext("file", turn, position, 10))
@@ -235,7 +235,7 @@ def test_of_equally_likely_blocks_of_two_classes_the_later_position_goes(blocks)
     assert popped[1].context.position == 9
 
 
-def test_cake_gives_up_heads_where_compute_is_ahead_of_the_link():
+def test_cake_policy_slow_link_evicts_the_head_of_the_prompt_first():
     slow = Benefit(load_s=1.0)
     policy = CakePolicy(slow, fitted(), LIFE_S)
     for position in range(100):

@@ -91,7 +91,7 @@ class Watched:
 
 @settings(deadline=None)
 @given(trace=traces(), capacity=st.integers(1, 12), leaf=st.booleans())
-def test_lru_hits_as_defined(trace, capacity, leaf):
+def test_replay_lru_on_random_traces_matches_a_plain_simulation(trace, capacity, leaf):
     outcome = Replay(trace, new_policy("lru"), capacity, leaf=leaf).run()
     hits, islands, gone = plain_lru(trace, capacity, leaf)
     assert (outcome.hits, outcome.islands, outcome.evictions) == (hits, islands, len(gone))
@@ -100,7 +100,7 @@ def test_lru_hits_as_defined(trace, capacity, leaf):
 
 @settings(deadline=None)
 @given(trace=traces(most=60), capacity=st.integers(1, 15))
-def test_with_one_class_workload_is_lru_block_for_block(trace, capacity):
+def test_workload_policy_with_one_class_evicts_exactly_as_lru(trace, capacity):
     lru = Watched(new_policy("lru"))
     one = Watched(WorkloadPolicy(class_of=lambda usage: ("", 1, 0)))
     by_lru, by_one = Replay(trace, lru, capacity).run(), Replay(trace, one, capacity).run()
@@ -110,7 +110,7 @@ def test_with_one_class_workload_is_lru_block_for_block(trace, capacity):
 
 @settings(deadline=None)
 @given(trace=traces(), capacity=st.integers(1, 12), leaf=st.booleans(), data=st.data())
-def test_no_policy_beats_the_offline_optimum_or_exceeds_its_capacity(trace, capacity, leaf, data):
+def test_replay_any_policy_stays_within_capacity_and_offline_optimum(trace, capacity, leaf, data):
     name = data.draw(st.sampled_from(sorted(POLICIES)))
     clocks = [SavedTime(shape, SIZE) for shape in SHAPES.values()]
     replay = Replay(trace, new_policy(name), capacity, clocks=clocks, leaf=leaf)
@@ -140,26 +140,26 @@ def best_islands(trace, capacity, index=0, resident=frozenset()):
 
 @settings(deadline=None, max_examples=60)
 @given(trace=traces(most=6, longest=3), capacity=st.integers(3, 6))
-def test_the_offline_optimum_is_one(trace, capacity):
+def test_belady_policy_on_small_traces_matches_exhaustive_search(trace, capacity):
     assert Replay(trace, BeladyPolicy(trace), capacity).run().islands == best_islands(
         trace, capacity
     )
 
 
-def test_a_prompt_longer_than_the_cache_keeps_its_head():
+def test_replay_prompt_longer_than_the_capacity_keeps_its_head():
     trace = Trace(SIZE, (TraceRequest(0.0, 20, (1, 2, 3, 4, 5)), TraceRequest(1.0, 8, (1, 2))))
     outcome = Replay(trace, new_policy("lru"), 3).run()
     assert (outcome.hits, outcome.written, outcome.evictions) == (2, 3, 0)
 
 
-def test_the_last_block_counts_as_the_tokens_it_has():
+def test_replay_partial_last_block_counts_only_its_tokens():
     trace = Trace(SIZE, (TraceRequest(0.0, 5, (1, 2)), TraceRequest(1.0, 5, (1, 2))))
     outcome = Replay(trace, new_policy("lru"), 3).run()
     assert outcome.byte_hit_ratio == 5 / 10
     assert outcome.late_hit_ratio == 1.0
 
 
-def test_next_uses():
+def test_next_uses_of_a_trace_are_the_next_requests_of_each_block():
     trace = Trace(SIZE, tuple(TraceRequest(0.0, 8, blocks) for blocks in ((1, 2), (3,), (1, 3))))
     assert list(next_uses(trace)) == [(2, 3), (2,), (3, 3)]
 
@@ -180,7 +180,7 @@ def clock(load_s, pair_s=0.01):
 
 
 @given(stored=st.lists(st.booleans(), max_size=12), load_s=LINK)
-def test_saved_time_is_never_negative_nor_more_than_the_compute_of_what_is_stored(stored, load_s):
+def test_saved_time_of_any_stored_set_is_between_zero_and_its_compute(stored, load_s):
     one = clock(load_s)
     costs = one.block_s(len(stored), SIZE * len(stored))
     saved_s = one.saved_s(stored, SIZE * len(stored))
@@ -193,7 +193,7 @@ def test_saved_time_is_never_negative_nor_more_than_the_compute_of_what_is_store
 
 
 @given(blocks=st.integers(1, 12), load_s=LINK)
-def test_a_whole_prompt_is_had_at_the_best_meeting_point(blocks, load_s):
+def test_saved_time_of_a_fully_stored_prompt_uses_the_best_meeting_point(blocks, load_s):
     one = clock(load_s)
     costs = one.block_s(blocks, SIZE * blocks)
     best_s = min(max(sum(costs[:m]), (blocks - m) * load_s) for m in range(blocks + 1))
@@ -201,7 +201,7 @@ def test_a_whole_prompt_is_had_at_the_best_meeting_point(blocks, load_s):
     assert took_s == pytest.approx(best_s)
 
 
-def test_a_hole_at_the_end_costs_its_own_compute():
+def test_saved_time_hole_at_the_end_costs_its_own_compute():
     one = clock(1e-9)
     costs = one.block_s(3, 3 * SIZE)
     assert one.saved_s([True, True, False], 3 * SIZE) == pytest.approx(costs[0] + costs[1])
@@ -209,7 +209,7 @@ def test_a_hole_at_the_end_costs_its_own_compute():
     assert one.block_s(3, 2 * SIZE + 1)[2] < costs[0]  # one token of it
 
 
-def test_a_class_that_is_not_worth_writing_is_admitted_once_it_comes_back():
+def test_replay_admission_refused_class_is_admitted_after_reuse():
     def request(at_s, blocks, workload):
         return TraceRequest(float(at_s), SIZE * len(blocks), tuple(blocks), workload)
 
@@ -236,7 +236,7 @@ def test_a_class_that_is_not_worth_writing_is_admitted_once_it_comes_back():
 
 
 @pytest.mark.parametrize(("told", "turns"), [(False, [1, 1, 2]), (True, [3, 1, 7])])
-def test_turns_are_found_out_or_as_the_trace_tells_them(told, turns):
+def test_replay_turns_inferred_or_given_reach_the_policy(told, turns):
     trace = Trace(
         16,
         (

@@ -25,7 +25,7 @@ FIT = st.builds(ReuseFit, st.floats(1e-4, 0.999), st.floats(1e-6, 10.0), st.just
 
 
 @given(fit=FIT, age_s=st.floats(0, 1e6), more_s=st.floats(1e-3, 1e6), life_s=st.floats(0.01, 1e6))
-def test_the_probability_of_a_use_falls_with_age_and_grows_with_life(fit, age_s, more_s, life_s):
+def test_reuse_fit_probability_falls_with_age_and_grows_with_life(fit, age_s, more_s, life_s):
     now = fit.log_reuse(age_s, life_s)
     assert math.isfinite(now)
     assert now <= 0
@@ -33,7 +33,7 @@ def test_the_probability_of_a_use_falls_with_age_and_grows_with_life(fit, age_s,
     assert fit.log_reuse(age_s, life_s + more_s) >= now
 
 
-def test_the_probability_is_that_of_bayes_rule():
+def test_reuse_fit_probability_equals_bayes_rule():
     # Of 100 blocks 60 are used again, half of what is left every 10 s. After 10 s 30 of those are
     # left among 70, and 15 of them are used within the next 10 s.
     fit = ReuseFit(0.6, math.log(2) / 10, 100)
@@ -41,7 +41,7 @@ def test_the_probability_is_that_of_bayes_rule():
 
 
 @pytest.mark.parametrize(("share", "mean_s"), [(0.3, 20.0), (0.9, 200.0), (0.6, 5.0)])
-def test_a_fit_finds_what_the_samples_were_made_from(share, mean_s):
+def test_fit_exponential_synthetic_samples_recover_share_and_mean(share, mean_s):
     # Every block was last used at some time in the last 10 minutes; what was used again is known.
     chance = random.Random(1)
     gaps, ages = [], []
@@ -55,7 +55,7 @@ def test_a_fit_finds_what_the_samples_were_made_from(share, mean_s):
 
 
 @given(gaps=st.lists(st.floats(0, 1e6), max_size=20), ages=st.lists(st.floats(0, 1e6), max_size=20))
-def test_any_samples_give_a_fit_that_can_be_used(gaps, ages):
+def test_fit_exponential_any_samples_give_finite_parameters(gaps, ages):
     if gaps or ages:
         fit = fit_exponential(gaps, ages)
         assert 0 < fit.share < 1
@@ -74,7 +74,7 @@ def fed(**settings):
     return model
 
 
-def test_classes_are_told_apart():
+def test_reuse_model_reused_class_gets_a_higher_probability():
     model = fed()
     assert model.refit(2000.0)
     assert not model.refit(2030.0)  # not so soon
@@ -83,14 +83,14 @@ def test_classes_are_told_apart():
     assert model.pooled != PRIOR_FIT
 
 
-def test_a_class_with_few_samples_is_like_all_together():
+def test_reuse_model_too_few_samples_give_the_prior_fit():
     model = fed(min_samples=10**6)
     model.refit(2000.0)
     assert not model.fits
     assert model.fit(("", 1, 0)) == PRIOR_FIT
 
 
-def test_what_is_older_than_the_window_is_forgotten():
+def test_reuse_model_old_accesses_are_dropped_but_the_fit_is_kept():
     model = fed()
     model.refit(2000.0)
     before = model.fits[("", 1, 0)]
@@ -99,7 +99,7 @@ def test_what_is_older_than_the_window_is_forgotten():
     assert model.fits[("", 1, 0)] == before  # nothing better is known
 
 
-def test_uses_at_the_same_moment_are_no_reuse():
+def test_reuse_model_uses_half_a_second_apart_count_as_no_reuse():
     model = ReuseModel()
     for ident in range(8 * MIN_SAMPLES * 4):
         model.record_access(ident, ("", 1, 0), 100.0)
@@ -108,14 +108,14 @@ def test_uses_at_the_same_moment_are_no_reuse():
     assert model.fits[("", 1, 0)].share < 0.01
 
 
-def test_kinds_are_bounded():
+def test_reuse_model_classes_beyond_the_limit_are_merged():
     model = ReuseModel()
     classes = {model.class_for((f"user text {number}", 1, 0)) for number in range(10 * MAX_CLASSES)}
     assert len(classes) == MAX_CLASSES + 1
     assert OTHER_CLASSES in classes
 
 
-def test_a_tenant_that_brings_many_names_leaves_room_for_those_of_others():
+def test_reuse_model_tenant_with_many_classes_leaves_others_theirs():
     model = ReuseModel()
     flood = {model.class_for((f"noise {number}", 1, 0), 7) for number in range(10 * MAX_CLASSES)}
     assert len(flood) == MAX_CLASSES_PER_TENANT + 1
@@ -125,7 +125,7 @@ def test_a_tenant_that_brings_many_names_leaves_room_for_those_of_others():
         assert model.class_for(("", turn, 0), 7) == ("", turn, 0)
 
 
-def test_what_is_followed_is_bounded():
+def test_reuse_model_many_blocks_keep_the_access_table_bounded():
     model = ReuseModel()
     for ident in range(400_000):
         model.record_access(ident, ("", 1, 0), ident / 1000)
@@ -133,7 +133,7 @@ def test_what_is_followed_is_bounded():
 
 
 @pytest.mark.parametrize("name", ["workload", "cake"])
-def test_fits_outlive_a_restart(name):
+def test_reuse_policy_saved_fits_are_equal_after_resume(name):
     before, after = new_policy(name), new_policy(name)
     now_s = 0.0
     for number in range(4000):
@@ -149,7 +149,7 @@ def test_fits_outlive_a_restart(name):
     assert after.model.fits == before.model.fits
 
 
-def test_plain_policies_learn_nothing():
+def test_lru_policy_refresh_and_resume_save_no_fits():
     policy = new_policy("lru")
     policy.refresh(1.0)
     policy.resume({}, 1.0)
@@ -181,7 +181,7 @@ def go_on(model, from_s, until_s):
             model.record_access(ident, CHAT, float(at_s))
 
 
-def test_a_restart_does_not_fit_anew_from_what_it_finds():
+def test_reuse_model_refit_right_after_resume_keeps_the_saved_fits():
     model = restarted(KEPT)
     assert model.refit(START_S + 1.0)
     assert model.fits_to_save() == KEPT
@@ -189,7 +189,7 @@ def test_a_restart_does_not_fit_anew_from_what_it_finds():
     assert not restarted({}).sampled_blocks
 
 
-def test_a_kept_fit_stands_until_uses_were_followed_for_long_enough():
+def test_reuse_model_saved_fit_stands_until_enough_new_observation():
     model = restarted(KEPT)
     go_on(model, START_S, START_S + 299)
     model.refit(START_S + 299)  # three mean times of reuse are 300 s
@@ -205,14 +205,14 @@ def test_a_kept_fit_stands_until_uses_were_followed_for_long_enough():
     assert 1 / model.pooled.rate_per_s == pytest.approx(20, rel=0.15)
 
 
-def test_no_kept_fit_stands_for_longer_than_the_window():
+def test_reuse_model_saved_fit_is_replaced_after_one_window():
     model = restarted({CHAT: ReuseFit(0.6, 1e-6, 900), POOLED: ReuseFit(0.5, 1e-6, 900)})
     go_on(model, START_S + WINDOW_S - 200, START_S + WINDOW_S)
     model.refit(START_S + WINDOW_S)
     assert {fit.samples for fit in model.fits_to_save().values()}.isdisjoint({900})
 
 
-def test_what_is_kept_is_bounded():
+def test_reuse_model_resume_of_many_fits_keeps_the_best_sampled():
     model = ReuseModel()
     many = {(f"user text {number}", 1, 0): ReuseFit(0.5, 0.1, number) for number in range(500)}
     model.resume(many | {POOLED: ReuseFit(0.4, 0.1, 10**6)}, 0.0)

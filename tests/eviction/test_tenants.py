@@ -26,31 +26,31 @@ def flooded(rules, name="lru"):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_fair_store_takes_from_who_has_most(name):
+def test_tenant_policy_fair_evicts_from_the_largest_tenant(name):
     policy, gone = flooded(TenantRules(fair=True), name)
     assert gone == [2] * 20
     assert len(policy) == 85
 
 
-def test_without_it_the_oldest_go_whoever_has_them():
+def test_tenant_policy_without_rules_evicts_the_oldest_blocks():
     assert flooded(NO_TENANT_RULES)[1] == [1] * 5 + [2] * 15
     assert not NO_TENANT_RULES
 
 
-def test_equal_shares_are_left_to_the_policy():
+def test_tenant_policy_fair_equal_shares_follow_the_inner_policy():
     policy = TenantPolicy(new_policy("lru"), TenantRules(fair=True))
     for block in range(10):
         policy.add(block, usage(block, block % 2, float(block)))
     assert [policy.pop(20.0)[0] for _ in range(4)] == [0, 1, 2, 3]
 
 
-def test_who_is_over_the_quota_makes_way_first():
+def test_tenant_policy_tenant_over_its_quota_is_evicted_first():
     policy, gone = flooded(TenantRules(quota_bytes=900))
     assert gone == [2] * 10 + [1] * 5 + [2] * 5
     assert policy.over_quota_bytes() == 0
 
 
-def test_what_is_over_the_quota_is_counted_for_each():
+def test_tenant_policy_over_quota_bytes_sum_over_all_tenants():
     policy = TenantPolicy(new_policy("lru"), TenantRules(quota_bytes=25))
     for block in range(6):
         policy.add(block, usage(block, block % 2))
@@ -68,7 +68,7 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(steps=STEPS, fair=st.booleans(), quota=st.none() | st.integers(0, 60))
-def test_its_books_are_those_of_its_blocks(steps, fair, quota):
+def test_tenant_policy_random_steps_keep_counts_and_evict_the_largest(steps, fair, quota):
     policy, there = TenantPolicy(new_policy("workload"), TenantRules(quota, fair)), {}
     for now_s, (step, block, tenant) in enumerate(steps):
         if step == "add":
@@ -102,7 +102,7 @@ def test_its_books_are_those_of_its_blocks(steps, fair, quota):
         assert policy.used_bytes == taken
 
 
-def test_tenants_are_bounded():
+def test_tenant_policy_many_tenants_keep_a_bounded_table():
     policy = TenantPolicy(new_policy("lru"), TenantRules(fair=True))
     for tenant in range(1, 2 * MAX_TENANTS):
         policy.add(tenant, usage(tenant, tenant))

@@ -40,7 +40,7 @@ def written(tmp_path, lines, name="trace.jsonl"):
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.zst"])
-def test_mooncake(tmp_path, name):
+def test_read_trace_mooncake_file_gives_its_requests(tmp_path, name):
     trace = read_trace(written(tmp_path, MOONCAKE, name))
     assert trace.block_tokens == 512
     assert trace.requests == (
@@ -49,19 +49,19 @@ def test_mooncake(tmp_path, name):
     )
 
 
-def test_bailian(tmp_path):
+def test_read_trace_bailian_file_gives_its_requests(tmp_path):
     trace = read_trace(written(tmp_path, BAILIAN))
     assert trace.block_tokens == 16
     assert trace.requests == (TraceRequest(0.25, 20, (7, 9), "text", 2),)
 
 
-def test_our_own(tmp_path):
+def test_read_trace_recorded_file_gives_its_requests(tmp_path):
     trace = read_trace(written(tmp_path, OURS))
     assert trace.block_tokens == 128
     assert trace.requests == (TraceRequest(1.5, 200, (3, 4), "rag"),)
 
 
-def test_times_never_run_backwards(tmp_path):
+def test_read_trace_earlier_timestamp_is_raised_to_the_previous_one(tmp_path):
     late, early = dict(MOONCAKE[0], timestamp=9000), MOONCAKE[1]
     assert [r.at_s for r in read_trace(written(tmp_path, [late, early])).requests] == [9.0, 9.0]
 
@@ -80,7 +80,7 @@ def test_times_never_run_backwards(tmp_path):
         (BAILIAN[0], "another size"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, words):
+def test_read_trace_bad_line_raises_config_error_with_its_number(tmp_path, line, words):
     path = written(tmp_path, [MOONCAKE[0], line])
     with pytest.raises(ConfigError) as caught:
         read_trace(path)
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named(tmp_path, line, words):
     ("name", "data"),
     [("none.jsonl", None), ("empty.jsonl", b""), ("t.jsonl.zst", b"nonsense"), ("t", b"\xff\n")],
 )
-def test_a_file_that_is_no_trace_is_one_line(tmp_path, capsys, name, data):
+def test_trace_replay_unreadable_trace_file_is_one_error_line(tmp_path, capsys, name, data):
     path = tmp_path / name
     if data is not None:
         path.write_bytes(data)
@@ -119,7 +119,7 @@ def replayed(path, capsys, *options):
     return json.loads(capsys.readouterr().out)
 
 
-def test_replay_in_json(tmp_path, capsys):
+def test_trace_replay_json_reports_hits_and_saved_seconds(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE * 3)
     one = replayed(path, capsys, "--policy", "lru", "--capacity", "3")
     assert one.keys() >= NAMED
@@ -128,14 +128,14 @@ def test_replay_in_json(tmp_path, capsys):
     assert 0 < one["seconds_saved"] <= one["seconds_saved_bound"]
 
 
-def test_what_is_not_worth_writing_is_not_written(tmp_path, capsys):
+def test_trace_replay_high_admission_threshold_writes_no_blocks(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE * 3)
     options = ("--policy", "lru", "--capacity", "3", "--told-turns")
     assert replayed(path, capsys, *options)["written_blocks"] == 3
     assert replayed(path, capsys, *options, "--admit", "1e9")["written_blocks"] == 0
 
 
-def test_replay_of_every_policy(tmp_path, capsys):
+def test_trace_replay_without_a_policy_option_runs_every_policy(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE * 3)
     some = replayed(path, capsys, "--capacity", "2,3", "--shape", "70b")
     assert [(each["policy"], each["capacity_blocks"]) for each in some] == [
@@ -143,7 +143,7 @@ def test_replay_of_every_policy(tmp_path, capsys):
     ]
 
 
-def test_replay_as_a_table(tmp_path, capsys):
+def test_trace_replay_without_json_prints_a_table(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE * 3)
     assert main(["trace", "replay", str(path), "--policy", "lru,cake", "--leaf"]) == 0
     shown = capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_replay_as_a_table(tmp_path, capsys):
         ("--admit", "nan"),
     ],
 )
-def test_bad_options_are_one_line(tmp_path, capsys, options):
+def test_trace_replay_invalid_options_are_one_error_line(tmp_path, capsys, options):
     path = written(tmp_path, MOONCAKE)
     assert main(["trace", "replay", str(path), *options]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -31,7 +31,7 @@ def _kv(dtype: Any, forward: Any) -> Any:
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4", "kvquant3"])
-def test_encoded_blocks_are_decoded_on_the_device_to_the_values_of_the_cpu(codec: str) -> None:
+def test_device_decode_on_cuda_gives_the_values_of_the_cpu(codec: str) -> None:
     from sglang_cake.codecs.catalogue import chain_of, decode
     from sglang_cake.integration.memory.device_decode import decode_payload
     from sglang_cake.testing.codec_contract import LAYOUTS, kv_like
@@ -52,7 +52,7 @@ def _fill(buffer: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
-def test_blocks_come_back_bit_for_bit_beside_forwards(dtype: str) -> None:
+def test_cuda_kv_blocks_return_bit_for_bit_beside_forwards(dtype: str) -> None:
     forward = torch.cuda.Stream()
     kv = _kv(getattr(torch, dtype), forward)
     busy = torch.randn(4096, 4096, device="cuda")
@@ -78,7 +78,7 @@ def test_blocks_come_back_bit_for_bit_beside_forwards(dtype: str) -> None:
             assert torch.equal(block.tensor, bytes_)
 
 
-def test_a_save_sees_what_the_forward_before_it_wrote() -> None:
+def test_cuda_kv_save_copies_rows_as_the_forward_before_it_left_them() -> None:
     """Slots may be reused as soon as `save` has returned."""
     forward = torch.cuda.Stream()
     kv = _kv(torch.float32, forward)
@@ -99,7 +99,7 @@ def test_a_save_sees_what_the_forward_before_it_wrote() -> None:
     assert bool((words == 7).all())
 
 
-def test_host_buffers_are_pinned_and_on_a_page() -> None:
+def test_cuda_kv_host_buffers_are_pinned_and_page_aligned() -> None:
     buffer = _kv(torch.float16, torch.cuda.Stream()).new_buffer()
     assert buffer.tensor.is_pinned()
     assert is_on_page(buffer.view)

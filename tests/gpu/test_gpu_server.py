@@ -47,7 +47,9 @@ def _ask(model: Path, folder: Path, mode: str, extra: tuple[str, ...] = ()) -> l
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("extra", [(), ("--page-size", "64"), ("--kv-cache-dtype", "fp8_e4m3")])
-def test_the_arms_agree(model: Path, tmp_path: Path, extra: tuple[str, ...]) -> None:
+def test_gpu_server_all_modes_give_equal_first_tokens(
+    model: Path, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
     cold, computed = _ask(model, tmp_path, "compute", extra)
     assert cold.output_ids == computed.output_ids
     assert computed.cake["loaded_tokens"] == 0
@@ -59,7 +61,9 @@ def test_the_arms_agree(model: Path, tmp_path: Path, extra: tuple[str, ...]) -> 
 
 
 @pytest.mark.timeout(1800)
-def test_a_last_step_begins_while_the_last_blocks_come(model: Path, tmp_path: Path) -> None:
+def test_gpu_server_last_step_begins_before_the_last_blocks_land(
+    model: Path, tmp_path: Path
+) -> None:
     """The answer is that of computing; `auto` loads, since the link is quick enough."""
     document = _prompt()
     flags = (

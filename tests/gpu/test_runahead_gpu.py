@@ -44,7 +44,7 @@ def _rows(on_device: bool) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_rows_go_from_pool_to_pool_beside_forwards(on_device: bool) -> None:
+def test_runahead_rows_move_between_pools_beside_forwards(on_device: bool) -> None:
     """What one forward writes, another one reads, though both are long since launched."""
     (source, out), (target, into) = _rows(on_device), _rows(on_device)
     theirs, ours = ((torch.randperm(SLOTS)[:TOKENS] + 1).cuda() for _ in range(2))
@@ -73,7 +73,7 @@ def test_rows_go_from_pool_to_pool_beside_forwards(on_device: bool) -> None:
             assert torch.equal(one[layer][theirs], other[layer][ours])
 
 
-def test_memory_to_send_from_is_pinned() -> None:
+def test_runahead_rows_send_buffer_is_pinned() -> None:
     buffer = _rows(on_device=False)[1].buffer(2**20)
     assert torch.frombuffer(buffer, dtype=torch.uint8).is_pinned()
 
@@ -90,7 +90,7 @@ def _lend(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_part_is_in_the_memory_of_the_other_process_when_it_is_written() -> None:
+def test_ipc_engine_written_part_is_in_the_memory_of_the_other_process() -> None:
     from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
     context = multiprocessing.get_context("spawn")
@@ -152,7 +152,7 @@ def _shared(url: str, ids: list[int]) -> Reply:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", ["tcp", "cuda-ipc"])
-def test_two_servers_give_the_tokens_of_one(tmp_path: Path, transport: str) -> None:
+def test_runahead_two_servers_give_the_answer_of_one(tmp_path: Path, transport: str) -> None:
     model = build_llama(
         tmp_path / "model", hidden=512, layers=8, heads=8, kv_heads=2, dtype="bfloat16"
     )

@@ -66,7 +66,7 @@ def known(blocks: int, *stored: int) -> PromptLoad:
     return made
 
 
-def test_full_blocks_are_stored_as_they_are_completed(harness: SavingHarness) -> None:
+def test_block_saving_full_blocks_are_stored_as_they_complete(harness: SavingHarness) -> None:
     load = known(6)
     assert harness.checkpoint(load, 2 * BLOCK + 5) == [0, 1]
     assert harness.checkpoint(load, 2 * BLOCK + 9) == []
@@ -77,12 +77,12 @@ def test_full_blocks_are_stored_as_they_are_completed(harness: SavingHarness) ->
     assert len(harness.memory) == 5
 
 
-def test_what_is_stored_is_not_stored_again(harness: SavingHarness) -> None:
+def test_block_saving_stored_blocks_are_skipped(harness: SavingHarness) -> None:
     load = known(6, 1, 4)
     assert harness.checkpoint(load, 6 * BLOCK) == [0, 2, 3, 5]
 
 
-def test_what_was_loaded_is_not_stored_again(harness: SavingHarness) -> None:
+def test_block_saving_loaded_blocks_are_skipped(harness: SavingHarness) -> None:
     load = known(3)
     load.meet.found([False, True, False])
     load.meet.landed(1)
@@ -91,7 +91,9 @@ def test_what_was_loaded_is_not_stored_again(harness: SavingHarness) -> None:
     assert harness.checkpoint(load, 3 * BLOCK) == [0, 2]
 
 
-def test_an_unanswered_lookup_puts_storing_off_and_the_end_does_not(harness: SavingHarness) -> None:
+def test_block_saving_unanswered_lookup_defers_all_but_the_last_checkpoint(
+    harness: SavingHarness,
+) -> None:
     load = known(4)
     load.agreed.lookup_done = False
     load.agreed.stored = ()
@@ -105,7 +107,7 @@ def test_an_unanswered_lookup_puts_storing_off_and_the_end_does_not(harness: Sav
     assert harness.checkpoint(other, 4 * BLOCK, last=True) == [0, 1, 2, 3]
 
 
-def test_output_tokens_make_blocks_beyond_the_prompt(harness: SavingHarness) -> None:
+def test_block_saving_output_tokens_make_blocks_beyond_the_prompt(harness: SavingHarness) -> None:
     load = load_of(2, block=BLOCK)
     load.agreed.lookup_done = True
     load.agreed.stored = (True, True)
@@ -116,7 +118,7 @@ def test_output_tokens_make_blocks_beyond_the_prompt(harness: SavingHarness) -> 
     assert set(harness.memory.blocks) == set(keys[2:])
 
 
-def test_a_full_queue_skips_blocks_for_good() -> None:
+def test_block_saving_full_queue_skips_blocks_for_good() -> None:
     harness = SavingHarness(buffers=2)
     try:
         load = known(5)
@@ -127,7 +129,9 @@ def test_a_full_queue_skips_blocks_for_good() -> None:
         harness.io.close()
 
 
-def test_slots_may_be_overwritten_as_soon_as_the_call_returns(harness: SavingHarness) -> None:
+def test_block_saving_slots_overwritten_after_return_keep_the_stored_bytes(
+    harness: SavingHarness,
+) -> None:
     load = known(2)
     harness.saving.checkpointed(load, load.tokens, harness.row[: 2 * BLOCK], last=True)
     slots = harness.row[: 2 * BLOCK].long()

@@ -89,7 +89,7 @@ def _raise(own: Callable[..., Any]) -> Callable[..., Any]:
 # ---- every hook ----
 
 
-def test_every_hook_of_ours_is_registered_behind_the_boundary(registry: Any) -> None:
+def test_boundary_every_registered_hook_is_guarded(registry: Any) -> None:
     guarded = [each for places in BOUNDARY.hooks.values() for each in places]
     assert len(registry) >= 15
     for target, hooks in registry.items():
@@ -97,7 +97,7 @@ def test_every_hook_of_ours_is_registered_behind_the_boundary(registry: Any) -> 
             assert hook in guarded, target
 
 
-def test_nobody_else_registers_hooks() -> None:
+def test_boundary_is_the_only_module_that_registers_hooks() -> None:
     for file in PACKAGE.rglob("*.py"):
         if file.name == "boundary.py":
             continue
@@ -106,7 +106,7 @@ def test_nobody_else_registers_hooks() -> None:
                 assert getattr(node.value, "id", None) != "HookRegistry", file
 
 
-def test_a_hook_that_raises_leaves_sglang_its_own_result(registry: Any, tree: Tree) -> None:
+def test_boundary_raising_hook_leaves_the_result_of_sglang(registry: Any, tree: Tree) -> None:
     """All of them in turn, found in the registry itself."""
     for target, hooks in registry.items():
         for kind, hook, _ in hooks:
@@ -128,7 +128,7 @@ def test_a_hook_that_raises_leaves_sglang_its_own_result(registry: Any, tree: Tr
             assert BOUNDARY.counts[name] == before + 1, target
 
 
-def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with() -> None:
+def test_boundary_raising_method_returns_a_false_value_and_counts() -> None:
     """All guarded parts of classes of ours that SGLang calls."""
     seen = 0
     for name, places in list(BOUNDARY.hooks.items()):
@@ -154,7 +154,7 @@ def test_a_part_of_ours_that_raises_returns_what_sglang_goes_on_with() -> None:
 
 
 @pytest.mark.parametrize("owned", [CakeRadixCache, CakePrefillAdder])
-def test_every_method_that_sglang_calls_has_its_part_behind_the_boundary(owned: type) -> None:
+def test_boundary_every_overridden_method_is_guarded(owned: type) -> None:
     reads_only = {"prefix_device_indices", "evictable_size", "full_evictable_size"}
     same = {"evict_for_alloc": "evict"}
     (base,) = owned.__bases__
@@ -175,7 +175,7 @@ def _around(hook: Callable[..., Any], registry: Any, **settings: Any) -> Callabl
     return registry["a.b.C.method"][-1][1]
 
 
-def test_an_exception_of_sglang_passes_unchanged(registry: Any, tree: Tree) -> None:
+def test_boundary_exception_of_sglang_passes_unchanged(registry: Any, tree: Tree) -> None:
     error = KeyError("SGLang's")
 
     def original() -> None:
@@ -187,7 +187,7 @@ def test_an_exception_of_sglang_passes_unchanged(registry: Any, tree: Tree) -> N
     assert tree.calls == []
 
 
-def test_a_hook_that_raises_after_the_call_returns_its_result_and_calls_once(
+def test_boundary_hook_raising_after_the_call_returns_its_result_once(
     registry: Any, tree: Tree
 ) -> None:
     calls = []
@@ -200,7 +200,7 @@ def test_a_hook_that_raises_after_the_call_returns_its_result_and_calls_once(
     assert calls == [1]
 
 
-def test_a_hook_that_raises_over_an_exception_of_sglang_does_not_hide_it(
+def test_boundary_hook_raising_over_an_sglang_error_does_not_hide_it(
     registry: Any, tree: Tree
 ) -> None:
     def hook(plain: Any) -> None:
@@ -218,7 +218,9 @@ def test_a_hook_that_raises_over_an_exception_of_sglang_does_not_hide_it(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_end_of_the_process_passes(registry: Any, tree: Tree, error: type) -> None:
+def test_boundary_exception_that_ends_the_process_passes(
+    registry: Any, tree: Tree, error: type
+) -> None:
     def hook(*args: Any) -> None:
         raise error
 
@@ -229,7 +231,7 @@ def test_an_end_of_the_process_passes(registry: Any, tree: Tree, error: type) ->
     assert tree.calls == []
 
 
-def test_a_mistake_of_the_user_passes_where_it_may(registry: Any, tree: Tree) -> None:
+def test_boundary_config_error_passes_where_allowed(registry: Any, tree: Tree) -> None:
     def hook(plain: Any) -> None:
         raise ConfigError("one line")
 
@@ -241,7 +243,7 @@ def test_a_mistake_of_the_user_passes_where_it_may(registry: Any, tree: Tree) ->
 
 
 @given(st.lists(st.integers(0, 2 * AMONG_REQUESTS), max_size=12))
-def test_failures_are_too_many_when_the_last_ones_are_among_few_requests(gaps: list[int]) -> None:
+def test_health_failures_within_few_requests_are_too_many(gaps: list[int]) -> None:
     health, seen, times = Health(), 0, []
     for gap in gaps:
         for _ in range(gap):
@@ -253,7 +255,7 @@ def test_failures_are_too_many_when_the_last_ones_are_among_few_requests(gaps: l
         assert health.failed() is expected
 
 
-def test_the_third_failure_switches_off_and_says_so_once(
+def test_boundary_third_failure_switches_off_and_logs_once(
     tree: Tree, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -264,24 +266,24 @@ def test_the_third_failure_switches_off_and_says_so_once(
     assert sum(each.exc_info is not None for each in caplog.records) == 1  # one traceback
 
 
-def test_a_state_that_nobody_can_trust_switches_off_at_once(tree: Tree) -> None:
+def test_boundary_unsafe_failure_switches_off_at_once(tree: Tree) -> None:
     BOUNDARY.failed("here", Fault(), unsafe=True)
     assert tree.calls == ["off"]
 
 
-def test_a_request_that_cannot_be_given_up_switches_off(tree: Tree) -> None:
+def test_boundary_request_that_cannot_be_forgotten_switches_off(tree: Tree) -> None:
     tree.forget = _raise(tree.forget)  # type: ignore[method-assign]
     BOUNDARY.failed("here", Fault(), rid="r")
     assert tree.calls == ["off"]
 
 
-def test_what_fails_while_it_is_switched_off_does_not_reach_sglang(tree: Tree) -> None:
+def test_boundary_switch_off_raising_does_not_reach_sglang(tree: Tree) -> None:
     tree.switch_off = _raise(tree.switch_off)  # type: ignore[method-assign]
     BOUNDARY.failed("here", Fault(), unsafe=True)
 
 
 @pytest.mark.parametrize("called", [False, True])
-def test_new_weights_that_cannot_be_named_switch_off(
+def test_boundary_weight_update_hook_raising_switches_off(
     registry: Any, tree: Tree, called: bool
 ) -> None:
     """SGLang updates them once, whether cake fails before or after."""
@@ -308,7 +310,7 @@ def test_new_weights_that_cannot_be_named_switch_off(
     assert tree.calls == ["off"]
 
 
-def test_an_idle_rank_asks_the_others_once_after_an_unsafe_hook_before_it_reduces(
+def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
     registry: Any, tree: Tree
 ) -> None:
     """The hook may have failed on one rank, which then looks for nothing and does not reduce."""
@@ -338,7 +340,7 @@ def test_an_idle_rank_asks_the_others_once_after_an_unsafe_hook_before_it_reduce
     assert calls[2:] == ["together", "identify", "poll", "identify", "poll"]
 
 
-def test_what_failed_before_there_is_a_tree_leaves_cake_off() -> None:
+def test_boundary_failure_before_the_tree_exists_switches_off() -> None:
     boundary = Boundary()
     handler = Tree()
     boundary.failed("ModelRunner.load_model", Fault(), unsafe=True)
@@ -346,7 +348,7 @@ def test_what_failed_before_there_is_a_tree_leaves_cake_off() -> None:
     assert handler.calls == ["off"]
 
 
-def test_a_layer_that_fails_in_our_hands_is_known_for_ours(tree: Tree) -> None:
+def test_layer_gate_raising_layer_becomes_a_runahead_error(tree: Tree) -> None:
     gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
     passage: Any = SimpleNamespace(reach=_raise(_raise))
     with pytest.raises(RunaheadError), gate(passage):
@@ -427,7 +429,7 @@ def _run_with(bomb: Bomb) -> None:
         harness.io.close()
 
 
-def test_slots_are_never_lost_whatever_call_fails() -> None:
+def test_boundary_any_failing_call_loses_no_slot() -> None:
     """SGLang's leak check would see it: free, owned and held slots are all slots, at any time."""
     bomb = Bomb(0)
     _run_with(bomb)

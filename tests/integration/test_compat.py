@@ -119,7 +119,7 @@ def test_private_names_are_used_only_in_compat() -> None:
                 assert node.attr not in private, f"{path.name}:{node.lineno} {node.attr}"
 
 
-def test_installed_version_has_every_name_as_it_was_checked() -> None:
+def test_compat_installed_version_has_no_differences() -> None:
     assert compat.differences() == []
 
 
@@ -140,7 +140,7 @@ def test_differences_are_all_reported_at_once() -> None:
     ]
 
 
-def test_unchecked_version_with_all_names_runs_with_one_warning(
+def test_compat_unchecked_version_with_all_names_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "sglang_cake"):
@@ -150,7 +150,7 @@ def test_unchecked_version_with_all_names_runs_with_one_warning(
     assert "0.6.0" in record.getMessage()
 
 
-def test_version_with_differences_is_refused_in_one_line() -> None:
+def test_compat_version_with_differences_is_refused_in_one_line() -> None:
     names = {
         "sglang.version": {"no_such_name": ""},
         "sglang.srt.runtime_context": {"get_parallel": "(surprise)"},

@@ -58,7 +58,7 @@ def _flip(path: Path, at: int) -> None:
 
 @given(st.binary(max_size=200), st.data())
 @settings(max_examples=30, deadline=None)
-def test_one_bit_anywhere_is_another_digest(
+def test_content_digest_one_flipped_bit_is_another_digest(
     tmp_path_factory: pytest.TempPathFactory, raw: bytes, data: st.DataObject
 ) -> None:
     folder = _write(tmp_path_factory.mktemp("m"), a=raw + b".", b=b"b")
@@ -67,7 +67,7 @@ def test_one_bit_anywhere_is_another_digest(
     assert _digest(folder) != before
 
 
-def test_one_byte_of_a_large_file_is_another_digest_though_its_time_is_the_same(
+def test_content_digest_large_file_changed_under_equal_mtime_differs(
     tmp_path: Path,
 ) -> None:
     file = _write(tmp_path / "m", a=b"") / "a.safetensors"
@@ -79,7 +79,7 @@ def test_one_byte_of_a_large_file_is_another_digest_though_its_time_is_the_same(
     assert _digest(tmp_path / "m") != before
 
 
-def test_equal_files_elsewhere_have_an_equal_digest(tmp_path: Path) -> None:
+def test_content_digest_equal_files_in_another_folder_are_equal(tmp_path: Path) -> None:
     one = _write(tmp_path / "a" / "model", x=b"1" * 5000, y=b"2")
     other = tmp_path / "b" / "other-name"
     shutil.copytree(one, other)
@@ -92,7 +92,7 @@ def test_equal_files_elsewhere_have_an_equal_digest(tmp_path: Path) -> None:
     assert _digest(link) == _digest(one)
 
 
-def test_names_and_borders_of_files_count(tmp_path: Path) -> None:
+def test_content_digest_file_names_and_file_borders_count(tmp_path: Path) -> None:
     folders = [
         _write(tmp_path / "1", a=b"12", b=b"3"),
         _write(tmp_path / "2", a=b"1", b=b"23"),
@@ -103,7 +103,7 @@ def test_names_and_borders_of_files_count(tmp_path: Path) -> None:
     assert len({_digest(folder) for folder in folders}) == len(folders)
 
 
-def test_a_file_that_was_hashed_is_not_read_again(tmp_path: Path) -> None:
+def test_content_digest_hashed_file_is_not_read_again(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", a=b"1" * 5000, b=b"2" * 700)
     files = _states(folder)
     assert unhashed_bytes(files, RECORDS) == 5700
@@ -114,7 +114,7 @@ def test_a_file_that_was_hashed_is_not_read_again(tmp_path: Path) -> None:
     assert unhashed_bytes(_states(folder), RECORDS) == 5000
 
 
-def test_a_file_that_changed_lately_is_hashed_again(tmp_path: Path) -> None:
+def test_content_digest_recently_changed_file_is_hashed_again(tmp_path: Path) -> None:
     """Clocks of file systems are coarse, so it may change again without a change of its times."""
     records = DigestRecords(settled_s=3600.0)
     files = _states(_write(tmp_path / "m", a=b"1"))
@@ -142,7 +142,7 @@ def test_files_that_changed_since_their_state_was_recorded_have_no_digest(
         content_digest(files, records=RECORDS)
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+def test_content_digest_pipe_in_place_of_a_file_raises(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     os.mkfifo(folder / "a.safetensors")
@@ -162,7 +162,7 @@ def _records(cache: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "text", "link", "folder"])
-def test_a_record_that_is_damaged_is_not_believed(tmp_path: Path, cache: Path, damage: str) -> None:
+def test_content_digest_damaged_record_is_ignored(tmp_path: Path, cache: Path, damage: str) -> None:
     files = _states(_write(tmp_path / "m", a=b"1"))
     right = content_digest(files, records=RECORDS)
     (record,) = _records(cache)
@@ -178,7 +178,7 @@ def test_a_record_that_is_damaged_is_not_believed(tmp_path: Path, cache: Path, d
     assert content_digest(files, records=RECORDS) == right
 
 
-def test_records_of_a_folder_that_others_may_write_are_not_believed(
+def test_content_digest_records_in_a_world_writable_folder_are_ignored(
     tmp_path: Path, cache: Path
 ) -> None:
     files = _states(_write(tmp_path / "m", a=b"1"))
@@ -189,13 +189,17 @@ def test_records_of_a_folder_that_others_may_write_are_not_believed(
     assert content_digest(files, records=RECORDS) == right
 
 
-def test_records_are_the_users_alone(tmp_path: Path, cache: Path) -> None:
+def test_content_digest_records_are_accessible_to_the_user_only(
+    tmp_path: Path, cache: Path
+) -> None:
     _digest(_write(tmp_path / "m", a=b"1"))
     assert cache.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in cache.iterdir()} == {0o600}
 
 
-def test_without_a_home_all_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_digest_without_a_cache_folder_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = _states(_write(tmp_path / "m", a=b"1"))
     right = content_digest(files, records=RECORDS)
     blocked = tmp_path / "file"
@@ -204,7 +208,7 @@ def test_without_a_home_all_is_hashed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert content_digest(files, records=RECORDS) == right
 
 
-def test_the_number_of_records_is_bounded(tmp_path: Path, cache: Path) -> None:
+def test_content_digest_number_of_records_is_bounded(tmp_path: Path, cache: Path) -> None:
     records = DigestRecords(settled_s=-1.0, max_records=8)
     for number in range(30):
         folder = _write(tmp_path / str(number), a=b"%d" % number)
@@ -212,7 +216,7 @@ def test_the_number_of_records_is_bounded(tmp_path: Path, cache: Path) -> None:
         assert len(_records(cache)) <= 8
 
 
-def test_processes_that_ask_at_once_agree(tmp_path: Path) -> None:
+def test_content_digest_concurrent_processes_agree(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", **{f"f{i}": bytes([i]) * (1 << 20) for i in range(8)})
     program = (
         "import sys, pathlib\n"
@@ -230,7 +234,7 @@ def test_processes_that_ask_at_once_agree(tmp_path: Path) -> None:
     assert printed == {_digest(folder) + "\n"}
 
 
-def test_what_counts_of_a_models_folder(tmp_path: Path) -> None:
+def test_model_folder_weight_config_and_code_files_are_selected(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", model=b"1")
     for name in (
         "config.json",
@@ -250,14 +254,14 @@ def test_what_counts_of_a_models_folder(tmp_path: Path) -> None:
     assert with_code == config | {"modeling.py"}
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+def test_model_folder_without_weights_or_local_copy_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no weight files"):
         content.weight_files(str(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match="no local copy"):
         content.model_folder("nobody/nothing", revision=None, download_dir=None)
 
 
-def test_tensor_names_of_safetensors_files(tmp_path: Path) -> None:
+def test_tensor_names_are_read_from_safetensors_files_only(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -41,7 +41,7 @@ def two() -> Iterator[CoordinatorHarness]:
 
 @pytest.mark.parametrize("blocks", [1, 4, 4.5, 0.5, 1.25])
 @pytest.mark.parametrize("matched", [0, 4, 12])
-def test_a_wholly_stored_prompt_is_loaded(
+def test_coordinator_wholly_stored_prompt_is_loaded(
     harness: CoordinatorHarness, blocks: float, matched: int
 ) -> None:
     req = req_of(blocks)
@@ -67,7 +67,9 @@ def test_a_wholly_stored_prompt_is_loaded(
     harness.all_back()
 
 
-def test_a_prompt_whose_loads_do_not_come_is_left_to_computing(harness: CoordinatorHarness) -> None:
+def test_coordinator_loads_that_never_land_leave_the_prompt_to_compute(
+    harness: CoordinatorHarness,
+) -> None:
     req = req_of(4.5)
     keys = harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req)
@@ -82,7 +84,7 @@ def test_a_prompt_whose_loads_do_not_come_is_left_to_computing(harness: Coordina
     harness.all_back()
 
 
-def test_compute_and_load_meet(harness: CoordinatorHarness) -> None:
+def test_coordinator_computing_and_loading_meet_in_one_prompt(harness: CoordinatorHarness) -> None:
     req = req_of(8.5)
     keys = harness.fill(req.origin_input_ids, set(range(8)))
     harness.arrive(req)
@@ -116,7 +118,7 @@ def auto() -> Iterator[CoordinatorHarness]:
     made.io.close()
 
 
-def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(
+def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     auto: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     req = req_of(4.5)
@@ -134,7 +136,9 @@ def test_what_waits_is_loaded_when_the_link_turns_out_to_be_quick(
     auto.all_back()
 
 
-def test_what_waits_behind_others_is_loaded_until_they_are_gone(auto: CoordinatorHarness) -> None:
+def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
+    auto: CoordinatorHarness,
+) -> None:
     ahead, req = FakeReq("ahead", array("q", range(1000, 3000))), req_of(4.5)
     keys = auto.fill(req.origin_input_ids, set(range(4)))
     auto.arrive(ahead)
@@ -158,7 +162,7 @@ def test_what_waits_behind_others_is_loaded_until_they_are_gone(auto: Coordinato
     auto.all_back()
 
 
-def test_of_many_that_wait_a_few_are_judged_anew_in_each_poll(
+def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
     auto: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reqs = [req_of(4.5, str(i)) for i in range(3 * RECONSIDERED)]
@@ -185,7 +189,9 @@ def test_of_many_that_wait_a_few_are_judged_anew_in_each_poll(
     auto.all_back()
 
 
-def test_what_is_left_is_predicted_at_every_step_news_or_not(harness: CoordinatorHarness) -> None:
+def test_coordinator_step_without_news_predicts_the_remaining_time(
+    harness: CoordinatorHarness,
+) -> None:
     """Of an unknown link nothing may come for long: a first guess must not be the last."""
     req = req_of(8.5)
     keys = harness.fill(req.origin_input_ids, set(range(8)))
@@ -201,7 +207,7 @@ def test_what_is_left_is_predicted_at_every_step_news_or_not(harness: Coordinato
     harness.all_back()
 
 
-def test_a_step_that_nobody_settled_claims_its_span(harness: CoordinatorHarness) -> None:
+def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness) -> None:
     req = req_of(4.5)
     keys = harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req)
@@ -219,7 +225,9 @@ def test_a_step_that_nobody_settled_claims_its_span(harness: CoordinatorHarness)
     harness.all_back()
 
 
-def test_a_slow_lookup_after_the_tree_forgot_the_prefix(harness: CoordinatorHarness) -> None:
+def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
+    harness: CoordinatorHarness,
+) -> None:
     req = req_of(4.5)
     harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req, matched=32)
@@ -235,7 +243,7 @@ def test_a_slow_lookup_after_the_tree_forgot_the_prefix(harness: CoordinatorHarn
     harness.all_back()
 
 
-def test_without_memory_the_island_is_computed() -> None:
+def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
     harness = CoordinatorHarness(slots=5 * BLOCK)
     try:
         req = req_of(4.5)
@@ -259,7 +267,9 @@ def test_without_memory_the_island_is_computed() -> None:
         harness.io.close()
 
 
-def test_a_block_that_lands_after_compute_took_it_goes_back(harness: CoordinatorHarness) -> None:
+def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
+    harness: CoordinatorHarness,
+) -> None:
     req = req_of(4.5)
     keys = harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req)
@@ -279,7 +289,7 @@ def test_a_block_that_lands_after_compute_took_it_goes_back(harness: Coordinator
     harness.all_back()
 
 
-def test_the_part_of_an_island_without_memory_is_computed_and_the_rest_attached() -> None:
+def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
     harness = CoordinatorHarness(slots=8 * BLOCK, staging=10)
     try:
         req = req_of(6.5)
@@ -320,7 +330,7 @@ def test_the_part_of_an_island_without_memory_is_computed_and_the_rest_attached(
         {"lora_id": "unknown"},
     ],
 )
-def test_requests_whose_tokens_do_not_say_all_are_left_alone(
+def test_coordinator_request_with_more_than_tokens_is_ignored(
     harness: CoordinatorHarness, strange: dict
 ) -> None:
     req = req_of(4.5)
@@ -335,7 +345,7 @@ def test_requests_whose_tokens_do_not_say_all_are_left_alone(
     harness.all_back()
 
 
-def test_who_a_request_belongs_to_seeds_its_keys(harness: CoordinatorHarness) -> None:
+def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorHarness) -> None:
     def first_key(**who: Any) -> BlockKey:
         req = req_of(1.5)
         for name, value in who.items():
@@ -359,7 +369,9 @@ def test_who_a_request_belongs_to_seeds_its_keys(harness: CoordinatorHarness) ->
     assert len({first_key(lora_id=name, extra_key=name) for name in names}) == 1
 
 
-def test_new_weights_make_new_keys_and_may_pause_everything(harness: CoordinatorHarness) -> None:
+def test_coordinator_new_weights_change_the_keys_and_may_suspend(
+    harness: CoordinatorHarness,
+) -> None:
     req = req_of(2.5)
     harness.fill(req.origin_input_ids, {0, 1})
     harness.arrive(req)
@@ -377,7 +389,7 @@ def test_new_weights_make_new_keys_and_may_pause_everything(harness: Coordinator
     harness.all_back()
 
 
-def test_before_the_weights_are_known_no_request_is_looked_up_and_each_is_counted(
+def test_coordinator_without_a_namespace_skips_and_counts_requests(
     harness: CoordinatorHarness,
 ) -> None:
     req = req_of(2.5)
@@ -401,7 +413,7 @@ STAGES = ["asked", "found", "reading", "in the outbox", "staged", "placed", "att
 
 @pytest.mark.parametrize("way", ["end", "flush", "again"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_is_left_behind_wherever_a_request_ends(
+def test_coordinator_request_ended_at_any_stage_leaks_nothing(
     harness: CoordinatorHarness, stage: str, way: str
 ) -> None:
     req = req_of(4.5)
@@ -438,7 +450,7 @@ def test_nothing_is_left_behind_wherever_a_request_ends(
         assert wasted["ended"] in ((whole, 2 * whole) if way == "again" else (whole,))
 
 
-def test_a_prefix_that_the_tree_got_meanwhile_frees_what_landed_for_it(
+def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     harness: CoordinatorHarness,
 ) -> None:
     req = req_of(4.5)
@@ -464,7 +476,7 @@ def test_a_prefix_that_the_tree_got_meanwhile_frees_what_landed_for_it(
 LANDED_AT, KEPT_AT = 13, 17  # where the 4 blocks of the only request stand in what is reduced
 
 
-def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(
+def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     two: CoordinatorHarness,
 ) -> None:
     req = req_of(4.5)
@@ -494,7 +506,7 @@ def test_what_a_peer_does_not_have_waits_and_is_given_up_when_overtaken(
     two.all_back()
 
 
-def test_what_a_peer_does_not_have_is_given_up_at_the_end(two: CoordinatorHarness) -> None:
+def test_coordinator_block_missing_on_a_peer_is_freed_at_the_end(two: CoordinatorHarness) -> None:
     req = req_of(4.5)
     two.open(*two.fill(req.origin_input_ids, set(range(4))))
 
@@ -510,7 +522,7 @@ def test_what_a_peer_does_not_have_is_given_up_at_the_end(two: CoordinatorHarnes
     assert two.counters.snapshot()["wasted_bytes", "ended"] == 4 * two.kv.layout.block_bytes
 
 
-def test_what_a_peer_has_lost_is_computed_everywhere(two: CoordinatorHarness) -> None:
+def test_coordinator_block_lost_on_a_peer_is_computed(two: CoordinatorHarness) -> None:
     req = req_of(4.5)
     two.open(*two.fill(req.origin_input_ids, set(range(4))))
 
@@ -556,7 +568,7 @@ ACTIONS = st.lists(
     quick=st.booleans(),
     blocks=st.tuples(*[st.sampled_from([0.5, 2, 4.25, 6])] * 3),
 )
-def test_everything_comes_back_and_every_token_is_got(
+def test_coordinator_random_actions_leak_nothing_and_fill_every_token(
     actions: list,
     mode: str,
     staging: int,
@@ -642,7 +654,7 @@ def check_report(req: FakeReq) -> None:
     assert got == len(req.origin_input_ids)
 
 
-def test_tenants_take_turns_when_asked() -> None:
+def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
     harness = CoordinatorHarness(priority="fair")
     try:
         one, other = req_of(4.5, "one"), req_of(4.5, "other")

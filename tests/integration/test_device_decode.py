@@ -52,7 +52,7 @@ def by_torch(layout: BlockLayout, memory: bytearray) -> bytes:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
-def test_every_block_comes_out_as_the_loops_decode_it(layout: BlockLayout, bits: int) -> None:
+def test_device_decode_groups_equal_the_cpu_loops(layout: BlockLayout, bits: int) -> None:
     for name, block in [("smooth", kv_like(layout)), *odd_blocks(layout)]:
         memory, size = encoded(Chain(Groups(bits)), layout, block)
         wanted = by_loops(layout, memoryview(memory)[:size])
@@ -61,7 +61,7 @@ def test_every_block_comes_out_as_the_loops_decode_it(layout: BlockLayout, bits:
 
 @pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Groups(4)], ids=lambda a: f"{a}")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
-def test_first_tokens_come_out_as_the_loops_put_them_back(
+def test_device_decode_exact_first_token_equals_the_cpu_loops(
     layout: BlockLayout, pack: PackStep
 ) -> None:
     memory, size = encoded(Chain(pack).of_first(), layout, kv_like(layout))
@@ -74,7 +74,9 @@ LONG = BlockLayout(1, (("k", (1, 2)), ("v", (1, 2))), "float16", 70000)  # place
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("layout", [*LAYOUTS, WIDE, LONG], ids=lambda a: a.describe()[-24:])
-def test_levels_come_out_as_the_loops_decode_them(layout: BlockLayout, bits: int) -> None:
+def test_device_decode_nonuniform_levels_equal_the_cpu_loops(
+    layout: BlockLayout, bits: int
+) -> None:
     blocks = [("smooth", kv_like(layout))]
     blocks += odd_blocks(layout) if layout is not LONG else []
     for name, block in blocks:
@@ -85,7 +87,7 @@ def test_levels_come_out_as_the_loops_decode_them(layout: BlockLayout, bits: int
 
 @pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Raw()], ids=lambda a: a.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_keys_are_turned_as_the_loops_turn_them(pack: PackStep, dtype: str) -> None:
+def test_device_decode_rotated_keys_equal_the_cpu_loops(pack: PackStep, dtype: str) -> None:
     layout = replace(WIDE, dtype=dtype)
     for arrays in ((InverseRope(500000.0, 64),), (InverseRope(10000.0, 64), InverseRope(3.0, 2))):
         chain = Chain(pack, arrays)
@@ -108,7 +110,7 @@ def by_loops_without_turns(layout: BlockLayout, pack: PackStep, memory: bytearra
     return bytes(out)
 
 
-def test_what_leads_out_of_a_vector_never_comes_to_the_device() -> None:
+def test_device_decode_outlier_index_out_of_range_raises_malformed() -> None:
     """There it would be an index out of bounds, which ends the process."""
     memory, size = encoded(Chain(NonUniform(3)), WIDE, kv_like(WIDE))
     body_at = size - NonUniform(3).max_bytes(WIDE)
@@ -129,14 +131,16 @@ def test_what_leads_out_of_a_vector_never_comes_to_the_device() -> None:
     group=st.one_of(st.integers(8, 300), st.just(65536)),
     seed=st.integers(0, 1000),
 )
-def test_groups_of_any_size(layout: BlockLayout, bits: int, group: int, seed: int) -> None:
+def test_device_decode_any_group_size_equals_the_cpu_loops(
+    layout: BlockLayout, bits: int, group: int, seed: int
+) -> None:
     memory, size = encoded(Chain(Groups(bits, group)), layout, kv_like(layout, seed))
     assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_the_device_cannot_decode_is_decoded_before(codec: str, first: bool) -> None:
+def test_device_decode_unsupported_chain_is_decoded_by_prepare(codec: str, first: bool) -> None:
     chain = chain_of(codec, SMOOTH)
     chain = chain.of_first() if first else chain
     memory, size = encoded(chain, SMOOTH, kv_like(SMOOTH))
@@ -147,12 +151,12 @@ def test_what_the_device_cannot_decode_is_decoded_before(codec: str, first: bool
 
 
 @pytest.mark.parametrize("rope_theta", [None, 10000.0])
-def test_the_names_say_what_the_device_decodes(rope_theta: float | None) -> None:
+def test_device_decode_codec_list_equals_the_supported_chains(rope_theta: float | None) -> None:
     found = [codec for codec in CODECS if decodes_on_device(chain_of(codec, SMOOTH, rope_theta))]
     assert found == [RAW, *ON_DEVICE]
 
 
-def test_a_payload_of_the_wrong_length_never_comes_to_the_device() -> None:
+def test_device_decode_payload_of_wrong_length_raises_malformed() -> None:
     memory, size = encoded(chain_of("int8", SMOOTH), SMOOTH, kv_like(SMOOTH))
     for wrong in (0, 63, size - 1, size + 1):
         with pytest.raises(Malformed):
@@ -161,7 +165,9 @@ def test_a_payload_of_the_wrong_length_never_comes_to_the_device() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", [mha, mla])
-def test_from_the_store_into_the_pool(tmp_path: Path, codec: str, kind: object) -> None:
+def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
+    tmp_path: Path, codec: str, kind: object
+) -> None:
     pool, block_tokens = kind(96, dtype=torch.bfloat16), 16  # type: ignore[operator]
     kv = DeviceKV(pool, block_tokens=block_tokens, encoded=codec != RAW)
     for buffer in buffers_of(pool):

@@ -73,7 +73,7 @@ class SlotsHarness:
 
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize(("offset", "cut"), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 3)])
-def test_a_span_gets_its_bytes_and_the_rest_of_its_slots_go_back(
+def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     page: int, offset: int, cut: int
 ) -> None:
     harness = SlotsHarness(page=page)
@@ -108,7 +108,7 @@ def test_a_span_gets_its_bytes_and_the_rest_of_its_slots_go_back(
     assert harness.wasted() == {}
 
 
-def test_without_memory_for_all_the_rightmost_are_placed() -> None:
+def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     harness = SlotsHarness(blocks=2)
     load = harness.prompt_load(4)
     for b in range(4):
@@ -134,7 +134,7 @@ def test_without_memory_for_all_the_rightmost_are_placed() -> None:
     assert {s.reason for s in harness.staging.freed if not s.used} == {"ended"}
 
 
-def test_the_tree_gives_way_only_as_far_as_needed() -> None:
+def test_device_slots_evict_the_tree_only_as_far_as_needed() -> None:
     harness = SlotsHarness(blocks=3)
     harness.tree = [harness.allocator.alloc(BLOCK), harness.allocator.alloc(BLOCK)]
     load = harness.prompt_load(2)
@@ -149,7 +149,7 @@ def test_the_tree_gives_way_only_as_far_as_needed() -> None:
     assert harness.free == 0
 
 
-def test_reclaim_takes_the_last_request_first_and_its_leftmost_block() -> None:
+def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     harness = SlotsHarness(blocks=6)
     first, last = harness.prompt_load(3, rid="first"), harness.prompt_load(3, rid="last")
     for load in (first, last):
@@ -182,7 +182,9 @@ class Unfinished:
         return 0.5
 
 
-def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_slots_staging_is_held_until_the_copy_completes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     harness = SlotsHarness()
     copies: list[Unfinished] = []
     copy_in: Callable[..., Any] = harness.kv.load
@@ -221,7 +223,9 @@ def test_staging_is_held_until_the_copy_is_complete(monkeypatch: pytest.MonkeyPa
         max_size=40,
     ),
 )
-def test_slots_are_free_or_held_or_given_on(page: int, actions: list[tuple[str, int, int]]) -> None:
+def test_device_slots_random_actions_lose_no_slot(
+    page: int, actions: list[tuple[str, int, int]]
+) -> None:
     harness = SlotsHarness(blocks=7, page=page, block=16)
     loads = [harness.prompt_load(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
     given_on = 0

@@ -66,7 +66,7 @@ def test_a_long_job_runs_in_the_background() -> None:
     assert jobs.take_finished() == [job]
 
 
-def test_a_rank_that_is_ready_waits_for_the_others() -> None:
+def test_searches_ready_rank_waits_for_the_others() -> None:
     ranks = Ranks()
     jobs = DigestJobs(ranks.reduce_min)
     job = _job(weights="w")
@@ -141,7 +141,7 @@ def _files(folder: Path) -> Files:
     return file_states(folder.glob("*"))
 
 
-def test_weights_that_were_updated_twice_from_one_folder_have_two_digests(tmp_path: Path) -> None:
+def test_update_search_two_updates_from_one_folder_have_two_digests(tmp_path: Path) -> None:
     place, complete = tmp_path / "ckpt", frozenset({"a", "b"})
     digests = []
     for step in (1.0, 2.0):
@@ -153,7 +153,7 @@ def test_weights_that_were_updated_twice_from_one_folder_have_two_digests(tmp_pa
     assert _fields(update_job(_files(place), complete)) == digests[0]
 
 
-def test_weights_that_were_pushed_are_private(tmp_path: Path) -> None:
+def test_update_search_pushed_weights_are_private_and_different(tmp_path: Path) -> None:
     one, other = (_fields(update_job(None, frozenset({"a"}))) for _ in range(2))
     assert one is not None
     assert other is not None
@@ -161,14 +161,14 @@ def test_weights_that_were_pushed_are_private(tmp_path: Path) -> None:
     assert one != other
 
 
-def test_an_update_from_a_part_of_the_tensors_has_no_digest(tmp_path: Path) -> None:
+def test_update_search_partial_tensors_have_no_facts(tmp_path: Path) -> None:
     files = _files(_checkpoint(tmp_path / "ckpt", a=1.0))
     assert _fields(update_job(files, frozenset({"a", "b"}))) is None
     assert _fields(update_job(files, None)) is None
     assert _fields(update_job(files, frozenset({"a"}))) is not None
 
 
-def test_an_adapter_is_its_content_and_its_settings(tmp_path: Path) -> None:
+def test_adapter_search_names_content_and_settings(tmp_path: Path) -> None:
     files = _files(_checkpoint(tmp_path / "a", a=1.0))
     elsewhere = _files(_checkpoint(tmp_path / "b", a=1.0))
     changed = _files(_checkpoint(tmp_path / "c", a=2.0))
@@ -218,7 +218,7 @@ def test_a_model_in_the_download_folder_is_read_from_there(
     assert found[0] != found[1]
 
 
-def test_a_model_of_modelscope_is_not_taken_for_one_of_hugging_face(
+def test_model_place_modelscope_model_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang_cake.core.errors import ConfigError

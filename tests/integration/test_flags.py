@@ -105,13 +105,13 @@ REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
 
 
 @pytest.mark.parametrize(("command", "flags", "line"), REFUSED)
-def test_launchers_exit_with_2_and_one_line(
+def test_launchers_refused_flags_exit_with_2_and_one_line(
     tmp_path: Path, llama: str, command: tuple[str, ...], flags: list[str], line: str
 ) -> None:
     _check_refused(_launch(tmp_path, command, ["--model-path", llama, *CPU, *flags]), line)
 
 
-def test_a_model_that_is_not_supported_is_refused_before_it_loads(tmp_path: Path) -> None:
+def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
     window = {**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     flags = ["--model-path", _model(tmp_path / "window", window), "--enable-cake", *CPU]
@@ -130,7 +130,7 @@ def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
     assert "Load weight" not in output
 
 
-def test_help_shows_the_group(tmp_path: Path) -> None:
+def test_launcher_help_lists_the_cake_flags(tmp_path: Path) -> None:
     done = _launch(tmp_path, FORKED_LAUNCH, ["--help"])
     text = " ".join(done.stdout.split())
     assert done.returncode == 0
@@ -158,7 +158,9 @@ def _launch(
     )
 
 
-def test_bad_command_lines(probe: Probe, tmp_path: Path, llama: str) -> None:
+def test_flags_bad_command_line_exits_with_2_and_one_line(
+    probe: Probe, tmp_path: Path, llama: str
+) -> None:
     blocked = tmp_path / "a_file"
     blocked.write_text("")
     bad = {
@@ -196,7 +198,9 @@ def test_bad_command_lines(probe: Probe, tmp_path: Path, llama: str) -> None:
         assert result["env_after"] == {}
 
 
-def test_flags_without_the_switch(probe: Probe, llama: str) -> None:
+def test_flags_without_enable_cake_are_refused_and_environment_ignored(
+    probe: Probe, llama: str
+) -> None:
     base = ["--model-path", llama]
     named, switch, plain = probe(
         {"argv": [*base, "--cake-mode", "load"]},
@@ -210,7 +214,9 @@ def test_flags_without_the_switch(probe: Probe, llama: str) -> None:
     assert plain["backend"] is None
 
 
-def test_what_children_inherit(probe: Probe, tmp_path: Path, llama: str) -> None:
+def test_flags_resolved_settings_are_inherited_through_the_environment(
+    probe: Probe, tmp_path: Path, llama: str
+) -> None:
     file = tmp_path / "cake.toml"
     file.write_text('mode = "both"\nblock_tokens = 64\nqueue_depth = 9\n')
     user = {"SGLANG_CAKE_CONFIG": str(file), "SGLANG_CAKE_BLOCK_TOKENS": "32"}
@@ -231,7 +237,9 @@ def test_what_children_inherit(probe: Probe, tmp_path: Path, llama: str) -> None
     assert "SGLANG_CAKE_MOD: unknown setting, did you mean" in bad_env["stderr"][0]
 
 
-def test_engine_keywords(probe: Probe, tmp_path: Path, llama: str) -> None:
+def test_engine_keywords_set_settings_and_bad_ones_raise(
+    probe: Probe, tmp_path: Path, llama: str
+) -> None:
     store = f"file://{tmp_path}/kv"
     base = {"model_path": llama, **CPU_KEYWORDS}
     on, off, by_env, bad, unknown, lonely, paged, by_hand = probe(
@@ -261,7 +269,7 @@ def test_engine_keywords(probe: Probe, tmp_path: Path, llama: str) -> None:
     assert all(result["stderr"] == [] for result in (bad, unknown, lonely, paged))
 
 
-def test_model_kinds_are_refused_when_settings_are_resolved(
+def test_flags_unsupported_model_kind_is_refused_when_resolved(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     models = {
@@ -286,7 +294,7 @@ def test_model_kinds_are_refused_when_settings_are_resolved(
     assert results[-1]["backend"] == "cake"
 
 
-def test_a_lossy_codec_of_an_8_bit_cache_is_refused_when_settings_are_resolved(
+def test_flags_lossy_codec_with_fp8_cache_is_refused_when_resolved(
     probe: Probe, llama: str
 ) -> None:
     argv = ["--model-path", llama, *CPU, "--enable-cake", "--kv-cache-dtype", "fp8_e4m3"]
@@ -300,7 +308,7 @@ def test_a_lossy_codec_of_an_8_bit_cache_is_refused_when_settings_are_resolved(
     assert "exit" not in exact
 
 
-def test_a_member_of_a_group_computes_without_graphs_of_prefill(
+def test_flags_runahead_member_has_prefill_graphs_disabled_by_default(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     argv = ["--model-path", llama, *CPU, "--enable-cake"]
@@ -318,7 +326,7 @@ def test_a_member_of_a_group_computes_without_graphs_of_prefill(
     assert no_member["graphs"] is None
 
 
-def test_without_cake_nothing_changes(tmp_path: Path, llama: str) -> None:
+def test_flags_without_cake_leave_sglang_unpatched(tmp_path: Path, llama: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(f"""
 import json, os
@@ -355,7 +363,7 @@ print(json.dumps({{
     assert not (tmp_path / "home" / "sglang_cake").exists(), "no store folder is made"
 
 
-def test_sglang_that_differs_is_refused_where_cake_is_asked_for(
+def test_flags_differing_sglang_is_refused_only_with_enable_cake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sglang_cake.integration import compat, flags

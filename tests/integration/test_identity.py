@@ -104,7 +104,7 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
     ],
     ids=str,
 )
-def test_a_changed_fact_is_another_namespace(
+def test_identity_changed_fact_changes_the_namespace(
     changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _digest(monkeypatch) == _digest(monkeypatch)
@@ -124,13 +124,13 @@ def test_a_changed_fact_is_another_namespace(
     ],
     ids=str,
 )
-def test_a_fact_that_does_not_change_kv_is_not_in_the_namespace(
+def test_identity_fact_unrelated_to_kv_keeps_the_namespace(
     changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _digest(monkeypatch, **changed) == _digest(monkeypatch)
 
 
-def test_an_environment_variable_that_changes_kv_is_another_namespace(
+def test_identity_environment_variable_of_kv_changes_the_namespace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = _digest(monkeypatch)
@@ -138,7 +138,7 @@ def test_an_environment_variable_that_changes_kv_is_another_namespace(
     assert _digest(monkeypatch) != before
 
 
-def test_code_of_a_model_that_sglang_did_not_bring_counts(
+def test_identity_external_model_code_changes_the_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "class Served:\n    scale = {}\n"
@@ -149,7 +149,7 @@ def test_code_of_a_model_that_sglang_did_not_bring_counts(
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_context_length_counts_for_a_model_that_reads_it(
+def test_identity_context_length_counts_for_a_model_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "class Served:\n    def __init__(self, config=None):\n        self.n = {}\n"
@@ -205,7 +205,7 @@ def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
     return folder
 
 
-def test_a_model_is_named_when_it_starts(tmp_path: Path) -> None:
+def test_identity_start_names_the_model_by_its_content(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.identity.start()
     same = Named(_checkpoint(tmp_path / "b", 1.0))
@@ -216,7 +216,7 @@ def test_a_model_is_named_when_it_starts(tmp_path: Path) -> None:
     assert not one.identity.is_private
 
 
-def test_a_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path) -> None:
+def test_identity_model_changed_while_loading_is_private(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     _checkpoint(tmp_path / "a", 2.0)
     one.identity.start()
@@ -230,7 +230,7 @@ def test_a_load_that_was_not_observed_is_private(tmp_path: Path) -> None:
     assert one.identity.is_private
 
 
-def test_an_update_names_the_new_weights_and_keeps_the_configuration(tmp_path: Path) -> None:
+def test_identity_update_takes_new_weights_and_keeps_the_config(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.identity.start()
     new = _checkpoint(tmp_path / "new", 2.0)
@@ -256,7 +256,9 @@ def test_a_digest_that_is_ready_after_weights_began_to_change_names_nothing(
 
 
 @pytest.mark.parametrize("load_format", ["dummy", None])
-def test_an_update_in_an_unknown_format_is_private(tmp_path: Path, load_format: str | None) -> None:
+def test_identity_update_in_unknown_format_is_private(
+    tmp_path: Path, load_format: str | None
+) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.identity.start()
     files = file_states((tmp_path / "a").glob("*.safetensors"))
@@ -267,7 +269,7 @@ def test_an_update_in_an_unknown_format_is_private(tmp_path: Path, load_format: 
     assert one.weights != first
 
 
-def test_a_model_whose_configuration_is_unknown_stays_private(
+def test_identity_unknown_config_stays_private_after_an_update(
     tmp_path: Path,
 ) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
@@ -278,7 +280,7 @@ def test_a_model_whose_configuration_is_unknown_stays_private(
     assert one.identity.is_private
 
 
-def test_an_adapter_is_known_by_what_was_loaded(tmp_path: Path) -> None:
+def test_identity_adapter_is_named_by_its_loaded_content(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     for name, value in (("x", 1.0), ("y", 2.0), ("z", 1.0)):
         one.loaded.adapters[name] = file_states(_checkpoint(tmp_path / name, value).glob("*"))
@@ -288,7 +290,7 @@ def test_an_adapter_is_known_by_what_was_loaded(tmp_path: Path) -> None:
     assert one.identity.adapter("unknown") is None
 
 
-def test_an_adapter_that_was_pushed_is_like_no_other(tmp_path: Path) -> None:
+def test_identity_pushed_adapters_are_all_different(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.loaded.adapters.update(x=None, y=None)
     one.identity.start()

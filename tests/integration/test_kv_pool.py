@@ -24,7 +24,7 @@ BLOCK = 16
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", POOLS)
-def test_a_block_comes_back_bit_for_bit_and_touches_nothing_else(
+def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(
     kind: str, dtype: torch.dtype
 ) -> None:
     source, target = POOLS[kind](dtype=dtype), POOLS[kind](dtype=dtype)
@@ -48,7 +48,7 @@ def test_a_block_comes_back_bit_for_bit_and_touches_nothing_else(
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_the_layout_says_what_the_bytes_are(kind: str) -> None:
+def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
     pool = POOLS[kind](dtype=torch.bfloat16)
     scramble(pool, 1)
     kv = DeviceKV(pool, block_tokens=BLOCK)
@@ -63,20 +63,20 @@ def test_the_layout_says_what_the_bytes_are(kind: str) -> None:
     assert [len(p) for p in planes] == [n * BLOCK for n in kv.layout.plane_token_bytes]
 
 
-def test_fp8_keeps_its_name_although_the_pool_holds_bytes() -> None:
+def test_kv_pool_fp8_layout_keeps_its_dtype_name() -> None:
     pool = mha(32, dtype=torch.float8_e4m3fn)
     assert pool.k_buffer[0].dtype is torch.uint8
     assert DeviceKV(pool, block_tokens=BLOCK).layout.dtype == "float8_e4m3fn"
 
 
-def test_a_view_is_the_buffer_itself_and_on_a_page() -> None:
+def test_kv_pool_buffer_view_shares_memory_and_is_page_aligned() -> None:
     block = DeviceKV(mha(32), block_tokens=BLOCK).new_buffer()
     assert is_on_page(block.view)  # or a disk could not write it itself
     block.view[:] = b"\x07" * len(block.view)
     assert bool((block.tensor == 7).all())
 
 
-def test_pools_that_keep_more_than_rows_are_refused() -> None:
+def test_kv_pool_unknown_pool_class_is_refused() -> None:
     class Scaled(type(mha(1))):  # type: ignore[misc]
         pass
 
@@ -88,7 +88,7 @@ def test_pools_that_keep_more_than_rows_are_refused() -> None:
         DeviceKV(object(), block_tokens=BLOCK)
 
 
-def test_layers_that_differ_are_refused() -> None:
+def test_kv_pool_unequal_layers_are_refused() -> None:
     pool = mha(32)
     pool.k_buffer[1] = torch.zeros(33, 2, 5)
     with pytest.raises(ConfigError, match="equal layers"):

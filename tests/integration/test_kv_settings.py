@@ -24,19 +24,19 @@ def _values(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**DEFAULTS, **changed})
 
 
-def test_every_server_argument_is_judged() -> None:
+def test_kv_facts_every_server_argument_has_a_class() -> None:
     unknown = [name for name in DEFAULTS if kv_settings.class_of(name) not in CLASSES]
     assert not unknown, f"classify these in kv_settings.toml and docs/security.md: {unknown}"
 
 
-def test_every_environment_variable_of_sglang_was_looked_at() -> None:
+def test_kv_facts_every_environment_variable_is_reviewed() -> None:
     names = sorted(name for name in dir(type(envs)) if name.isupper())
     assert names == REVIEWED, (
         "check whether these change KV; kv_settings.py counts variables that it does not know"
     )
 
 
-def test_an_argument_that_nobody_judged_counts_without_telling_its_value() -> None:
+def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
     defaults = {**DEFAULTS, "brand_new_flag": None}
     assert not kv_settings.counted_arguments(_values(brand_new_flag=None), defaults)
     one, other = (
@@ -59,7 +59,7 @@ def test_an_argument_that_nobody_judged_counts_without_telling_its_value() -> No
         ("enable_w4a4_mxfp4_megamoe", True),
     ],
 )
-def test_an_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
+def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
     assert kv_settings.counted_arguments(_values(), DEFAULTS) == {}
     assert kv_settings.counted_arguments(_values(**{argument: value}), DEFAULTS) == {
         argument: str(value)
@@ -80,11 +80,11 @@ def test_an_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
         ("attention_backend", "fa3"),
     ],
 )
-def test_an_argument_that_does_not_change_kv_does_not_count(argument: str, value: Any) -> None:
+def test_kv_facts_argument_unrelated_to_kv_does_not_count(argument: str, value: Any) -> None:
     assert kv_settings.counted_arguments(_values(**{argument: value}), DEFAULTS) == {}
 
 
-def test_kernels_count_where_bits_are_promised() -> None:
+def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
     same = {"attention_backend": "fa3"}
     promised = _values(enable_deterministic_inference=True, **same)
     assert kv_settings.counted_arguments(promised, DEFAULTS).keys() >= {
@@ -111,7 +111,7 @@ def test_kernels_count_where_bits_are_promised() -> None:
     ],
     ids=str,
 )
-def test_weights_that_files_do_not_say_are_private(changed: dict[str, Any]) -> None:
+def test_kv_facts_weights_not_read_from_files_are_private(changed: dict[str, Any]) -> None:
     assert kv_settings.private_reason(_values(), DEFAULTS) is None
     assert kv_settings.private_reason(_values(**changed), DEFAULTS) is not None
 
@@ -127,22 +127,22 @@ def test_weights_that_files_do_not_say_are_private(changed: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_faster_ways_to_read_the_same_files_are_not_private(changed: dict[str, Any]) -> None:
+def test_kv_facts_other_readers_of_the_same_files_are_not_private(changed: dict[str, Any]) -> None:
     assert kv_settings.private_reason(_values(**changed), DEFAULTS) is None
 
 
-def test_every_way_to_load_files_is_known_to_sglang() -> None:
+def test_kv_facts_file_formats_are_known_to_sglang() -> None:
     from sglang.srt.configs.load_config import LoadFormat
 
     known = {each.value for each in LoadFormat}
     assert kv_settings.FILE_FORMATS.keys() <= known
 
 
-def test_what_is_refused_is_judged_as_refused() -> None:
+def test_kv_facts_fields_of_the_support_rules_are_refused_or_replaced() -> None:
     assert {kv_settings.class_of(field) for field, _, _ in RULES} <= {"refused", "replaced"}
 
 
-def test_environment_variables_count_unless_they_are_known_to_be_unrelated(
+def test_kv_facts_unknown_environment_variable_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {
@@ -159,7 +159,7 @@ def test_environment_variables_count_unless_they_are_known_to_be_unrelated(
     assert "s3cret" not in str(found)
 
 
-def test_a_variable_that_is_set_to_its_default_does_not_count(
+def test_kv_facts_environment_variable_at_its_default_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")
@@ -168,12 +168,12 @@ def test_a_variable_that_is_set_to_its_default_does_not_count(
     assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "1"})
 
 
-def test_content_beside_the_model_is_named_by_its_path_arguments() -> None:
+def test_kv_facts_path_arguments_name_content_beside_the_model() -> None:
     values = _values(quantization_param_path="/scales.json", kt_weight_path="/experts")
     assert set(kv_settings.content_paths(values)) == {Path("/scales.json"), Path("/experts")}
 
 
-def test_adapter_settings_are_empty_by_default() -> None:
+def test_kv_facts_adapter_settings_are_empty_by_default() -> None:
     assert kv_settings.adapter_settings(_values(), DEFAULTS) == ""
     assert "lora_strict_loading=True" in kv_settings.adapter_settings(
         _values(lora_strict_loading=True), DEFAULTS

@@ -12,7 +12,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.identity.identity import rope_theta
 
 
-def test_only_lossy_codecs_and_a_bound_above_zero_lose_anything() -> None:
+def test_config_lossy_is_true_only_for_lossy_codecs_or_a_positive_bound() -> None:
     assert not CakeConfig().lossy
     for codec in CHOICES:
         assert resolve({"codec": codec}, {}).lossy == (codec in LOSSY)
@@ -20,12 +20,12 @@ def test_only_lossy_codecs_and_a_bound_above_zero_lose_anything() -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "1", "nan", "inf", "much", True, None])
-def test_a_bound_that_is_none_is_refused(value: object) -> None:
+def test_config_invalid_max_error_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"--cake-max-error: .* a number from 0"):
         resolve({"codec": "auto", "max_error": value}, {})
 
 
-def test_a_bound_is_for_auto_alone() -> None:
+def test_config_max_error_without_codec_auto_is_refused() -> None:
     with pytest.raises(ConfigError, match="--cake-max-error has no effect with --cake-codec int4"):
         resolve({"codec": "int4", "max_error": "0.1"}, {})
 
@@ -39,5 +39,7 @@ def test_a_bound_is_for_auto_alone() -> None:
         ({}, None),
     ],
 )
-def test_the_base_of_a_models_rope(config: dict[str, object], theta: float | None) -> None:
+def test_rope_theta_is_read_from_the_model_config(
+    config: dict[str, object], theta: float | None
+) -> None:
     assert rope_theta(SimpleNamespace(**config)) == theta

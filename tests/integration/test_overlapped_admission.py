@@ -97,7 +97,9 @@ def admission(monkeypatch: pytest.MonkeyPatch) -> Iterator[OverlapAdmission]:
     made.close()
 
 
-def test_the_chunked_request_gets_the_slots_into_its_row(admission: OverlapAdmission) -> None:
+def test_early_admission_chunked_request_gets_the_slots_into_its_row(
+    admission: OverlapAdmission,
+) -> None:
     assert admission.adder.add_chunked_req(admission.req) is None
     assert admission.step.calls == ["begin", "keep"]
     assert admission.rows[1, : EARLY.stop].tolist() == list(range(100, 100 + EARLY.tokens))
@@ -105,7 +107,7 @@ def test_the_chunked_request_gets_the_slots_into_its_row(admission: OverlapAdmis
     assert admission.req.prefix_len == EARLY.stop
 
 
-def test_a_request_from_the_queue_brings_them_along(admission: OverlapAdmission) -> None:
+def test_early_admission_queued_request_is_admitted_alone(admission: OverlapAdmission) -> None:
     admission.chunked.queue.append(admission.req)
     result = admission.adder.add_one_req(admission.req, False, None)
     assert result == AddReqResult.OTHER
@@ -114,7 +116,9 @@ def test_a_request_from_the_queue_brings_them_along(admission: OverlapAdmission)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_who_is_not_admitted_is_as_it_was(admission: OverlapAdmission, chunked: bool) -> None:
+def test_early_admission_rejected_request_is_unchanged(
+    admission: OverlapAdmission, chunked: bool
+) -> None:
     admission.admits = False
     if chunked:
         assert admission.adder.add_chunked_req(admission.req) is admission.req
@@ -165,7 +169,7 @@ def it_is_not_to_be_had(admission: OverlapAdmission) -> None:
     ],
 )
 @pytest.mark.parametrize("chunked", [True, False])
-def test_who_is_not_alone_waits(
+def test_early_admission_request_that_is_not_alone_is_not_begun(
     admission: OverlapAdmission, reason: Callable[[OverlapAdmission], None], chunked: bool
 ) -> None:
     reason(admission)
@@ -177,18 +181,20 @@ def test_who_is_not_alone_waits(
     assert admission.req.prefix_len == 0
 
 
-def test_who_has_generated_all_is_nobody(admission: OverlapAdmission) -> None:
+def test_early_admission_finished_running_request_does_not_count(
+    admission: OverlapAdmission,
+) -> None:
     admission.adder.running_batch.reqs = [SimpleNamespace(finished=lambda: True)]
     assert admission.adder.add_chunked_req(admission.req) is None
 
 
-def test_beside_a_chunked_request_it_waits(admission: OverlapAdmission) -> None:
+def test_early_admission_beside_a_chunked_request_is_not_begun(admission: OverlapAdmission) -> None:
     assert admission.adder.add_one_req(admission.req, True, None) == AddReqResult.CONTINUE
     assert admission.step.calls == []
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_step_that_ran_past_cake_joins_no_tree_and_gives_no_answer(
+def test_early_admission_unhooked_step_aborts_the_request_and_switches_off(
     admission: OverlapAdmission, finished: bool
 ) -> None:
     admission.step.overlap = SimpleNamespace(slots=None)
@@ -202,7 +208,7 @@ def test_a_step_that_ran_past_cake_joins_no_tree_and_gives_no_answer(
     assert off  # SGLang runs steps that cake does not see
 
 
-def test_the_prefix_of_a_new_row_is_what_the_tree_has_and_what_was_lent(
+def test_cake_radix_cache_prefix_indices_include_the_lent_slots(
     admission: OverlapAdmission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matched = torch.arange(8)

@@ -274,7 +274,7 @@ def the_first_copy_does_not_complete(harness: "LastStepHarness") -> None:
         (the_first_copy_does_not_complete, []),
     ],
 )
-def test_a_step_in_which_our_part_fails_computes_what_was_to_come(
+def test_overlapped_step_failing_part_still_gives_right_kv(
     harnesses: Make, fault: Callable[[Any], None], computed: list[Span]
 ) -> None:
     harness = harnesses()
@@ -289,7 +289,7 @@ def test_a_step_in_which_our_part_fails_computes_what_was_to_come(
     harness.base.all_back()
 
 
-def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(harnesses: Make) -> None:
+def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harnesses: Make) -> None:
     harness = harnesses()
     req = harness.arrive(2.5)
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def test_a_step_that_cannot_be_counted_is_right_and_ends_cakes_part(harnesses: M
     harness.base.all_back()
 
 
-def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(harnesses: Make) -> None:
+def test_overlapped_step_neither_loaded_nor_computed_gives_no_output(harnesses: Make) -> None:
     harness = harnesses(forward_part=_fail)
     req: Any = harness.arrive(2.5, fates=["whole", "corrupt"])
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def test_a_step_that_can_neither_load_nor_compute_gives_no_answer(harnesses: Mak
     harness.base.all_back()
 
 
-def test_what_sglang_raises_in_the_step_passes(harnesses: Make) -> None:
+def test_overlapped_step_error_of_sglang_passes(harnesses: Make) -> None:
     harness, error = harnesses(), MemoryError("of the device")
     harness.arrive(2.5)
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
@@ -341,7 +341,7 @@ def test_what_sglang_raises_in_the_step_passes(harnesses: Make) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_request_leaves_before_its_step_and_not_within(harnesses: Make, kept: bool) -> None:
+def test_overlapped_step_leave_is_refused_only_within_the_step(harnesses: Make, kept: bool) -> None:
     harness = harnesses()
     req = harness.arrive(2.5)
     span = harness.begin()
@@ -359,7 +359,7 @@ def test_a_request_leaves_before_its_step_and_not_within(harnesses: Make, kept: 
 
 @pytest.mark.parametrize("blocks", [2, 2.25, 2.5])
 @pytest.mark.parametrize("matched", [0, 4, 16, 20])
-def test_each_layer_is_there_when_attention_comes_to_it(
+def test_overlapped_step_each_layer_lands_before_attention_reads_it(
     harnesses: Make, blocks: float, matched: int
 ) -> None:
     """Whether or not the first block is begun, or the last one is wanted to its end."""
@@ -380,7 +380,7 @@ def test_each_layer_is_there_when_attention_comes_to_it(
     assert harness.base.counters.snapshot()["overlapped_tokens", ""] == span.tokens
 
 
-def test_what_landed_before_is_part_of_it(harnesses: Make) -> None:
+def test_overlapped_step_landed_blocks_are_part_of_its_span(harnesses: Make) -> None:
     harness = harnesses()
     harness.arrive(4.5)
     assert harness.begin() is None  # two reads at once: the first two blocks have not begun
@@ -397,7 +397,7 @@ def test_what_landed_before_is_part_of_it(harnesses: Make) -> None:
     assert report["meet_token"] == 0
 
 
-def test_a_step_that_is_not_scheduled_leaves_all_as_it_was(
+def test_overlapped_step_given_up_restores_slots_and_held_tokens(
     harnesses: Make,
 ) -> None:
     harness = harnesses()
@@ -418,7 +418,7 @@ def test_a_step_that_is_not_scheduled_leaves_all_as_it_was(
     assert harness.over()["loaded_tokens"] == 4 * BLOCK
 
 
-def test_without_memory_it_waits(harnesses: Make) -> None:
+def test_overlapped_step_without_free_slots_does_not_begin(harnesses: Make) -> None:
     harness = harnesses(slots=3 * BLOCK)
     req: Any = harness.arrive(2.5)
     hog = harness.base.allocator.alloc(2 * BLOCK)
@@ -431,7 +431,7 @@ def test_without_memory_it_waits(harnesses: Make) -> None:
     assert harness.over()["loaded_tokens"] == 2 * BLOCK
 
 
-def test_a_block_that_is_wrong_at_its_end_is_computed_and_the_step_repeated(
+def test_overlapped_step_corrupt_block_is_computed_and_sampled_once(
     harnesses: Make,
 ) -> None:
     harness = harnesses()
@@ -448,7 +448,7 @@ def test_a_block_that_is_wrong_at_its_end_is_computed_and_the_step_repeated(
     assert report["computed_tokens"] == BLOCK + BLOCK // 2
 
 
-def test_bytes_that_come_anew_after_they_were_used_are_used_again(
+def test_overlapped_step_block_read_again_after_use_is_used_again(
     harnesses: Make,
 ) -> None:
     """A connection that broke off in the middle, after which the whole block came."""
@@ -463,7 +463,7 @@ def test_bytes_that_come_anew_after_they_were_used_are_used_again(
     assert harness.over()["loaded_tokens"] == 2 * BLOCK
 
 
-def test_a_link_that_falls_silent_is_waited_for_no_longer_than_it_may_take(
+def test_overlapped_step_silent_link_is_given_up_after_its_patience(
     harnesses: Make,
 ) -> None:
     harness = harnesses()
@@ -485,7 +485,9 @@ def test_a_link_that_falls_silent_is_waited_for_no_longer_than_it_may_take(
 
 
 @pytest.mark.parametrize("skipped", range(LAYERS))
-def test_attention_that_comes_not_to_all_layers_is_no_answer(harnesses: Make, skipped: int) -> None:
+def test_overlapped_step_attention_skipping_a_layer_disables_it(
+    harnesses: Make, skipped: int
+) -> None:
     harness = harnesses()
     harness.arrive(2.5)
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
@@ -500,7 +502,7 @@ def test_attention_that_comes_not_to_all_layers_is_no_answer(harnesses: Make, sk
     harness.give(1.0, 0, 1)
 
 
-def test_one_at_a_time(harnesses: Make) -> None:
+def test_overlapped_step_second_begin_is_refused(harnesses: Make) -> None:
     harness = harnesses()
     harness.arrive(2.5)
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
@@ -517,7 +519,7 @@ def test_one_at_a_time(harnesses: Make) -> None:
     tail=st.integers(1, BLOCK - 1),
 )
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_comes_the_answer_stands_on_what_was_stored(
+def test_overlapped_step_random_block_fates_give_right_kv(
     fates: list[Fate], matched: int, shares: list[list[float]], tail: int
 ) -> None:
     harness = LastStepHarness()
@@ -554,14 +556,14 @@ def test_whatever_comes_the_answer_stands_on_what_was_stored(
         harness.base.io.close()
 
 
-def test_a_request_may_ask_to_wait_for_all(harnesses: Make) -> None:
+def test_overlapped_step_cake_last_step_late_does_not_begin(harnesses: Make) -> None:
     harness = harnesses()
     harness.arrive(2.5, asks={"cake_last_step": "late"})
     assert harness.begin() is None
     harness.give(1.0, 0, 1)
 
 
-def test_what_was_computed_after_all_is_not_called_cached(
+def test_overlapped_step_computed_block_is_not_counted_as_cached(
     harnesses: Make,
 ) -> None:
     harness = harnesses()
@@ -575,7 +577,7 @@ def test_what_was_computed_after_all_is_not_called_cached(
     assert harness.over()["loaded_tokens"] == BLOCK
 
 
-def test_what_is_missing_is_computed_in_steps_of_what_one_may_compute(
+def test_overlapped_step_lost_blocks_are_computed_in_chunks(
     harnesses: Make,
 ) -> None:
     harness = harnesses()
@@ -589,7 +591,7 @@ def test_what_is_missing_is_computed_in_steps_of_what_one_may_compute(
     harness.over()
 
 
-def test_a_step_is_learned_from_without_what_it_waited(
+def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
     harnesses: Make,
 ) -> None:
     harness = harnesses()

@@ -133,7 +133,9 @@ class PrefillLoop:
 
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
 @pytest.mark.parametrize("seed", range(4))
-def test_all_come_to_their_end(monkeypatch: pytest.MonkeyPatch, seed: int, priority: str) -> None:
+def test_queue_order_random_loads_every_request_finishes(
+    monkeypatch: pytest.MonkeyPatch, seed: int, priority: str
+) -> None:
     loop = PrefillLoop(seed, priority)
 
     def release(req: Any, tree: Any, checkpoint: bool) -> None:

@@ -17,7 +17,7 @@ def waiting() -> PromptLoad:
     return load
 
 
-def test_time_in_which_nothing_was_asked_of_the_link_is_not_owed() -> None:
+def test_restore_loads_wanted_again_restart_the_clock() -> None:
     load = waiting()
     load.agreed.load_from = 4  # what lies right of the meeting point has landed
     load.load_from(2)
@@ -26,7 +26,7 @@ def test_time_in_which_nothing_was_asked_of_the_link_is_not_owed() -> None:
     assert load.agreed.load_from == 2
 
 
-def test_what_is_not_loaded_is_owed_from_when_it_is() -> None:
+def test_restore_first_wanted_loads_start_the_clock() -> None:
     load = waiting()
     load.agreed.load_from = None
     assert not load.loading
@@ -38,7 +38,7 @@ def test_what_is_not_loaded_is_owed_from_when_it_is() -> None:
     assert load.local_elapsed_s() < 500.0
 
 
-def test_a_block_that_is_being_read_stays_owed() -> None:
+def test_restore_pending_read_keeps_the_clock() -> None:
     load = waiting()
     load.agreed.load_from = 3
     load.load_from(2)
@@ -46,7 +46,7 @@ def test_a_block_that_is_being_read_stays_owed() -> None:
     assert load.local_elapsed_s() >= 1000.0
 
 
-def test_who_is_second_on_the_link_is_owed_nothing() -> None:
+def test_restore_prompt_not_served_restarts_the_clock() -> None:
     load = waiting()
     load.link_serves_others_first()
     assert load.progress.since_s == 0.0

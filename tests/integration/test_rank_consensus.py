@@ -52,7 +52,7 @@ def load(
     return made
 
 
-def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> None:
+def test_rank_consensus_landed_needs_all_ranks_and_lost_any_rank() -> None:
     yes = (True,) * 4
     ranks = [
         [load(4, arrived=(0, 2, 3), answer=yes)],
@@ -66,7 +66,7 @@ def test_landed_is_what_landed_everywhere_and_lost_what_was_lost_anywhere() -> N
         assert facts[0].stored == (True,) * 4
 
 
-def test_a_lookup_counts_when_every_rank_has_answered() -> None:
+def test_rank_consensus_lookup_needs_an_answer_of_every_rank() -> None:
     quick, slow = load(2, answer=(True, True)), load(2)
     for facts, _ in reach([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
@@ -75,27 +75,27 @@ def test_a_lookup_counts_when_every_rank_has_answered() -> None:
         assert facts[0].stored == (True, False)
 
 
-def test_an_answer_is_given_once() -> None:
+def test_rank_consensus_known_answer_is_not_given_again() -> None:
     told = load(2, answer=(True, True), known=True)
     for facts, _ in reach([[told]], [ANY]):
         assert facts[0].stored is None
 
 
-def test_costs_are_the_smallest_of_all() -> None:
+def test_rank_consensus_costs_are_the_minimum_of_all_ranks() -> None:
     one = PrefillCost(0.3, 2e-5, 5e-9, 0.0, 1e-300)
     two = PrefillCost(0.1, 3e-5, 4e-9, 1.0, 1e300)
     least = PrefillCost(0.1, 2e-5, 4e-9, 0.0, 1e-300)
     assert [agreed for _, agreed in reach([[], []], [one, two])] == [least, least]
 
 
-def test_a_single_rank_agrees_with_itself() -> None:
+def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
     one = load(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
     facts, agreed = RankConsensus(None).reach([one], ANY)
     assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
 
 
-def test_clocks_agree_on_the_least() -> None:
+def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
     before_s = time.monotonic()
     ranks = [[load(1, waited_s=5000.0)], [load(1, waited_s=2000.0)]]
     one, other = (updates[0] for updates, _ in reach(ranks, [ANY] * 2))
@@ -133,7 +133,7 @@ def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
-def test_every_rank_learns_the_same_and_it_is_true(
+def test_rank_consensus_random_views_give_equal_and_true_facts(
     ranks: list[list[PromptLoad]], numbers: list[float]
 ) -> None:
     own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
@@ -154,7 +154,7 @@ def test_every_rank_learns_the_same_and_it_is_true(
             )
 
 
-def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_take() -> None:
+def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
     ranks = [[load(2), load(3, extra=1)] for _ in range(2)]
     for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
         for made, slower in zip(rank, (1, 100), strict=True):
@@ -176,7 +176,7 @@ def test_each_prompt_has_its_own_loads_and_the_quickest_rank_says_how_long_they_
     known=st.booleans(),
     seed=st.randoms(),
 )
-def test_a_rank_alone_learns_what_it_would_learn_among_equals(
+def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
     blocks: int,
     arrived: set[int],
     failed: set[int],

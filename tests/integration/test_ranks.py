@@ -70,7 +70,7 @@ def stored(ranks: TwoRanks, rid: str = "r") -> list[FakeReq]:
     return reqs
 
 
-def test_both_ranks_land_a_prompt(ranks: TwoRanks) -> None:
+def test_ranks_stored_prompt_lands_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_both_ranks_land_a_prompt(ranks: TwoRanks) -> None:
     assert [harness.coordinator.held_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
 
 
-def test_a_request_that_one_rank_could_not_take_up_ends_on_both(ranks: TwoRanks) -> None:
+def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> None:
     """As when its adapter's files cannot be read there."""
     reqs, other = stored(ranks), stored(ranks, "other")
     reqs[0].lora_id = reqs[1].lora_id = "adapter@a"
@@ -103,9 +103,7 @@ def test_a_request_that_one_rank_could_not_take_up_ends_on_both(ranks: TwoRanks)
         "step_costs.remaining_s",
     ],
 )
-def test_a_poll_that_fails_on_one_rank_ends_its_requests_on_both_in_the_same_step(
-    ranks: TwoRanks, where: str
-) -> None:
+def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, where: str) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     part, name = where.split(".")
@@ -124,7 +122,7 @@ def test_a_poll_that_fails_on_one_rank_ends_its_requests_on_both_in_the_same_ste
     assert [harness.coordinator.held_tokens for harness in ranks.harnesses] == [0, 0]
 
 
-def test_a_rank_that_cannot_say_what_it_knows_takes_part_all_the_same(ranks: TwoRanks) -> None:
+def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     one = ranks.harnesses[0].coordinator.prompt_load("r")
@@ -137,7 +135,7 @@ def test_a_rank_that_cannot_say_what_it_knows_takes_part_all_the_same(ranks: Two
     assert ranks.live() == [[], []]
 
 
-def test_a_rank_that_is_switched_off_switches_off_the_others_once(ranks: TwoRanks) -> None:
+def test_ranks_switched_off_rank_switches_off_the_other_once(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")
@@ -157,7 +155,7 @@ def test_a_rank_that_is_switched_off_switches_off_the_others_once(ranks: TwoRank
     assert ranks.reductions == before  # nobody waits for anybody any more
 
 
-def test_records_that_have_come_apart_end_before_anything_is_reduced(ranks: TwoRanks) -> None:
+def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")

@@ -32,11 +32,11 @@ def facts(custom=None, salt=None, extra=None, costs=COSTS):
         ({"other": "agent"}, ""),
     ],
 )
-def test_what_a_request_is_for_is_a_field_of_its_own(custom, workload):
+def test_request_metadata_workload_is_read_from_custom_params(custom, workload):
     assert facts(custom).workload == workload
 
 
-def test_tenants_are_told_apart_and_not_named():
+def test_request_metadata_tenants_differ_and_are_not_named():
     nobody, one, other = facts(), facts(salt="alice"), facts(extra="bob")
     assert nobody.tenant == 0
     assert len({nobody.tenant, one.tenant, other.tenant}) == 3
@@ -44,7 +44,7 @@ def test_tenants_are_told_apart_and_not_named():
     assert "alice" not in one.to_json()
 
 
-def test_a_tenants_number_cannot_be_guessed_from_its_salt(tmp_path, monkeypatch):
+def test_request_metadata_tenant_number_depends_on_the_users_key(tmp_path, monkeypatch):
     """Servers of one user agree on it; nobody without that user's key can compute it."""
     found = []
     for config in ("one", "one", "other"):
@@ -57,7 +57,7 @@ def test_a_tenants_number_cannot_be_guessed_from_its_salt(tmp_path, monkeypatch)
     assert key.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_tenant_has_a_number_where_no_key_can_be_kept(tmp_path, monkeypatch):
+def test_request_metadata_tenant_without_a_key_file_has_a_number(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     tenant_key.cache_clear()
@@ -65,7 +65,7 @@ def test_a_tenant_has_a_number_where_no_key_can_be_kept(tmp_path, monkeypatch):
     tenant_key.cache_clear()
 
 
-def test_a_salt_that_is_no_text_has_a_number_and_keys():
+def test_request_metadata_salts_with_surrogates_have_own_numbers_and_seeds():
     """`sglang.Engine` takes any Python string."""
     assert facts(salt="a\ud800").tenant != facts(salt="a\ud801").tenant
     seeds = {
@@ -74,7 +74,7 @@ def test_a_salt_that_is_no_text_has_a_number_and_keys():
     assert len(seeds) == 3
 
 
-def test_what_blocks_save_is_what_was_measured():
+def test_request_metadata_benefit_is_the_measured_cost():
     assert facts().benefit == Benefit(16, 1e-4, 1e-9, 0.005)
     assert facts().tokens == 100
     never = Costs(PrefillCost(0.01, 0.0, 0.0), LoadCost(0.0, 0.0, depth=1))

@@ -119,7 +119,7 @@ def admissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
-def test_who_only_waits_for_loads_leaves_the_device_to_others(
+def test_chunked_request_waiting_for_loads_yields_to_others(
     admissions: Make, priority: str
 ) -> None:
     admission = admissions(priority)
@@ -134,7 +134,7 @@ def test_who_only_waits_for_loads_leaves_the_device_to_others(
 
 
 @pytest.mark.parametrize("priority", ["adaptive", "fcfs"])
-def test_nobody_goes_back_for_nothing(admissions: Make, priority: str) -> None:
+def test_chunked_request_without_computable_others_stays(admissions: Make, priority: str) -> None:
     admission = admissions(priority)
     stored, like = (admission.req(rid, stored=True) for rid in ("stored", "like"))
     unknown = req_of(4.5, "unknown")
@@ -149,7 +149,7 @@ def test_nobody_goes_back_for_nothing(admissions: Make, priority: str) -> None:
     assert admission.returns == 0
 
 
-def test_only_the_first_loads_of_a_long_queue_are_looked_at(
+def test_chunked_request_checks_only_eight_loading_requests(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = admissions("fcfs")
@@ -169,7 +169,7 @@ def test_only_the_first_loads_of_a_long_queue_are_looked_at(
     assert admission.chunk(stored) is None  # found all the same
 
 
-def test_nobody_goes_back_whose_row_would_be_gone(
+def test_chunked_request_that_could_not_return_stays(
     admissions: Make,
 ) -> None:
     admission = admissions()
@@ -193,7 +193,7 @@ def test_nobody_goes_back_whose_row_would_be_gone(
     assert admission.chunk(stored) is None
 
 
-def test_nobody_stands_aside_who_would_be_late(admissions: Make) -> None:
+def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Make) -> None:
     admission = admissions("fcfs")
     stored, other = admission.req("stored", stored=True), admission.req("other")
     admission.queue.append(other)
@@ -212,7 +212,7 @@ def test_nobody_stands_aside_who_would_be_late(admissions: Make) -> None:
     assert admission.chunk(stored) is None
 
 
-def test_in_sglangs_order_the_device_goes_back_to_who_left_it(
+def test_chunked_request_in_fcfs_yields_to_an_earlier_landed_request(
     admissions: Make,
 ) -> None:
     admission = admissions("fcfs")
@@ -234,7 +234,7 @@ def test_in_sglangs_order_the_device_goes_back_to_who_left_it(
     assert admission.returns == 1
 
 
-def test_a_prompt_one_step_from_its_end_is_not_held_up_by_a_long_one(
+def test_chunked_request_yields_to_a_prompt_one_step_from_its_end(
     admissions: Make,
 ) -> None:
     admission = admissions()
@@ -246,7 +246,7 @@ def test_a_prompt_one_step_from_its_end_is_not_held_up_by_a_long_one(
     assert [req.rid for req in admission.queue] == ["stored", "running"]
 
 
-def test_the_link_goes_to_the_shorter_rest_though_the_device_does_not(
+def test_queue_order_link_serves_the_shorter_rest_first(
     admissions: Make,
 ) -> None:
     admission = admissions()
@@ -285,7 +285,7 @@ def test_the_link_goes_to_the_shorter_rest_though_the_device_does_not(
     ]
 
 
-def test_a_link_that_works_for_another_is_not_silent(
+def test_coordinator_link_serving_another_prompt_is_not_silent(
     admissions: Make,
 ) -> None:
     admission = admissions()
@@ -300,7 +300,7 @@ def test_a_link_that_works_for_another_is_not_silent(
     assert [load.progress.since_s >= 1000.0 for load in loads if load] == [True, False]
 
 
-def test_who_gets_the_link_owes_nothing_for_the_time_before(
+def test_coordinator_newly_served_prompt_restarts_its_clock(
     admissions: Make,
 ) -> None:
     admission = admissions()
@@ -315,7 +315,7 @@ def test_who_gets_the_link_owes_nothing_for_the_time_before(
 
 
 @pytest.mark.parametrize("low_first", [False, True])
-def test_a_higher_priority_goes_first_and_a_lower_one_does_not(
+def test_queue_order_lower_priority_never_preempts_a_higher_one(
     admissions: Make, low_first: bool
 ) -> None:
     admission = admissions(priorities=True, low_first=low_first)

@@ -148,7 +148,7 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_attention_reads_what_the_workers_before_it_wrote(
+def test_runahead_cuda_attention_reads_what_earlier_workers_wrote(
     monkeypatch: pytest.MonkeyPatch, seed: int, on_device: bool
 ) -> None:
     for worker in chain(install(monkeypatch, seed), on_device=on_device):
@@ -169,7 +169,9 @@ class _NotWaitedFor(Rows):
 
 
 @pytest.mark.parametrize("rows", [_NotAfterWriting, _NotWaitedFor])
-def test_each_order_is_needed(monkeypatch: pytest.MonkeyPatch, rows: type[CudaRows]) -> None:
+def test_cuda_order_control_dropped_wait_gives_wrong_kv(
+    monkeypatch: pytest.MonkeyPatch, rows: type[CudaRows]
+) -> None:
     """The control of the test above."""
     assert any(w.wrong for seed in range(12) for w in chain(install(monkeypatch, seed), rows))
 
@@ -213,7 +215,7 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     return worker.wrong
 
 
-def test_copies_come_after_who_had_the_slots_and_before_attention(
+def test_runahead_cuda_early_copies_run_between_old_forward_and_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for rows in (Rows, _UnderWay):
@@ -226,7 +228,7 @@ def test_copies_come_after_who_had_the_slots_and_before_attention(
 @pytest.mark.parametrize(
     ("asked", "says"), [([0, 2], "layer 2 after layer 0"), ([0, 1], "ended with layer 1")]
 )
-def test_a_layer_that_attention_did_not_ask_for_fails_the_forward(
+def test_runahead_cuda_skipped_layer_fails_the_forward(
     monkeypatch: pytest.MonkeyPatch, asked: list[int], says: str
 ) -> None:
     worker = Worker(install(monkeypatch, 0), Span(0, 16), Rows)
@@ -241,7 +243,9 @@ def test_a_layer_that_attention_did_not_ask_for_fails_the_forward(
         forward()
 
 
-def test_what_the_device_has_to_do_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runahead_cuda_device_work_is_not_counted_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A part that does not come is waited for only once the device has nothing else to do."""
     cuda = install(monkeypatch, 0)
     worker = Worker(cuda, Span(16, 32), Rows)

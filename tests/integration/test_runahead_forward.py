@@ -211,7 +211,9 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
         each.transports[HELPER].close()
 
 
-def test_a_shared_step_computes_the_last_span_alone(setup: Callable[..., Setup]) -> None:
+def test_runahead_owner_shared_step_computes_only_the_last_span(
+    setup: Callable[..., Setup],
+) -> None:
     one = setup(send_all)
     assert one.run() == (SPLIT, STOP)
     assert one.computed == [(SPLIT, STOP)]
@@ -219,7 +221,7 @@ def test_a_shared_step_computes_the_last_span_alone(setup: Callable[..., Setup])
     assert one.failures() == {}
 
 
-def test_what_a_helper_failed_at_is_computed_in_the_same_step(
+def test_runahead_owner_helper_failure_is_computed_in_the_same_step(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = setup(fail_after_one_layer, left_out_s=(60.0, 120.0))
@@ -233,7 +235,7 @@ def test_what_a_helper_failed_at_is_computed_in_the_same_step(
 
 @pytest.mark.parametrize("abort", [AbortReq(rid="mine"), AbortReq(abort_all=True)])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_an_abort_ends_the_step_while_it_waits_for_a_helper(
+def test_runahead_owner_abort_while_waiting_ends_the_step(
     setup: Callable[..., Setup], abort: AbortReq, chunked: bool
 ) -> None:
     one = setup(send_nothing)
@@ -252,14 +254,16 @@ def test_an_abort_ends_the_step_while_it_waits_for_a_helper(
     assert one.owner.member.helpers() == (HELPER,)  # nobody is to blame
 
 
-def test_an_abort_ends_the_step_though_all_kv_is_there(setup: Callable[..., Setup]) -> None:
+def test_runahead_owner_abort_before_the_step_ends_it_though_kv_has_come(
+    setup: Callable[..., Setup],
+) -> None:
     one = setup(send_all)
     one.scheduler._deferred_input_requests.append(AbortReq(rid="mine"))  # heard before the step
     assert one.run() == (STOP - 1, STOP)
     assert one.failures() == {"aborted": 1}
 
 
-def test_an_abort_of_another_request_waits_for_the_end_of_the_step(
+def test_runahead_owner_abort_of_another_request_is_deferred(
     setup: Callable[..., Setup],
 ) -> None:
     one = setup(send_all)

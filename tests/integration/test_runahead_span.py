@@ -66,7 +66,7 @@ def _offer(tokens: int, token: int = 7) -> Offer:
         (_scheduler(), _offer(320), "longer span"),
     ],
 )
-def test_an_offer_that_cannot_be_served_is_refused(scheduler: Any, offer: Offer, says: str) -> None:
+def test_span_runner_unservable_offer_is_refused(scheduler: Any, offer: Offer, says: str) -> None:
     member: Any = _Member()
     gate: Any = None
     runner = SpanRunner(member, gate, Counters(), page_tokens=16, limit_tokens=256)
@@ -87,7 +87,9 @@ class _Stream:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_span_is_computed_where_sglang_computes(overlap: bool, fails: bool) -> None:
+def test_forward_stream_with_overlap_orders_both_streams_around_computing(
+    overlap: bool, fails: bool
+) -> None:
     """The scheduler launches on another stream than the forward's, if it overlaps them."""
     said: list[str] = []
 

@@ -21,7 +21,7 @@ def step_costs() -> StepCosts:
     return StepCosts(loader, COST, chunk_tokens=64, pipelined=False)
 
 
-def test_what_a_step_already_does_is_part_of_its_price(step_costs: StepCosts) -> None:
+def test_step_costs_work_for_others_is_part_of_the_fixed_cost(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     assert step_costs.costs(LIVE).prefill.fixed_s == pytest.approx(0.01 + 3 * 0.002)
     step_costs.claimed(0, 100)
@@ -33,7 +33,7 @@ def test_what_a_step_already_does_is_part_of_its_price(step_costs: StepCosts) ->
     assert step_costs.agreed == COST  # of a step that has nothing else to do
 
 
-def test_the_next_step_starts_from_nothing(step_costs: StepCosts) -> None:
+def test_step_costs_next_step_starts_empty(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     step_costs.claimed(0, 100)
     step_costs.polled()
@@ -45,7 +45,7 @@ AUTO = CakeConfig(mode="auto", block_tokens=16, min_load_tokens=16)
 NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
 
 
-def test_what_waits_on_the_device_is_known_at_arrival_and_later(step_costs: StepCosts) -> None:
+def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepCosts) -> None:
     """0.05 s a block, and 0.074 s for all four to be computed: alone it is computed."""
     live = load_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
@@ -59,7 +59,7 @@ def test_what_waits_on_the_device_is_known_at_arrival_and_later(step_costs: Step
     assert step_costs.should_load(live, "load", NOTHING)
 
 
-def test_who_decodes_shares_the_steps_of_who_waits(step_costs: StepCosts) -> None:
+def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCosts) -> None:
     live = load_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     step_costs.scheduling(decodes=60)
@@ -67,7 +67,7 @@ def test_who_decodes_shares_the_steps_of_who_waits(step_costs: StepCosts) -> Non
     assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
-def test_launched_ahead_the_step_under_way_goes_first() -> None:
+def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
     step_costs = StepCosts(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=640, pipelined=True)
     live = load_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
@@ -80,7 +80,7 @@ def test_launched_ahead_the_step_under_way_goes_first() -> None:
     assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
-def test_too_little_is_never_loaded(step_costs: StepCosts) -> None:
+def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(step_costs: StepCosts) -> None:
     live = load_of(4, block=16)
     least = replace(AUTO, min_load_tokens=48)
     assert not step_costs.should_load_at_arrival(live, least, QUEUE)(
@@ -91,13 +91,13 @@ def test_too_little_is_never_loaded(step_costs: StepCosts) -> None:
     )
 
 
-def test_steps_without_prefill_are_not_measured(step_costs: StepCosts) -> None:
+def test_step_costs_decode_only_step_is_not_measured(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     step_costs.polled()
     assert not step_costs.measured
 
 
-def test_launched_ahead_only_a_run_of_steps_says_how_long_one_takes() -> None:
+def test_step_costs_pipelined_first_step_is_not_measured() -> None:
     step_costs = StepCosts(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=64, pipelined=True)
     step_costs.claimed(0, 64)
     step_costs.polled()
@@ -107,7 +107,7 @@ def test_launched_ahead_only_a_run_of_steps_says_how_long_one_takes() -> None:
     assert step_costs.measured
 
 
-def test_what_a_step_waited_for_kv_is_no_part_of_what_it_costs(
+def test_step_costs_waiting_for_kv_is_not_part_of_the_cost(
     step_costs: StepCosts,
 ) -> None:
     with virtual_time() as io:

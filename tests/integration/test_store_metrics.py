@@ -79,7 +79,7 @@ def test_each_tier_is_published_from_the_start_and_over_a_swap(metrics):
     assert of("blocks_total", 1, event="read") == 1  # a counter never goes back
 
 
-def test_evictions_are_counted_and_timed_by_policy(metrics):
+def test_store_metrics_evictions_are_counted_once_by_policy(metrics):
     store_metrics, registry = metrics
     stats = StoreStats(policy="workload", evictions=EvictionCounts(4096, 2, 17, 3))
 

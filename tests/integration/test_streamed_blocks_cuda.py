@@ -88,7 +88,7 @@ def run(cuda: FakeCuda, rows: type[Rows] = Rows, *, before: bool = False) -> Seq
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_attention_reads_what_came(
+def test_overlap_cuda_attention_reads_the_loaded_blocks(
     monkeypatch: pytest.MonkeyPatch, seed: int, before: bool
 ) -> None:
     assert run(install(monkeypatch, seed), before=before) == []
@@ -111,13 +111,15 @@ class _NotAfterOthers(Rows):
 
 
 @pytest.mark.parametrize("rows", [_NotWaitedFor, _NotBeforeReading, _NotAfterOthers])
-def test_each_order_is_needed(monkeypatch: pytest.MonkeyPatch, rows: type[Rows]) -> None:
+def test_cuda_order_control_dropped_wait_gives_wrong_kv(
+    monkeypatch: pytest.MonkeyPatch, rows: type[Rows]
+) -> None:
     """The control of the test above."""
     assert any(run(install(monkeypatch, seed), rows, before=True) for seed in range(12))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_failed_writes_nothing_behind_the_back_of_who_computes_it(
+def test_overlap_cuda_failed_block_does_not_overwrite_its_computed_kv(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     cuda = install(monkeypatch, seed)

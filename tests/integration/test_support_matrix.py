@@ -49,7 +49,7 @@ def _args(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields | changes)
 
 
-def test_defaults_are_supported() -> None:
+def test_support_matrix_defaults_are_supported() -> None:
     assert unsupported(_args(), None, 128) is None
     assert unsupported(_args(page_size=1, chunked_prefill_size=512), PLAIN, 128) is None
 
@@ -76,7 +76,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
         (131072, {"rope_scaling": None}, None),
     ],
 )
-def test_longrope_is_refused_where_a_prompt_may_exceed_the_original_context(
+def test_support_matrix_longrope_beyond_the_original_context_is_refused(
     context_tokens: int, config: dict[str, Any], refused_above: int | None
 ) -> None:
     tokens = _rope(context_tokens, **config)
@@ -110,7 +110,9 @@ def test_longrope_is_refused_where_a_prompt_may_exceed_the_original_context(
         ("is_embedding", True),
     ],
 )
-def test_settings_are_refused_by_the_name_of_their_flag(field: str, value: object) -> None:
+def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
+    field: str, value: object
+) -> None:
     reason = unsupported(_args(**{field: value}), PLAIN, 128)
     assert reason is not None
     assert reason.startswith("cake ")
@@ -122,7 +124,9 @@ def test_settings_are_refused_by_the_name_of_their_flag(field: str, value: objec
     ("page_size", "block_tokens", "advice"),
     [(96, 128, 96), (48, 128, 144), (256, 128, 256), (64, 100, 128)],
 )
-def test_blocks_are_whole_pages(page_size: int, block_tokens: int, advice: int) -> None:
+def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
+    page_size: int, block_tokens: int, advice: int
+) -> None:
     reason = unsupported(_args(page_size=page_size), PLAIN, block_tokens)
     assert reason is not None
     assert reason.endswith(f"--cake-block-tokens {advice}")
@@ -141,7 +145,7 @@ def test_blocks_are_whole_pages(page_size: int, block_tokens: int, advice: int) 
         replace(PLAIN, is_ngram=True),
     ],
 )
-def test_model_kinds_are_named_before_what_sglang_turned_off_for_them(facts: ModelTraits) -> None:
+def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelTraits) -> None:
     reason = unsupported(_args(disable_radix_cache=True), facts, 128)
     assert reason is not None
     assert reason.startswith("cake does not support ")
@@ -174,7 +178,7 @@ def _context(**changes: Any) -> Any:
         {"is_dsa": True},
     ],
 )
-def test_scheduler_refuses_in_one_line(changes: dict[str, Any]) -> None:
+def test_support_matrix_unsupported_scheduler_context_is_one_line(changes: dict[str, Any]) -> None:
     pytest.importorskip("sglang")
     with pytest.raises(ConfigError, match=r"^cake [^\n]+$"):
         check_context(_context(**changes), CakeConfig())
@@ -222,7 +226,7 @@ def test_a_server_that_cannot_be_a_member_is_refused(changes: dict[str, Any], ad
 
 
 @pytest.mark.parametrize("device", [{}, GPU])
-def test_a_member_computes_on_a_cpu_or_a_gpu(device: dict[str, Any]) -> None:
+def test_support_matrix_runahead_member_on_cpu_or_gpu_is_supported(device: dict[str, Any]) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
     args = SimpleNamespace(**MEMBER | device)
     assert unsupported_group(args, None, member) is None
@@ -235,7 +239,7 @@ def test_a_member_computes_on_a_cpu_or_a_gpu(device: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_lossy_codec_is_refused_where_kv_has_8_bits_already(dtype: str) -> None:
+def test_support_matrix_lossy_codec_on_fp8_cache_is_refused(dtype: str) -> None:
     for codec in CHOICES:
         config = CakeConfig(codec=codec)
         reason = unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), config)
@@ -247,7 +251,7 @@ def test_a_lossy_codec_is_refused_where_kv_has_8_bits_already(dtype: str) -> Non
     assert unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), bounded) is None
 
 
-def test_the_rules_name_fields_that_sglang_has() -> None:
+def test_support_matrix_rules_use_existing_server_args() -> None:
     pytest.importorskip("sglang")
     from sglang.srt.server_args import ServerArgs
 

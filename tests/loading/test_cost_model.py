@@ -30,13 +30,13 @@ TRUTHS = [
 ]
 
 
-def test_pairs_are_counted_one_by_one() -> None:
+def test_attention_pairs_of_a_span_are_summed_over_its_tokens() -> None:
     assert pairs(3, 7) == 4 + 5 + 6 + 7
     assert pairs(5, 5) == 0
 
 
 @given(st.integers(0, 4000), st.integers(0, 4000), st.integers(1, 700))
-def test_a_span_is_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
+def test_prefill_cost_span_is_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
     cost, stop = PrefillCost(0.5, 0.01, 1e-5), start + tokens
     steps = [(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
     assert cost.span_s(start, stop, chunk) == pytest.approx(sum(cost.step_s(*s) for s in steps))
@@ -44,7 +44,7 @@ def test_a_span_is_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> 
 
 @pytest.mark.parametrize(("truth", "hidden"), TRUTHS)
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_noisy_steps_with_outliers_tell_the_truth(
+def test_prefill_fit_noisy_steps_with_outliers_find_the_true_cost(
     truth: PrefillCost, hidden: int, on_gpu: bool
 ) -> None:
     random_of = random.Random(1)
@@ -60,14 +60,14 @@ def test_noisy_steps_with_outliers_tell_the_truth(
     assert fit.cost.error < 0.2
 
 
-def test_one_step_sets_the_scale_and_the_model_gives_the_shape() -> None:
+def test_prefill_fit_one_step_sets_the_scale_of_the_prior() -> None:
     # Theory B: 13B on an A100, chunks of 512 cost 80.3 ms, and 1.56 ms more each.
     fit = PrefillFit(PrefillCost.prior(hidden=5120, on_gpu=True))
     fit.observe(work_of(0, 512), 0.0803)
     assert fit.cost.step_s(31 * 512, 32 * 512) == pytest.approx(0.0803 + 31 * 0.00156, rel=0.15)
 
 
-def test_steps_of_a_token_or_two_say_nothing_of_tokens() -> None:
+def test_prefill_fit_one_token_steps_leave_the_token_cost() -> None:
     """A server that loads all of every prompt computes only the last token of each."""
     prior = PrefillCost.prior(hidden=768, on_gpu=False)
     fit = PrefillFit(prior)
@@ -86,14 +86,14 @@ def test_steps_of_a_token_or_two_say_nothing_of_tokens() -> None:
     assert fit.cost.step_s(0, 128) == pytest.approx(0.04, rel=0.5)
 
 
-def test_a_machine_that_changes_is_followed() -> None:
+def test_prefill_fit_slower_machine_is_followed() -> None:
     fit = PrefillFit(PrefillCost.prior(hidden=768, on_gpu=False))
     for slower in [1.0] * 100 + [2.0] * 150:
         fit.observe(work_of(0, 512), 0.4 * slower)
     assert fit.cost.step_s(0, 512) == pytest.approx(0.8, rel=0.15)
 
 
-def test_requests_that_decode_in_the_same_step_are_told_apart() -> None:
+def test_prefill_fit_decoding_in_the_same_step_is_separated() -> None:
     truth = PrefillCost(0.01, 1e-4, 1e-9, decode_s=2e-3)
     fit = PrefillFit(PrefillCost.prior(hidden=4096, on_gpu=True))
     random_of = random.Random(2)
@@ -107,7 +107,9 @@ def test_requests_that_decode_in_the_same_step_are_told_apart() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 999), st.floats()), max_size=30))
-def test_whatever_is_measured_costs_stay_sane(steps: list[tuple[int, int, float]]) -> None:
+def test_prefill_fit_random_measurements_stay_finite_and_not_negative(
+    steps: list[tuple[int, int, float]],
+) -> None:
     fit = PrefillFit(PrefillCost.prior(hidden=64, on_gpu=True))
     for start, tokens, took_s in steps:
         fit.observe(work_of(start, start + tokens), took_s)
@@ -117,7 +119,7 @@ def test_whatever_is_measured_costs_stay_sane(steps: list[tuple[int, int, float]
         assert 0 <= cost.error <= 1
 
 
-def test_a_link_is_measured_apart_from_its_latency() -> None:
+def test_load_fit_latency_is_separated_from_block_time() -> None:
     fit = LoadFit(LoadCost(0.0, 1.0))
     for _ in range(20):
         fit.fetched(0.5 + 0.02, first=True)
@@ -128,14 +130,14 @@ def test_a_link_is_measured_apart_from_its_latency() -> None:
     assert fit.cost.error < 0.05
 
 
-def test_reads_in_flight_together_that_land_together_are_one_rate() -> None:
+def test_load_fit_reads_landing_together_give_one_rate() -> None:
     fit = LoadFit(LoadCost(0.0, 1.0))
     for i in range(64):
         fit.fetched(0.04 if i % 4 == 0 else 0.0, first=False)
     assert fit.cost.block_s == pytest.approx(0.01, rel=0.1)
 
 
-def test_a_load_is_its_latency_and_its_blocks() -> None:
+def test_load_cost_is_latency_plus_blocks() -> None:
     cost = LoadCost(0.5, 0.1, copy_s=0.01)
     assert cost.load_s(0) == 0
     assert cost.load_s(3) == pytest.approx(0.5 + 0.3 + 0.01)
@@ -146,7 +148,7 @@ def test_a_load_is_its_latency_and_its_blocks() -> None:
 
 
 @given(st.integers(1, 50), st.floats(0, 10), st.booleans(), st.integers(1, 8))
-def test_a_silent_link_looks_ever_slower(
+def test_load_cost_silent_link_grows_with_time_and_blocks(
     blocks: int, since_s: float, begun: bool, depth: int
 ) -> None:
     cost = LoadCost(0.5, 0.1, depth=depth)
@@ -168,7 +170,7 @@ def file_in(folder: Path, store: str = "file:///x", byte: int = 1) -> CostFile:
     return CostFile(folder, namespace=Digest(bytes([byte]) * 32), store=store, device="cpu")
 
 
-def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
+def test_cost_file_costs_are_read_back_for_their_store_and_namespace_only(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "costs"
     assert file_in(folder).read() is None
     assert file_in(folder).write(PREFILL, LOADS)
@@ -197,7 +199,7 @@ def test_costs_are_remembered_by_whom_they_concern(tmp_path: Path) -> None:
         b"0" * 9999,
     ],
 )
-def test_a_damaged_file_is_no_file(tmp_path: Path, content: bytes) -> None:
+def test_cost_file_damaged_file_is_ignored(tmp_path: Path, content: bytes) -> None:
     assert file_in(tmp_path).write(PREFILL, LOADS)
     (path,) = tmp_path.iterdir()
     path.write_bytes(content)
@@ -206,9 +208,7 @@ def test_a_damaged_file_is_no_file(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("number", [-1.0, "1", True, None, 1e9, math.nan, math.inf])
 @pytest.mark.parametrize("part", ["prefill", "loads"])
-def test_numbers_that_make_no_sense_are_not_believed(
-    tmp_path: Path, part: str, number: object
-) -> None:
+def test_cost_file_invalid_numbers_are_ignored(tmp_path: Path, part: str, number: object) -> None:
     assert file_in(tmp_path).write(PREFILL, LOADS)
     (path,) = tmp_path.iterdir()
     content = json.loads(path.read_text())
@@ -218,12 +218,12 @@ def test_numbers_that_make_no_sense_are_not_believed(
     assert file_in(tmp_path).read() is None
 
 
-def test_there_are_never_more_than_so_many_files(tmp_path: Path) -> None:
+def test_cost_file_number_of_files_is_bounded(tmp_path: Path) -> None:
     for byte in range(MAX_FILES + 8):
         assert file_in(tmp_path, byte=byte).write(PREFILL, LOADS)
     assert len(list(tmp_path.iterdir())) == MAX_FILES
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
+def test_cost_file_unwritable_folder_returns_false(tmp_path: Path) -> None:
     (tmp_path / "costs").write_text("a file")
     assert not file_in(tmp_path / "costs").write(PREFILL, LOADS)

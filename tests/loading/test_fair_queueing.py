@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang_cake.loading.priority import MOST_TENANTS, TURN_TOKENS, QueueEntry, TenantTokens, order
 
 
-def test_who_had_less_goes_first_and_equals_go_by_length() -> None:
+def test_fair_queueing_fewer_tokens_go_first_and_ties_go_by_length() -> None:
     tenants = TenantTokens()
     for tenant in (1, 2):
         tenants.arrives(tenant)
@@ -23,7 +23,7 @@ def test_who_had_less_goes_first_and_equals_go_by_length() -> None:
     assert order([long, short]) == [1, 0]
 
 
-def test_a_tenant_that_paused_starts_level_with_the_others() -> None:
+def test_fair_queueing_returning_tenant_starts_level_with_the_others() -> None:
     tenants = TenantTokens()
     tenants.arrives(1)
     tenants.charge(1, 50 * TURN_TOKENS)
@@ -36,7 +36,7 @@ def test_a_tenant_that_paused_starts_level_with_the_others() -> None:
     assert tenants.turn(2) == 60
 
 
-def test_debts_are_not_forgotten_by_leaving() -> None:
+def test_fair_queueing_leaving_keeps_the_charged_tokens() -> None:
     tenants = TenantTokens()
     for tenant in (1, 2):
         tenants.arrives(tenant)
@@ -46,7 +46,7 @@ def test_debts_are_not_forgotten_by_leaving() -> None:
     assert (tenants.turn(1), tenants.turn(2)) == (50, 0)
 
 
-def test_only_so_many_tenants_are_remembered() -> None:
+def test_fair_queueing_number_of_tenants_is_bounded() -> None:
     tenants = TenantTokens()
     tenants.arrives(0)
     for tenant in range(1, 2 * MOST_TENANTS):
@@ -57,7 +57,9 @@ def test_only_so_many_tenants_are_remembered() -> None:
 
 
 @given(st.integers(2, 5), st.integers(0, 2**32))
-def test_tenants_that_always_wait_are_given_the_same(count: int, seed: int) -> None:
+def test_fair_queueing_always_waiting_tenants_get_nearly_equal_tokens(
+    count: int, seed: int
+) -> None:
     """Each round serves the first in order: no two tenants are further apart than a turn allows."""
     draw, tenants, had = random.Random(seed), TenantTokens(), [0] * count
     for tenant in range(count):

@@ -11,7 +11,7 @@ times = st.floats(1e-4, 10.0)
 
 
 @given(took=st.lists(st.tuples(times, st.booleans()), max_size=40))
-def test_of_one_source_it_is_one_fit(took: list[tuple[float, bool]]) -> None:
+def test_load_fits_single_source_equals_a_load_fit(took: list[tuple[float, bool]]) -> None:
     fits, fit = LoadFits(PRIOR), LoadFit(PRIOR)
     for took_s, first in took:
         fits.fetched(0, took_s, 1.0, first=first)
@@ -25,7 +25,7 @@ def test_of_one_source_it_is_one_fit(took: list[tuple[float, bool]]) -> None:
     assert mean.depth == fit.cost.depth
 
 
-def test_a_slow_source_does_not_make_a_fast_one_slow() -> None:
+def test_load_fits_slow_source_leaves_a_fast_source_fast() -> None:
     fits = LoadFits(PRIOR)
     for _ in range(40):
         fits.fetched(0, 0.001, 1.0, first=False)
@@ -40,7 +40,7 @@ def test_a_slow_source_does_not_make_a_fast_one_slow() -> None:
     assert fits.of({}, 1.0) == fits.newest
 
 
-def test_copies_say_nothing_of_the_source() -> None:
+def test_load_fits_copy_time_is_shared_by_all_sources() -> None:
     fits = LoadFits(PRIOR)
     fits.fetched(1, 0.1, 1.0, first=False)
     fits.copied(0.25)
@@ -48,7 +48,7 @@ def test_copies_say_nothing_of_the_source() -> None:
     assert [fits.of({source: 1}, 1.0).copy_s for source in (0, 1)] == [0.25, 0.25]
 
 
-def test_what_was_learned_is_recalled_by_source() -> None:
+def test_load_fits_recalled_costs_are_kept_per_source() -> None:
     fits = LoadFits(PRIOR)
     learned = [LoadCost(0.0, 0.001), None, LoadCost(0.2, 0.1)]
     fits.recall(learned, 1.0)
@@ -56,7 +56,7 @@ def test_what_was_learned_is_recalled_by_source() -> None:
     assert found == [(0.0, 0.001, 4), None, (0.2, 0.1, 4)]
 
 
-def test_sources_are_few() -> None:
+def test_load_fits_number_of_sources_is_bounded() -> None:
     fits = LoadFits(PRIOR)
     for source in range(100):
         fits.fetched(source, 0.1, 1.0, first=False)
@@ -65,7 +65,7 @@ def test_sources_are_few() -> None:
     assert fits.of({0: 1, 99: 1}, 1.0).block_s > 0
 
 
-def test_what_was_slow_long_ago_gets_another_chance() -> None:
+def test_load_fits_slow_source_is_taken_for_fast_again_after_doubt_time() -> None:
     fits = LoadFits(PRIOR)
     for block_s in (0.01, 0.5):  # it was fast once, then slow
         for _ in range(100):
@@ -76,7 +76,7 @@ def test_what_was_slow_long_ago_gets_another_chance() -> None:
     assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
 
 
-def test_what_is_only_remembered_is_doubted_too() -> None:
+def test_load_fits_recalled_cost_falls_back_to_the_prior_after_doubt_time() -> None:
     fits = LoadFits(PRIOR)
     fits.recall([LoadCost(0.1, 9.0)], 1.0)
     assert fits.of({0: 5}, 1.0).block_s == 9.0

@@ -265,7 +265,7 @@ def harness_of() -> Iterator[Callable[..., LoaderHarness]]:
 # ---- one prompt ----
 
 
-def test_the_last_block_comes_first_and_the_queue_has_its_depth(harness: LoaderHarness) -> None:
+def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 5)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -297,7 +297,7 @@ class TwoPlaces(PassingStore):
         return [self.places[key] for key in keys]
 
 
-def test_a_prompt_is_asked_for_with_the_costs_of_where_it_lies(harness: LoaderHarness) -> None:
+def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     harness.loader = harness.new_loader(TwoPlaces(harness.store, keys))
@@ -327,7 +327,7 @@ class Broken(PassingStore):
         return []
 
 
-def test_a_store_that_does_not_know_where_blocks_are_is_not_read(harness: LoaderHarness) -> None:
+def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHarness) -> None:
     harness.loader = harness.new_loader(Broken(harness.store))
     harness.fill(tokens_of(0, 6))
     harness.begin("a", tokens_of(0, 6))
@@ -335,7 +335,7 @@ def test_a_store_that_does_not_know_where_blocks_are_is_not_read(harness: Loader
     assert harness.failures() == {"lookup": 1}
 
 
-def test_what_compute_has_passed_is_not_paid_for(harness: LoaderHarness) -> None:
+def test_loader_fenced_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     store = TwoPlaces(harness.store, keys)
@@ -350,7 +350,7 @@ def test_what_compute_has_passed_is_not_paid_for(harness: LoaderHarness) -> None
     assert harness.loader.cost_of("a").block_s == pytest.approx(30.0)
 
 
-def test_only_what_is_stored_and_allowed_is_read(harness: LoaderHarness) -> None:
+def test_loader_reads_only_stored_blocks_from_the_first_allowed(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens, without=[3])
     harness.open(*keys)
@@ -360,7 +360,9 @@ def test_only_what_is_stored_and_allowed_is_read(harness: LoaderHarness) -> None
 
 
 @pytest.mark.parametrize(("least", "load"), [(4, True), (5, False)])
-def test_too_little_is_not_worth_it(harness: LoaderHarness, least: int, load: bool) -> None:
+def test_loader_fewer_blocks_than_the_least_are_not_read(
+    harness: LoaderHarness, least: int, load: bool
+) -> None:
     tokens = tokens_of(0, 6)
     harness.open(*harness.fill(tokens, without=[0]))
     harness.begin("a", tokens, first=2, least=least)
@@ -368,7 +370,7 @@ def test_too_little_is_not_worth_it(harness: LoaderHarness, least: int, load: bo
     assert len(harness.read_keys()) == (4 if load else 0)
 
 
-def test_a_lookup_alone_reads_nothing(harness: LoaderHarness) -> None:
+def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     harness.begin("a", tokens, load=False)
@@ -379,7 +381,7 @@ def test_a_lookup_alone_reads_nothing(harness: LoaderHarness) -> None:
 # ---- the fence ----
 
 
-def test_the_fence_stops_what_is_under_way_and_what_was_to_come(harness: LoaderHarness) -> None:
+def test_loader_fence_cancels_reads_below_it_and_starts_no_more(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -394,7 +396,7 @@ def test_the_fence_stops_what_is_under_way_and_what_was_to_come(harness: LoaderH
     assert harness.read_keys() == [keys[5], keys[4]]
 
 
-def test_no_read_starts_behind_the_fence_even_in_the_narrowest_gap(harness: LoaderHarness) -> None:
+def test_loader_fence_before_a_queued_read_begins_prevents_the_read(harness: LoaderHarness) -> None:
     """The loader has started the next read, and its task has not run, when the fence rises."""
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
@@ -422,7 +424,7 @@ def test_no_read_starts_behind_the_fence_even_in_the_narrowest_gap(harness: Load
     assert harness.pool.free == harness.pool.capacity
 
 
-def test_a_read_cancelled_before_it_began_gives_its_buffer_back(harness: LoaderHarness) -> None:
+def test_loader_read_cancelled_before_it_began_frees_its_buffer(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     ended = after_read_ends(harness, keys[3], lambda: harness.loader.end("a"))
@@ -438,7 +440,9 @@ def test_a_read_cancelled_before_it_began_gives_its_buffer_back(harness: LoaderH
     assert harness.loader.stats == LoaderStats(prompts=0, reads=0, staged_blocks=0)
 
 
-def test_two_prompts_share_one_read(harness_of: Callable[..., LoaderHarness]) -> None:
+def test_loader_prompts_with_equal_blocks_share_one_read(
+    harness_of: Callable[..., LoaderHarness],
+) -> None:
     harness = harness_of(depth=4)
     a, b = tokens_of(0, 3, shared=2), tokens_of(1, 3, shared=2)
     keys = harness.fill(a)
@@ -459,7 +463,7 @@ def test_two_prompts_share_one_read(harness_of: Callable[..., LoaderHarness]) ->
     assert harness.pool.free == harness.pool.capacity
 
 
-def test_bytes_in_staging_serve_a_later_prompt_without_a_read(harness: LoaderHarness) -> None:
+def test_loader_staged_block_serves_a_later_prompt_without_a_read(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 2)
     harness.open(*harness.fill(tokens))
     harness.begin("a", tokens)
@@ -481,7 +485,7 @@ def test_bytes_in_staging_serve_a_later_prompt_without_a_read(harness: LoaderHar
     assert len(harness.read_keys()) == 4  # staging holds them no more
 
 
-def test_one_of_two_prompts_leaving_does_not_cancel_their_read(harness: LoaderHarness) -> None:
+def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -494,7 +498,7 @@ def test_one_of_two_prompts_leaving_does_not_cancel_their_read(harness: LoaderHa
     assert harness.wasted() == {}
 
 
-def test_who_comes_when_the_read_was_just_cancelled_still_gets_the_block(
+def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     harness: LoaderHarness,
 ) -> None:
     tokens = tokens_of(0, 1)
@@ -521,7 +525,9 @@ def test_who_comes_when_the_read_was_just_cancelled_still_gets_the_block(
     assert harness.pool.free == harness.pool.capacity
 
 
-def test_nobody_boards_a_read_that_has_just_failed(harness: LoaderHarness) -> None:
+def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
+    harness: LoaderHarness,
+) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
     store = HookedStore(harness.store)
@@ -540,7 +546,7 @@ def test_nobody_boards_a_read_that_has_just_failed(harness: LoaderHarness) -> No
 # ---- reads that are under way ----
 
 
-def test_what_has_come_of_a_read_is_seen_while_it_is_under_way(harness: LoaderHarness) -> None:
+def test_loader_under_way_shows_the_bytes_of_each_open_read(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 3)
     keys = harness.fill(tokens)
     store = TellingStore(harness.store)
@@ -562,7 +568,9 @@ def test_what_has_come_of_a_read_is_seen_while_it_is_under_way(harness: LoaderHa
     assert harness.held[0].staged.buffer is readings[2].buffer
 
 
-def test_prompts_that_share_a_read_see_the_same(harness_of: Callable[..., LoaderHarness]) -> None:
+def test_loader_prompts_sharing_a_read_see_the_same_reading(
+    harness_of: Callable[..., LoaderHarness],
+) -> None:
     harness = harness_of(depth=4)
     tokens = tokens_of(0, 2)
     keys = harness.fill(tokens)
@@ -586,7 +594,7 @@ def test_prompts_that_share_a_read_see_the_same(harness_of: Callable[..., Loader
     assert sorted(harness.landed()) == [("b", 0), ("b", 1)]
 
 
-def test_who_joins_a_read_sees_what_has_come_of_it(harness: LoaderHarness) -> None:
+def test_loader_prompt_joining_a_read_sees_its_bytes(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
     store = TellingStore(harness.store)
@@ -626,7 +634,7 @@ def ends(harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch) -> list[End]:
     return found
 
 
-def test_who_sees_a_read_end_well_finds_the_block_landed(
+def test_loader_landed_event_is_queued_before_a_whole_read_ends(
     harness: LoaderHarness, ends: list[End]
 ) -> None:
     tokens = tokens_of(0, 1)
@@ -649,7 +657,7 @@ def test_who_sees_a_read_end_well_finds_the_block_landed(
 
 
 @pytest.mark.parametrize("how", ["missing", "broken", "fence", "end"])
-def test_who_sees_a_read_fail_can_still_read_its_buffer(
+def test_loader_failed_read_frees_its_buffer_only_after_its_end(
     harness: LoaderHarness, ends: list[End], how: str
 ) -> None:
     """What is there means nothing. But it is nobody else's, as long as somebody may copy it."""
@@ -677,7 +685,7 @@ def test_who_sees_a_read_fail_can_still_read_its_buffer(
 # ---- buffers ----
 
 
-def test_loading_pauses_without_buffers_and_goes_on_with_them(
+def test_loader_without_free_buffers_pauses_until_release(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=3, depth=8)
@@ -697,7 +705,7 @@ def test_loading_pauses_without_buffers_and_goes_on_with_them(
     assert harness.pool.free == 3
 
 
-def test_a_lost_block_gives_its_buffer_to_the_next(
+def test_loader_lost_block_frees_its_buffer_for_the_next(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=1, depth=1)
@@ -711,7 +719,7 @@ def test_a_lost_block_gives_its_buffer_to_the_next(
     assert [e.block for e in harness.events if isinstance(e, Lost)] == [2, 1]
 
 
-def test_waiting_prompts_leave_a_reserve_to_the_one_that_is_served(
+def test_loader_waiting_prompts_leave_buffers_for_the_first_in_order(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=8, depth=2)
@@ -730,7 +738,7 @@ def test_waiting_prompts_leave_a_reserve_to_the_one_that_is_served(
     harness.loader.order(["nobody"])
 
 
-def test_what_compute_will_reach_first_is_not_begun(
+def test_loader_keep_limits_new_reads_to_later_blocks(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(depth=1)
@@ -745,7 +753,7 @@ def test_what_compute_will_reach_first_is_not_begun(
     assert harness.landed() == [("a", 2), ("a", 1)]
 
 
-def test_what_is_not_worth_loading_now_is_stopped_and_goes_on_later(
+def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(depth=2)
@@ -763,7 +771,7 @@ def test_what_is_not_worth_loading_now_is_stopped_and_goes_on_later(
     assert sorted(harness.landed()) == [("a", 2), ("a", 3), ("a", 4), ("a", 5)]
 
 
-def test_who_changes_their_mind_at_once_loses_no_read(harness: LoaderHarness) -> None:
+def test_loader_keep_none_then_zero_at_once_lands_every_block(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 2)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -777,7 +785,7 @@ def test_who_changes_their_mind_at_once_loses_no_read(harness: LoaderHarness) ->
     assert len(began) == 2
 
 
-def test_a_read_that_another_prompt_waits_for_goes_on(harness: LoaderHarness) -> None:
+def test_loader_keep_none_leaves_a_shared_read_to_the_other_prompt(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -792,7 +800,7 @@ def test_a_read_that_another_prompt_waits_for_goes_on(harness: LoaderHarness) ->
 
 
 @pytest.mark.parametrize("error", [BlockMissing, BlockCorrupt, StoreUnavailable])
-def test_a_block_that_cannot_be_had_is_reported_with_its_reason(
+def test_loader_store_error_reports_the_block_lost_with_its_reason(
     harness: LoaderHarness, error: type[StoreError]
 ) -> None:
     tokens = tokens_of(0, 3)
@@ -808,7 +816,7 @@ def test_a_block_that_cannot_be_had_is_reported_with_its_reason(
     assert harness.wasted() == {}
 
 
-def test_everyone_who_waited_hears_of_a_loss(harness: LoaderHarness) -> None:
+def test_loader_failed_shared_read_is_reported_to_every_prompt(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -824,7 +832,7 @@ def test_everyone_who_waited_hears_of_a_loss(harness: LoaderHarness) -> None:
     assert harness.news() == [Found("c", (False,))]
 
 
-def test_a_store_that_breaks_its_contract_costs_blocks_only(harness: LoaderHarness) -> None:
+def test_store_breaking_its_contract_loses_only_its_blocks(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     harness.loader = harness.new_loader(BrokenStore(harness.memory, lookups=False))
@@ -836,7 +844,7 @@ def test_a_store_that_breaks_its_contract_costs_blocks_only(harness: LoaderHarne
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_a_lookup_that_fails_finds_nothing(harness: LoaderHarness, broken: bool) -> None:
+def test_loader_failed_lookup_finds_no_blocks(harness: LoaderHarness, broken: bool) -> None:
     tokens = tokens_of(0, 3)
     if broken:
         harness.loader = harness.new_loader(BrokenStore(harness.memory))
@@ -850,7 +858,7 @@ def test_a_lookup_that_fails_finds_nothing(harness: LoaderHarness, broken: bool)
 # ---- ending ----
 
 
-def test_the_end_cancels_and_later_news_is_for_nobody(harness: LoaderHarness) -> None:
+def test_loader_end_cancels_reads_and_reports_nothing_more(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -865,7 +873,7 @@ def test_the_end_cancels_and_later_news_is_for_nobody(harness: LoaderHarness) ->
     harness.loader.fence("a", 3)
 
 
-def test_an_end_before_the_lookup_answers_reads_nothing(harness: LoaderHarness) -> None:
+def test_loader_end_before_the_lookup_begins_reads_nothing(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     go_on = threading.Event()
@@ -877,7 +885,7 @@ def test_an_end_before_the_lookup_answers_reads_nothing(harness: LoaderHarness) 
     assert harness.pool.free == harness.pool.capacity
 
 
-def test_an_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> None:
+def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> None:
     class SlowLookup(PassingStore):
         async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
             asked.set()
@@ -897,7 +905,7 @@ def test_an_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> None:
     assert harness.pool.free == harness.pool.capacity
 
 
-def test_a_staged_block_is_used_if_any_holder_used_it_and_is_gone_with_the_last() -> None:
+def test_staged_block_is_used_if_any_holder_used_it_and_freed_by_the_last() -> None:
     for uses in ([True, False], [False, True], [False, False]):
         pool = BufferPool(1, lambda: HostBytes(bytearray(BYTES)))
         buffer = pool.take()
@@ -917,7 +925,9 @@ def test_a_staged_block_is_used_if_any_holder_used_it_and_is_gone_with_the_last(
 
 
 @pytest.mark.parametrize("reason", ["overtaken", "in_tree", "peer", "memory", "ended"])
-def test_bytes_in_vain_are_counted_by_reason(harness: LoaderHarness, reason: str) -> None:
+def test_loader_unused_blocks_are_counted_as_wasted_by_reason(
+    harness: LoaderHarness, reason: str
+) -> None:
     tokens = tokens_of(0, 3)
     harness.open(*harness.fill(tokens))
     harness.begin("a", tokens)
@@ -927,7 +937,7 @@ def test_bytes_in_vain_are_counted_by_reason(harness: LoaderHarness, reason: str
     assert harness.wasted() == {reason: 2 * BYTES}
 
 
-def test_another_store_serves_prompts_that_begin_later(harness: LoaderHarness) -> None:
+def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 2)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -941,7 +951,7 @@ def test_another_store_serves_prompts_that_begin_later(harness: LoaderHarness) -
     assert other.keys_of("get") == []
 
 
-def test_a_closed_loader_reads_no_more(harness: LoaderHarness) -> None:
+def test_loader_closed_finishes_open_reads_and_starts_no_more(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
@@ -966,7 +976,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(actions=ACTIONS, buffers=st.integers(1, 5), depth=st.integers(1, 4))
-def test_every_buffer_comes_back_whatever_happens(
+def test_loader_random_actions_return_every_buffer(
     actions: list[tuple[str, int, int]], buffers: int, depth: int
 ) -> None:
     harness = LoaderHarness(buffers=buffers, depth=depth)
@@ -1066,7 +1076,7 @@ class StuckStore(PassingStore):
         return await self.inner.get_into(key, out, progress)
 
 
-def test_a_source_that_trickles_loses_all_that_its_prompt_had_to_load(
+def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
     harness: LoaderHarness,
 ) -> None:
     d = harness
@@ -1091,7 +1101,7 @@ def test_a_source_that_trickles_loses_all_that_its_prompt_had_to_load(
     assert d.pool.free == d.pool.capacity
 
 
-def test_bytes_loaded_in_vain_count_as_they_crossed_the_link(harness: LoaderHarness) -> None:
+def test_loader_wasted_bytes_are_counted_in_encoded_size(harness: LoaderHarness) -> None:
     """Not as large as they are once decoded."""
     tokens = tokens_of(0, 2)
     first, last = harness.fill(tokens)

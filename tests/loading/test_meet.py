@@ -294,35 +294,35 @@ def reachable(start: BlockState, without: set[Event]) -> set[BlockState]:
     return seen
 
 
-def test_compute_never_enters_a_landed_block() -> None:
+def test_meet_landed_and_attached_blocks_have_no_claim_transition() -> None:
     assert (S.LANDED, E.CLAIM) not in TRANSITIONS
     assert (S.ATTACHED, E.CLAIM) not in TRANSITIONS
 
 
-def test_a_claimed_block_is_never_attached_unless_it_was_evicted_first() -> None:
+def test_meet_claimed_block_without_eviction_stays_claimed() -> None:
     assert reachable(S.CLAIMED, without={E.EVICT}) == {S.CLAIMED}
 
 
-def test_even_an_evicted_block_is_only_ever_claimed_again() -> None:
+def test_meet_gone_or_claimed_block_never_becomes_attached() -> None:
     assert S.ATTACHED not in reachable(S.GONE, without=set())
     assert S.ATTACHED not in reachable(S.CLAIMED, without=set())
 
 
-def test_nothing_is_attached_twice() -> None:
+def test_meet_attached_block_is_never_attached_again() -> None:
     assert (S.ATTACHED, E.ATTACH) not in TRANSITIONS
     assert reachable(S.ATTACHED, without={E.EVICT}) == {S.ATTACHED}
     after = {t for (s, _), t in TRANSITIONS.items() if s is S.ATTACHED} - {S.ATTACHED}
     assert all(S.ATTACHED not in reachable(state, without=set()) for state in after)
 
 
-def test_only_checked_bytes_are_attached() -> None:
+def test_meet_only_landed_blocks_become_attached() -> None:
     assert {s for (s, e), t in TRANSITIONS.items() if t is S.ATTACHED and s is not t} == {S.LANDED}
     assert {(s, e) for (s, e), t in TRANSITIONS.items() if t is S.LANDED and s is not t} == {
         (S.WANTED, E.LAND)
     }
 
 
-def test_progress_is_certain() -> None:
+def test_meet_every_state_has_a_transition_to_proceed() -> None:
     for state in S:
         exits = {e for (s, e), t in TRANSITIONS.items() if s is state}
         assert E.PASS in exits
@@ -332,14 +332,14 @@ def test_progress_is_certain() -> None:
             assert TRANSITIONS[state, E.CLAIM] is S.CLAIMED
 
 
-def test_the_front_may_move_back_over_any_block_and_frees_what_it_held() -> None:
+def test_meet_evict_turns_claimed_and_attached_blocks_into_gone() -> None:
     for state in S:
         target = TRANSITIONS[state, E.EVICT]
         assert target is (S.GONE if state in (S.CLAIMED, S.ATTACHED) else state)
 
 
 @pytest.mark.parametrize("state", [S.WANTED, S.CLAIMED, S.GONE])
-def test_late_news_never_brings_a_block_back(state: BlockState) -> None:
+def test_meet_late_events_leave_claimed_and_gone_blocks_unchanged(state: BlockState) -> None:
     if state is not S.WANTED:
         assert TRANSITIONS[state, E.LAND] is TRANSITIONS[state, E.LOSE] is state
         assert TRANSITIONS[state, E.FIND] is state
@@ -361,7 +361,7 @@ def meet_of(
     )
 
 
-def test_a_prompt_shorter_than_a_block_has_nothing_to_load() -> None:
+def test_meet_prompt_shorter_than_a_block_has_no_blocks() -> None:
     meet = meet_of(0.9)
     meet.found([])
     assert meet.blocks == 0
@@ -373,7 +373,9 @@ def test_a_prompt_shorter_than_a_block_has_nothing_to_load() -> None:
 
 
 @pytest.mark.parametrize(("page", "attached"), [(1, 4 * 64 - 1), (16, 4 * 64 - 16), (64, 3 * 64)])
-def test_a_wholly_stored_prompt_leaves_its_last_page_to_compute(page: int, attached: int) -> None:
+def test_meet_wholly_stored_prompt_leaves_its_last_page_to_compute(
+    page: int, attached: int
+) -> None:
     meet = meet_of(4, page=page)
     meet.found([True] * 4)
     assert meet.blocks == -(-attached // 64)  # with pages of a block the last one is of no use
@@ -389,7 +391,7 @@ def test_a_wholly_stored_prompt_leaves_its_last_page_to_compute(page: int, attac
     assert meet.front == 256
 
 
-def test_a_hole_makes_two_islands_and_costs_one_block() -> None:
+def test_meet_hole_makes_two_islands_and_is_claimed_alone() -> None:
     meet = meet_of(6.5)
     meet.found([True] * 6)
     for b in (5, 4, 2):
@@ -409,7 +411,7 @@ def test_a_hole_makes_two_islands_and_costs_one_block() -> None:
     assert states(meet) == [S.CLAIMED, S.CLAIMED, S.ATTACHED, S.CLAIMED, S.ATTACHED, S.ATTACHED]
 
 
-def test_an_island_right_of_a_hole_waits_for_compute() -> None:
+def test_meet_island_right_of_a_hole_waits_for_the_claim() -> None:
     meet = meet_of(4.5)
     meet.found([False, True, False, True])
     assert meet.landed(3)
@@ -423,7 +425,7 @@ def test_an_island_right_of_a_hole_waits_for_compute() -> None:
     assert meet.island() == Span(192, 256)
 
 
-def test_a_device_prefix_in_the_middle_of_a_block_attaches_the_rest_of_it() -> None:
+def test_meet_prefix_ending_inside_a_block_attaches_its_rest() -> None:
     meet = meet_of(3.5, page=16, front=80)
     assert meet.fence == 1
     meet.found([True] * 3)
@@ -435,7 +437,7 @@ def test_a_device_prefix_in_the_middle_of_a_block_attaches_the_rest_of_it() -> N
     assert meet.island() == Span(128, 192)
 
 
-def test_computing_the_rest_of_such_a_block_takes_it_from_the_loader() -> None:
+def test_meet_claim_inside_a_partial_block_rejects_its_load() -> None:
     meet = meet_of(3.5, page=16, front=80)
     meet.found([True] * 3)
     assert meet.claim(96) == 2
@@ -443,7 +445,7 @@ def test_computing_the_rest_of_such_a_block_takes_it_from_the_loader() -> None:
     assert meet.island() is None
 
 
-def test_the_last_block_is_cut_by_the_limit() -> None:
+def test_meet_limit_inside_the_last_block_cuts_the_island() -> None:
     meet = meet_of(3, page=16, limit=170)
     meet.found([True] * 3)
     assert meet.limit == 160
@@ -455,13 +457,13 @@ def test_the_last_block_is_cut_by_the_limit() -> None:
     assert not meet.pending
 
 
-def test_a_limit_before_a_block_leaves_the_block_out() -> None:
+def test_meet_limit_at_a_block_border_leaves_the_block_out() -> None:
     meet = meet_of(3, limit=128)
     meet.found([True] * 3)
     assert meet.blocks == 2
 
 
-def test_a_front_past_the_limit_owns_every_block() -> None:
+def test_meet_front_past_the_limit_claims_every_block() -> None:
     meet = meet_of(3, limit=170)
     meet.found([True] * 3)
     assert meet.landed(2)
@@ -471,7 +473,7 @@ def test_a_front_past_the_limit_owns_every_block() -> None:
     assert not meet.pending
 
 
-def test_a_tree_that_forgets_before_the_lookup_answers() -> None:
+def test_meet_prefix_evicted_before_the_lookup_leaves_its_blocks_gone() -> None:
     """A slow lookup: the device prefix is evicted, and only then the store says what it has."""
     meet = meet_of(4.5, front=128)
     meet.advance(0)
@@ -480,7 +482,7 @@ def test_a_tree_that_forgets_before_the_lookup_answers() -> None:
     assert states(meet) == [S.GONE, S.GONE, S.WANTED, S.WANTED]
 
 
-def test_a_block_that_lands_after_its_prefix_was_evicted() -> None:
+def test_meet_block_landing_after_its_prefix_was_evicted_is_rejected() -> None:
     meet = meet_of(4.5)
     meet.found([True] * 4)
     meet.advance(128)
@@ -491,7 +493,7 @@ def test_a_block_that_lands_after_its_prefix_was_evicted() -> None:
     meet.claim(128)
 
 
-def test_an_attached_island_that_is_evicted_is_computed() -> None:
+def test_meet_evicted_attached_block_is_computed() -> None:
     meet = meet_of(2.5)
     meet.found([True] * 2)
     meet.landed(1)
@@ -502,7 +504,7 @@ def test_an_attached_island_that_is_evicted_is_computed() -> None:
     assert plan(meet, 160, 512) == Step(160)
 
 
-def test_a_bug_of_ours_is_not_silent() -> None:
+def test_meet_invalid_transition_raises() -> None:
     meet = meet_of(3.5)
     meet.found([True] * 3)
     meet.landed(1)

@@ -40,7 +40,7 @@ def early(
     )
 
 
-def test_all_that_is_stored_counts_as_there() -> None:
+def test_early_last_step_coming_and_landed_blocks_are_in_its_span() -> None:
     assert early([WANTED, WANTED, LANDED], {0, 1}) == (0, 30)
     assert early([LANDED, WANTED, LANDED], {1}) == (0, 30)
     assert early([CLAIMED, WANTED, LANDED], {1}, front=10) == (10, 30)
@@ -60,21 +60,23 @@ def test_all_that_is_stored_counts_as_there() -> None:
         [],
     ],
 )
-def test_else_it_waits_or_computes(states: list[BlockState]) -> None:
+def test_early_last_step_with_holes_or_nothing_coming_does_not_begin(
+    states: list[BlockState],
+) -> None:
     assert early(states, {0, 1, 2}) is None
 
 
-def test_every_block_must_have_begun_to_come() -> None:
+def test_early_last_step_needs_every_wanted_block_to_be_coming() -> None:
     assert early([WANTED, WANTED, LANDED], {1}) is None
     assert early([WANTED, WANTED, LANDED], set()) is None
 
 
-def test_one_step_must_do() -> None:
+def test_early_last_step_needs_the_rest_to_fit_one_chunk() -> None:
     assert early([WANTED], {0}, rest=100) == (0, 10)
     assert early([WANTED], {0}, rest=101) is None
 
 
-def test_it_holds_the_device_for_twice_its_time_at_most() -> None:
+def test_early_last_step_begins_only_if_loads_end_within_its_step() -> None:
     two = [WANTED, WANTED]
     assert early(two, {0, 1}, block_s=1.0, step_s=2.0) == (0, 20)
     assert early(two, {0, 1}, block_s=1.0, step_s=1.9) is None
@@ -83,7 +85,7 @@ def test_it_holds_the_device_for_twice_its_time_at_most() -> None:
     assert early(two, {0, 1}, block_s=1.0, step_s=0.9, to_come=0.5) is None
 
 
-def test_the_last_block_is_used_up_to_the_last_token_but_one() -> None:
+def test_early_last_step_of_whole_blocks_leaves_one_token_to_compute() -> None:
     """Of a prompt of whole blocks: the last token is computed in any case."""
     view = View(0, 0, bytes([WANTED, LANDED]), BLOCK, 2 * BLOCK, limit=2 * BLOCK - 1)
     span = overlap_span(
@@ -101,7 +103,7 @@ def test_the_last_block_is_used_up_to_the_last_token_but_one() -> None:
     rest=st.integers(1, 120),
     step_s=st.floats(0, 4),
 )
-def test_what_counts_as_there_is_there_or_comes(
+def test_early_last_step_random_states_span_only_landed_or_coming_blocks(
     states: list[BlockState], coming: set[int], rest: int, step_s: float
 ) -> None:
     span = early(states, coming, rest=rest, step_s=step_s)

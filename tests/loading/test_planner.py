@@ -81,7 +81,7 @@ def decide(
 # ---- what is predicted ----
 
 
-def test_the_three_ways() -> None:
+def test_planner_outlook_gives_compute_load_and_split_times() -> None:
     outlook = look_ahead(
         view_of([WANTED] * 10), chunk_tokens=500, costs=costs(100, fixed_s=10), progress=Progress()
     )
@@ -92,7 +92,7 @@ def test_the_three_ways() -> None:
     assert outlook.best_s == outlook.both_s
 
 
-def test_what_is_there_costs_nothing_and_what_nobody_has_must_be_computed() -> None:
+def test_planner_outlook_landed_blocks_are_free_and_gone_ones_computed() -> None:
     states = [WANTED, WANTED, LANDED, GONE, LANDED, WANTED]
     outlook = look_ahead(
         view_of(states), chunk_tokens=500, costs=costs(100), progress=Progress(begun=True)
@@ -101,7 +101,7 @@ def test_what_is_there_costs_nothing_and_what_nobody_has_must_be_computed() -> N
     assert outlook.load_s == 300 + 100 + 50
 
 
-def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
+def test_planner_outlook_with_overlap_shortens_the_load_time() -> None:
     def outlook(last: int, **settings: float) -> Outlook:
         load = replace(costs(100).load, coming_s=settings.pop("coming_s", 100))
         known = replace(costs(100), load=load, **settings)
@@ -129,7 +129,7 @@ def test_the_last_step_may_begin_while_the_last_block_comes() -> None:
     assert (early.meet_token, early.both_s) == (500, 570 + 40)
 
 
-def test_loads_that_end_within_a_step_of_others_wait_for_its_end() -> None:
+def test_planner_outlook_beside_others_rounds_loads_up_to_their_step() -> None:
     def loading_s(known: Costs) -> float:
         view = view_of([WANTED] * 10)
         return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress()).load_s
@@ -143,7 +143,7 @@ def test_loads_that_end_within_a_step_of_others_wait_for_its_end() -> None:
 
 @SLOW
 @given(st.data())
-def test_looking_ahead_is_looking_at_every_border(data: st.DataObject) -> None:
+def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject) -> None:
     states = data.draw(st.lists(st.sampled_from([WANTED, LANDED, GONE]), max_size=12))
     if WANTED not in states:
         states.append(WANTED)
@@ -233,7 +233,7 @@ def edge_of(now: dict) -> int:
 
 @SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]))
-def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
+def test_planner_random_situations_step_advances_within_its_limit(now: dict, mode: Mode) -> None:
     step, view = next_step(mode=mode, **now), now["view"]
     if step.wait:
         assert step.stop == view.front
@@ -246,7 +246,9 @@ def test_a_step_goes_on_and_stays_inside(now: dict, mode: Mode) -> None:
 
 @SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
-def test_nobody_waits_for_good(now: dict, mode: Mode, begun: bool) -> None:
+def test_planner_random_situations_very_late_loads_are_not_waited_for(
+    now: dict, mode: Mode, begun: bool
+) -> None:
     least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
     now["progress"] = Progress(1e6 * (1 + least_s), begun, load_from=0)
     assert not next_step(mode=mode, **now).wait
@@ -254,26 +256,26 @@ def test_nobody_waits_for_good(now: dict, mode: Mode, begun: bool) -> None:
 
 @SLOW
 @given(now=situations())
-def test_load_alone_waits_as_long_as_something_is_to_come(now: dict) -> None:
+def test_planner_mode_load_waits_while_a_block_is_wanted(now: dict) -> None:
     assert next_step(mode="load", **now).wait is (WANTED in now["view"].states)
 
 
 @SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both", "load"]))
-def test_with_nothing_to_come_a_step_is_full(now: dict, mode: Mode) -> None:
+def test_planner_without_wanted_blocks_takes_a_full_step(now: dict, mode: Mode) -> None:
     view = now["view"]
     now["view"] = replace(view, states=view.states.replace(bytes([WANTED]), bytes([GONE])))
     assert next_step(mode=mode, **now) == Step(edge_of(now))
 
 
-def test_the_split_follows_the_costs() -> None:
+def test_planner_split_follows_the_costs() -> None:
     assert decide([WANTED] * 10, costs(400)) == Step(800, load_from=8)
     assert decide([WANTED] * 10, costs(100, token_s=4)) == Step(200, load_from=2)
     assert decide([WANTED] * 10, costs(400), chunk=250) == Step(250, load_from=8)
     assert decide([WANTED] * 10, costs(400), chunk=50) == Step(50, load_from=8)
 
 
-def test_who_is_not_sure_goes_part_of_the_way() -> None:
+def test_planner_uncertain_costs_shorten_the_step() -> None:
     assert decide([WANTED] * 10, costs(400, error=0.25)) == Step(600, load_from=8)
     # Unless another step costs more than being wrong.
     assert decide([WANTED] * 10, costs(400, error=0.25, fixed_s=150), mode="both").stop == 800
@@ -282,14 +284,14 @@ def test_who_is_not_sure_goes_part_of_the_way() -> None:
     assert far == Step(200, load_from=7)
 
 
-def test_what_has_landed_is_no_work_for_either() -> None:
+def test_planner_landed_blocks_are_left_out_of_the_split() -> None:
     assert decide([WANTED] * 4 + [LANDED] * 6, costs(100)).stop == 200
     assert decide([GONE] * 4 + [LANDED] * 6, costs(100)).stop == 400
     # The loader has its two blocks before the four that compute must do anyway are done.
     assert decide([GONE] * 4 + [WANTED] * 2 + [LANDED] * 4, costs(100)).stop == 400
 
 
-def test_a_quick_link_is_waited_for_until_it_breaks_its_promise() -> None:
+def test_planner_fast_link_is_waited_for_until_it_is_late() -> None:
     quick = costs(1)
     wait = Step(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
@@ -297,7 +299,7 @@ def test_a_quick_link_is_waited_for_until_it_breaks_its_promise() -> None:
     assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, load_from=0)).wait
 
 
-def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
+def test_planner_small_gain_neither_begins_nor_ends_loading() -> None:
     blocks, hopeless = [WANTED] * 10, costs(990)  # one block is saved, at the very end
     assert decide(blocks, hopeless) == Step(1050, load_from=None)
     assert decide(blocks, hopeless, progress=Progress(load_from=0)).load_from == 9
@@ -309,7 +311,7 @@ def test_loading_is_not_begun_for_a_small_gain_nor_given_up_for_one() -> None:
     assert decide(short, costs(1), mode="both").load_from is not None
 
 
-def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() -> None:
+def test_planner_guessed_compute_cost_is_measured_with_one_step() -> None:
     """A guess that is too high would never be put right: nothing would be computed."""
     blocks = [WANTED] * 10
     guess, quick = PrefillCost(0.0, 1.0, 0.0), LoadCost(0.0, 0.1, error=0.0)
@@ -323,7 +325,7 @@ def test_what_computing_costs_is_found_out_when_loading_seems_to_be_quicker() ->
     assert decide(blocks, Costs(guess, quick), mode="both").wait
 
 
-def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
+def test_planner_slow_load_or_small_gain_is_not_worth_loading() -> None:
     def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
         view = view_of([ABSENT] * len(states), front=front).found(states)
         return should_load(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
@@ -336,7 +338,7 @@ def test_a_prompt_is_looked_up_and_not_loaded_when_it_does_not_pay() -> None:
 
 
 @pytest.mark.parametrize("busy", [StepWork(tokens=400), StepWork(decodes=40)])
-def test_a_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
+def test_planner_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
     view = view_of([WANTED] * 10)
     known = costs(1100)
     known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
@@ -349,7 +351,7 @@ def test_a_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
     assert worth(replace(known, backlog_s=known.prefill.queue_s(StepWork(tokens=5000), 100)))
 
 
-def test_what_goes_before_a_prompt_is_time_for_its_loads() -> None:
+def test_planner_backlog_moves_the_meeting_point_to_the_left() -> None:
     view, known = view_of([WANTED] * 10), replace(costs(100, fixed_s=10), backlog_s=700.0)
     outlook = look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
     assert outlook.compute_s == 700 + 1050 + 3 * 10
@@ -362,7 +364,7 @@ def test_what_goes_before_a_prompt_is_time_for_its_loads() -> None:
 
 @SLOW
 @given(now=situations(), backlog_s=st.floats(0, 1e4), load_from=st.sampled_from([None, 0]))
-def test_a_verdict_that_was_just_revised_stands(
+def test_planner_worth_loading_with_equal_costs_does_not_change(
     now: dict, backlog_s: float, load_from: int | None
 ) -> None:
     """Whichever it was before: with the same costs the next poll says the same again."""
@@ -373,7 +375,7 @@ def test_a_verdict_that_was_just_revised_stands(
     assert should_load(mode="auto", **now) == loads
 
 
-def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
+def test_planner_silent_link_is_marked_late_and_a_slow_link_is_not() -> None:
     blocks, quick = [WANTED] * 10, costs(1)
     silent = decide(blocks, quick, progress=Progress(5000, begun=True, load_from=0))
     assert (silent.load_from, silent.overdue) == (None, True)
@@ -382,12 +384,12 @@ def test_a_silent_link_is_not_asked_again_and_a_slow_one_is() -> None:
 
 
 @pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])
-def test_a_prompt_computes_what_is_not_loaded(keep: int | None, tokens: int) -> None:
+def test_device_work_counts_the_tokens_that_are_not_loaded(keep: int | None, tokens: int) -> None:
     assert device_work(view_of([WANTED] * 10, front=50), keep).tokens == tokens
     assert device_work(view_of([ABSENT] * 10, front=50), keep).tokens == 1000
 
 
-def test_only_the_last_steps_end_with_a_block() -> None:
+def test_planner_only_the_last_step_before_the_meet_ends_with_a_block() -> None:
     slow = costs(900)
     assert decide([WANTED] * 10, slow, mode="both", chunk=350).stop == 350
     assert decide([WANTED] * 10, slow, mode="both", front=330, chunk=350).stop == 680
@@ -429,7 +431,9 @@ def ideal_s(machine: Machine, prompt: int) -> float:
     # Blocks are whole: the fewer there are, the more a half of one is.
     [(2048 + 57, 1.14), (4096 + 57, 1.08), (8192 + 57, 1.055), (16384 + 57, 1.045)],
 )
-def test_close_to_the_best_split(prompt: int, bound: float, chunk: int, growth: float) -> None:
+def test_planner_race_is_close_to_the_best_split(
+    prompt: int, bound: float, chunk: int, growth: float
+) -> None:
     for ratio in RATIOS:
         machine = machine_of(ratio, prompt, chunk, growth)
         result = simulate_prompt(machine, prompt, chunk_tokens=chunk)
@@ -440,7 +444,9 @@ def test_close_to_the_best_split(prompt: int, bound: float, chunk: int, growth: 
 
 @pytest.mark.parametrize("chunk", [512, 2048])
 @pytest.mark.parametrize("prompt", [2048 + 57, 16384 + 57])
-def test_never_slower_than_either_alone(prompt: int, chunk: int) -> None:
+def test_planner_race_is_at_most_two_percent_behind_either_mode_alone(
+    prompt: int, chunk: int
+) -> None:
     for ratio in RATIOS:
         machine = machine_of(ratio, prompt, chunk, 0.6)
         alone_s = [
@@ -453,7 +459,7 @@ def test_never_slower_than_either_alone(prompt: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [512, 2048])
-def test_not_knowing_the_machine_costs_a_step_at_most(chunk: int) -> None:
+def test_planner_race_with_wrong_priors_costs_one_step_at_most(chunk: int) -> None:
     prompt = 8192 + 57
     for ratio in RATIOS:
         machine = machine_of(ratio, prompt, chunk, 0.6)
@@ -466,7 +472,7 @@ def test_not_knowing_the_machine_costs_a_step_at_most(chunk: int) -> None:
         assert result.ttft_s <= 1.055 * best_s + machine.prefill.step_s(0, chunk), ratio
 
 
-def test_the_arms_do_what_their_names_say() -> None:
+def test_planner_race_modes_compute_or_load_everything() -> None:
     machine = machine_of(1.0, 4153, 512, 0.6)
     compute = simulate_prompt(machine, 4153, chunk_tokens=512, mode="compute")
     assert (compute.computed_tokens, len(compute.steps), compute.waited_s) == (4153, 9, 0.0)
@@ -486,7 +492,7 @@ def test_the_arms_do_what_their_names_say() -> None:
     mode=st.sampled_from(["auto", "both", "compute"]),
     stored=st.integers(0, 200),
 )
-def test_every_race_ends_with_every_token(
+def test_planner_random_races_fill_every_token(
     prompt: int, chunk: int, block: int, block_s: float, fixed_s: float, mode: Mode, stored: int
 ) -> None:
     machine = Machine(PrefillCost(fixed_s, 1.0, 1e-4), LoadCost(0.0, block_s))
@@ -497,7 +503,7 @@ def test_every_race_ends_with_every_token(
     assert result.loaded_tokens <= stored * block
 
 
-def test_the_last_token_is_computed_in_any_case() -> None:
+def test_planner_race_with_useless_blocks_equals_mode_compute() -> None:
     # Eight blocks are stored, but the logits of the last token are wanted: another step.
     machine = Machine(PrefillCost(0.03, 6e-5, 0.0), LoadCost(0.0, 0.06))
     compute_s = simulate_prompt(machine, 1024, chunk_tokens=512, mode="compute").ttft_s

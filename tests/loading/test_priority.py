@@ -13,18 +13,18 @@ def names(*claimants: QueueEntry) -> str:
     return "".join(claimants[i].rid for i in order(claimants))
 
 
-def test_others_go_before_what_is_being_loaded_and_short_loads_before_long_ones() -> None:
+def test_priority_computed_prompts_first_then_loads_by_length() -> None:
     long, short = QueueEntry("l", 9.0), QueueEntry("s", 1.0)
     new, newer = QueueEntry("a", None), QueueEntry("b", None)
     assert names(long, new, short, newer) == "absl"
 
 
-def test_who_is_nearly_done_is_not_held_up() -> None:
+def test_priority_nearly_done_prompt_goes_first() -> None:
     done = QueueEntry("d", None, nearly_done=True)
     assert names(QueueEntry("a", None), done, QueueEntry("s", 0.1)) == "das"
 
 
-def test_who_has_waited_long_goes_before_who_came_late() -> None:
+def test_priority_long_waiting_load_goes_before_late_prompts() -> None:
     lead_s = 3.0 / AGEING  # of one that came first, and has three seconds to go
     stored = QueueEntry("s", 3.0, waited_s=100.0)
     before, after = QueueEntry("b", None, 101.0 - lead_s), QueueEntry("a", None, 99.0 - lead_s)
@@ -33,7 +33,7 @@ def test_who_has_waited_long_goes_before_who_came_late() -> None:
     assert names(stored, before, after, short, done) == "tdbsa"
 
 
-def test_what_is_only_computed_stays_in_the_order_it_is_given_in() -> None:
+def test_priority_computed_prompts_keep_their_given_order() -> None:
     """Whatever that is; and a stored prompt gives way to nobody who came late, for an old one that
     this order puts last."""
     late, early = QueueEntry("l", None, waited_s=1.0), QueueEntry("e", None, waited_s=9.0)
@@ -52,12 +52,14 @@ claimants = st.builds(
 
 
 @given(st.lists(claimants, max_size=20))
-def test_everybody_has_one_turn(all_of_them: list[QueueEntry]) -> None:
+def test_priority_order_contains_every_prompt_once(all_of_them: list[QueueEntry]) -> None:
     assert sorted(order(all_of_them)) == list(range(len(all_of_them)))
 
 
 @given(st.lists(claimants, max_size=20), st.floats(0, 100), st.floats(0, 1000))
-def test_nobody_starves(others: list[QueueEntry], remaining_s: float, waited_s: float) -> None:
+def test_queue_order_late_prompts_do_not_starve_a_stored_prompt(
+    others: list[QueueEntry], remaining_s: float, waited_s: float
+) -> None:
     """Who came T* / AGEING later, or more, does not go first, whatever SGLang's order is."""
     everybody = [*others, QueueEntry("me", remaining_s, waited_s)]
     turns = [everybody[i] for i in order(everybody)]
@@ -85,7 +87,7 @@ def claimant(view: View, *, begun: bool = True, loads: bool = True) -> QueueEntr
 W, L, G, A = BlockState.WANTED, BlockState.LANDED, BlockState.GONE, BlockState.ABSENT
 
 
-def test_what_a_stored_prompt_is() -> None:
+def test_queue_entry_is_derived_from_the_block_states() -> None:
     assert claimant(seen(A, L, W, L)).remaining_s == 3.0
     assert claimant(seen(A, A, W, A), loads=False) == QueueEntry("x", None, 1.0)
     # What has landed is not computed, whether or not it has joined the tree.
@@ -95,7 +97,7 @@ def test_what_a_stored_prompt_is() -> None:
     assert not claimant(seen(A, front=60), begun=False).nearly_done  # it never had anything
 
 
-def test_who_is_interrupted_by_whom() -> None:
+def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
     long, short = QueueEntry("l", 9.0), QueueEntry("s", 1.0)
     plain, other = QueueEntry("a", None), QueueEntry("b", None)
     done, old = QueueEntry("d", None, nearly_done=True), QueueEntry("o", 1.0, waited_s=1000.0)
@@ -113,7 +115,7 @@ def test_who_is_interrupted_by_whom() -> None:
     assert not preempts(replace(done, turn=1), plain)
 
 
-def test_a_higher_priority_interrupts() -> None:
+def test_preemption_by_higher_priority_interrupts_only_loading_prompts() -> None:
     long, plain = QueueEntry("l", 9.0, level=1), QueueEntry("a", None, level=1)
     above, below = QueueEntry("b", None, level=0), QueueEntry("c", None, level=2)
     assert preempts(above, long)
@@ -140,5 +142,7 @@ possible = st.builds(
 
 
 @given(possible, possible)
-def test_no_two_interrupt_each_other(one: QueueEntry, other: QueueEntry) -> None:
+def test_preemption_of_two_random_prompts_is_never_mutual(
+    one: QueueEntry, other: QueueEntry
+) -> None:
     assert not (preempts(one, other) and preempts(other, one))

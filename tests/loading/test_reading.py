@@ -75,7 +75,7 @@ def whole_waiter(reading: WatchedReading) -> Waiter:
 # ---- bytes as they come ----
 
 
-def test_who_waits_gets_the_bytes_as_they_come() -> None:
+def test_reading_wait_returns_once_the_bytes_have_come() -> None:
     reading = new_reading()
     first = waiter(reading, 16)
     reading.came(0)
@@ -92,7 +92,7 @@ def test_who_waits_gets_the_bytes_as_they_come() -> None:
     assert whole.ended()
 
 
-def test_who_waits_for_the_first_bytes_of_a_store_that_tells_nothing_waits_for_the_end() -> None:
+def test_reading_without_progress_reports_wait_returns_at_the_end() -> None:
     reading = new_reading()
     assert not reading.begun
     one = waiter(reading, 1)
@@ -102,7 +102,7 @@ def test_who_waits_for_the_first_bytes_of_a_store_that_tells_nothing_waits_for_t
     assert reading.wait_whole(NOW_S)
 
 
-def test_what_has_come_so_far() -> None:
+def test_reading_has_and_begun_follow_the_bytes_that_came() -> None:
     reading = new_reading()
     assert (reading.begun, reading.has(1)) == (False, False)
     reading.came(0)
@@ -115,7 +115,7 @@ def test_what_has_come_so_far() -> None:
     assert (reading.begun, reading.has(BYTES)) == (False, True)
 
 
-def test_of_a_read_that_failed_nothing_is_there() -> None:
+def test_reading_that_failed_has_no_bytes() -> None:
     reading = new_reading()
     reading.came(0)
     reading.came(BYTES)
@@ -126,7 +126,7 @@ def test_of_a_read_that_failed_nothing_is_there() -> None:
 
 
 @pytest.mark.parametrize("count", [None, 1, BYTES])
-def test_a_read_that_fails_wakes_who_waits(count: int | None) -> None:
+def test_reading_failure_wakes_waiting_threads_with_false(count: int | None) -> None:
     reading = new_reading()
     one = whole_waiter(reading) if count is None else waiter(reading, count)
     reading.end(whole=False)
@@ -134,7 +134,7 @@ def test_a_read_that_fails_wakes_who_waits(count: int | None) -> None:
 
 
 @pytest.mark.parametrize("come", [0, 15])
-def test_nobody_waits_longer_than_he_wants_to(come: int) -> None:
+def test_reading_wait_returns_false_at_its_deadline(come: int) -> None:
     reading = new_reading()
     reading.came(0)
     reading.came(come)
@@ -150,7 +150,7 @@ def test_nobody_waits_longer_than_he_wants_to(come: int) -> None:
 # ---- bytes that come anew ----
 
 
-def test_what_comes_anew_after_some_of_it_was_used_is_of_no_use() -> None:
+def test_reading_restarted_after_use_is_never_valid() -> None:
     reading = new_reading()
     reading.came(0)
     reading.came(32)
@@ -164,7 +164,7 @@ def test_what_comes_anew_after_some_of_it_was_used_is_of_no_use() -> None:
     assert not reading.wait_whole(NOW_S)
 
 
-def test_what_comes_anew_while_somebody_waits_who_has_used_some_of_it_is_of_no_use() -> None:
+def test_reading_restarted_during_a_wait_after_use_is_never_valid() -> None:
     reading = new_reading()
     reading.came(0)
     reading.came(16)
@@ -179,7 +179,7 @@ def test_what_comes_anew_while_somebody_waits_who_has_used_some_of_it_is_of_no_u
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_comes_anew_before_any_of_it_was_used_is_as_good(waits: bool) -> None:
+def test_reading_restarted_before_use_is_valid(waits: bool) -> None:
     reading = new_reading()
     reading.came(0)
     reading.came(32)

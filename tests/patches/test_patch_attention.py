@@ -87,7 +87,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, 
     scaling=st.sampled_from([None, 0.3]),
     seed=st.integers(0, 999),
 )
-def test_random_batches_are_equal(
+def test_patch_attention_random_batches_equal_the_released_code(
     backends: SimpleNamespace,
     spans: list[tuple[int, int]],
     kv_heads: int,
@@ -101,24 +101,28 @@ def test_random_batches_are_equal(
 # Around the kernel's blocks of 32 and 256 queries and 512 keys, and one token of a mixed batch.
 @pytest.mark.parametrize("new", [1, 32, 33, 255, 256, 257, 600])
 @pytest.mark.parametrize("prefix", [0, 1, 300, 513])
-def test_sizes_around_the_blocks_are_equal(
+def test_patch_attention_sizes_around_kernel_blocks_equal_the_released_code(
     backends: SimpleNamespace, prefix: int, new: int
 ) -> None:
     released, repaired = run_both(backends, [(prefix, new), (5, 3)])
     torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
 
 
-def test_values_may_be_narrower_than_keys(backends: SimpleNamespace) -> None:
+def test_patch_attention_values_narrower_than_keys_equal_the_released_code(
+    backends: SimpleNamespace,
+) -> None:
     released, repaired = run_both(backends, [(30, 20)], dim=24, v_dim=16)
     torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
 
 
-def test_bfloat16_is_equal_to_its_precision(backends: SimpleNamespace) -> None:
+def test_patch_attention_bfloat16_equals_the_released_code_to_its_precision(
+    backends: SimpleNamespace,
+) -> None:
     released, repaired = run_both(backends, [(300, 260)], dtype=torch.bfloat16)
     torch.testing.assert_close(repaired, released, atol=2e-2, rtol=2e-2)
 
 
-def test_a_request_without_new_tokens_is_passed_over(backends: SimpleNamespace) -> None:
+def test_patch_attention_request_without_new_tokens_is_skipped(backends: SimpleNamespace) -> None:
     released, repaired = run_both(backends, [(9, 0), (4, 3)])
     torch.testing.assert_close(repaired, released, atol=1e-5, rtol=0)
 
@@ -132,7 +136,7 @@ def test_a_request_without_new_tokens_is_passed_over(backends: SimpleNamespace) 
         {"encoder": 11},
     ],
 )
-def test_other_attentions_still_take_the_released_path(
+def test_patch_attention_other_kinds_take_the_released_path(
     backends: SimpleNamespace, options: dict[str, Any]
 ) -> None:
     spans = [(11, 0)] if options.get("is_cross_attn") else [(20, 10), (0, 5)]
@@ -141,7 +145,9 @@ def test_other_attentions_still_take_the_released_path(
     assert torch.equal(repaired, released)
 
 
-def test_a_chunk_without_prefix_makes_the_released_call(backends: SimpleNamespace) -> None:
+def test_patch_attention_chunk_without_prefix_makes_the_released_call(
+    backends: SimpleNamespace,
+) -> None:
     released, repaired = run_both(backends, [(0, 300)])
     assert backends.repaired.sdpa.query_lens == backends.released.sdpa.query_lens == [300]
     assert torch.equal(repaired, released)
@@ -161,7 +167,7 @@ class Pairs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_work_no_longer_grows_with_the_square_of_the_position(backends: SimpleNamespace) -> None:
+def test_patch_attention_query_count_is_that_of_the_chunk(backends: SimpleNamespace) -> None:
     with Pairs() as seen:
         run_both(backends, [(900, 300)], heads=4, kv_heads=2)
     released, *repaired = seen.calls
@@ -169,7 +175,7 @@ def test_work_no_longer_grows_with_the_square_of_the_position(backends: SimpleNa
     assert repaired == [(4 * 300, 900), (4 * 300, 300)]
 
 
-def test_a_mask_off_by_one_would_be_seen(backends: SimpleNamespace) -> None:
+def test_patch_attention_control_shifted_mask_changes_the_output(backends: SimpleNamespace) -> None:
     """Negative control: the inputs tell a shifted mask from the right one."""
     right, _ = run_both(backends, [(20, 10)])
     shifted, _ = run_both(backends, [(20, 10)], sliding_window_size=28)

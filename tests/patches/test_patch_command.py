@@ -69,21 +69,21 @@ def assert_refused(site: Path, action: str, *words: str) -> None:
     assert snapshot(site) == before
 
 
-def test_apply_writes_the_repaired_files_and_nothing_else(site: Path, copies: Copies) -> None:
+def test_patch_apply_writes_the_repaired_files_and_nothing_else(site: Path, copies: Copies) -> None:
     before = contents(site)
     assert command(site, "apply").returncode == 0
     assert contents(site) == before | copies.repaired
     assert all(copies.repaired[path] != copies.released[path] for path in copies.released)
 
 
-def test_apply_twice_touches_no_file(site: Path) -> None:
+def test_patch_apply_twice_changes_no_file(site: Path) -> None:
     command(site, "apply")
     before = snapshot(site)
     assert command(site, "apply").returncode == 0
     assert snapshot(site) == before
 
 
-def test_revert_restores_the_recorded_bytes(site: Path, copies: Copies) -> None:
+def test_patch_revert_restores_the_recorded_bytes(site: Path, copies: Copies) -> None:
     before = contents(site)
     command(site, "apply")
     assert command(site, "revert").returncode == 0
@@ -92,20 +92,20 @@ def test_revert_restores_the_recorded_bytes(site: Path, copies: Copies) -> None:
         assert record_hash((site / path).read_bytes()) == digest
 
 
-def test_revert_of_released_files_touches_no_file(site: Path) -> None:
+def test_patch_revert_of_released_files_changes_no_file(site: Path) -> None:
     before = snapshot(site)
     assert command(site, "revert").returncode == 0
     assert snapshot(site) == before
 
 
-def test_the_mode_of_a_file_is_kept(site: Path, copies: Copies) -> None:
+def test_patch_apply_keeps_the_mode_of_a_file(site: Path, copies: Copies) -> None:
     path = site / next(iter(copies.released))
     path.chmod(0o640)
     command(site, "apply")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_hard_linked_cache_of_the_package_manager_stays_as_it_is(
+def test_patch_apply_leaves_a_hard_linked_copy_unchanged(
     site: Path, copies: Copies, tmp_path: Path
 ) -> None:
     name = next(iter(copies.released))
@@ -114,7 +114,7 @@ def test_a_hard_linked_cache_of_the_package_manager_stays_as_it_is(
     assert (tmp_path / "cache").read_bytes() == copies.released[name]
 
 
-def test_status_has_one_line_per_patch(site: Path) -> None:
+def test_patch_status_has_one_line_per_patch(site: Path) -> None:
     result = command(site, "status")
     assert (result.returncode, result.stdout.splitlines()) == (
         0,
@@ -128,7 +128,7 @@ def test_status_has_one_line_per_patch(site: Path) -> None:
     )
 
 
-def test_an_interrupted_apply_is_shown_and_finished(site: Path, copies: Copies) -> None:
+def test_patch_apply_interrupted_is_shown_and_finished(site: Path, copies: Copies) -> None:
     path = "sglang/srt/mem_cache/allocation.py"
     (site / path).write_bytes(copies.repaired[path])
     assert f"{NAMES[1]}: partly applied" in command(site, "status").stdout
@@ -138,7 +138,7 @@ def test_an_interrupted_apply_is_shown_and_finished(site: Path, copies: Copies) 
 
 @pytest.mark.parametrize("action", ["apply", "revert"])
 @pytest.mark.parametrize("start", ["released", "repaired"])
-def test_a_changed_file_is_refused_before_any_is_touched(
+def test_patch_changed_file_is_refused_before_any_write(
     site: Path, copies: Copies, action: str, start: str
 ) -> None:
     if start == "repaired":
@@ -150,7 +150,7 @@ def test_a_changed_file_is_refused_before_any_is_touched(
     assert_refused(site, action, path)
 
 
-def test_a_change_inside_a_hunk_is_refused(site: Path, copies: Copies) -> None:
+def test_patch_change_inside_a_hunk_is_refused(site: Path, copies: Copies) -> None:
     path = "sglang/kernels/ops/kvcache/cache_move.py"
     changed = copies.released[path].replace(b"import triton\n", b"import triton  # local\n", 1)
     (site / path).write_bytes(changed)
@@ -161,7 +161,7 @@ def test_a_change_inside_a_hunk_is_refused(site: Path, copies: Copies) -> None:
     assert f"{NAMES[0]}: not applied" in status.stdout
 
 
-def test_without_a_record_the_hunks_still_decide(site: Path, copies: Copies) -> None:
+def test_patch_apply_without_a_record_refuses_a_shifted_hunk(site: Path, copies: Copies) -> None:
     write_metadata(site, VERSION, {})
     path = "sglang/kernels/ops/kvcache/cache_move.py"
     (site / path).write_bytes(b"# one line more\n" + copies.released[path])
@@ -170,18 +170,20 @@ def test_without_a_record_the_hunks_still_decide(site: Path, copies: Copies) -> 
 
 @pytest.mark.parametrize("action", ["status", "apply", "revert"])
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.23.post1"])
-def test_another_version_is_refused(site: Path, copies: Copies, action: str, version: str) -> None:
+def test_patch_other_sglang_version_is_refused(
+    site: Path, copies: Copies, action: str, version: str
+) -> None:
     write_metadata(site, version, copies.recorded)
     assert_refused(site, action, version, VERSION)
 
 
-def test_a_missing_file_is_refused(site: Path, copies: Copies) -> None:
+def test_patch_missing_file_is_refused(site: Path, copies: Copies) -> None:
     path = next(iter(copies.released))
     (site / path).unlink()
     assert_refused(site, "apply", path)
 
 
-def test_a_failed_write_leaves_everything_as_it_was(
+def test_patch_failed_write_leaves_all_files_unchanged(
     site: Path, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(site)
@@ -199,7 +201,7 @@ def test_a_failed_write_leaves_everything_as_it_was(
     assert snapshot(site) == before
 
 
-def test_every_patch_begins_with_its_reason() -> None:
+def test_patch_files_begin_with_their_reason() -> None:
     folder = patch_command.patches_root() / f"sglang-{VERSION}"
     assert sorted(path.stem for path in folder.glob("*.patch")) == NAMES
     for path in folder.glob("*.patch"):

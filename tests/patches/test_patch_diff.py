@@ -17,7 +17,7 @@ def diff_of(old: list[str], new: list[str]) -> bytes:
 
 
 @given(old=LINES.filter(bool), new=LINES.filter(bool))
-def test_a_diff_leads_there_and_back(old: list[str], new: list[str]) -> None:
+def test_diff_random_texts_apply_and_reverse(old: list[str], new: list[str]) -> None:
     if old == new:
         return
     [diff] = parse(b"Why.\n\n" + diff_of(old, new))
@@ -26,13 +26,13 @@ def test_a_diff_leads_there_and_back(old: list[str], new: list[str]) -> None:
     assert apply(after, diff.reversed()) == before
 
 
-def test_a_hunk_one_line_off_does_not_fit() -> None:
+def test_diff_hunk_one_line_off_is_refused() -> None:
     [diff] = parse(diff_of(["a\n", "b\n"], ["a\n", "c\n"]))
     with pytest.raises(DiffError, match="line 1"):
         apply(b"new\na\nb\n", diff)
 
 
-def test_a_changed_context_line_does_not_fit() -> None:
+def test_diff_changed_context_line_is_refused() -> None:
     [diff] = parse(diff_of(["a\n", "b\n"], ["a\n", "c\n"]))
     with pytest.raises(DiffError, match="does not fit"):
         apply(b"a \nb\n", diff)
@@ -50,6 +50,6 @@ def test_a_changed_context_line_does_not_fit() -> None:
         b"--- a/f\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n",
     ],
 )
-def test_a_malformed_diff_is_refused(text: bytes) -> None:
+def test_diff_malformed_text_is_refused(text: bytes) -> None:
     with pytest.raises(DiffError):
         parse(text)

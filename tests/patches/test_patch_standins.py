@@ -53,7 +53,9 @@ MOVES = st.lists(
 
 @settings(deadline=None)
 @given(pairs=MOVES)
-def test_slots_move_in_every_layer(standins: SimpleNamespace, pairs: list[tuple[int, int]]) -> None:
+def test_patch_standin_move_copies_slots_in_every_layer(
+    standins: SimpleNamespace, pairs: list[tuple[int, int]]
+) -> None:
     buffers, expected = pool(), pool()
     for before, after in zip(pool(), expected, strict=True):
         for target, source in pairs:
@@ -62,7 +64,7 @@ def test_slots_move_in_every_layer(standins: SimpleNamespace, pairs: list[tuple[
     assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
 
 
-def test_a_rotation_reads_before_it_writes(standins: SimpleNamespace) -> None:
+def test_patch_standin_move_of_a_rotation_reads_before_it_writes(standins: SimpleNamespace) -> None:
     buffers = pool()
     move(standins, buffers, [(0, 1), (1, 2), (2, 0)])
     for before, after in zip(pool(), buffers, strict=True):
@@ -75,7 +77,7 @@ def test_a_rotation_reads_before_it_writes(standins: SimpleNamespace) -> None:
     index_type=st.sampled_from([torch.int32, torch.int64]),
     data=st.data(),
 )
-def test_requests_take_their_slots_in_order(
+def test_patch_standin_assign_gives_requests_their_slots_in_order(
     standins: SimpleNamespace,
     spans: list[tuple[int, int]],
     index_type: torch.dtype,
@@ -101,7 +103,7 @@ def test_requests_take_their_slots_in_order(
     assert torch.equal(table, expected)
 
 
-def test_only_a_missing_module_is_caught(copies: Copies) -> None:
+def test_patch_standin_imports_catch_only_a_missing_module(copies: Copies) -> None:
     """A module that is there stays in use, and one that is there and broken stays an error."""
     guarded = [path for path in copies.released if path != BACKEND]
     for path in guarded:

@@ -155,7 +155,7 @@ class LandedBlocksMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_no_slot_is_lost_whatever_happens(core: str) -> None:
+def test_radix_cache_random_calls_lose_no_held_slot(core: str) -> None:
     machine = type("Machine", (LandedBlocksMachine,), {"core": core})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None)
@@ -163,7 +163,7 @@ def test_no_slot_is_lost_whatever_happens(core: str) -> None:
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_eviction_takes_the_tree_first_and_then_landed_blocks(core: str) -> None:
+def test_radix_cache_eviction_takes_the_tree_before_landed_blocks(core: str) -> None:
     side = TreeWithLandedBlocks(core)
     side.insert(list(range(100, 140)))
     assert side.land(4)
@@ -180,7 +180,7 @@ def test_eviction_takes_the_tree_first_and_then_landed_blocks(core: str) -> None
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_landing_makes_room_in_the_tree_but_takes_no_landed_block(core: str) -> None:
+def test_radix_cache_landing_evicts_the_tree_but_no_landed_block(core: str) -> None:
     side = TreeWithLandedBlocks(core)
     assert side.land(6)
     side.insert(list(range(100, 140)))

@@ -96,13 +96,13 @@ class TwoTrees(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("page", [1, 4])
-def test_the_tree_answers_as_sglangs_own(page: int, core: str) -> None:
+def test_radix_cache_random_calls_answer_as_sglangs_tree(page: int, core: str) -> None:
     machine = type("Machine", (TwoTrees,), {"page": page, "core": core})
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sglangs_lock_fuzz_passes(seed: int) -> None:
+def test_radix_cache_passes_the_lock_fuzz_of_sglang(seed: int) -> None:
     """The kit's own, for trees with sliding windows; it needs the Python core."""
     fuzz = SegmentLockFuzzFixtures()
     components = (ComponentType.FULL, ComponentType.SWA)
@@ -115,7 +115,7 @@ def test_sglangs_lock_fuzz_passes(seed: int) -> None:
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("page", [1, 4])
-def test_checkpoints_of_a_request_give_the_same_tree(page: int, core: str) -> None:
+def test_radix_cache_checkpoints_give_the_same_tree_as_sglang(page: int, core: str) -> None:
     """Chunk by chunk, with locks that move along, on both trees."""
     kit = UnifiedRadixCacheFixtures()
     kit.cfg = config_of(page)

@@ -21,14 +21,14 @@ from sglang_cake.runahead.partition import Partition, balanced, even
 FREE = Link(1e30)
 
 
-def test_one_worker_needs_what_a_step_costs() -> None:
+def test_chain_model_one_worker_takes_the_time_of_a_step() -> None:
     worker = Worker(32, 1e-4, 1e-8, floor_s=0.01, fixed_s=0.02)
     for tokens in (1, 100, 5000):
         alone = chain_ttft(Partition((0, tokens)), worker, FREE, 1e6)
         assert alone == pytest.approx(worker.step_s(0, tokens))
 
 
-def test_two_workers_and_one_layer_by_hand() -> None:
+def test_chain_model_two_workers_one_layer_equals_arithmetic_by_hand() -> None:
     # 10 tokens each, 1 s a token, a quarter of it before K and V; 1 byte a token at 2 bytes/s.
     worker = Worker(1, 1.0, 0.0)
     times = run_chain([Partition((0, 10, 20))], worker, Link(2.0), 1.0)
@@ -41,7 +41,7 @@ def test_two_workers_and_one_layer_by_hand() -> None:
     assert blocked.done[0, 0, 0] == times.done[0, 0, 0] + 5
 
 
-def test_what_was_received_goes_on_before_the_own_part_is_there() -> None:
+def test_chain_model_received_kv_is_sent_on_before_the_own_part() -> None:
     worker = Worker(1, 1.0, 0.0)
     plan = Partition((0, 4, 20, 24))  # the second worker has the long span
     at_once = run_chain([plan], worker, Link(100.0), 1.0)
@@ -59,7 +59,7 @@ def test_what_was_received_goes_on_before_the_own_part_is_there() -> None:
     st.booleans(),
     st.floats(0, 0.01),
 )
-def test_nothing_happens_before_its_cause(
+def test_chain_model_random_chains_keep_the_order_of_events(
     workers: int, layers: int, bytes_per_s: float, blocking: bool, latency_s: float
 ) -> None:
     worker = Worker(layers, 1e-4, 1e-8)
@@ -78,7 +78,7 @@ def test_nothing_happens_before_its_cause(
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(8, 5000))
-def test_traffic_is_equations_4_to_7(workers: int, tokens: int) -> None:
+def test_chain_model_traffic_equals_equations_4_to_7(workers: int, tokens: int) -> None:
     split = even(Span(0, tokens - tokens % workers), workers)
     whole = split.bounds[-1]
     assert traffic_tokens(split) == pytest.approx((workers - 1) / 2 * whole)
@@ -88,7 +88,7 @@ def test_traffic_is_equations_4_to_7(workers: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("workers", "attainable", "sent"), [(2, 0.382, 0.62), (4, 0.160, 1.89), (8, 0.072, 4.48)]
 )
-def test_chain_attention_only_optimum_is_that_of_the_theory_page(
+def test_chain_model_attention_only_optimum_equals_the_theory_page(
     workers: int, attainable: float, sent: float
 ) -> None:
     worker = Worker(200, 0.0, 1e-9, projections=0.0)
@@ -102,7 +102,7 @@ def test_chain_attention_only_optimum_is_that_of_the_theory_page(
     assert tsp / worker.step_s(0, tokens) == pytest.approx(1 / workers)
 
 
-def test_zigzag_nearly_ties_with_kernels_that_skip_the_mask() -> None:
+def test_chain_model_zigzag_with_causal_kernels_is_within_two_percent() -> None:
     worker = Worker(32, 0.0786 / 1024, 0.0208 / 1024**2, causal=True)
     for workers in (2, 4, 8):
         plan = balanced(Span(0, 16384), workers, worker.step_s)
@@ -111,7 +111,7 @@ def test_zigzag_nearly_ties_with_kernels_that_skip_the_mask() -> None:
         assert 0.98 < zigzag_s / kvr_s < 1.005
 
 
-def test_many_candidates_at_once_are_as_one_by_one() -> None:
+def test_chain_model_batch_of_partitions_equals_one_by_one() -> None:
     worker, link = Worker(8, 1e-4, 1e-8, floor_s=1e-3), Link(1e8)
     plans = [Partition((0, a, a + 50, 400)) for a in (10, 100, 300)]
     together = run_chain(plans, worker, link, 1e4).ttft_s
@@ -120,7 +120,7 @@ def test_many_candidates_at_once_are_as_one_by_one() -> None:
     assert together.tolist() == [chain_ttft(plan, worker, link, 1e4) for plan in plans]
 
 
-def test_a_slow_layer_holds_a_chain_up_less_than_an_all_gather() -> None:
+def test_chain_model_slow_layers_delay_less_than_in_an_all_gather() -> None:
     worker, link, kv = Worker(32, 1e-4, 1e-8), Link(1e9), 1e5
     slow = np.ones((4, 32))
     slow[1, ::4] = 8

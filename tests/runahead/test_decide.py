@@ -42,7 +42,7 @@ def loading(view: View, block_s: float) -> Loading:
     return Loading(view, Progress(), LoadCost(0.0, block_s))
 
 
-def test_a_long_prompt_is_shared_with_all_and_a_short_one_with_nobody() -> None:
+def test_plan_chain_long_prompt_takes_all_helpers_and_a_short_one_none() -> None:
     plan = plan_chain(Span(0, 8192), (0, 2, 5), costs(0.05), LIMITS)
     assert plan is not None
     assert plan.helpers == (0, 2, 5)
@@ -52,7 +52,7 @@ def test_a_long_prompt_is_shared_with_all_and_a_short_one_with_nobody() -> None:
     assert plan_chain(Span(0, 20), (0,), costs(), LIMITS) is None
 
 
-def test_a_slow_link_takes_fewer_helpers_or_none() -> None:
+def test_plan_chain_slow_link_takes_fewer_helpers_or_none() -> None:
     span = Span(0, 8192)
     fast = plan_chain(span, (0, 1, 2), costs(), LIMITS)
     slow = plan_chain(span, (0, 1, 2), costs(bytes_per_s=1.2e7), LIMITS)
@@ -62,7 +62,7 @@ def test_a_slow_link_takes_fewer_helpers_or_none() -> None:
     assert plan_chain(span, (0, 1, 2), costs(bytes_per_s=1e6), LIMITS) is None
 
 
-def test_a_searched_partition_is_preferred() -> None:
+def test_plan_chain_searched_partition_is_preferred() -> None:
     table = PartitionTable()
     table.put(8192, Partition((0, 5120, 8192)))
     limits = Limits(16, 8192, table)
@@ -74,7 +74,7 @@ def test_a_searched_partition_is_preferred() -> None:
     assert later.partition.bounds[0] == 64
 
 
-def test_forced_ends_are_taken_or_ignored() -> None:
+def test_forced_plan_valid_ends_are_taken_and_wrong_ones_ignored() -> None:
     span = Span(32, 1000)
     plan = forced_plan([64, 512, 1000], span, (0, 1, 2), LIMITS)
     assert plan is not None
@@ -97,7 +97,7 @@ def test_forced_ends_are_taken_or_ignored() -> None:
     st.floats(0, 1),
     st.floats(1e5, 1e12),
 )
-def test_what_is_planned_is_predicted_to_pay(
+def test_plan_chain_random_plans_are_predicted_to_pay(
     page: int, tokens: int, helpers: int, handover_s: float, bytes_per_s: float
 ) -> None:
     span = Span(page * 16, page * 16 + tokens)
@@ -119,7 +119,7 @@ def test_what_is_planned_is_predicted_to_pay(
 # ---- with a stored tail ----
 
 
-def test_the_chain_meets_the_loader_where_the_theory_says() -> None:
+def test_plan_beside_loader_meets_where_the_theory_says() -> None:
     view, found = stored(8193, 8192), costs()
     for workers in (2, 3, 4):
         for block_s in (0.01, 0.02, 0.04):
@@ -139,7 +139,7 @@ def test_the_chain_meets_the_loader_where_the_theory_says() -> None:
             assert plan.predicted_s <= ideal.finish_s + block_s + 0.01
 
 
-def test_a_chain_beside_a_loader_is_better_than_either_alone() -> None:
+def test_plan_beside_loader_is_predicted_faster_than_either_alone() -> None:
     view, found = stored(8193, 8192), costs(0.02)
     plan = plan_beside_loader(loading(view, 0.02), (0,), found, LIMITS)
     alone = plan_chain(Span(0, 8193), (0,), found, LIMITS)
@@ -148,7 +148,7 @@ def test_a_chain_beside_a_loader_is_better_than_either_alone() -> None:
     assert plan.predicted_s < PAYS * min(alone.predicted_s, 64 * 0.02, plan.alone_s)
 
 
-def test_a_quick_store_needs_no_chain_and_a_slow_one_gets_no_part() -> None:
+def test_plan_beside_loader_fast_store_gives_no_plan_and_slow_store_no_part() -> None:
     view = stored(8193, 8192)
     assert plan_beside_loader(loading(view, 1e-5), (0, 1), costs(0.01), LIMITS) is None
     slow = plan_beside_loader(loading(view, 10.0), (0, 1), costs(0.01), LIMITS)
@@ -156,7 +156,7 @@ def test_a_quick_store_needs_no_chain_and_a_slow_one_gets_no_part() -> None:
     assert slow.partition.bounds[-1] == 8193
 
 
-def test_a_chain_never_enters_what_has_landed() -> None:
+def test_plan_beside_loader_ends_before_the_landed_blocks() -> None:
     view = stored(8193, 8192, landed_tokens=4096)
     plan = plan_beside_loader(loading(view, 10.0), (0,), costs(), LIMITS)
     assert plan is not None
@@ -171,7 +171,7 @@ def test_a_chain_never_enters_what_has_landed() -> None:
     st.integers(0, 4),
     st.floats(0, 0.5),
 )
-def test_plans_beside_any_loader_are_sound(
+def test_plan_beside_loader_random_plans_pay_and_avoid_landed_blocks(
     blocks: int, states: list[BlockState], block_s: float, helpers: int, handover_s: float
 ) -> None:
     tokens = blocks * BLOCK + 1

@@ -33,7 +33,7 @@ def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
         ear.open.clear()  # from now on nothing is taken
 
 
-def test_a_process_that_is_killed_in_the_middle_holds_nobody_up() -> None:
+def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
     peers = addresses(2)
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     child = multiprocessing.get_context("spawn").Process(
@@ -87,7 +87,7 @@ class Failing(HostIpc):
         return super().write(*arguments)
 
 
-def test_engine_that_raises_costs_no_slot() -> None:
+def test_ipc_transport_raising_engine_loses_no_slot() -> None:
     engines = [Failing(), Failing()]
     members, ears = ring_group(2, lambda rank: engines[rank]), [Ear(), Ear()]
     for each, ear in zip(members, ears, strict=True):
@@ -110,7 +110,7 @@ def test_engine_that_raises_costs_no_slot() -> None:
             each.close()
 
 
-def test_memory_that_cannot_be_opened_is_a_peer_that_takes_nothing() -> None:
+def test_host_ipc_write_to_unknown_memory_or_past_its_end_fails() -> None:
     engine = HostIpc(1)
     address, ring = engine.lend()
     assert not engine.write("/no/such/memory", address, 0, 4)
@@ -118,14 +118,14 @@ def test_memory_that_cannot_be_opened_is_a_peer_that_takes_nothing() -> None:
     assert engine.write(engine.session, address, 0, 4)
 
 
-def test_memory_of_peers_that_started_anew_is_let_go() -> None:
+def test_host_ipc_keeps_only_the_memory_of_the_newest_peers() -> None:
     ours, theirs = HostIpc(2), [HostIpc(2) for _ in range(4)]
     for other in theirs:
         assert ours.write(other.session, 0, 0, 4)
     assert ours.sessions == [other.session for other in theirs[-2:]]
 
 
-def test_a_handle_is_read_as_it_was_spelled() -> None:
+def test_ipc_handle_round_trip_keeps_every_field() -> None:
     assert tuple(read(spelled(HANDLE))) == HANDLE
     assert len(spelled(HANDLE)) < 512  # what a message may hold
 
@@ -134,6 +134,6 @@ NONE = ["", "7", "[]", "[1", "[1,2,3,4,5,6,7,8]", "[1,[],3,4,5,6,7,8]"]
 
 
 @pytest.mark.parametrize("text", [*NONE, spelled(HANDLE).replace("true", '"yes"')])
-def test_a_handle_that_is_none_is_refused(text: str) -> None:
+def test_ipc_handle_malformed_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no handle"):
         read(text)

@@ -100,7 +100,7 @@ def agreed(owned: Owned) -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0, 40, 100), (0, 40, 70, 100), (0, 1, 2, 3), (32, 50, 80, 99)])
-def test_every_layer_of_every_token_reaches_the_owner(
+def test_runahead_member_every_layer_of_every_token_reaches_the_owner(
     new_group: Callable[..., Group], bounds: tuple[int, ...]
 ) -> None:
     group = new_group(part_bytes=7 * 24)  # seven tokens a part
@@ -120,7 +120,7 @@ def test_every_layer_of_every_token_reaches_the_owner(
     assert not any(worker.errors for worker in group.workers)
 
 
-def test_a_helper_that_stops_is_not_waited_for_longer_than_it_is_worth(
+def test_runahead_member_stopped_helper_is_late_and_left_out(
     new_group: Callable[..., Group],
 ) -> None:
     group = new_group(left_out_s=(60.0, 120.0))
@@ -143,7 +143,7 @@ def test_a_helper_that_stops_is_not_waited_for_longer_than_it_is_worth(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_helper_that_dies_in_the_middle_ends_the_job_and_the_other_one_stays(
+def test_runahead_member_closed_helper_ends_the_job_and_only_it_is_left_out(
     group: Group, who: int
 ) -> None:
     group.workers[who].dies_at = 3
@@ -167,7 +167,7 @@ def test_a_helper_that_dies_in_the_middle_ends_the_job_and_the_other_one_stays(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
+def test_runahead_member_failed_helper_is_left_out_until_it_has_helped(
     new_group: Callable[..., Group], who: int
 ) -> None:
     group = new_group(left_out_s=(0.5, 120.0))
@@ -199,7 +199,7 @@ def test_a_helper_that_runs_out_of_memory_is_left_out_alone_until_it_has_helped(
     assert group.owner.failed() == frozenset()  # since it has helped
 
 
-def test_helper_that_cannot_read_its_own_kv_says_so_and_is_left_out(group: Group) -> None:
+def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(group: Group) -> None:
     group.workers[0].rows.read_fails = True
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
@@ -210,7 +210,7 @@ def test_helper_that_cannot_read_its_own_kv_says_so_and_is_left_out(group: Group
     assert group.owner.failed() == {0}
 
 
-def test_who_is_late_shows_in_what_has_not_come() -> None:
+def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
     from fake_pool import FakeRows
 
     def came(*spans: Span) -> int | None:
@@ -231,7 +231,7 @@ def test_who_is_late_shows_in_what_has_not_come() -> None:
 
 
 @pytest.mark.parametrize(("named", "left"), [(1, 1), (0, 0), (7, 0), (2, 0)])
-def test_a_failure_names_a_helper_or_its_sender_is_to_blame(
+def test_hop_failure_names_the_helper_or_blames_the_sender(
     group: Group, named: int, left: int
 ) -> None:
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
@@ -241,7 +241,7 @@ def test_a_failure_names_a_helper_or_its_sender_is_to_blame(
     assert group.owner.failed() == {left}  # 2 is the owner itself
 
 
-def test_a_slow_helper_is_waited_for_as_long_as_it_is_worth(group: Group) -> None:
+def test_runahead_member_slow_helper_within_patience_is_kept(group: Group) -> None:
     group.workers[1].slow_s = 0.05  # a layer
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
@@ -254,7 +254,7 @@ def test_a_slow_helper_is_waited_for_as_long_as_it_is_worth(group: Group) -> Non
     assert group.owner.helpers() == (0, 1)
 
 
-def test_two_of_a_group_of_three_share_while_the_third_is_not_there() -> None:
+def test_runahead_member_two_of_three_share_before_the_third_joins() -> None:
     transports = GROUPS["tcp"](3)
     one, owner = Worker(0, transports[0]), Worker(2, transports[2])
     stop = threading.Event()
@@ -281,7 +281,7 @@ def test_two_of_a_group_of_three_share_while_the_third_is_not_there() -> None:
         worker.member.close()
 
 
-def test_a_cancelled_job_stops_its_helpers(group: Group) -> None:
+def test_runahead_member_cancelled_job_stops_its_helpers(group: Group) -> None:
     group.workers[0].dies_at = 1
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
     agreed(owned)
@@ -298,7 +298,7 @@ def test_a_cancelled_job_stops_its_helpers(group: Group) -> None:
     until(lambda: len(group.owner.helpers()) == SIZE - 1, "nobody is left out for that")
 
 
-def test_who_is_colder_or_busy_refuses(group: Group) -> None:
+def test_runahead_member_colder_or_busy_helper_refuses(group: Group) -> None:
     owned = group.propose(prompt(90), Partition((32, 60, 90)))
     agreed(owned)
     assert "cold" in (owned.refused or "")
@@ -315,7 +315,7 @@ def test_who_is_colder_or_busy_refuses(group: Group) -> None:
     group.owner.end_owned(again, "cancelled", "refused")
 
 
-def test_two_that_ask_each_other_at_once_both_go_on_alone() -> None:
+def test_runahead_member_two_owners_asking_at_once_both_refuse() -> None:
     transports = GROUPS["tcp"](2)
     one, two = (Worker(rank, t) for rank, t in enumerate(transports))
     until(lambda: one.member.helpers() and two.member.helpers(), "both are there")
@@ -335,7 +335,7 @@ def test_two_that_ask_each_other_at_once_both_go_on_alone() -> None:
         each.member.close()
 
 
-def test_who_cannot_be_reached_is_not_asked(group: Group) -> None:
+def test_runahead_member_unreachable_helper_is_not_asked(group: Group) -> None:
     group.transports[0].close()
     until(lambda: group.owner.helpers() == (1,), "one is left")
     with pytest.raises(RunaheadError):
@@ -344,7 +344,7 @@ def test_who_cannot_be_reached_is_not_asked(group: Group) -> None:
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-def test_offers_for_others_are_refused(kind: str) -> None:
+def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
     transports, ear = GROUPS[kind](3), Ear()
     worker = Worker(0, transports[0])
     transports[2].start(ear)
@@ -364,7 +364,7 @@ def test_offers_for_others_are_refused(kind: str) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.data())
-def test_an_inflow_takes_parts_in_any_order_once_and_nothing_else(data: st.DataObject) -> None:
+def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.DataObject) -> None:
     from fake_pool import FakeRows
 
     source, rows = FakeRows(3), FakeRows(3)
@@ -400,7 +400,7 @@ def test_an_inflow_takes_parts_in_any_order_once_and_nothing_else(data: st.DataO
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_close_waits_for_the_write_under_way(at_once: bool) -> None:
+def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     from fake_pool import Done, FakeRows
 
     class Later:
@@ -438,7 +438,7 @@ def test_close_waits_for_the_write_under_way(at_once: bool) -> None:
         inflow.part(LayerPart("", 0, 0, 4), payload)
 
 
-def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
+def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
     transports = GROUPS["tcp"](3)
     workers = [Worker(rank, t) for rank, t in enumerate(transports)]
     middle = workers[1]
@@ -461,7 +461,7 @@ def test_a_part_that_is_quicker_than_the_offer_waits_for_it() -> None:
         worker.member.close()
 
 
-def test_who_does_not_answer_is_not_asked_again_at_once(
+def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     new_group: Callable[..., Group],
 ) -> None:
     ahead_s = [0.0]
@@ -476,7 +476,7 @@ def test_who_does_not_answer_is_not_asked_again_at_once(
     assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
 
 
-def test_the_link_is_measured_by_what_it_carries(group: Group) -> None:
+def test_runahead_member_link_speed_is_measured_from_parts(group: Group) -> None:
     rows, transports = group.workers[-1].rows, group.transports
     assert group.owner.bytes_per_s() is None
     payload = memoryview(bytearray(2**20 // rows.token_bytes * rows.token_bytes))

@@ -58,13 +58,13 @@ MESSAGES = st.one_of(
 
 
 @given(MESSAGES)
-def test_a_message_is_read_as_it_was_written(message: Message) -> None:
+def test_runahead_message_round_trip_is_equal(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_bad(body: bytes) -> None:
+def test_runahead_message_random_bytes_decode_or_raise_bad_message(body: bytes) -> None:
     for read in (decode, decode_head):
         with contextlib.suppress(BadMessage):
             read(body)
@@ -72,7 +72,9 @@ def test_any_bytes_are_a_message_or_bad(body: bytes) -> None:
 
 @settings(max_examples=300)
 @given(MESSAGES, st.data())
-def test_a_spoilt_message_is_a_message_or_bad(message: Message, data: st.DataObject) -> None:
+def test_runahead_message_with_a_changed_byte_decodes_or_raises_bad_message(
+    message: Message, data: st.DataObject
+) -> None:
     body = bytearray(encode(message))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(BadMessage):
@@ -80,7 +82,7 @@ def test_a_spoilt_message_is_a_message_or_bad(message: Message, data: st.DataObj
 
 
 @given(PARTS, COUNT, COUNT)
-def test_a_head_is_read_as_it_was_written(part: LayerPart, size: int, took: int) -> None:
+def test_runahead_part_head_round_trip_is_equal(part: LayerPart, size: int, took: int) -> None:
     assert decode_head(encode(PartHead(part, size, took))) == PartHead(part, size, took)
 
 
@@ -120,12 +122,12 @@ OFFER = Offer(JOB, (0, 1), (0, 5, 9), "ab", None, None, array("i", range(5)))
     ],
     ids=str,
 )
-def test_offer_with_a_field_that_is_wrong_is_bad(spoilt: dict[str, object]) -> None:
+def test_runahead_message_offer_with_a_wrong_field_is_bad(spoilt: dict[str, object]) -> None:
     with pytest.raises(BadMessage):
         decode(msgspec.msgpack.encode(plain(OFFER) | spoilt))
 
 
-def test_message_without_a_field_is_bad() -> None:
+def test_runahead_message_without_a_field_is_bad() -> None:
     fields = plain(Accept(JOB, 1))
     del fields["matched"]
     with pytest.raises(BadMessage, match="matched"):
@@ -133,7 +135,7 @@ def test_message_without_a_field_is_bad() -> None:
 
 
 @pytest.mark.parametrize("spoilt", [{"layer": 4096}, {"stop": 3}, {"start": -1}], ids=str)
-def test_part_of_no_layer_is_bad(spoilt: dict[str, int]) -> None:
+def test_runahead_part_head_with_invalid_layer_or_span_is_bad(spoilt: dict[str, int]) -> None:
     fields = {"job": JOB, "layer": 0, "start": 3, "stop": 4} | spoilt
     with pytest.raises(BadMessage):
         decode_head(msgspec.msgpack.encode([list(fields.values()), 0, 0]))

@@ -88,7 +88,9 @@ def landed(**changes: int) -> Landed:
     ],
     ids=["checksum", "slot", "nothing", "size", "ring"],
 )
-def test_a_lie_ends_the_connection_and_is_not_delivered(pair: Pair, lie: Landed | Ring) -> None:
+def test_mooncake_transport_invalid_message_reconnects_undelivered(
+    pair: Pair, lie: Landed | Ring
+) -> None:
     members, ears = pair
     members[0].send(1, lie)
     until(lambda: ears[1].gone == [0], "it is not talked to any more")
@@ -99,7 +101,9 @@ def test_a_lie_ends_the_connection_and_is_not_delivered(pair: Pair, lie: Landed 
     assert ears[1].heard[0][2] == DATA
 
 
-def test_kv_that_changed_on_the_way_is_not_delivered(pair: Pair, engines: list[Watched]) -> None:
+def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
+    pair: Pair, engines: list[Watched]
+) -> None:
     members, ears = pair
 
     def spoil(session: str, source: int, target: int, size_bytes: int) -> bool:
@@ -114,7 +118,7 @@ def test_kv_that_changed_on_the_way_is_not_delivered(pair: Pair, engines: list[W
 
 
 @pytest.mark.parametrize("timeout_s", [0.05])
-def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
+def test_mooncake_transport_slot_still_being_written_is_not_reused(
     pair: Pair, engines: list[Watched]
 ) -> None:
     members, ears = pair
@@ -144,7 +148,7 @@ def test_a_slot_that_the_engine_has_not_let_go_is_not_written_again(
     assert [payload for _, _, payload in ears[1].heard] == [DATA]  # what was late is nobody's
 
 
-def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(
+def test_mooncake_transport_restarted_peer_receives_at_its_new_address(
     pair: Pair, peers: list[tuple[str, int]]
 ) -> None:
     members, ears = pair
@@ -165,7 +169,9 @@ def test_a_peer_that_went_and_came_back_is_written_to_where_it_is_now(
         again.close()
 
 
-def test_members_with_another_transport_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_mooncake_transport_member_with_another_transport_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     peers = addresses(2)
     plain, other = member(0, peers), ring_member(1, peers, engine(1))
     for each in (plain, other):
@@ -178,7 +184,7 @@ def test_members_with_another_transport_are_refused(caplog: pytest.LogCaptureFix
         other.close()
 
 
-def test_credits_for_slots_that_do_not_exist_change_nothing(pair: Pair) -> None:
+def test_mooncake_transport_credit_for_an_unknown_slot_is_ignored(pair: Pair) -> None:
     members, ears = pair
     members[1].send(0, Credit(2**31 - 1))
     members[0].send_part(1, PART, memoryview(DATA))
@@ -187,7 +193,7 @@ def test_credits_for_slots_that_do_not_exist_change_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("pair")
-def test_the_engine_reaches_no_memory_but_its_slots(engines: list[Watched]) -> None:
+def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[Watched]) -> None:
     other = ctypes.create_string_buffer(DATA, MAX_PART_BYTES)
     _, source = engines[0].rings  # parts are copied there before they are written
     landing, _ = engines[1].rings

@@ -43,7 +43,7 @@ def spans(draw: st.DrawFn, page_tokens: int) -> Span:
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from([1, 16, 64]), st.integers(1, 9), COSTS)
-def test_every_split_covers_the_span_in_whole_pages(
+def test_partition_random_splits_cover_the_span_in_whole_pages(
     data: st.DataObject, page_tokens: int, workers: int, costs: tuple[float, float, float]
 ) -> None:
     span = data.draw(spans(page_tokens))
@@ -61,7 +61,7 @@ def test_every_split_covers_the_span_in_whole_pages(
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 3), st.integers(2, 14), st.integers(1, 4), COSTS)
-def test_balanced_is_the_best_there_is(
+def test_partition_balanced_equals_the_best_by_brute_force(
     start: int, tokens: int, workers: int, costs: tuple[float, float, float]
 ) -> None:
     span, step_s = Span(start, start + tokens), step(costs)
@@ -81,7 +81,7 @@ def test_balanced_is_the_best_there_is(
     st.floats(1e-7, 1e-2),
     st.sampled_from([1, 64]),
 )
-def test_chain_and_loader_end_together(
+def test_partition_with_loader_is_near_the_best_meeting_point(
     workers: int,
     tokens: int,
     costs: tuple[float, float, float],
@@ -104,12 +104,12 @@ def test_chain_and_loader_end_together(
     assert plan.finish_s <= min(finish(x) for x in others) + slack
 
 
-def test_a_loader_that_costs_nothing_leaves_one_block() -> None:
+def test_partition_with_free_loader_computes_one_block() -> None:
     plan = with_loader(Span(0, 1000), 2, step((0, 1e-3, 0)), 0.0, block_tokens=128)
     assert plan.partition.bounds[-1] == 128
 
 
-def test_with_loader_four_workers_meet_as_predicted() -> None:
+def test_partition_with_loader_equals_the_theory_page() -> None:
     """LongAlpaca-13B on an A100, 32 Gbps: the balance of docs/theory.md."""
     chunk, a, b = 512, 0.0803, 0.00156
     step_s = step((0, (a - b / 2) / chunk, b / chunk / chunk))
@@ -127,7 +127,7 @@ def test_with_loader_four_workers_meet_as_predicted() -> None:
     )
 
 
-def test_closed_form_of_the_papers_shares() -> None:
+def test_partition_balanced_shares_equal_the_theory_page() -> None:
     """Theory D: 16k on 2, 10k on 4; a kernel that computes what is masked too."""
 
     def step_s(start: int, stop: int) -> float:
@@ -141,6 +141,6 @@ def test_closed_form_of_the_papers_shares() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(), (1,), (0, 0), (5, 3), (-1, 3)])
-def test_what_is_no_partition(bounds: tuple[int, ...]) -> None:
+def test_partition_invalid_bounds_raise(bounds: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="bounds"):
         Partition(bounds)

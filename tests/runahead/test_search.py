@@ -25,7 +25,7 @@ def distance_to(target: Sequence[int]) -> Callable[[Partition], float]:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 4), st.data())
-def test_it_finds_the_bottom_of_a_bowl(workers: int, data: st.DataObject) -> None:
+def test_grid_search_finds_the_minimum_of_a_convex_cost(workers: int, data: st.DataObject) -> None:
     inner = data.draw(
         st.lists(st.integers(1, 95), min_size=workers - 1, max_size=workers - 1, unique=True)
     )
@@ -40,7 +40,7 @@ def test_it_finds_the_bottom_of_a_bowl(workers: int, data: st.DataObject) -> Non
     assert found.ttft_s == 1.0
 
 
-def test_it_measures_nothing_twice_and_keeps_to_pages() -> None:
+def test_grid_search_measures_each_partition_once_in_whole_pages() -> None:
     asked: list[Partition] = []
     levels: list[int] = []
 
@@ -62,7 +62,7 @@ def test_it_measures_nothing_twice_and_keeps_to_pages() -> None:
     assert levels == [128, 64, 32, 16]
 
 
-def test_the_size_of_a_grid_is_points_to_the_power_of_the_bounds() -> None:
+def test_grid_search_grid_size_is_points_to_the_power_of_bounds() -> None:
     """The paper's appendix D has it the other way round."""
     count: list[int] = []
 
@@ -74,7 +74,7 @@ def test_the_size_of_a_grid_is_points_to_the_power_of_the_bounds() -> None:
     assert count == [grid_points(4, 5)] == [125]
 
 
-def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_grid_search_killed_resumes_from_its_journal(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     measured: list[Partition] = []
 
@@ -104,7 +104,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @given(st.integers(2, 5), st.integers(1000, 20_000))
-def test_the_table_gives_back_what_was_put(workers: int, tokens: int) -> None:
+def test_partition_table_returns_what_was_put(workers: int, tokens: int) -> None:
     table = PartitionTable()
     best = balanced(Span(0, tokens), workers, lambda a, b: (b - a) * (1.0 + b / 1000))
     table.put(tokens, best)
@@ -112,7 +112,7 @@ def test_the_table_gives_back_what_was_put(workers: int, tokens: int) -> None:
     assert table.predict(Span(0, tokens), workers + 1) is None
 
 
-def test_it_interpolates_between_lengths_and_clamps_beyond() -> None:
+def test_partition_table_interpolates_lengths_and_clamps_beyond() -> None:
     table = PartitionTable()
     table.put(1000, Partition((0, 500, 1000)))
     table.put(2000, Partition((0, 1200, 2000)))
@@ -124,7 +124,7 @@ def test_it_interpolates_between_lengths_and_clamps_beyond() -> None:
     assert table.predict(Span(64, 1000), 2) is None  # not a whole prompt
 
 
-def test_the_table_survives_on_disk(tmp_path: Path) -> None:
+def test_partition_table_saved_file_is_private_and_loads_equal(tmp_path: Path) -> None:
     path = table_path(tmp_path / "tables", "a/machine", Digest(b"\1" * 32))
     assert path.parent == tmp_path / "tables"
     table = PartitionTable()
@@ -150,7 +150,7 @@ def test_the_table_survives_on_disk(tmp_path: Path) -> None:
         '{"version": 1, "shares": [1]}',
     ],
 )
-def test_a_spoilt_table_is_an_empty_one(tmp_path: Path, text: str) -> None:
+def test_partition_table_damaged_file_is_empty(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
     assert load_table(path).entries == {}

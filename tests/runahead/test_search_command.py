@@ -58,7 +58,7 @@ def search(server: FakeServer, said: list[str] | None = None) -> Partition:
     ).partition
 
 
-def test_the_best_is_found_kept_and_told(folder: Path) -> None:
+def test_runahead_search_best_partition_is_saved_and_reported(folder: Path) -> None:
     server, said = FakeServer(), []
     server.busy = 3
     found = search(server, said)
@@ -69,7 +69,7 @@ def test_the_best_is_found_kept_and_told(folder: Path) -> None:
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_search_that_was_stopped_goes_on_where_it_was(folder: Path) -> None:
+def test_runahead_search_stopped_resumes_without_repeating(folder: Path) -> None:
     server = FakeServer()
     server.dies_after = 4
     with pytest.raises(RunaheadError, match="gone"):
@@ -80,7 +80,7 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(folder: Path) -> None:
     assert not [ends for ends in server.asked[1:] if ends in first]  # [0] is the first contact
 
 
-def test_other_lengths_and_workers_are_kept(folder: Path) -> None:
+def test_runahead_search_keeps_other_lengths_and_workers_in_the_table(folder: Path) -> None:
     known = PartitionTable()
     known.put(8192, even(Span(0, 8192), 2))
     known.put(TOKENS, even(Span(0, TOKENS), 3))
@@ -93,7 +93,7 @@ def test_other_lengths_and_workers_are_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "../../x.json", "/etc/x.json", "a b.json", "x.txt", 7])
-def test_a_server_cannot_say_where_to_write(name: object) -> None:
+def test_runahead_search_invalid_table_name_of_the_server_is_refused(name: object) -> None:
     with pytest.raises(RunaheadError, match="folder for the table"):
         search(FakeServer(table=name))
 
@@ -115,7 +115,7 @@ def test_missing_help_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--url", "http://127.0.0.1:9"], "no SGLang server answers"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_runahead_search_wrong_flags_exit_with_one_line(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runahead", "search", *flags]) == 2
@@ -124,7 +124,7 @@ def test_mistakes_are_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_server_takes_a_new_table_while_it_runs(
+def test_watched_table_changed_file_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_module, "_LOOK_S", 0.0)

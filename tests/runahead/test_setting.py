@@ -32,7 +32,7 @@ def setting(peers: str | None, secret: Path | None, rank: int | None = 1) -> Gro
     )
 
 
-def test_a_group_from_a_flag_or_from_a_file(tmp_path: Path, secret: Path) -> None:
+def test_group_setting_peers_from_flag_and_file_are_equal(tmp_path: Path, secret: Path) -> None:
     expected = (("10.0.0.1", 7000), ("::1", 7001), ("host.example", 7002))
     found = setting(PEERS, secret)
     assert found is not None
@@ -43,7 +43,7 @@ def test_a_group_from_a_flag_or_from_a_file(tmp_path: Path, secret: Path) -> Non
     assert setting(str(file), secret) == found
 
 
-def test_a_transport_that_is_not_installed_is_one_line(
+def test_group_setting_missing_transport_package_names_the_install(
     secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CakeConfig(
@@ -57,7 +57,7 @@ def test_a_transport_that_is_not_installed_is_one_line(
         group_setting(config)
 
 
-def test_copies_from_gpu_to_gpu_are_for_members_on_one_machine(secret: Path) -> None:
+def test_group_setting_cuda_ipc_across_machines_is_refused(secret: Path) -> None:
     def transport(peers: str) -> str:
         found = group_setting(
             CakeConfig(
@@ -75,13 +75,13 @@ def test_copies_from_gpu_to_gpu_are_for_members_on_one_machine(secret: Path) -> 
         transport("127.0.0.1:7000,240.0.0.1:7000")
 
 
-def test_the_only_member_that_can_be_on_this_machine_is_this_one(secret: Path) -> None:
+def test_group_setting_rank_is_the_only_local_address(secret: Path) -> None:
     found = setting("240.0.0.1:7000,127.0.0.1:7000,no.such.host.invalid:7000", secret, rank=None)
     assert found is not None
     assert found.rank == 1
 
 
-def test_members_on_one_machine_find_the_secret_that_the_first_one_made(
+def test_group_setting_local_members_share_one_generated_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -96,7 +96,7 @@ def test_members_on_one_machine_find_the_secret_that_the_first_one_made(
     assert {each.secret for each in found if each is not None} == {bytes.fromhex(path.read_text())}
 
 
-def test_members_on_other_machines_need_the_same_secret_and_none_is_made(
+def test_group_setting_remote_members_need_an_existing_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -112,7 +112,7 @@ def test_members_on_other_machines_need_the_same_secret_and_none_is_made(
     assert (found.rank, found.secret) == (0, KEY)
 
 
-def test_no_settings_are_no_group() -> None:
+def test_group_setting_without_peers_is_none() -> None:
     assert setting(None, None, None) is None
 
 
@@ -135,7 +135,9 @@ def test_no_settings_are_no_group() -> None:
         (",".join(f"a:{port}" for port in range(1, 300)), 0, "names 299 members"),
     ],
 )
-def test_mistakes(peers: str | None, rank: int | None, says: str, secret: Path) -> None:
+def test_group_setting_mistake_is_one_line(
+    peers: str | None, rank: int | None, says: str, secret: Path
+) -> None:
     with pytest.raises(ConfigError) as error:
         setting(peers, secret, rank)
     assert says in str(error.value)
@@ -145,9 +147,7 @@ def test_mistakes(peers: str | None, rank: int | None, says: str, secret: Path) 
 @pytest.mark.parametrize(
     "text", ["", "correct horse battery staple", "0123456789abcdef", "g" * 64, "0" * 63, "0" * 65]
 )
-def test_a_secret_that_is_not_32_bytes_is_refused_with_a_way_to_make_one(
-    secret: Path, text: str
-) -> None:
+def test_group_setting_invalid_secret_is_refused_with_advice(secret: Path, text: str) -> None:
     secret.write_text(text)
     with pytest.raises(ConfigError) as error:
         setting(PEERS, secret)
@@ -157,7 +157,7 @@ def test_a_secret_that_is_not_32_bytes_is_refused_with_a_way_to_make_one(
     assert text == "" or text not in str(error.value)
 
 
-def test_a_secret_that_others_could_read_or_nobody_can_is_refused(
+def test_group_setting_readable_by_others_or_unreadable_secret_is_refused(
     secret: Path, tmp_path: Path
 ) -> None:
     secret.chmod(0o640)

@@ -30,7 +30,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[tuple[list[Transport], lis
 Group = tuple[list[Transport], list[Ear]]
 
 
-def test_messages_arrive_as_they_were_sent_and_in_order(group: Group) -> None:
+def test_transport_messages_arrive_equal_and_in_order(group: Group) -> None:
     members, ears = group
     sent: list[Message] = [
         Offer(JOB, (0, 1), (0, 64, 128), "00" * 32, None, "salt", array("i", range(64))),
@@ -44,7 +44,7 @@ def test_messages_arrive_as_they_were_sent_and_in_order(group: Group) -> None:
     assert ears[0].heard == ears[2].heard == []
 
 
-def test_parts_arrive_whole_and_in_order_beside_messages(group: Group) -> None:
+def test_transport_parts_arrive_whole_and_in_order_beside_messages(group: Group) -> None:
     members, ears = group
     buffer = bytearray(1000)
     for layer in range(20):
@@ -60,7 +60,7 @@ def test_parts_arrive_whole_and_in_order_beside_messages(group: Group) -> None:
     assert messages == [Cancel(JOB, str(layer)) for layer in range(20)]
 
 
-def test_the_largest_part(group: Group) -> None:
+def test_transport_largest_part_arrives_whole(group: Group) -> None:
     members, ears = group
     payload = bytes(range(256)) * (MAX_PART_BYTES // 256)
     members[0].send_part(2, LayerPart(JOB, 0, 5, 6), memoryview(payload))
@@ -68,7 +68,7 @@ def test_the_largest_part(group: Group) -> None:
     assert ears[2].heard[0][2] == payload
 
 
-def test_what_is_in_flight_is_bounded(group: Group) -> None:
+def test_transport_blocked_peer_bounds_the_parts_in_flight(group: Group) -> None:
     members, ears = group
     ears[1].open.clear()
     sent = []
@@ -92,7 +92,7 @@ def test_what_is_in_flight_is_bounded(group: Group) -> None:
     until(lambda: len(ears[1].heard) == 12, "all parts")
 
 
-def test_a_member_that_ends_is_told_as_gone_once(group: Group) -> None:
+def test_transport_closed_member_is_reported_gone_once(group: Group) -> None:
     members, ears = group
     members[1].close()
     until(lambda: 1 not in members[0].reachable() and ears[0].gone, "it is gone")
@@ -106,7 +106,7 @@ def test_a_member_that_ends_is_told_as_gone_once(group: Group) -> None:
     until(lambda: ears[2].heard, "the others go on")
 
 
-def test_a_sender_that_waits_hears_that_its_peer_is_gone(group: Group) -> None:
+def test_transport_waiting_sender_gets_peer_gone(group: Group) -> None:
     members, ears = group
     ears[1].open.clear()
     ended: list[Exception] = []

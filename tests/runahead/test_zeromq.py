@@ -104,7 +104,7 @@ def two() -> Iterator[Callable[..., Two]]:
     ],
     ids=["secret", "namespace"],
 )
-def test_others_are_left_out(
+def test_zeromq_member_with_another_secret_or_namespace_is_left_out(
     two: Callable[..., Two], other: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = two(others=other)
@@ -115,7 +115,7 @@ def test_others_are_left_out(
     assert [ear.heard for ear in pair.ears] == [[], []]
 
 
-def test_a_group_of_another_size_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_zeromq_member_of_another_group_size_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     peers = addresses(3)
     own, other = member(0, peers[:2]), member(1, peers)
     for each in (own, other):
@@ -128,7 +128,9 @@ def test_a_group_of_another_size_is_left_out(caplog: pytest.LogCaptureFixture) -
         other.close()
 
 
-def test_member_that_nobody_knows_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_zeromq_member_unknown_to_the_group_is_logged_and_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     peers, times = addresses(3), replace(PATIENT, greeting_s=0.1)
     known, unknown = member(0, peers[:2], times=times), member(2, peers, times=times)
     for each in (known, unknown):
@@ -157,7 +159,7 @@ class Strange(ZmqTransport):
 
 
 @pytest.mark.parametrize("kind", [Later, Strange])
-def test_member_of_another_version_is_left_out(
+def test_zeromq_member_of_another_version_is_left_out(
     two: Callable[..., Two], kind: type[ZmqTransport], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = two(kinds=(ZmqTransport, kind))
@@ -172,7 +174,7 @@ class Closed(ZmqTransport):
         return msgspec.structs.replace(super().hello(*fields), kv_port=1)
 
 
-def test_member_whose_port_for_kv_is_closed_is_left_out_with_a_line(
+def test_zeromq_member_with_a_closed_kv_port_is_left_out(
     two: Callable[..., Two], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = two(kinds=(ZmqTransport, Closed))
@@ -188,7 +190,7 @@ def kv_port(of: ZmqTransport) -> int:
 
 
 @pytest.mark.parametrize("of_kv", [False, True], ids=["messages", "kv"])
-def test_strangers_that_say_little_keep_no_member_out_and_lose_their_connections(
+def test_zeromq_idle_strangers_are_disconnected_and_members_meet(
     of_kv: bool,
 ) -> None:
     pair = Two(times=replace(TIMES, handshake_s=1.0))
@@ -237,7 +239,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # ZMTP 3.0
     ],
     ids=["http", "null", "plain", "curve", "huge"],
 )
-def test_flood_of_a_stranger_takes_no_memory_and_ends_nothing(
+def test_zeromq_flood_of_a_stranger_takes_no_memory_and_ends_no_link(
     two: Callable[..., Two], said: bytes, of_kv: bool
 ) -> None:
     pair = two()
@@ -257,7 +259,7 @@ def test_flood_of_a_stranger_takes_no_memory_and_ends_nothing(
     assert [ear.gone for ear in pair.ears] == [[], []]
 
 
-def test_port_for_kv_is_closed_to_those_without_the_password(two: Callable[..., Two]) -> None:
+def test_zeromq_kv_port_rejects_a_wrong_password(two: Callable[..., Two]) -> None:
     pair = two()
     pair.meet()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -272,7 +274,7 @@ def test_port_for_kv_is_closed_to_those_without_the_password(two: Callable[..., 
     assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen
 
 
-def test_member_whose_descriptors_were_used_up_meets_the_others() -> None:
+def test_zeromq_member_without_free_descriptors_meets_the_other_later() -> None:
     """None is free, or fewer than a connection takes: it fails at each of its steps."""
     pair = Two(times=replace(TIMES, retry_s=(0.01, 0.01), connect_s=2.0))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -300,7 +302,7 @@ class Foreign(msgspec.Struct, tag=99):
     """No message of ours."""
 
 
-def test_what_is_no_message_ends_the_connection_and_they_meet_anew(
+def test_zeromq_invalid_message_makes_the_members_reconnect(
     two: Callable[..., Two],
 ) -> None:
     pair = two()
@@ -333,7 +335,7 @@ def inlet() -> kv_path.Inlet:
     return kv_path.Inlet(bytearray(2**22))
 
 
-def test_sealed_parts_are_opened_in_their_order() -> None:
+def test_kv_path_sealed_parts_are_opened_in_order() -> None:
     there = inlet()
     for layer, frames in enumerate(sealed(there, 3)):
         assert DATA[:16] not in frames[1].bytes
@@ -364,7 +366,7 @@ SPOILT: dict[str, Callable[[list[list[zmq.Frame]]], list[zmq.Frame]]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_part_that_is_not_the_next_of_its_sender_is_bad(
+def test_kv_path_part_changed_or_out_of_order_is_bad(
     spoil: Callable[[list[list[zmq.Frame]]], list[zmq.Frame]],
 ) -> None:
     there = inlet()
@@ -385,7 +387,7 @@ class Spoiling:
         return self._inner.put(*frames)
 
 
-def test_kv_that_changed_on_the_way_is_not_delivered(two: Callable[..., Two]) -> None:
+def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(two: Callable[..., Two]) -> None:
     pair = two()
     pair.meet()
     sender = pair.members[0]
@@ -409,7 +411,7 @@ def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_silence_is_absence_and_who_returns_is_there_again() -> None:
+def test_zeromq_stopped_member_is_gone_until_it_resumes() -> None:
     peers, ear, spawn = addresses(2), Ear(), multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     child = spawn.Process(target=other_process, args=(peers, theirs), daemon=True)
@@ -430,7 +432,7 @@ def test_silence_is_absence_and_who_returns_is_there_again() -> None:
         here.close()
 
 
-def test_a_cut_link_comes_back_once_and_stays(two: Callable[..., Two]) -> None:
+def test_zeromq_cut_link_is_restored_once(two: Callable[..., Two]) -> None:
     pair = two()
     for cut in range(1, 4):
         pair.meet()
@@ -441,7 +443,7 @@ def test_a_cut_link_comes_back_once_and_stays(two: Callable[..., Two]) -> None:
     assert [len(ear.gone) for ear in pair.ears] == [3, 3]
 
 
-def test_a_cut_link_comes_back_once_though_one_side_is_busy_with_a_part(
+def test_zeromq_cut_link_with_a_busy_receiver_is_restored_once(
     two: Callable[..., Two],
 ) -> None:
     pair = two()
@@ -458,7 +460,7 @@ def test_a_cut_link_comes_back_once_though_one_side_is_busy_with_a_part(
     assert [ear.gone for ear in pair.ears] == [[1], [0]]
 
 
-def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
+def test_zeromq_greeting_after_a_cut_follows_the_gone_event(two: Callable[..., Two]) -> None:
     told: list[str] = []
     may_tell = threading.Event()
 
@@ -484,7 +486,7 @@ def test_a_return_is_told_after_the_parting(two: Callable[..., Two]) -> None:
     assert told == ["is greeted", "is told", "is greeted"]
 
 
-def test_handler_that_raises_ends_no_link(two: Callable[..., Two]) -> None:
+def test_zeromq_raising_handler_makes_the_members_reconnect(two: Callable[..., Two]) -> None:
     class Raises(Ear):
         def on_gone(self, rank: int, reason: str) -> None:
             super().on_gone(rank, reason)
@@ -504,7 +506,7 @@ def test_handler_that_raises_ends_no_link(two: Callable[..., Two]) -> None:
     pair.meet()
 
 
-def test_peer_that_takes_no_kv_is_gone_after_a_time(two: Callable[..., Two]) -> None:
+def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..., Two]) -> None:
     pair = two(times=replace(TIMES, send_s=0.5))
     pair.meet()
     pair.ears[1].open.clear()
@@ -525,7 +527,7 @@ def test_peer_that_takes_no_kv_is_gone_after_a_time(two: Callable[..., Two]) -> 
 # ---- addresses ----
 
 
-def test_members_meet_on_addresses_of_ip_version_6() -> None:
+def test_zeromq_members_meet_on_ip_version_6_addresses() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
@@ -533,7 +535,7 @@ def test_members_meet_on_addresses_of_ip_version_6() -> None:
     _meet([("::1", port) for _, port in addresses(2)])
 
 
-def test_members_meet_on_names() -> None:
+def test_zeromq_members_meet_on_host_names() -> None:
     _meet([("localhost", port) for _, port in addresses(2)])
 
 
@@ -550,7 +552,7 @@ def _meet(peers: list[tuple[str, int]]) -> None:
             each.close()
 
 
-def test_an_address_that_is_taken_is_said_at_once() -> None:
+def test_zeromq_address_in_use_raises_at_once() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(OSError, match="in use"):
         member(0, [taken.getsockname()[:2], ("127.0.0.1", 1)])
@@ -560,7 +562,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_member_that_is_dialed_in_vain_costs_no_descriptors() -> None:
+def test_zeromq_repeated_failed_dials_leak_no_descriptors() -> None:
     dials = 0
 
     class Counting(ZmqTransport):
@@ -581,7 +583,7 @@ def test_member_that_is_dialed_in_vain_costs_no_descriptors() -> None:
         here.close()
 
 
-def test_close_leaves_no_thread_and_no_descriptor() -> None:
+def test_zeromq_close_leaves_no_thread_and_no_descriptor() -> None:
     before, open_before = threading.active_count(), descriptors()
     members = zeromq_group(3)
     for each in members:

@@ -57,7 +57,7 @@ def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
     chunk=st.sampled_from([256, 512, 2048]),
     share=st.floats(0.02, 0.98),
 )
-def test_beside_others_auto_is_never_later_than_the_better_single_way_by_more_than_a_step(
+def test_mode_auto_beside_others_is_at_most_a_step_behind_the_better_mode(
     cost: PrefillCost, load: LoadCost, tokens: int, chunk: int, share: float
 ) -> None:
     taken = int(share * chunk)
@@ -71,7 +71,7 @@ def _others(draw: random.Random, chunk: int, steps: int) -> Callable[[int], int]
 
 
 @pytest.mark.parametrize(("steps", "most_late"), [(200, 0.0), (10, 0.02), (1, 0.02)])
-def test_beside_others_that_come_and_go_the_median_is_near_the_optimum(
+def test_mode_auto_beside_changing_others_median_is_near_the_optimum(
     steps: int, most_late: float
 ) -> None:
     """Others take a share that changes every so many steps; nobody can know the next one, so a few
@@ -106,7 +106,7 @@ H100 = Machine(
 
 
 @pytest.mark.parametrize("ktokens", [1, 2, 3, 4])
-def test_an_eighth_of_a_device_is_known_at_arrival(ktokens: int) -> None:
+def test_mode_auto_on_an_eighth_of_a_device_equals_the_better_mode(ktokens: int) -> None:
     cost = prefill_cost(SHAPE, GPUS["h100"], chunk_tokens=CHUNK, utilisation=1 / 8)
     machine = replace(H100, prefill=cost, others=lambda step: CHUNK - CHUNK // 8)
     found = outcome(machine, 1024 * ktokens, CHUNK)
@@ -129,7 +129,7 @@ def queue(
 
 @pytest.mark.parametrize("policy", ["adaptive", "fcfs"])
 @pytest.mark.parametrize(("rate", "at_most"), [(14, 0.92), (18, 0.75), (24, 0.65)])
-def test_what_waits_behind_others_is_loaded_meanwhile(
+def test_mode_auto_in_a_queue_has_lower_mean_ttft_than_compute(
     rate: float, at_most: float, policy: Policy
 ) -> None:
     """Alone such a prompt is computed before the store has sent a block of it."""
@@ -145,7 +145,7 @@ def test_what_waits_behind_others_is_loaded_meanwhile(
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_verdicts_that_are_revised_cost_the_link_little(noise: float) -> None:
+def test_mode_auto_revised_decisions_waste_few_blocks(noise: float) -> None:
     """A verdict that swings to and fro would read blocks in vain, again and again."""
     results = queue(18, noise=noise).results
     loaded = sum(result.loaded_tokens for result in results) / BLOCK
@@ -155,7 +155,7 @@ def test_verdicts_that_are_revised_cost_the_link_little(noise: float) -> None:
     assert max(wasted) <= 3
 
 
-def test_a_link_that_stays_silent_is_given_up_once() -> None:
+def test_mode_auto_silent_link_wastes_one_block() -> None:
     """What is predicted of it stays good, since nothing comes: who asked it again would wait for it
     again."""
     promised = replace(H100, load=LoadCost(0.01, 1e-4))

@@ -45,7 +45,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     taken=st.one_of(st.none(), st.lists(st.floats(0, 0.95), min_size=1, max_size=9)),
     noises=st.lists(st.floats(1, 2), min_size=1, max_size=9),
 )
-def test_no_race_beats_the_clairvoyant(
+def test_clairvoyant_random_races_are_never_faster(
     cost: PrefillCost,
     load: LoadCost,
     device: Speed,
@@ -76,7 +76,7 @@ def test_no_race_beats_the_clairvoyant(
     assert result.ttft_s >= ideal.ttft_s * (1 - 1e-9)
 
 
-def test_computing_alone_is_bounded_by_itself() -> None:
+def test_clairvoyant_without_stored_blocks_equals_computing() -> None:
     """Of what nobody stores the bound is exact: whole steps, and others as they come."""
     for others in (None, lambda step: 37 * step % 400):
         machine = Machine(PrefillCost(0.01, 1e-4, 1e-8), LoadCost(0.0, 0.01), others=others)
@@ -86,7 +86,7 @@ def test_computing_alone_is_bounded_by_itself() -> None:
             assert ideal.ttft_s == pytest.approx(result.ttft_s)
 
 
-def test_what_comes_after_the_last_block_may_be_computed_with_what_was_not_loaded() -> None:
+def test_clairvoyant_last_step_also_computes_blocks_not_loaded() -> None:
     """A step has a price of its own: one that holds both is cheaper than two."""
     machine = Machine(PrefillCost(1.0, 1e-4, 0.0), LoadCost(0.0, 0.128))
     found = clairvoyant(machine, 8 * 128 + 100, chunk_tokens=512)
@@ -97,7 +97,7 @@ def test_what_comes_after_the_last_block_may_be_computed_with_what_was_not_loade
 # The same examples every time: 8,000 random ones held, which is no proof that all do.
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(cost=costs, load=loads, tokens=st.integers(129, 20000), chunk=st.sampled_from([256, 512]))
-def test_auto_is_never_slower_than_the_better_single_way(
+def test_mode_auto_is_at_most_two_percent_behind_the_better_mode(
     cost: PrefillCost, load: LoadCost, tokens: int, chunk: int
 ) -> None:
     machine = Machine(cost, load)
@@ -108,7 +108,7 @@ def test_auto_is_never_slower_than_the_better_single_way(
     assert times["auto"] <= 1.02 * min(times["compute"], times["load"])
 
 
-def test_constant_speeds_give_the_closed_form() -> None:
+def test_clairvoyant_constant_speeds_equal_the_closed_form() -> None:
     token_s, block_s, tokens = 1e-4, 0.01, 12801
     machine = Machine(PrefillCost(0.0, token_s, 0.0), LoadCost(0.0, block_s))
     load_token_s = block_s / 128
@@ -118,13 +118,13 @@ def test_constant_speeds_give_the_closed_form() -> None:
     assert found.meet_token == pytest.approx(expected_s / token_s, rel=1e-3)
 
 
-def test_it_does_not_load_what_computing_overtakes() -> None:
+def test_clairvoyant_very_slow_link_is_not_used() -> None:
     machine = Machine(PrefillCost(0.0, 1e-6, 0.0), LoadCost(10.0, 1.0))
     assert clairvoyant(machine, 10_000, chunk_tokens=512).ttft_s == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("layers", [2, 40])
-def test_among_others_no_step_is_begun_for_who_still_loads(layers: int) -> None:
+def test_clairvoyant_layers_gain_alone_and_not_among_others(layers: int) -> None:
     one = Machine(PrefillCost(0.01, 1e-4, 0.0), LoadCost(0.0, 0.01))
     for others, gains in ((None, True), (lambda step: 100, False)):
         plain_s, early_s = (
@@ -140,7 +140,7 @@ def _trace(draw: random.Random, gap_s: float, low: float) -> Speed:
     )
 
 
-def test_random_speeds_of_device_and_link() -> None:
+def test_mode_auto_random_speeds_median_is_near_the_optimum() -> None:
     """Issue's bound for traces, on devices that slow down instead of sharing their budget."""
     over = []
     for seed in range(60):

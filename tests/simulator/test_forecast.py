@@ -15,7 +15,9 @@ def told(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_simulate_orders_the_ways(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_cake_is_between_the_optimum_and_the_better_mode(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = told(capsys, "simulate", *MACHINE, "--prompt-tokens", "4k,16k", "--efficiency", "0.65")
     assert [row["tokens"] for row in found["prompts"]] == [4096, 16384]
     for row in found["prompts"]:
@@ -24,7 +26,9 @@ def test_simulate_orders_the_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["prompts"][1]["compute"] == pytest.approx(2.9, rel=0.15)
 
 
-def test_simulate_serves_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_queue_is_deterministic_and_no_slower_than_compute(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     queue = ["--requests", "12", "--rate", "0.5", "--prompt-tokens", "4k,8k", "--new-tokens", "4"]
     rows = told(capsys, "simulate", *MACHINE, *queue)["queue"]
     mean = {(row["arm"], row["policy"]): row["ttft_mean_s"] for row in rows}
@@ -33,7 +37,9 @@ def test_simulate_serves_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "simulate", *MACHINE, *queue)["queue"] == rows  # deterministic
 
 
-def test_simulate_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_with_picture_prints_and_writes_an_svg(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "ttft.svg"
     args = ["--prompt-tokens", "2k", "--fluctuate", "1", "--picture", str(picture)]
     assert main(["simulate", *MACHINE, *args]) == 0
@@ -41,7 +47,9 @@ def test_simulate_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture
     assert picture.read_text().startswith("<?xml")
 
 
-def test_utilisation_and_more_sources_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_utilisation_stores_and_smaller_change_the_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def cake_s(*more: str) -> float:
         args = ["simulate", *MACHINE, "--prompt-tokens", "16k", *more]
         return told(capsys, *args)["prompts"][0]["cake"]
@@ -51,7 +59,9 @@ def test_utilisation_and_more_sources_count(capsys: pytest.CaptureFixture[str]) 
     assert cake_s("--smaller", "4") < 0.7 * cake_s()
 
 
-def test_a_last_step_that_begins_early_saves_a_little(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_early_last_step_saves_at_most_five_percent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     args = ["simulate", *MACHINE, "--prompt-tokens", "4k,6k,8k,12k,16k"]
     late, early = (  # whole blocks gain now more, now less
         sum(prompt["cake"] for prompt in told(capsys, *args, *more)["prompts"])
@@ -83,7 +93,9 @@ def test_a_last_step_that_begins_early_saves_a_little(capsys: pytest.CaptureFixt
     ],
     ids=lambda wrong: " ".join(wrong[-2:]),
 )
-def test_a_mistake_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_simulate_wrong_arguments_exit_with_one_line(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(wrong) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -32,7 +32,7 @@ shares = st.floats(0.05, 1)
     first_s=st.floats(0, 10),
     takes_s=st.floats(1e-4, 2),
 )
-def test_a_layered_step_is_over_when_its_worst_layer_allows(
+def test_layered_step_ends_when_its_slowest_layer_allows(
     begin_s: float, work_s: float, layers: int, first_s: float, takes_s: float
 ) -> None:
     """Unrolled: the last layer that waited, and all from that one on; or none waited."""
@@ -56,7 +56,7 @@ def test_a_layered_step_is_over_when_its_worst_layer_allows(
     came_s=st.floats(0, 4),
     values=st.lists(shares, min_size=1, max_size=6),
 )
-def test_a_layered_step_is_over_after_its_bytes_and_before_a_step_that_waits_for_all(
+def test_layered_step_ends_after_its_bytes_and_before_a_waiting_step(
     begin_s: float, work_s: float, layers: int, came_s: float, values: list[float]
 ) -> None:
     device = Speed(tuple(0.3 * i for i in range(len(values))), tuple(values))
@@ -71,7 +71,7 @@ def test_a_layered_step_is_over_after_its_bytes_and_before_a_step_that_waits_for
 
 @pytest.mark.parametrize("suffix", [1, 30], ids=["step_shorter", "step_longer"])
 @pytest.mark.parametrize("layers", [2, 40])
-def test_a_lone_prompt_that_waits_for_its_loads_gains_the_shorter_of_step_and_block(
+def test_layered_step_of_a_lone_prompt_gains_the_shorter_of_step_and_block(
     suffix: int, layers: int
 ) -> None:
     block_s, blocks = 0.1, 20
@@ -94,7 +94,7 @@ def test_a_lone_prompt_that_waits_for_its_loads_gains_the_shorter_of_step_and_bl
     assert early.waited_s == pytest.approx(step.begin_s, abs=2 * POLL_S)
 
 
-def test_the_last_block_of_every_link_may_be_on_its_way() -> None:
+def test_layered_step_begins_with_one_coming_block_per_link() -> None:
     load = LoadCost(0.05, 0.1)
     machine = Machine(SLOW, load, further=(Source(load),), layers=40)
     result = simulate_prompt(machine, 20 * BLOCK + 30, chunk_tokens=512)
@@ -105,7 +105,7 @@ def test_the_last_block_of_every_link_may_be_on_its_way() -> None:
     assert result.ttft_s == pytest.approx(0.05 + 9 * 0.1 + 0.1 / 40 + step_s, abs=POLL_S)
 
 
-def test_of_several_blocks_on_their_way_the_slowest_decides() -> None:
+def test_layered_step_with_two_links_ends_after_the_slower_block() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), further=(Source(LoadCost(0.05, 0.19)),), layers=40)
     result = simulate_prompt(machine, 20 * BLOCK + 1, chunk_tokens=512)
     landed_s = max(when_s for when_s, _ in result.landings)
@@ -113,7 +113,7 @@ def test_of_several_blocks_on_their_way_the_slowest_decides() -> None:
     assert result.first_token_s == pytest.approx(landed_s + SLOW.step_s(20 * BLOCK, 2561) / 40)
 
 
-def test_a_step_that_waited_teaches_nothing() -> None:
+def test_layered_step_that_waited_is_not_measured() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), layers=40)
     for layers, measured in ((1, True), (40, False)):
         known = Knowledge.of(machine)
@@ -122,7 +122,7 @@ def test_a_step_that_waited_teaches_nothing() -> None:
         assert known.prefill.measured == measured
 
 
-def test_a_last_step_begins_early_only_for_who_is_alone() -> None:
+def test_layered_step_beside_other_requests_is_not_begun_early() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), layers=40)
     stored = Prompt(5 * BLOCK + 30)
     (alone,) = serve(machine, [stored], chunk_tokens=512).results
@@ -136,7 +136,7 @@ def test_a_last_step_begins_early_only_for_who_is_alone() -> None:
     assert overlapped == [BLOCK, 0, 0, BLOCK, 0]
 
 
-def test_who_comes_while_a_last_step_waits_for_its_bytes_waits_for_that_step() -> None:
+def test_layered_step_prompt_arriving_meanwhile_waits_for_its_end() -> None:
     machine = Machine(SLOW, LoadCost(0.05, 0.1), layers=40)
     (step,) = simulate_prompt(machine, 5 * BLOCK + 30, chunk_tokens=512).steps
     late = Prompt(40, arrive_s=(step.begin_s + step.end_s) / 2, stored_blocks=0)
@@ -167,7 +167,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_one_layer_changes_nothing(name: str) -> None:
+def test_simulator_with_one_layer_gives_the_recorded_times(name: str) -> None:
     machine, prompts = BEFORE[name]
     server = serve(machine, prompts, chunk_tokens=512)
     found = [
@@ -191,7 +191,7 @@ def test_one_layer_changes_nothing(name: str) -> None:
     tokens=st.integers(1, 6000),
     mode=st.sampled_from(["both", "compute", "load"]),
 )
-def test_the_modes_that_are_compared_with_do_without_layers(
+def test_simulator_layers_do_not_change_modes_both_compute_and_load(
     cost: PrefillCost, load: LoadCost, tokens: int, mode: Mode
 ) -> None:
     found = [
@@ -215,7 +215,7 @@ def test_the_modes_that_are_compared_with_do_without_layers(
     chunk=st.sampled_from([256, 512, 2048]),
     layers=st.sampled_from([2, 8, 32, 80]),
 )
-def test_a_lone_prompt_does_not_come_later_for_it(
+def test_layered_step_random_lone_prompts_are_at_most_slightly_later(
     cost: PrefillCost, load: LoadCost, tokens: int, share: float, chunk: int, layers: int
 ) -> None:
     """But for a layer of a block, which the plan does not count, where the step is longer than a
@@ -238,7 +238,7 @@ LAYERS = 40
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("gbps", [7, 32, 100])
-def test_the_gain_is_what_theory_allows_with_one_block_on_its_way(suffix: int, gbps: int) -> None:
+def test_layered_step_mean_gain_equals_the_theory_for_one_block(suffix: int, gbps: int) -> None:
     """Theory's gain is S (1 - 1/L) c / (c + l), with as many blocks layer by layer as come in that
     time. With one that is min(S, block) instead of S. Whole blocks and steps gain now more, now
     less: on average over lengths, just that."""

@@ -18,7 +18,7 @@ from benchmarks.paper import __main__, codecs, costs, figures, report, tables, t
 from benchmarks.paper.costs import Setting  # noqa: E402
 
 
-def test_distance_from_the_optimum() -> None:
+def test_paper_tables_ttft_is_near_the_optimum() -> None:
     lengths = tables.by_length()
     assert [lengths[k]["cells"] for k in (4, 8, 12, 16)] == [16, 16, 16, 60]
     assert lengths[16]["over_ideal_median"] <= 1.03
@@ -28,11 +28,11 @@ def test_distance_from_the_optimum() -> None:
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
-def test_never_slower_than_one_way_alone(name: str) -> None:
+def test_paper_tables_cake_is_at_most_two_percent_behind_one_side(name: str) -> None:
     assert max(cell["over_single"] for cell in tables.cells(name)) <= 1.02
 
 
-def test_the_papers_own_rule_gives_what_the_paper_prints() -> None:
+def test_paper_tables_rule_of_the_paper_gives_the_printed_times() -> None:
     """So costs and engine are those of the papers' machines; none of the prints of Cake's own time
     is in the costs."""
     every = tables.distinct()
@@ -46,7 +46,7 @@ def test_the_papers_own_rule_gives_what_the_paper_prints() -> None:
     assert all(cell["rule_s"] >= cell["ideal_s"] for cell in every)
 
 
-def test_where_ours_has_a_lower_speedup_than_printed_so_has_the_papers_own_rule() -> None:
+def test_paper_tables_cells_below_print_are_no_faster_by_the_papers_rule() -> None:
     """By little, and there costs or footing are in its favour: its rule is no quicker here."""
     below = [cell for cell in tables.distinct() if tables.lower(cell, "our")]
     assert 0 < len(below) <= 20
@@ -55,7 +55,7 @@ def test_where_ours_has_a_lower_speedup_than_printed_so_has_the_papers_own_rule(
 
 
 @pytest.mark.parametrize("util", [0.5, 0.875])
-def test_no_other_meeting_point_is_better_where_more_is_printed(util: float) -> None:
+def test_paper_tables_nearby_meeting_points_are_not_faster(util: float) -> None:
     """Whole steps and blocks allow no more, whoever decides: all borders nearby are tried."""
     (cell,) = (
         c
@@ -80,7 +80,7 @@ def test_no_other_meeting_point_is_better_where_more_is_printed(util: float) -> 
         assert result.ttft_s >= cell["cake_s"] - 1e-4
 
 
-def test_of_the_cells_that_the_paper_loses_three_are_lost_on_its_footing_and_none_on_ours() -> None:
+def test_paper_tables_five_cells_lost_in_print_are_won_by_the_planner() -> None:
     """Its baseline ends when all is loaded, without the step after it, which Cake's time has."""
     lost = [c for name in tables.TABLES for c in tables.cells(name) if min(c["io"], c["comp"]) < 1]
     assert len(lost) == 5
@@ -88,7 +88,7 @@ def test_of_the_cells_that_the_paper_loses_three_are_lost_on_its_footing_and_non
     assert all(cell["over_single"] < 1 for cell in lost)
 
 
-def test_random_traces() -> None:
+def test_simulated_random_traces_stay_near_the_optimum_and_waste_little() -> None:
     for name, found in traces.fluctuations(traces=40).items():
         assert found["over_ideal_median"] <= 1.05, name
         assert found["over_single_max"] <= 1.02, name
@@ -98,7 +98,7 @@ def test_random_traces() -> None:
 @pytest.mark.parametrize(
     ("name", "within"), [(name, 0.02) for name in tables.TABLES[:-1]] + [("table7", 0.04)]
 )
-def test_costs_give_back_what_was_printed(name: str, within: float) -> None:
+def test_paper_costs_reproduce_the_printed_ratio_of_every_cell(name: str, within: float) -> None:
     """T_load / T_compute of every cell, within what rounding and the fit explain; Table 7 is not in
     the fit."""
     for cell in tables.cells(name):
@@ -106,13 +106,13 @@ def test_costs_give_back_what_was_printed(name: str, within: float) -> None:
         assert ours == pytest.approx(cell["io"] / cell["comp"], rel=within)
 
 
-def test_bandwidths_agree_on_what_computing_costs() -> None:
+def test_paper_costs_spread_over_bandwidths_is_small() -> None:
     found = {model: costs.spread(model) for model in costs.MODELS}
     assert found.pop("Llama3.1-70B") <= 0.035
     assert max(found.values()) <= 0.016
 
 
-def test_theory_is_met() -> None:
+def test_paper_costs_computing_times_equal_the_theory_page() -> None:
     key = ("A100", 1.0, costs.BASE, costs.CHUNK)
     assert costs.compute_s(key, 16384) == pytest.approx(3.34, rel=0.005)
     assert costs.compute_s(("A100", 0.125, costs.BASE, 512), 16384) == pytest.approx(28.3, rel=0.01)
@@ -122,14 +122,14 @@ def test_theory_is_met() -> None:
         assert max(steps) / min(steps) <= 1.1
 
 
-def test_adaptive_scheduling_wins_in_the_burst() -> None:
+def test_simulated_burst_adaptive_finishes_before_fcfs() -> None:
     fcfs, adaptive = (traces.run_burst(policy) for policy in ("fcfs", "adaptive"))
     assert adaptive["finish_s"] < 0.9 * fcfs["finish_s"]
     assert adaptive["short_ttft_max_s"] < 0.3 * fcfs["short_ttft_mean_s"]
     assert max(step["plain_tokens"] + step["stored_tokens"] for step in adaptive["steps"]) <= 512
 
 
-def test_the_anonymous_version_is_predicted() -> None:
+def test_paper_anonymous_version_savings_are_within_three_points() -> None:
     """Savings at 32k tokens, which no cost was fitted to, within 3 points."""
     cells = figures.anonymous5()["bandwidths"]
     printed = {"A100": (0.769, 0.315), "H100": (0.802, 0.267)}
@@ -139,7 +139,7 @@ def test_the_anonymous_version_is_predicted() -> None:
         assert max(cell["less_than_compute"] for cell in here) == pytest.approx(compute, abs=0.03)
 
 
-def test_one_experiment_from_the_command_line(
+def test_paper_benchmark_table7_writes_cells_and_table9_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert __main__.main(["table7", "--out", str(tmp_path)]) == 0
@@ -150,14 +150,14 @@ def test_one_experiment_from_the_command_line(
     assert wrong.value.code == 2
 
 
-def test_the_document_says_what_the_tables_say() -> None:
+def test_evaluation_page_tables_equal_the_generated_ones() -> None:
     text = (ROOT / "benchmarks" / "reports" / "papers.md").read_text()
     for name in tables.TABLES:
         assert report.tables.markdown(name) in text, f"run python -m benchmarks.paper all: {name}"
     assert report.overview() in text
 
 
-def test_smaller_kv_gains_what_section_5_4_says() -> None:
+def test_paper_section_5_4_gains_of_smaller_kv_are_within_11_percent() -> None:
     """None of its numbers is in the costs. CacheGen's decoding is in the paper's, not in ours."""
     cells = figures.anonymous8()["cells"]
     rows = codecs.section54([cell for cell in cells if cell["ktokens"] == 14])
@@ -169,7 +169,7 @@ def test_smaller_kv_gains_what_section_5_4_says() -> None:
         assert ours == pytest.approx(printed, rel=0.11)
 
 
-def test_decoders_gain_from_threads_what_was_measured_and_no_more() -> None:
+def test_codec_benchmark_speed_up_is_bounded_by_cores_and_measurement() -> None:
     assert codecs.speed_up(1.0, cores=2, threads=8) == 1
     assert codecs.speed_up(0.86, cores=2, threads=8) == 1  # the GIL
     assert codecs.speed_up(2.1, cores=2, threads=4) == pytest.approx(4)
@@ -179,7 +179,7 @@ def test_decoders_gain_from_threads_what_was_measured_and_no_more() -> None:
     assert codecs.speed_up(1.0, cores=1, threads=4) == 1  # nothing is known of more
 
 
-def test_the_table_of_codecs_says_how_many_threads_decode(
+def test_codec_benchmark_table_names_the_decoding_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(codec: str, one: float, both: float) -> dict[str, object]:

@@ -43,7 +43,9 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
         (["--model", "mistral-7b", "--gpu", "b200", "--gpus", "4", "--store", "hdd"], "no"),
     ],
 )
-def test_plan_answers(args: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_known_machines_give_the_expected_answer(
+    args: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = planned(capsys, *args)
     assert found["answer"] == answer
     if answer == "no":
@@ -66,7 +68,7 @@ def test_plan_answers(args: list[str], answer: str, capsys: pytest.CaptureFixtur
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_plan_says_no_to_what_cannot_be_served(
+def test_plan_machine_that_cannot_serve_answers_no_with_a_reason(
     args: list[str], because: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = planned(capsys, *args, "--store", "nvme")
@@ -75,7 +77,7 @@ def test_plan_says_no_to_what_cannot_be_served(
     assert because in found["because"]
 
 
-def test_plan_says_no_to_a_model_that_the_server_refuses(
+def test_plan_unsupported_model_answers_no_with_the_servers_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {**MODELS["llama-3.1-8b"], "architectures": ["GptOssForCausalLM"]}
@@ -85,7 +87,7 @@ def test_plan_says_no_to_a_model_that_the_server_refuses(
     assert "cake does not support models with a KV pool for sliding windows" in found["because"]
 
 
-def test_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "qwen3-8b", "--gpu", "h100", "--store", "nvme"]
     found = planned(capsys, *args)
     assert [row["tokens"] for row in found["prompts"]] == [1024, 4096, 16384]
@@ -94,7 +96,7 @@ def test_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[s
     assert "65,536 tokens are left out: the model's context ends" in capsys.readouterr().out
 
 
-def test_a_model_by_name_and_by_its_file_gets_one_answer(
+def test_plan_model_by_name_and_by_config_file_answer_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["deepseek-v3"]))
@@ -105,7 +107,7 @@ def test_a_model_by_name_and_by_its_file_gets_one_answer(
     assert by_name == by_file
 
 
-def test_mla_is_read_once_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_mla_kv_is_stored_once_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(
         *(capsys, "--model", "deepseek-v3", "--gpu", "h200", "--gpus", "8", "--store", "25gbe"),
         *("--prompt-tokens", "16k"),
@@ -116,13 +118,13 @@ def test_mla_is_read_once_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["prompts"][0]["load"] > 16384 * 8 * row_bytes / 2.9e9
 
 
-def test_a_codec_makes_what_is_stored_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_smaller_2_halves_the_stored_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme", "--prompt-tokens", "4k"]
     whole, half = (planned(capsys, *args, *more) for more in ([], ["--smaller", "2"]))
     assert half["prompts"][0]["stored_bytes"] == whole["prompts"][0]["stored_bytes"] / 2
 
 
-def test_times_to_compute_are_a_range_unless_they_were_measured(
+def test_plan_compute_times_are_a_range_unless_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     args = ["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme", "--prompt-tokens", "16k"]
@@ -134,7 +136,7 @@ def test_times_to_compute_are_a_range_unless_they_were_measured(
     assert row["range"]["compute"] == [row["compute"]] * 2
 
 
-def test_a_gain_at_one_length_alone_is_no_yes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_gain_at_one_length_only_answers_partly(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(
         *(capsys, "--model", "qwen3-8b", "--gpu", "h100", "--store", "s3"),
         *("--prompt-tokens", "1k,16k"),
@@ -155,7 +157,7 @@ def test_a_gain_at_one_length_alone_is_no_yes(capsys: pytest.CaptureFixture[str]
     ids=lambda command: command[0],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_of_stdout_that_has_left_ends_a_command_quietly(
+def test_command_closed_stdout_ends_quietly_with_the_pipe_status(
     command: list[str], unbuffered: str, tmp_path: Path
 ) -> None:
     reader, writer = os.pipe()
@@ -177,7 +179,7 @@ def test_a_reader_of_stdout_that_has_left_ends_a_command_quietly(
     assert ended.returncode == PIPE_STATUS
 
 
-def test_a_pipe_that_is_not_stdout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_other_broken_pipe_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_args: object) -> int:
         raise BrokenPipeError
 

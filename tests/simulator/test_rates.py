@@ -38,14 +38,14 @@ def _over_print(key: tuple[str, float, str, int], tokens: int) -> float:
 
 
 @pytest.mark.parametrize(("key", "tokens"), [c for c in CELLS if not c[0][0].startswith("H100")])
-def test_a_cell_of_the_papers_tables_on_a100_is_at_most_30_percent_off(
+def test_prefill_cost_a100_paper_cells_are_within_30_percent(
     key: tuple[str, float, str, int], tokens: int
 ) -> None:
     """All models, chunks, lengths and utilisations that Tables 3 to 6 print."""
     assert 1 / UNSURE <= _over_print(key, tokens) <= UNSURE
 
 
-def test_the_papers_h100_is_twice_as_slow_as_todays_kernels() -> None:
+def test_prefill_cost_h100_paper_cells_are_predicted_at_half_the_time() -> None:
     """The one exception, named in docs/simulator.md: attention that was made for an A100."""
     ratios = [_over_print(*cell) for cell in CELLS if cell[0][0].startswith("H100")]
     assert len(ratios) == 4
@@ -63,7 +63,7 @@ def test_the_papers_h100_is_twice_as_slow_as_todays_kernels() -> None:
         ("llama-3.1-405b", GPUS["h100"], 16, 3.04),
     ],
 )
-def test_an_estimate_by_hand_is_at_most_30_percent_off(
+def test_prefill_cost_is_within_30_percent_of_hand_estimates(
     model: str, gpu: Gpu, gpus: int, compute_s: float
 ) -> None:
     """16k tokens; by somebody who took 60 % of the peak for matmuls, and 55 % for attention."""
@@ -74,7 +74,7 @@ def test_an_estimate_by_hand_is_at_most_30_percent_off(
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus"), [("qwen3-30b-a3b", "h100", 1), ("deepseek-v3", "h200", 8)]
 )
-def test_a_mixture_reads_few_experts_for_one_token_and_all_for_a_chunk(
+def test_prefill_cost_mixture_reads_few_experts_for_one_token(
     model: str, gpu: str, gpus: int
 ) -> None:
     shape = find_shape(model)
@@ -88,7 +88,7 @@ def test_a_mixture_reads_few_experts_for_one_token_and_all_for_a_chunk(
     ("model", "gpu", "gpus"),
     [("llama-3.1-70b", "l4", 8), ("deepseek-v3", "h200", 8), ("llama-3.1-8b", "a10", 1)],
 )
-def test_the_gpus_asked_for_are_the_fewest_that_hold_the_weights(
+def test_gpus_for_model_is_the_least_count_that_holds_the_weights(
     model: str, gpu: str, gpus: int
 ) -> None:
     shape = find_shape(model)

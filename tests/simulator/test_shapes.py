@@ -22,7 +22,7 @@ def _written(folder: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_by_name_and_by_its_config_file_are_one_shape(name: str, tmp_path: Path) -> None:
+def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) -> None:
     by_file = find_shape(str(_written(tmp_path, MODELS[name])))
     assert by_file == find_shape(name)
     assert by_file.kv_bytes(1) == kv_token_bytes(tmp_path, "bfloat16")
@@ -45,7 +45,7 @@ def test_a_model_by_name_and_by_its_config_file_are_one_shape(name: str, tmp_pat
         ("deepseek-v3", 671e9, 37.5e9),
     ],
 )
-def test_the_parameters_of_a_known_model_are_those_that_its_maker_names(
+def test_shape_parameters_equal_the_published_numbers(
     name: str, parameters: float, active: float
 ) -> None:
     found, config = find_shape(name), MODELS[name]
@@ -55,7 +55,7 @@ def test_the_parameters_of_a_known_model_are_those_that_its_maker_names(
     assert found.active + embeddings == pytest.approx(active, rel=0.02)
 
 
-def test_a_mixture_passes_few_experts_and_holds_all() -> None:
+def test_shape_mixture_uses_few_experts_and_holds_all() -> None:
     mixed = shape_of({**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2})
     assert mixed.has_experts
     assert not find_shape("llama-3.1-8b").has_experts
@@ -72,7 +72,7 @@ def test_a_mixture_passes_few_experts_and_holds_all() -> None:
         ("deepseek-v3", 8, 8),  # MLA: the latent row is on every rank
     ],
 )
-def test_every_rank_stores_what_it_holds(name: str, gpus: int, copies: int) -> None:
+def test_shape_kv_bytes_count_the_copies_on_all_ranks(name: str, gpus: int, copies: int) -> None:
     shape = find_shape(name)
     assert shape.kv_bytes(gpus) == copies * shape.kv_bytes(1)
 
@@ -94,7 +94,7 @@ def test_every_rank_stores_what_it_holds(name: str, gpus: int, copies: int) -> N
         ),
     ],
 )
-def test_a_quantized_checkpoint_has_smaller_weights(
+def test_shape_quantized_checkpoint_has_smaller_weights(
     quantization: dict[str, Any], weight_bytes: float
 ) -> None:
     config = {**LLAMA, "quantization_config": quantization}
@@ -102,13 +102,13 @@ def test_a_quantized_checkpoint_has_smaller_weights(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": "x"}', "\x00", '{"a": 1'])
-def test_a_bad_config_is_a_mistake(tmp_path: Path, text: str) -> None:
+def test_shape_bad_config_file_is_a_config_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config"):
         find_shape(str(tmp_path))
 
 
-def test_window_pools_are_those_of_sglang() -> None:
+def test_shape_window_pools_equal_those_of_sglang() -> None:
     from sglang.srt.configs import model_config
 
     names = set(re.findall(r'"([A-Z]\w+)"', inspect.getsource(model_config))) | WINDOW_POOLS
@@ -214,7 +214,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_plan_refuses_what_the_server_refuses(kind: str, tmp_path: Path) -> None:
+def test_shape_is_refused_exactly_if_the_server_refuses(kind: str, tmp_path: Path) -> None:
     config = CONFIGS[kind]
     reason, context_tokens = _served(config, tmp_path)
     found: Shape = find_shape(str(tmp_path))
@@ -223,6 +223,6 @@ def test_plan_refuses_what_the_server_refuses(kind: str, tmp_path: Path) -> None
         assert found.context_tokens == context_tokens
 
 
-def test_longrope_is_planned_up_to_the_length_that_cake_takes() -> None:
+def test_shape_longrope_context_ends_at_the_original_length() -> None:
     config = {**LLAMA, "original_max_position_embeddings": 4096, "rope_scaling": LONGROPE}
     assert shape_of(config).context_tokens == 4096

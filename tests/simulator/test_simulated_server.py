@@ -39,7 +39,7 @@ prompts = st.lists(
     others=st.sampled_from([None, 0, 200, 448]),
     layers=st.sampled_from([1, 32]),
 )
-def test_every_token_comes_once_and_every_prompt_ends(
+def test_simulated_server_random_prompts_finish_with_every_token_once(
     given_prompts: list[Prompt], policy: Policy, mode: Mode, others: int | None, layers: int
 ) -> None:
     taken = None if others is None else lambda step: others
@@ -60,21 +60,21 @@ def test_every_token_comes_once_and_every_prompt_ends(
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
 
 
-def test_a_link_carries_one_block_at_a_time() -> None:
+def test_simulated_server_link_carries_one_block_at_a_time() -> None:
     server = serve(MACHINE, [Prompt(4096), Prompt(4096, 0.1)], chunk_tokens=CHUNK, mode="load")
     landed = sorted(when_s for result in server.results for when_s, _ in result.landings)
     gaps = [b - a for a, b in itertools.pairwise(landed)]
     assert min(gaps) >= MACHINE.load.block_s - 1e-9
 
 
-def test_two_sources_are_read_at_once() -> None:
+def test_simulated_server_two_sources_are_read_at_once() -> None:
     both = Machine(PREFILL, MACHINE.load, further=(Source(MACHINE.load),))
     one_s = simulate_prompt(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     two_s = simulate_prompt(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     assert two_s < 0.55 * one_s
 
 
-def test_a_source_gives_only_what_it_holds() -> None:
+def test_simulated_server_source_gives_only_the_blocks_it_holds() -> None:
     near = Source(LoadCost(0.02, 0.001), holds=10)
     machine = Machine(PREFILL, MACHINE.load, further=(near,))
     result = simulate_prompt(machine, 8192, chunk_tokens=CHUNK, mode="load")
@@ -82,7 +82,7 @@ def test_a_source_gives_only_what_it_holds() -> None:
     assert result.ttft_s == pytest.approx(0.02 + 54 * 0.015, abs=0.1)
 
 
-def test_adaptive_lets_new_prompts_pass() -> None:
+def test_simulated_server_adaptive_lets_short_prompts_pass() -> None:
     stored = Prompt(16384, rid="stored")
     short = [Prompt(300, 0.1 + 0.01 * i, 0, rid=str(i)) for i in range(8)]
     times: dict[Policy, list[float]] = {}
@@ -94,7 +94,7 @@ def test_adaptive_lets_new_prompts_pass() -> None:
     assert adaptive[0] < 1.5 * fcfs[0]
 
 
-def test_who_waits_for_the_link_does_not_take_it_for_silent() -> None:
+def test_simulated_server_prompt_waiting_for_the_link_still_loads() -> None:
     """A prompt behind others on the link has loads to come, as they had."""
     sizes = (16384, 16384, 4096, 32768)
     for policy in ("fcfs", "adaptive"):
@@ -131,7 +131,9 @@ def stored_prompts(seed: int, count: int, busy: float) -> list[Prompt]:
     ("count", "busy", "at_most"),
     [(4, 0, 0.8), (8, 0, 0.74), (50, 0.8, 0.86), (50, 0.95, 0.81), (60, 1.2, 0.84)],
 )
-def test_smallest_rest_first_lowers_the_mean(count: int, busy: float, at_most: float) -> None:
+def test_simulated_server_adaptive_lowers_the_mean_ttft(
+    count: int, busy: float, at_most: float
+) -> None:
     """docs/scheduling.md has the numbers; theory C.5, without ageing, has 0.68 to 0.78."""
     ratios, longest = [], []
     for seed in range(3 if busy else 12):
@@ -148,7 +150,7 @@ def test_smallest_rest_first_lowers_the_mean(count: int, busy: float, at_most: f
     assert statistics.mean(longest) <= 1.6
 
 
-def test_nobody_starves() -> None:
+def test_queue_order_late_prompts_do_not_starve_a_stored_prompt() -> None:
     # A stored prompt in a stream of new ones that alone would keep the device busy for long.
     stream = [Prompt(512, 0.05 * i, 0, rid=str(i)) for i in range(400)]
     slow = Machine(PREFILL, LoadCost(0.02, 0.1))
@@ -156,7 +158,7 @@ def test_nobody_starves() -> None:
     assert results[0].first_token_s < max(result.finish_s for result in results) / 2
 
 
-def test_requests_that_decode_share_the_steps_of_others() -> None:
+def test_simulated_server_decoding_requests_share_the_steps_of_others() -> None:
     prompts = [Prompt(256, 0, 0, new_tokens=50), Prompt(4096, 0.01, 0)]
     server = serve(MACHINE, prompts, chunk_tokens=CHUNK)
     mixed = [step for step in server.steps if step.decodes and step.plain_tokens]
@@ -165,7 +167,7 @@ def test_requests_that_decode_share_the_steps_of_others() -> None:
     assert sum(step.decodes for step in server.steps) == 49
 
 
-def test_a_hub_slows_those_who_share_it() -> None:
+def test_simulated_server_hub_slows_the_servers_that_share_it() -> None:
     def load_s(servers: int) -> float:
         clock, hub = Clock(), Hub(links=2.0)
         machine = Machine(PREFILL, MACHINE.load, hub=hub)
@@ -179,7 +181,7 @@ def test_a_hub_slows_those_who_share_it() -> None:
     assert load_s(8) == pytest.approx(4 * load_s(1), rel=0.15)
 
 
-def test_work_and_done_are_inverse() -> None:
+def test_speed_trace_work_and_done_are_inverse() -> None:
     speed = Speed((0.0, 1.0, 2.0), (0.5, 0.0, 2.0))
     for begin_s in (0.0, 0.3, 1.5, 4.0):
         for work in (0.1, 0.4, 3.0):

@@ -54,7 +54,7 @@ async def ticks(count=20):
         await asyncio.sleep(0)
 
 
-def test_outside_of_its_hold_a_call_is_left_at_once_and_never_gets_in():
+def test_mooncake_call_cancelled_outside_its_hold_returns_and_never_enters():
     async def test(threads):
         stuck = Stuck(holding=False)
         call = asyncio.create_task(threads.call(stuck))
@@ -69,7 +69,7 @@ def test_outside_of_its_hold_a_call_is_left_at_once_and_never_gets_in():
     with_threads(test, patience_s=60)
 
 
-def test_inside_of_its_hold_a_call_is_waited_for():
+def test_mooncake_call_cancelled_inside_its_hold_is_waited_for():
     async def test(threads):
         stuck = Stuck(holding=True)
         call = asyncio.create_task(threads.call(stuck))
@@ -86,7 +86,7 @@ def test_inside_of_its_hold_a_call_is_waited_for():
     with_threads(test, patience_s=60)
 
 
-def test_when_all_threads_are_late_calls_fail_at_once_until_one_is_back():
+def test_mooncake_calls_with_all_threads_late_fail_until_one_returns():
     async def test(threads):
         stuck = Stuck(holding=False)
         with pytest.raises(StoreUnavailable, match="no answer within"):
@@ -101,7 +101,7 @@ def test_when_all_threads_are_late_calls_fail_at_once_until_one_is_back():
     with_threads(test, patience_s=0.5)
 
 
-def test_a_call_that_was_cancelled_a_moment_ago_is_not_late():
+def test_mooncake_call_after_a_just_cancelled_call_waits_and_is_served():
     async def test(threads):
         stuck = Stuck(holding=False)
         call = asyncio.create_task(threads.call(stuck))
@@ -135,7 +135,7 @@ def test_queued_calls_fail_when_the_threads_are_shut():
     with_threads(test, patience_s=60)
 
 
-def test_a_hold_keeps_out_who_comes_after_the_leaving():
+def test_mooncake_hold_entered_after_leave_raises_stopped():
     hold = Hold()
     with hold:
         pass

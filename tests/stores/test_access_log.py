@@ -42,7 +42,7 @@ def keys(*names):
     return [key_of(name) for name in names]
 
 
-def test_stored_blocks_and_those_put_later_know_what_they_are_used_for(tmp_path):
+def test_block_folder_request_facts_reach_stored_and_later_blocks(tmp_path):
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
         folder.touched(DIGEST, keys(0, 1), FACTS)
@@ -53,7 +53,7 @@ def test_stored_blocks_and_those_put_later_know_what_they_are_used_for(tmp_path)
         assert (first.uses, second.uses) == (1, 0)
 
 
-def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
+def test_block_folder_extended_prompt_is_turn_two_after_a_restart(tmp_path):
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         folder.touched(DIGEST, keys(0, 1), FACTS)
         put(folder, 0)
@@ -65,7 +65,7 @@ def test_a_prompt_that_goes_on_is_the_next_turn_also_after_a_restart(tmp_path):
         assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
 
-def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, monkeypatch):
+def test_block_folder_read_being_recorded_protects_its_block(tmp_path, monkeypatch):
     touch, evictions = BlockIndex.touch, []
 
     def slow(index, touches):
@@ -85,7 +85,7 @@ def test_a_read_that_is_just_being_written_down_protects_its_block(tmp_path, mon
         assert there(folder, (0, 1)) == [0]
 
 
-def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
+def test_access_log_unwritable_request_facts_lose_only_that_request(tmp_path):
     """Facts are checked before; whatever else may come, it is one request's own loss."""
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
@@ -102,7 +102,7 @@ def test_news_that_cannot_be_written_take_no_others_along(tmp_path):
         assert second.uses == 0
 
 
-def test_what_the_policy_learned_outlives_a_restart(tmp_path):
+def test_block_folder_policy_fits_are_restored_after_a_restart(tmp_path):
     fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
     folder = opened_folder(tmp_path, policy="workload")
     with contextlib.closing(folder), folder.supervisor.open() as index:
@@ -112,7 +112,7 @@ def test_what_the_policy_learned_outlives_a_restart(tmp_path):
         assert folder.evictor._policy.fits_to_save() == fits
 
 
-def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
+def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):
     options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
         with folder.supervisor.open() as index:
@@ -128,7 +128,7 @@ def test_blocks_that_are_not_worth_writing_are_skipped_and_counted(tmp_path):
         assert put(folder, 2)
 
 
-def test_a_tenant_over_its_quota_makes_way(tmp_path):
+def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
     tenant_rules = TenantRules(quota_bytes=5 * 300_000)
     with contextlib.closing(opened_folder(tmp_path, tenant_rules=tenant_rules)) as folder:
         for name in range(20):
@@ -145,7 +145,7 @@ def test_a_tenant_over_its_quota_makes_way(tmp_path):
 
 @settings(deadline=None)
 @given(told=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=20))
-def test_each_block_of_a_request_is_news_once(told):
+def test_access_log_repeated_requests_report_each_block_once(told):
     log, longest = AccessLog(), {}
     for request, length in told:
         accesses = log.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
@@ -154,7 +154,7 @@ def test_each_block_of_a_request_is_news_once(told):
         longest[request] = max(before, length)
 
 
-def test_what_is_remembered_of_requests_is_bounded():
+def test_access_log_many_requests_keep_a_bounded_memory():
     log = AccessLog()
     for number in range(MOST_REQUESTS + 10):
         log.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
@@ -173,7 +173,7 @@ def test_what_is_remembered_of_requests_is_bounded():
         st.none() | st.builds(Benefit, load_s=st.floats(1e-6, 1e4)),
     )
 )
-def test_facts_survive_the_wire(facts):
+def test_request_facts_json_round_trip_gives_equal_facts(facts):
     text = facts.to_json()
     assert text.isascii()
     assert "\n" not in text
@@ -200,12 +200,12 @@ def test_facts_survive_the_wire(facts):
         {"more": 1},
     ],
 )
-def test_facts_from_strangers_are_checked(change):
+def test_request_facts_from_invalid_json_raise_value_error(change):
     with pytest.raises(ValueError, match=r"bounds|fields|type|characters|numbers|worth|surrogates"):
         RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
 
 
-def test_a_recording_has_neither_keys_nor_tokens_and_one_line_a_request(tmp_path):
+def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
     path = tmp_path / "trace.jsonl"
 
     async def main():
@@ -230,7 +230,7 @@ def test_a_recording_has_neither_keys_nor_tokens_and_one_line_a_request(tmp_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_file_store_listens(tmp_path):
+def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path):
     async def main():
         store = opened(tmp_path)
         assert isinstance(store, AccessListener)

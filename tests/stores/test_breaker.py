@@ -20,7 +20,7 @@ def opened(now_s=0.0):
     return breaker
 
 
-def test_it_opens_after_failures_in_a_row_and_not_before():
+def test_breaker_opens_only_after_consecutive_failures():
     breaker = new()
     for _ in range(3):
         for _ in range(FAILURES - 1):
@@ -31,7 +31,7 @@ def test_it_opens_after_failures_in_a_row_and_not_before():
     assert opened().openings == 1
 
 
-def test_one_probe_and_only_one_when_the_time_is_over():
+def test_breaker_after_the_wait_allows_exactly_one_probe():
     breaker = opened()
     assert breaker.ask(FIRST_S - 0.01) is None
     probe = breaker.ask(FIRST_S)
@@ -42,7 +42,7 @@ def test_one_probe_and_only_one_when_the_time_is_over():
     assert breaker.ask(FIRST_S) is not None
 
 
-def test_failed_probes_double_the_wait_up_to_a_bound_and_success_forgets():
+def test_breaker_failed_probes_double_the_wait_and_success_resets_it():
     breaker, now_s, waits = opened(), 0.0, []
     for _ in range(5):
         before_s = now_s
@@ -57,7 +57,7 @@ def test_failed_probes_double_the_wait_up_to_a_bound_and_success_forgets():
     assert breaker.ask(now_s + FIRST_S) is not None
 
 
-def test_a_call_is_a_probe_at_once_where_others_are_answered_again():
+def test_breaker_may_be_back_allows_one_probe_at_once():
     breaker = opened()
     breaker.may_be_back()
     probe = breaker.ask(0.1)
@@ -69,7 +69,7 @@ def test_a_call_is_a_probe_at_once_where_others_are_answered_again():
     assert closed.is_closed
 
 
-def test_an_abandoned_probe_lets_the_next_one_go():
+def test_breaker_abandoned_probe_allows_the_next_probe():
     breaker = opened()
     breaker.abandoned(breaker.ask(FIRST_S))
     assert not breaker.is_closed
@@ -77,7 +77,7 @@ def test_an_abandoned_probe_lets_the_next_one_go():
     assert breaker.is_closed
 
 
-def test_calls_from_before_it_opened_say_nothing():
+def test_breaker_results_of_calls_before_opening_are_ignored():
     breaker = new()
     early = [breaker.ask(0) for _ in range(FAILURES + 2)]
     for ticket in early[:FAILURES]:

@@ -53,7 +53,7 @@ async def ticks(count=20):
         await asyncio.sleep(0)
 
 
-def test_a_cancelled_read_waits_for_its_thread_and_stops_it_early(
+def test_file_store_cancelled_read_waits_for_its_thread_and_stops_early(
     tmp_path, monkeypatch, small_pieces
 ):
     async def test(store):
@@ -77,7 +77,9 @@ def test_a_cancelled_read_waits_for_its_thread_and_stops_it_early(
     with_store(tmp_path, test)
 
 
-def test_a_cancelled_put_stops_early_and_shows_nothing(tmp_path, monkeypatch, small_pieces):
+def test_file_store_cancelled_put_stops_early_and_stores_no_block(
+    tmp_path, monkeypatch, small_pieces
+):
     async def test(store):
         held = Held(os.writev)
         monkeypatch.setattr(os, "writev", held)
@@ -98,7 +100,7 @@ def test_a_cancelled_put_stops_early_and_shows_nothing(tmp_path, monkeypatch, sm
     with_store(tmp_path, test)
 
 
-def test_a_put_cancelled_after_its_rename_shows_the_whole_block(tmp_path, monkeypatch):
+def test_file_store_put_cancelled_during_its_rename_stores_the_block(tmp_path, monkeypatch):
     async def test(store):
         held = Held(os.replace)
         monkeypatch.setattr(os, "replace", held)
@@ -113,7 +115,7 @@ def test_a_put_cancelled_after_its_rename_shows_the_whole_block(tmp_path, monkey
     with_store(tmp_path, test)
 
 
-def test_a_read_cancelled_in_the_queue_returns_at_once_and_never_starts(tmp_path, monkeypatch):
+def test_file_store_queued_read_cancelled_returns_at_once_and_never_runs(tmp_path, monkeypatch):
     async def test(store):
         held = Held(os.preadv)
         monkeypatch.setattr(os, "preadv", held)
@@ -134,7 +136,7 @@ def test_a_read_cancelled_in_the_queue_returns_at_once_and_never_starts(tmp_path
     with_store(tmp_path, test)
 
 
-def test_reads_and_writes_do_not_wait_for_each_other(tmp_path, monkeypatch):
+def test_file_store_read_during_a_blocked_write_completes(tmp_path, monkeypatch):
     async def test(store):
         held = Held(os.writev)
         monkeypatch.setattr(os, "writev", held)
@@ -147,7 +149,7 @@ def test_reads_and_writes_do_not_wait_for_each_other(tmp_path, monkeypatch):
     with_store(tmp_path, test)
 
 
-def test_close_fails_what_is_queued_and_lets_end_what_runs(tmp_path, monkeypatch):
+def test_file_store_close_fails_queued_reads_and_waits_for_the_running(tmp_path, monkeypatch):
     async def test(store):
         held = Held(os.preadv)
         monkeypatch.setattr(os, "preadv", held)
@@ -166,7 +168,7 @@ def test_close_fails_what_is_queued_and_lets_end_what_runs(tmp_path, monkeypatch
     with_store(tmp_path, test)
 
 
-def test_an_error_of_a_cancelled_call_is_not_logged(caplog):
+def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
     started, go = threading.Event(), threading.Event()
 
     def work(stop):

@@ -74,7 +74,7 @@ def folder(tmp_path):
     it.close()
 
 
-def test_old_blocks_make_way(folder, tmp_path):
+def test_block_folder_at_capacity_evicts_the_oldest_blocks(folder, tmp_path):
     for name in range(150):
         assert put(folder, name)
         assert du_bytes(tmp_path) <= CAPACITY_BYTES
@@ -88,7 +88,7 @@ def test_old_blocks_make_way(folder, tmp_path):
     assert len(left) * STORED_BYTES > CAPACITY_BYTES // 2  # and the room is used
 
 
-def test_what_is_read_stays_also_after_a_restart(folder, tmp_path):
+def test_block_folder_read_blocks_survive_eviction_after_a_restart(folder, tmp_path):
     for name in range(10):
         put(folder, name)
     for name in (0, 1):
@@ -104,7 +104,7 @@ def test_what_is_read_stays_also_after_a_restart(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("lru", 2), ("fifo", None), ("lfu", 1)])
-def test_policies(tmp_path, policy, kept):
+def test_block_folder_eviction_follows_the_chosen_policy(tmp_path, policy, kept):
     folder = opened(tmp_path, policy=policy)
     for name in range(3):
         put(folder, name)
@@ -117,7 +117,7 @@ def test_policies(tmp_path, policy, kept):
     folder.close()
 
 
-def test_two_processes_share_the_capacity(tmp_path):
+def test_block_folder_two_instances_share_one_capacity(tmp_path):
     one, two = opened(tmp_path), opened(tmp_path)
     for name in range(60):
         assert put(one, ("one", name))
@@ -134,7 +134,7 @@ def test_two_processes_share_the_capacity(tmp_path):
     two.close()
 
 
-def test_a_block_that_another_process_has_read_is_not_the_oldest(tmp_path):
+def test_block_folder_read_in_another_instance_updates_the_order(tmp_path):
     one, two = opened(tmp_path), opened(tmp_path)
     for name in range(3):
         put(one, name)
@@ -147,7 +147,7 @@ def test_a_block_that_another_process_has_read_is_not_the_oldest(tmp_path):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_block_that_is_being_read_is_not_evicted(tmp_path, policy):
+def test_block_folder_block_being_read_is_not_evicted(tmp_path, policy):
     folder = opened(tmp_path, policy=policy)
     for name in range(3):
         put(folder, name)
@@ -163,7 +163,7 @@ def test_a_block_that_is_being_read_is_not_evicted(tmp_path, policy):
     folder.close()
 
 
-def test_when_nothing_can_make_way_the_store_is_full(tmp_path):
+def test_block_folder_with_all_blocks_in_use_raises_store_full(tmp_path):
     folder = opened(tmp_path)
     with contextlib.ExitStack() as held:
 
@@ -180,7 +180,7 @@ def test_when_nothing_can_make_way_the_store_is_full(tmp_path):
     folder.close()
 
 
-def test_a_block_that_somebody_is_writing_is_there_already(folder):
+def test_block_folder_put_of_a_block_being_written_returns_false(folder):
     with folder.writing(DIGEST, key_of(0), STORED_BYTES) as file:
         assert file is not None
         assert put(folder, 0) is False
@@ -194,7 +194,7 @@ def booked(folder):
         return index.totals()[0]
 
 
-def test_corrupt_files_are_counted_until_they_are_removed(folder, tmp_path):
+def test_block_folder_corrupt_files_count_until_they_are_removed(folder, tmp_path):
     for name in range(MAX_SET_ASIDE + 3):
         put(folder, name)
         with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(name)):
@@ -207,7 +207,7 @@ def test_corrupt_files_are_counted_until_they_are_removed(folder, tmp_path):
     assert folder.stats().blocks == 0
 
 
-def test_a_reader_of_the_old_file_does_not_set_the_new_one_aside(folder):
+def test_block_folder_corrupt_old_file_leaves_its_replacement_in_place(folder):
     put(folder, 0)
 
     def read_slowly():
@@ -241,7 +241,7 @@ def wreck(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["absent", "garbage", "page", "empty"])
-def test_books_are_made_anew_from_the_files(tmp_path, how):
+def test_index_lost_or_damaged_is_rebuilt_from_the_files(tmp_path, how):
     folder = opened(tmp_path)
     for name in range(20):
         put(folder, name)
@@ -263,7 +263,7 @@ def test_books_are_made_anew_from_the_files(tmp_path, how):
     again.close()
 
 
-def test_books_that_vanish_while_open_are_made_anew(folder, tmp_path):
+def test_index_deleted_while_open_is_rebuilt(folder, tmp_path):
     put(folder, 0)
     wreck(tmp_path, "absent")
     deadline_s = time.monotonic() + 60
@@ -278,7 +278,7 @@ def test_books_that_vanish_while_open_are_made_anew(folder, tmp_path):
     assert folder.stats().blocks == 2
 
 
-def test_after_a_reboot_the_disk_is_believed(tmp_path):
+def test_index_from_before_a_reboot_is_rebuilt_once(tmp_path):
     folder = opened(tmp_path)
     put(folder, 0)
     folder.close()
@@ -295,7 +295,7 @@ def test_after_a_reboot_the_disk_is_believed(tmp_path):
     third.close()
 
 
-def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_path, monkeypatch):
+def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path, monkeypatch):
     folder = opened(tmp_path)
     put(folder, 0)
     folder.close()
@@ -320,7 +320,7 @@ def test_while_the_books_are_being_made_blocks_are_read_and_none_written(tmp_pat
     again.close()
 
 
-def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
+def test_index_reservation_of_a_dead_writer_is_released(tmp_path):
     folder = opened(tmp_path)
     child = os.fork()
     if child == 0:
@@ -342,7 +342,7 @@ def test_what_a_dead_writer_had_booked_is_given_back(tmp_path):
 # ---- killed ----
 
 
-def test_writers_that_evict_are_killed_at_random_moments(tmp_path):
+def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
     """No lie, nothing lost that was finished, the capacity kept, and every file booked, after each
     of many kills, whatever policy decides."""
     writers = Nursery(tmp_path)

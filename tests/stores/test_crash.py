@@ -110,7 +110,7 @@ def check(root):
     return names
 
 
-def test_writers_killed_at_random_moments(writers, tmp_path):
+def test_file_store_writers_killed_at_random_lose_no_finished_block(writers, tmp_path):
     moments = random.Random(7)
     kept = 0
     for turn in range(KILLS):
@@ -120,7 +120,7 @@ def test_writers_killed_at_random_moments(writers, tmp_path):
     assert kept >= KILLS // 3  # since its first put, a writer's every second block is there
 
 
-def test_a_writer_killed_before_each_of_its_system_calls(writers, tmp_path):
+def test_file_store_put_killed_before_each_system_call_is_atomic(writers, tmp_path):
     check(tmp_path)
     visible = []
     for at in range(100):
@@ -140,7 +140,7 @@ def test_a_writer_killed_before_each_of_its_system_calls(writers, tmp_path):
     assert visible.count(True) > 2
 
 
-def test_two_processes_put_the_same_blocks(writers, tmp_path):
+def test_file_store_same_blocks_from_two_processes_are_stored_whole(writers, tmp_path):
     for _ in range(5):
         writers.start("race")
         assert writers.ended() == 0

@@ -121,7 +121,9 @@ def beside_a_page(size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_every_size_comes_back_bit_for_bit(tmp_path, small_pieces, size, new_out, is_cold):
+def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
+    tmp_path, small_pieces, size, new_out, is_cold
+):
     async def test(stored):
         if is_cold:
             await stored.make_cold()
@@ -131,7 +133,7 @@ def test_every_size_comes_back_bit_for_bit(tmp_path, small_pieces, size, new_out
 
 
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_what_has_come_is_told_piece_by_piece(tmp_path, small_pieces, is_cold):
+def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pieces, is_cold):
     size = 3 * SMALL + 100
 
     async def test(stored):
@@ -148,7 +150,7 @@ def test_what_has_come_is_told_piece_by_piece(tmp_path, small_pieces, is_cold):
     with_block(tmp_path, size, test)
 
 
-def test_a_cold_block_never_enters_the_page_cache(disk, monkeypatch, small_pieces):
+def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch, small_pieces):
     async def test(stored):
         await stored.make_cold()
         reads = Reads(monkeypatch)
@@ -159,9 +161,7 @@ def test_a_cold_block_never_enters_the_page_cache(disk, monkeypatch, small_piece
     with_block(disk, 3 * SMALL, test)
 
 
-def test_the_end_of_a_payload_that_fills_no_page_is_read_the_usual_way(
-    disk, monkeypatch, small_pieces
-):
+def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch, small_pieces):
     async def test(stored):
         await stored.make_cold()
         reads = Reads(monkeypatch)
@@ -171,7 +171,7 @@ def test_the_end_of_a_payload_that_fills_no_page_is_read_the_usual_way(
     with_block(disk, 2 * SMALL + 100, test)
 
 
-def test_what_the_page_cache_has_comes_from_there(disk, monkeypatch, small_pieces):
+def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch, small_pieces):
     async def test(stored):
         assert stored.is_cached()  # it was just written
         reads = Reads(monkeypatch)
@@ -181,7 +181,7 @@ def test_what_the_page_cache_has_comes_from_there(disk, monkeypatch, small_piece
     with_block(disk, SMALL, test)
 
 
-def test_memory_that_is_not_on_a_page_is_filled_through_the_page_cache(disk, monkeypatch):
+def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
     async def test(stored):
         await stored.make_cold()
         reads = Reads(monkeypatch)
@@ -192,7 +192,7 @@ def test_memory_that_is_not_on_a_page_is_filled_through_the_page_cache(disk, mon
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_a_disk_that_wants_it_otherwise_is_read_the_usual_way(
+def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
     disk, monkeypatch, small_pieces, number
 ):
     def refuse(direct):
@@ -208,7 +208,7 @@ def test_a_disk_that_wants_it_otherwise_is_read_the_usual_way(
     with_block(disk, 3 * SMALL, test)
 
 
-def test_an_error_of_the_disk_is_not_asked_for_twice(disk, monkeypatch, small_pieces):
+def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monkeypatch, small_pieces):
     def fail(direct):
         raise OSError(errno.EIO, "broken")
 
@@ -222,7 +222,7 @@ def test_an_error_of_the_disk_is_not_asked_for_twice(disk, monkeypatch, small_pi
     with_block(disk, 3 * SMALL, test)
 
 
-def test_a_file_system_without_direct_reads_is_read_the_usual_way(disk, monkeypatch, small_pieces):
+def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatch, small_pieces):
     real = fcntl.fcntl
 
     def refuse(fd, command, *args):
@@ -243,7 +243,7 @@ def test_a_file_system_without_direct_reads_is_read_the_usual_way(disk, monkeypa
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
 @pytest.mark.parametrize("size", [SMALL, SMALL + 1])
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
-def test_a_store_in_memory_is_read(small_pieces, size, new_out):
+def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_out):
     async def test(stored):
         assert await stored.read(new_out(size)) == stored.data
 
@@ -252,7 +252,7 @@ def test_a_store_in_memory_is_read(small_pieces, size, new_out):
 
 
 @pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + SMALL, HEADER_BYTES + 2 * SMALL])
-def test_a_wrong_byte_is_found_and_set_aside(disk, monkeypatch, small_pieces, at):
+def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, small_pieces, at):
     async def test(stored):
         with stored.path.open("r+b") as file:
             file.seek(at)
@@ -270,7 +270,7 @@ def test_a_wrong_byte_is_found_and_set_aside(disk, monkeypatch, small_pieces, at
     with_block(disk, 3 * SMALL, test)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_corrupt(disk, monkeypatch, small_pieces):
+def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch, small_pieces):
     async def test(stored):
         await stored.make_cold()
         reads = Reads(monkeypatch, lambda direct: os.truncate(stored.path, HEADER_BYTES + 100))
@@ -281,7 +281,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_corrupt(disk, monkeypatch, small
     with_block(disk, 3 * SMALL, test)
 
 
-def test_a_cancelled_direct_read_lets_go_of_the_memory_first(disk, monkeypatch, small_pieces):
+def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, small_pieces):
     entered, go = threading.Event(), threading.Event()
 
     def hold(direct):
@@ -308,7 +308,7 @@ def test_a_cancelled_direct_read_lets_go_of_the_memory_first(disk, monkeypatch, 
     with_block(disk, 3 * SMALL, test)
 
 
-def test_a_cancelled_read_waits_for_the_check_of_what_came(disk, monkeypatch, small_pieces):
+def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch, small_pieces):
     real, entered, go = Incoming.check, threading.Event(), threading.Event()
 
     def hold(block, payload):
@@ -332,7 +332,7 @@ def test_a_cancelled_read_waits_for_the_check_of_what_came(disk, monkeypatch, sm
     with_block(disk, 3 * SMALL, test)
 
 
-def test_files_without_pages_have_nothing_to_bring(tmp_path):
+def test_is_cached_empty_file_and_pipe_count_as_cached(tmp_path):
     place = tmp_path / "empty"
     place.touch()
     with place.open("rb") as file:
@@ -345,7 +345,7 @@ def test_files_without_pages_have_nothing_to_bring(tmp_path):
             os.close(end)
 
 
-def test_new_memory_is_on_a_page():
+def test_on_page_new_memory_is_page_aligned_and_of_its_size():
     for size in (1, PAGE_BYTES, PAGE_BYTES + 1):
         out = on_page(size)
         assert is_on_page(out)

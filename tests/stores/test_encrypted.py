@@ -137,7 +137,7 @@ def path_of(folder, key):
 # ---- what an attacker finds ----
 
 
-def test_nothing_of_a_block_lies_on_the_disk(tmp_path):
+def test_encrypted_store_disk_has_neither_block_bytes_nor_the_secret(tmp_path):
     block = bytes(block_of("a"))
     with_store(opened(tmp_path), put_a)
     plain = tmp_path / "plain"
@@ -158,7 +158,7 @@ def test_nothing_of_a_block_lies_on_the_disk(tmp_path):
     assert SECRET.hex().encode() not in kept
 
 
-def test_equal_blocks_are_sealed_differently_each_time(tmp_path):
+def test_encrypted_store_equal_blocks_have_different_ciphertexts(tmp_path):
     async def test(store):
         found = []
         for _ in range(2):
@@ -172,7 +172,7 @@ def test_equal_blocks_are_sealed_differently_each_time(tmp_path):
     assert first[NONCE_BYTES:] != second[NONCE_BYTES:]
 
 
-def test_another_key_and_no_key_find_nothing(tmp_path):
+def test_encrypted_store_another_key_or_none_finds_no_blocks(tmp_path):
     async def finds_nothing(store):
         assert await store.contains([A]) == [False]
         with pytest.raises(BlockMissing):
@@ -212,7 +212,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
+def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
     async def test(store):
         await put_a(store)
         forge(path_of(tmp_path, A), FORGERIES[forgery])
@@ -226,7 +226,7 @@ def test_a_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
     assert with_store(opened(tmp_path), test) == block_of("a")
 
 
-def test_the_forgery_would_be_believed_were_it_not_sealed(tmp_path):
+def test_file_store_forged_block_without_encryption_is_accepted(tmp_path):
     async def test(store):
         await put_a(store)
         forge(path_of(tmp_path, A), lambda raw: flipped(raw, 3))
@@ -236,7 +236,7 @@ def test_the_forgery_would_be_believed_were_it_not_sealed(tmp_path):
     assert with_store(plain, test) == flipped(bytes(block_of("a")), 3)
 
 
-def test_swapped_payloads_are_corrupt_though_their_headers_fit(tmp_path):
+def test_encrypted_store_swapped_payloads_are_corrupt(tmp_path):
     async def test(store):
         await put_a(store)
         await store.put(B, block_of("b"))
@@ -250,7 +250,7 @@ def test_swapped_payloads_are_corrupt_though_their_headers_fit(tmp_path):
     with_store(opened(tmp_path), test)
 
 
-def test_a_payload_of_another_namespace_is_corrupt(tmp_path):
+def test_encrypted_store_payload_of_another_namespace_is_corrupt(tmp_path):
     other = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
     with_store(opened(tmp_path, frame=other), put_a)
     theirs = path_of(tmp_path, A).read_bytes()[HEADER_BYTES:]
@@ -265,7 +265,7 @@ def test_a_payload_of_another_namespace_is_corrupt(tmp_path):
     with_store(opened(tmp_path), test)
 
 
-def test_a_file_cut_short_is_corrupt(tmp_path):
+def test_encrypted_store_truncated_file_is_corrupt(tmp_path):
     async def test(store):
         await put_a(store)
         os.truncate(path_of(tmp_path, A), HEADER_BYTES + LAYOUT.block_bytes)
@@ -281,7 +281,7 @@ class UndeletableStore(FaultyStore):
         raise StoreUnavailable("read-only")
 
 
-def test_a_forged_block_that_cannot_be_deleted_stays_corrupt():
+def test_encrypted_store_undeletable_forged_block_stays_corrupt():
     inner = UndeletableStore(MemoryStore())
 
     async def test(store):
@@ -297,7 +297,7 @@ def test_a_forged_block_that_cannot_be_deleted_stays_corrupt():
 # ---- the namespace and the header ----
 
 
-def test_the_stored_namespace_names_the_key_and_not_the_secret(tmp_path):
+def test_encrypted_store_namespace_names_the_key_without_its_secret(tmp_path):
     with_store(opened(tmp_path), put_a)
     (plain,) = parse_sources(f"file://{tmp_path}/kv?min_free=0")
     (stored,) = asyncio.run(plain.namespaces())
@@ -311,7 +311,7 @@ def test_the_stored_namespace_names_the_key_and_not_the_secret(tmp_path):
     assert header.payload_bytes == LAYOUT.block_bytes + 28
 
 
-def test_a_tool_without_the_key_can_check_sealed_blocks(tmp_path):
+def test_file_source_without_the_key_checks_sealed_blocks(tmp_path):
     with_store(opened(tmp_path), put_a)
     (plain,) = parse_sources(f"file://{tmp_path}/kv?min_free=0")
     (stored,) = asyncio.run(plain.namespaces())
@@ -330,7 +330,7 @@ def test_a_tool_without_the_key_can_check_sealed_blocks(tmp_path):
     with_store(open_store([plain], frame, depth=1), test)
 
 
-def test_a_sealed_source_shows_what_its_key_sealed(tmp_path):
+def test_encrypted_source_namespaces_are_those_of_its_key(tmp_path):
     with_store(opened(tmp_path), put_a)
     with_store(opened(tmp_path, bytes(32)), put_a)
     plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
@@ -353,7 +353,7 @@ class Hostile:
 @pytest.mark.parametrize(
     "fields", [{}, {"sealed": 3}, {"model": None, "sealed": "x"}, {"a": "\ud800"}, {"a": ["b"]}]
 )
-def test_hostile_descriptions_are_passed_over(tmp_path, fields):
+def test_encrypted_source_malformed_descriptions_are_ignored(tmp_path, fields):
     source = EncryptedSource(Hostile([StoredNamespace(bytes(32), fields)]), key_file(tmp_path))
     assert asyncio.run(source.namespaces()) == []
 
@@ -364,7 +364,7 @@ def hkdf(info, length):
     return hmac.digest(prk, info + b"\1", "sha256")[:length]
 
 
-def test_a_sealed_file_is_opened_by_what_the_document_says(tmp_path):
+def test_encrypted_store_file_is_decrypted_as_documented(tmp_path):
     with_store(opened(tmp_path), put_a)
     path = path_of(tmp_path, A)
     namespace = bytes.fromhex(path.parts[-4])
@@ -378,7 +378,7 @@ def test_a_sealed_file_is_opened_by_what_the_document_says(tmp_path):
 # ---- the store ----
 
 
-def test_a_block_that_is_there_is_not_replaced():
+def test_encrypted_store_second_put_leaves_the_stored_bytes():
     store = sealed_memory()
 
     async def test(store):
@@ -390,7 +390,7 @@ def test_a_block_that_is_there_is_not_replaced():
     with_store(store, test)
 
 
-def test_memory_is_bounded_by_the_depth_and_reused():
+def test_encrypted_store_many_calls_keep_idle_buffers_bounded():
     async def test(store):
         for _ in range(3):
             await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(20)))
@@ -401,7 +401,7 @@ def test_memory_is_bounded_by_the_depth_and_reused():
     with_store(sealed_memory(depth=3), test)
 
 
-def test_large_blocks_are_sealed_by_several_threads_at_once():
+def test_encrypted_store_parallel_large_blocks_are_read_back():
     layout = replace(LAYOUT, block_tokens=2**15)
     cipher = BlockCipher(bytes(32), NAMESPACE.digest())
     store = EncryptedStore(MemoryStore(), cipher, block_bytes=layout.block_bytes, depth=4)
@@ -456,7 +456,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_a_bad_key_file_is_one_line_that_gives_nothing_away(tmp_path, how):
+def test_key_file_invalid_is_one_error_line_without_the_secret(tmp_path, how):
     path = key_file(tmp_path)
     (source,) = parse_sources(f"file://{tmp_path}/kv?key_file={path}")
     spoil(path, how)
@@ -470,7 +470,7 @@ def test_a_bad_key_file_is_one_line_that_gives_nothing_away(tmp_path, how):
 
 
 @pytest.mark.parametrize("text", [SECRET.hex(), SECRET.hex() + "\n", SECRET.hex().upper() + " \n"])
-def test_a_good_key_file(tmp_path, text):
+def test_key_file_with_hex_digits_gives_the_master_key(tmp_path, text):
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(0o400)
@@ -479,19 +479,19 @@ def test_a_good_key_file(tmp_path, text):
     source.check()
 
 
-def test_the_secret_is_not_in_what_is_printed():
+def test_master_key_repr_hides_the_secret():
     text = repr(MasterKey(SECRET))
     assert SECRET.hex() not in text
     assert repr(SECRET)[2:12] not in text
 
 
 @pytest.mark.parametrize("value", ["", "key", "~/key", "/a%00b"])
-def test_a_key_files_path_is_absolute(value):
+def test_key_file_option_without_an_absolute_path_is_refused(value):
     with pytest.raises(ConfigError, match=r"'key_file': '.*' is not an absolute path"):
         parse_sources(f"file:///a?key_file={value}")
 
 
-def test_parsing_reads_no_file():
+def test_parse_sources_key_file_option_opens_no_file():
     (source,) = parse_sources("file:///a?key_file=/nowhere/key&fsync=data")
     assert source.key_file == Path("/nowhere/key")
     assert source.inner.fsync == "data"

@@ -27,7 +27,7 @@ def sealed_url(tmp_path):
     return url
 
 
-def test_cp_seals_and_unseals(sealed_url, tmp_path, capsys):
+def test_store_cp_from_sealed_to_plain_writes_plain_blocks(sealed_url, tmp_path, capsys):
     plain = tmp_path / "copy"
     plain.mkdir()
     capsys.readouterr()
@@ -39,7 +39,7 @@ def test_cp_seals_and_unseals(sealed_url, tmp_path, capsys):
         assert bytes(block_of("a"))[:64] not in path.read_bytes()
 
 
-def test_ls_shows_what_the_key_sealed(sealed_url, capsys):
+def test_store_ls_with_the_key_lists_only_its_sealed_blocks(sealed_url, capsys):
     capsys.readouterr()
     (listed,) = told(capsys, "ls", sealed_url)["stores"][0]["namespaces"]
     assert listed["blocks"] == 2
@@ -47,7 +47,7 @@ def test_ls_shows_what_the_key_sealed(sealed_url, capsys):
 
 
 @pytest.mark.parametrize("with_key", [True, False])
-def test_verify_finds_the_damaged_block(sealed_url, tmp_path, capsys, with_key):
+def test_store_verify_sealed_store_finds_the_damaged_block(sealed_url, tmp_path, capsys, with_key):
     root = tmp_path / "kv"
     shutil.rmtree(root / ALICE.digest.hex())
     flip(file_of(root, SEALED, "a"))
@@ -56,7 +56,7 @@ def test_verify_finds_the_damaged_block(sealed_url, tmp_path, capsys, with_key):
     assert (answer["ok"], answer["corrupt"]) == (1, 1)
 
 
-def test_bench_measures_a_sealed_store_and_leaves_nothing(sealed_url, tmp_path, capsys):
+def test_store_bench_sealed_store_is_measured_and_left_unchanged(sealed_url, tmp_path, capsys):
     before = sorted(path.name for path in (tmp_path / "kv").iterdir() if path.is_dir())
     capsys.readouterr()
     runs = told(
@@ -66,7 +66,7 @@ def test_bench_measures_a_sealed_store_and_leaves_nothing(sealed_url, tmp_path, 
     assert sorted(path.name for path in (tmp_path / "kv").iterdir() if path.is_dir()) == before
 
 
-def test_what_is_sealed_is_not_sealed_again(sealed_url, tmp_path, capsys):
+def test_store_cp_of_sealed_blocks_to_a_sealed_store_is_refused(sealed_url, tmp_path, capsys):
     shutil.rmtree(tmp_path / "kv" / ALICE.digest.hex())
     other = f"{url_of(tmp_path / 'twice')}&key_file={tmp_path / 'key'}"
     (tmp_path / "twice").mkdir()

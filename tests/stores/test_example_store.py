@@ -31,7 +31,7 @@ def installed(tmp_path_factory, monkeypatch):
     sys.modules.pop("cake_sqlite_store", None)
 
 
-def test_example_names_the_entry_point_that_is_tested():
+def test_example_store_pyproject_names_the_tested_entry_point():
     assert 'sqlite = "cake_sqlite_store:parse"' in (EXAMPLE / "pyproject.toml").read_text()
     assert importlib.util.find_spec("cake_sqlite_store") is not None
 

@@ -17,7 +17,7 @@ async def filled(*names):
     return store
 
 
-def test_slow_store_lets_reads_go_one_by_one():
+def test_slow_store_held_reads_complete_one_by_one_when_released():
     async def main():
         store = SlowStore(await filled("a", "b"))
         first = asyncio.create_task(read(store, key_of("a")))
@@ -38,7 +38,7 @@ def test_slow_store_lets_reads_go_one_by_one():
 
 
 @pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x"), StoreUnavailable("x")])
-def test_faulty_store_fails_chosen_keys_and_leaves_garbage(error):
+def test_faulty_store_chosen_key_raises_its_error_and_leaves_garbage(error):
     async def main():
         store = FaultyStore(await filled("a", "b"))
         store.fail(key_of("a"), error)
@@ -53,7 +53,7 @@ def test_faulty_store_fails_chosen_keys_and_leaves_garbage(error):
     asyncio.run(main())
 
 
-def test_faulty_store_loses_blocks_after_having_promised_them():
+def test_faulty_store_lost_block_is_contained_but_missing():
     async def main():
         store = FaultyStore(await filled("a"))
         store.lose(key_of("a"))
@@ -64,7 +64,7 @@ def test_faulty_store_loses_blocks_after_having_promised_them():
     asyncio.run(main())
 
 
-def test_faulty_store_flips_one_bit_silently():
+def test_faulty_store_flipped_block_differs_in_one_bit():
     async def main():
         store = FaultyStore(await filled("a"))
         store.flip(key_of("a"))

@@ -25,7 +25,7 @@ from sglang_cake.testing.store_contract import (
 )
 
 
-def test_names_and_modes(tmp_path):
+def test_file_store_files_have_documented_names_and_private_modes(tmp_path):
     old = os.umask(0)
     try:
         with_store(tmp_path / "kv", put_a)
@@ -41,12 +41,12 @@ def test_names_and_modes(tmp_path):
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
 
 
-def test_blocks_outlive_the_store(tmp_path):
+def test_file_store_opened_again_reads_earlier_blocks(tmp_path):
     with_store(tmp_path, put_a)
     assert with_store(tmp_path, read_a) == block_of("a")
 
 
-def test_namespaces_share_a_root_and_no_blocks(tmp_path):
+def test_file_store_namespaces_in_one_root_share_no_blocks(tmp_path):
     with_store(tmp_path, put_a)
     with pytest.raises(BlockMissing):
         with_store(tmp_path, read_a, namespace=Namespace((("model", "other"),)))
@@ -54,7 +54,7 @@ def test_namespaces_share_a_root_and_no_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": "other"}'])
-def test_a_description_of_something_else_is_never_overwritten(tmp_path, text):
+def test_file_store_wrong_namespace_description_is_refused_and_kept(tmp_path, text):
     description = tmp_path / NAMESPACE.digest().hex() / "namespace.json"
     description.parent.mkdir()
     description.write_text(text)
@@ -92,7 +92,7 @@ def flipped(raw, at):
         (lambda raw: raw[:HEADER_BYTES] + bytes(len(raw) - HEADER_BYTES), "payload's checksum"),
     ],
 )
-def test_wrong_bytes_are_corrupt_set_aside_and_healed(tmp_path, change, reason):
+def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_path, change, reason):
     path = spoiled(tmp_path, change)
     kept = path.read_bytes()
 
@@ -120,9 +120,7 @@ def test_wrong_bytes_are_corrupt_set_aside_and_healed(tmp_path, change, reason):
         (lambda raw: flipped(raw, len(raw) - 1), [0, LAYOUT.block_bytes]),
     ],
 )
-def test_bytes_are_told_of_before_they_are_checked_but_not_behind_a_wrong_header(
-    tmp_path, change, counts
-):
+def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_path, change, counts):
     path = spoiled(tmp_path, change)
     payload = path.read_bytes()[HEADER_BYTES:]
 
@@ -138,7 +136,7 @@ def test_bytes_are_told_of_before_they_are_checked_but_not_behind_a_wrong_header
 
 
 @pytest.mark.parametrize("size", [0, HEADER_BYTES, HEADER_BYTES + 5])
-def test_a_file_cut_short_is_found_out_when_it_is_read_and_put_heals_it(tmp_path, size):
+def test_file_store_truncated_block_is_corrupt_until_put_again(tmp_path, size):
     spoiled(tmp_path, lambda raw: raw[:size])
 
     async def test(store):
@@ -151,7 +149,7 @@ def test_a_file_cut_short_is_found_out_when_it_is_read_and_put_heals_it(tmp_path
     assert with_store(tmp_path, test) == block_of("a")
 
 
-def test_swapped_files_are_corrupt(tmp_path):
+def test_file_store_swapped_files_are_corrupt(tmp_path):
     async def test(store):
         await put_a(store)
         await store.put(B, block_of("b"))
@@ -166,7 +164,7 @@ def test_swapped_files_are_corrupt(tmp_path):
     with_store(tmp_path, test)
 
 
-def test_a_file_of_another_namespace_is_corrupt(tmp_path):
+def test_file_store_file_of_another_namespace_is_corrupt(tmp_path):
     other = Namespace((("model", "other"),))
     with_store(tmp_path, put_a, namespace=other)
     with_store(tmp_path, put_a)
@@ -177,7 +175,7 @@ def test_a_file_of_another_namespace_is_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo])
-def test_what_is_no_file_is_corrupt(tmp_path, make):
+def test_file_store_folder_or_pipe_in_place_of_a_block_is_corrupt(tmp_path, make):
     path = path_of(tmp_path, A)
     path.parent.mkdir(parents=True)
     make(path)
@@ -192,7 +190,7 @@ def test_what_is_no_file_is_corrupt(tmp_path, make):
     assert with_store(tmp_path, test) == block_of("a")
 
 
-def test_a_bounded_number_of_bad_files_is_kept(tmp_path):
+def test_file_store_many_corrupt_files_are_kept_up_to_a_bound(tmp_path):
     async def test(store):
         for name in range(MAX_SET_ASIDE + 3):
             await store.put(key_of(name), block_of(name))
@@ -206,7 +204,7 @@ def test_a_bounded_number_of_bad_files_is_kept(tmp_path):
     assert len(files_below(folder)) == MAX_SET_ASIDE + 1  # and namespace.json
 
 
-def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
+def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     readv, writev = os.preadv, os.writev
 
     def first_bytes(buffers):
@@ -222,7 +220,7 @@ def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
     assert with_store(tmp_path, test) == block_of("a")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_corrupt(tmp_path, monkeypatch):
+def test_file_store_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatch):
     with_store(tmp_path, put_a)
     monkeypatch.setattr(blockfile, "PIECE_BYTES", 256)
     readv = os.preadv

@@ -38,7 +38,9 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("call", "number", "reason"), FAILURES)
-def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, reason):
+def test_file_store_failed_put_leaves_no_file_and_pauses_writing(
+    tmp_path, monkeypatch, call, number, reason
+):
     now_s = 0.0
 
     async def test(store):
@@ -60,9 +62,7 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, monkeypatch, call, number, re
     with_store(tmp_path, test, fsync="data", clock=lambda: now_s)
 
 
-def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_success(
-    tmp_path, monkeypatch
-):
+def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monkeypatch):
     now_s, tried = 1000.0, 0
 
     def writev(*args):
@@ -101,7 +101,7 @@ def test_writing_rests_longer_after_every_failure_and_begins_anew_after_a_succes
     assert tried == 10
 
 
-def test_a_read_only_file_system_is_unavailable(tmp_path, monkeypatch):
+def test_file_store_on_a_read_only_file_system_writes_are_unavailable(tmp_path, monkeypatch):
     async def test(store):
         await put_a(store)
         real_open = os.open
@@ -124,7 +124,7 @@ def test_a_read_only_file_system_is_unavailable(tmp_path, monkeypatch):
     with_store(tmp_path, test)
 
 
-def test_a_disk_that_cannot_read_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
+def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
     with_store(tmp_path, put_a)
 
     async def test(store):
@@ -137,13 +137,13 @@ def test_a_disk_that_cannot_read_is_unavailable_and_keeps_the_file(tmp_path, mon
     assert with_store(tmp_path, test) == block_of("a")
 
 
-def test_a_root_that_is_a_file_is_unavailable(tmp_path):
+def test_file_store_root_that_is_a_file_is_unavailable(tmp_path):
     (tmp_path / "kv").write_text("")
     with pytest.raises(StoreUnavailable):
         opened(tmp_path / "kv")
 
 
-def test_a_file_where_a_folder_should_be_is_unavailable(tmp_path):
+def test_file_store_file_in_place_of_a_folder_is_unavailable(tmp_path):
     (tmp_path / NAMESPACE.digest().hex()).mkdir()
     (tmp_path / NAMESPACE.digest().hex() / A.hex()[:2]).write_text("")
 
@@ -155,7 +155,7 @@ def test_a_file_where_a_folder_should_be_is_unavailable(tmp_path):
     with_store(tmp_path, test)
 
 
-def test_a_removed_namespace_is_made_again(tmp_path):
+def test_file_store_removed_namespace_folder_is_created_again(tmp_path):
     async def test(store):
         await put_a(store)
         for forgotten in (False, True):
@@ -171,7 +171,7 @@ def test_a_removed_namespace_is_made_again(tmp_path):
     assert (tmp_path / NAMESPACE.digest().hex() / "namespace.json").exists()
 
 
-def test_a_removed_root_is_not_made_again(tmp_path):
+def test_file_store_removed_root_is_not_created_again(tmp_path):
     root = tmp_path / "mount" / "kv"
 
     async def test(store):
@@ -201,7 +201,7 @@ def free_bytes(monkeypatch, get_free):
 STORED_BYTES = 2 * 4096  # what a block takes on the disk
 
 
-def test_blocks_make_way_for_others_rather_than_leave_too_little_free(tmp_path, monkeypatch):
+def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch):
     free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
 
     async def test(store):
@@ -214,7 +214,7 @@ def test_blocks_make_way_for_others_rather_than_leave_too_little_free(tmp_path, 
     with_store(tmp_path, test, min_free_bytes=1000, clock=lambda: 0.0)
 
 
-def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
+def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path, monkeypatch):
     with_store(tmp_path, put_a)
     free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
 
@@ -230,7 +230,7 @@ def test_min_free_refuses_puts_and_nothing_else(tmp_path, monkeypatch):
     with_store(tmp_path, test, min_free_bytes=1000)
 
 
-def test_free_space_is_asked_once_a_second_and_counts_our_writes_between(tmp_path, monkeypatch):
+def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monkeypatch):
     now, free, asked = 0.0, 100, 0
 
     def get_free():
@@ -249,7 +249,7 @@ def test_free_space_is_asked_once_a_second_and_counts_our_writes_between(tmp_pat
     assert asked == 2
 
 
-def test_a_small_file_system_fills_up_and_recovers(tmp_path):
+def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
     file_bytes = HEADER_BYTES + LAYOUT.block_bytes
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
@@ -290,7 +290,7 @@ def mounted(folder, *options):
     return shutil.which("mount") and not subprocess.run(mount, capture_output=True).returncode
 
 
-def test_a_disk_that_is_mounted_read_only_is_read_and_not_written(tmp_path):
+def test_file_store_mounted_read_only_reads_and_refuses_writes(tmp_path):
     if not mounted(tmp_path, "-t", "tmpfs", "-o", "size=32m", "tmpfs"):
         pytest.skip("may not mount a tmpfs here")
     names = range(3)
@@ -351,7 +351,7 @@ def slow(monkeypatch):
     go.set()
 
 
-def test_reads_that_a_slow_disk_holds_hold_up_nothing_else(tmp_path, slow):
+def test_file_store_reads_held_by_a_slow_disk_delay_no_other_call(tmp_path, slow):
     held, go = slow
 
     async def test(store):
@@ -376,7 +376,7 @@ def test_reads_that_a_slow_disk_holds_hold_up_nothing_else(tmp_path, slow):
     with_store(tmp_path, test, threads=2)
 
 
-def test_a_write_that_a_slow_disk_holds_holds_up_nothing_else(tmp_path, slow):
+def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_path, slow):
     held, go = slow
 
     async def test(store):
@@ -394,7 +394,7 @@ def test_a_write_that_a_slow_disk_holds_holds_up_nothing_else(tmp_path, slow):
     with_store(tmp_path, test, threads=2)
 
 
-def test_a_mistake_of_ours_does_not_end_the_keeping_of_books(tmp_path, monkeypatch, caplog):
+def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(tmp_path, monkeypatch, caplog):
     tick, mistakes = IndexSupervisor._tick, []
 
     def once(supervisor):

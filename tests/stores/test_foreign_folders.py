@@ -79,7 +79,7 @@ FOREIGN = [text_index, sqlite_index, sqlite_index_with_a_log, other_files, folde
     ],
     ids=" ".join,
 )
-def test_a_tool_refuses_a_folder_that_is_somebody_elses_and_changes_nothing(
+def test_store_tool_on_a_foreign_folder_refuses_and_changes_no_file(
     tmp_path, capsys, make, command
 ):
     make(tmp_path)
@@ -95,7 +95,7 @@ def test_a_tool_refuses_a_folder_that_is_somebody_elses_and_changes_nothing(
 
 
 @pytest.mark.parametrize("make", FOREIGN)
-def test_a_server_refuses_a_folder_that_is_somebody_elses(tmp_path, make):
+def test_file_source_foreign_folder_is_refused_and_unchanged(tmp_path, make):
     make(tmp_path)
     before = everything(tmp_path)
     (source,) = parse_sources(url_of(tmp_path))
@@ -105,7 +105,7 @@ def test_a_server_refuses_a_folder_that_is_somebody_elses(tmp_path, make):
     assert everything(tmp_path) == before
 
 
-def test_cp_refuses_folders_that_are_somebody_elses(tmp_path, capsys):
+def test_store_cp_from_or_to_a_foreign_folder_is_refused(tmp_path, capsys):
     kv, other = tmp_path / "kv", tmp_path / "other"
     fill(kv, ALICE, "a")
     other.mkdir()
@@ -118,7 +118,7 @@ def test_cp_refuses_folders_that_are_somebody_elses(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("there", ["nothing", "lost+found", "blocks", "blocks and other files"])
-def test_an_empty_folder_and_a_store_are_taken(tmp_path, there):
+def test_file_source_empty_folder_or_store_is_accepted(tmp_path, there):
     root = tmp_path / "kv"
     root.mkdir()
     if there == "lost+found":
@@ -136,7 +136,7 @@ def test_an_empty_folder_and_a_store_are_taken(tmp_path, there):
 
 
 @pytest.mark.parametrize("index", ["whole", "absent", "empty", "damaged", "zeros", "with a log"])
-def test_ls_changes_nothing_and_finds_all(tmp_path, capsys, index):
+def test_store_ls_with_any_index_state_lists_all_without_writing(tmp_path, capsys, index):
     root = tmp_path / "kv"
     fill(root, ALICE, "a", "b", "c")
     path = root / "index.db"
@@ -164,13 +164,13 @@ def test_ls_changes_nothing_and_finds_all(tmp_path, capsys, index):
         assert everything(root) == before
 
 
-def test_ls_of_an_empty_folder_makes_nothing(tmp_path, capsys):
+def test_store_ls_of_an_empty_folder_creates_no_file(tmp_path, capsys):
     assert store("ls", url_of(tmp_path)) == 0
     assert "empty" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_index_is_kept_under_another_name(tmp_path, caplog):
+def test_index_damaged_file_is_kept_under_another_name(tmp_path, caplog):
     with_store(tmp_path, put_a)
     index = tmp_path / "index.db"
     damage = []
@@ -190,7 +190,7 @@ def test_a_damaged_index_is_kept_under_another_name(tmp_path, caplog):
         assert "kept as index.db.damaged-" in caplog.text
 
 
-def test_one_line_and_status_2_from_the_command_itself(tmp_path):
+def test_store_command_on_a_foreign_folder_exits_with_status_2(tmp_path):
     text_index(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "sglang_cake", "store", "ls", f"file://{tmp_path}"],

@@ -49,7 +49,7 @@ def block_file(tmp_path):
     return path, path.read_bytes()
 
 
-def test_the_table_lists_the_fields_in_order_and_without_gaps():
+def test_format_doc_header_table_matches_the_fields():
     rows = table()
     at = 0
     for (offset, size, name), (expected, code) in zip(rows, frame.FIELDS, strict=False):
@@ -62,7 +62,7 @@ def test_the_table_lists_the_fields_in_order_and_without_gaps():
     ]
 
 
-def test_the_example_is_read_by_the_table_alone(block_file):
+def test_format_doc_example_file_is_parsed_by_the_table(block_file):
     path, raw = block_file
     found = {name: raw[at : at + size] for at, size, name in table() if size}
     number = {name: int.from_bytes(value, "little") for name, value in found.items()}
@@ -82,7 +82,7 @@ def test_the_example_is_read_by_the_table_alone(block_file):
     assert hashlib.sha256(raw).hexdigest() == EXAMPLE["file_sha256"]
 
 
-def test_the_examples_digests_follow_from_the_text_alone():
+def test_format_doc_example_digests_follow_from_its_text():
     def sized(text):
         if text is None:
             return b"\xff" * 8
@@ -105,12 +105,12 @@ def test_the_examples_digests_follow_from_the_text_alone():
         assert previous.hex() == key
 
 
-def test_the_keys_of_the_example_are_what_the_program_computes():
+def test_format_doc_example_keys_equal_those_of_block_keys():
     names = ("extra_key", "cache_salt", "adapter")
     seed = KeySeed(NAMESPACE.digest(), **{name: EXAMPLE[name] for name in names})
     keys = block_keys(seed, EXAMPLE["tokens"], EXAMPLE["block_tokens"])
     assert [key.hex() for key in keys] == EXAMPLE["keys"]
 
 
-def test_the_number_of_files_set_aside_is_the_stated_one():
+def test_format_doc_limit_of_corrupt_files_is_the_coded_one():
     assert f"at most {MAX_SET_ASIDE} are kept" in DOC

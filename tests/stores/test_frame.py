@@ -43,7 +43,7 @@ def sealed(**changed):
     return body + payload_checksum(body)
 
 
-def test_a_header_says_what_it_was_made_from():
+def test_block_header_made_from_a_block_has_its_fields():
     header = check(HEADER)
     assert header.codec == "raw"
     assert header.payload_bytes == LAYOUT.block_bytes
@@ -59,7 +59,7 @@ def test_a_header_says_what_it_was_made_from():
     fields=st.dictionaries(st.text(), st.text(), max_size=4),
     payload=st.binary(max_size=64),
 )
-def test_round_trip(layers, shapes, dtype, key, fields, payload):
+def test_block_header_of_any_layout_round_trips(layers, shapes, dtype, key, fields, payload):
     layout = BlockLayout(layers, tuple((f"p{i}", s) for i, s in enumerate(shapes)), dtype, 16)
     digest = Namespace(tuple(fields.items())).digest()
     raw = make_header(
@@ -73,7 +73,7 @@ def test_round_trip(layers, shapes, dtype, key, fields, payload):
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_every_wrong_byte_of_a_header_is_seen(mask):
+def test_block_header_with_any_changed_byte_is_corrupt(mask):
     raw = bytearray(HEADER)
     for at in range(HEADER_BYTES):
         raw[at] ^= mask
@@ -84,14 +84,14 @@ def test_every_wrong_byte_of_a_header_is_seen(mask):
 
 
 @given(at=st.integers(0, LAYOUT.block_bytes - 1), mask=st.integers(1, 255))
-def test_every_wrong_byte_of_a_payload_is_seen(at, mask):
+def test_payload_checksum_of_a_changed_byte_differs(at, mask):
     payload = bytearray(block_of("a"))
     payload[at] ^= mask
     assert payload_checksum(payload) != check(HEADER).payload_checksum
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 127, 128, HEADER_BYTES - 1, HEADER_BYTES + 1])
-def test_a_header_of_another_length_is_refused(size):
+def test_block_header_of_wrong_length_is_corrupt(size):
     with pytest.raises(BlockCorrupt, match=f"{size} bytes"):
         check((HEADER * 2)[:size])
 
@@ -110,7 +110,7 @@ def told_of(raw, pieces):
 
 
 @pytest.mark.parametrize("pieces", [1, 7, HEADER_BYTES])
-def test_payload_is_told_of_before_its_checksum_is_known(pieces):
+def test_incoming_block_progress_is_reported_before_the_checksum(pieces):
     raw = FRAME.header(KEY, block_of("a")) + bytes(block_of("a"))
     counts, size_bytes = told_of(raw, pieces)
     assert size_bytes == LAYOUT.block_bytes
@@ -124,7 +124,7 @@ def test_payload_is_told_of_before_its_checksum_is_known(pieces):
 
 @pytest.mark.parametrize("pieces", [1, 7, HEADER_BYTES])
 @pytest.mark.parametrize("header", [bytes(HEADER_BYTES), FRAME.header(key_of("b"), block_of("a"))])
-def test_behind_a_wrong_header_no_payload_is_told_of(header, pieces):
+def test_incoming_block_wrong_header_reports_no_payload(header, pieces):
     assert told_of(header + bytes(block_of("a")), pieces)[0] == [0]
 
 
@@ -147,12 +147,12 @@ OTHER_LAYOUT = BlockLayout(2, (("k", (8, 2)), ("v", (8, 2))), "bfloat16", 8)
         (HEADER[:-1] + b"\0", "header's checksum"),
     ],
 )
-def test_the_reason_is_named(raw, reason):
+def test_block_header_invalid_field_is_named_in_the_error(raw, reason):
     with pytest.raises(BlockCorrupt, match=reason):
         check(raw)
 
 
-def test_a_good_header_of_something_else_is_refused():
+def test_block_header_of_another_block_is_corrupt():
     check(sealed())
     with pytest.raises(BlockCorrupt, match="namespace"):
         check(HEADER, namespace=Namespace((("model", "other"),)).digest())

@@ -114,7 +114,7 @@ def check(layout, payload):
         assert body[: layout.block_bytes].tobytes() == block
 
 
-def test_the_loops_look_here():
+def test_decode_kernels_under_fuzzing_check_array_bounds():
     words, places = np.zeros(64, np.uint16), np.full((1, 4, 1), 200, np.uint8)
     with pytest.raises(IndexError):
         nonuniform.put_back(words, 0, 64, 1, 16, 4, True, places, places.astype(np.uint16))
@@ -130,7 +130,7 @@ def with_text(text, body):
 @given(st.sampled_from(LAYOUTS), st.one_of(st.binary(max_size=300), st.binary(min_size=2000)))
 @example(LAYOUTS[0], b"\xff" * 2000)
 @example(LAYOUTS[0], b"")
-def test_any_bytes(layout, payload):
+def test_encoded_store_random_payload_is_corrupt_or_a_whole_block(layout, payload):
     check(layout, payload)
 
 
@@ -173,7 +173,7 @@ def damaged(draw):
 
 @MANY
 @given(damaged())
-def test_damaged_payloads(drawn):
+def test_encoded_store_damaged_payload_is_corrupt_or_a_whole_block(drawn):
     check(*drawn)
 
 
@@ -247,11 +247,11 @@ def made_up(draw):
 @example((LAYOUTS[0], with_text(b'{"raw":{}}', b"")))
 @example((LAYOUTS[0], with_text(b"[[[],{}]]", b"")))
 @example((LAYOUTS[0], with_text(b"\xff\xfe", b"")))
-def test_chains_that_nobody_made(drawn):
+def test_encoded_store_invented_chain_is_corrupt_or_a_whole_block(drawn):
     check(*drawn)
 
 
-def test_a_text_says_where_a_body_begins():
+def test_encoded_payload_head_of_the_fuzzer_equals_the_encoders():
     """What `with_text` makes is what the chain itself makes."""
     text, out = RAW_CHAIN.describe(), np.zeros(2000, np.uint8)
     assert with_text(text.encode(), b"x")[:-1] == out[: begin(text, out)].tobytes()

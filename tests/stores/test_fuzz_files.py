@@ -69,7 +69,7 @@ def damage_block(root, outside, path, how, what):
 
 @FEW
 @given(st.lists(st.tuples(st.integers(0, 2), BLOCK_DAMAGE), min_size=1, max_size=4), st.booleans())
-def test_hostile_block_files(damages, index_lost):
+def test_file_store_hostile_block_files_give_right_blocks_or_errors(damages, index_lost):
     def damage(root, outside):
         for block, (how, what) in damages:
             damage_block(root, outside, path_of(root, KEYS[block]), how, what)
@@ -85,7 +85,7 @@ PLACES = st.sampled_from(["corrupt", "ab", "abcd", "key name", "tmp", "spare"])
 
 @FEW
 @given(st.lists(st.tuples(PLACES, st.integers(0, 2), anything), max_size=3), st.booleans())
-def test_hostile_names_and_folders(damages, index_lost):
+def test_file_store_hostile_names_and_folders_give_blocks_or_errors(damages, index_lost):
     def damage(root, outside):
         for place, block, what in damages:
             path = path_of(root, KEYS[block])
@@ -129,7 +129,7 @@ DESCRIPTIONS = st.one_of(
 
 @FEW
 @given(DESCRIPTIONS)
-def test_hostile_descriptions(description):
+def test_file_store_hostile_description_gives_right_blocks_or_errors(description):
     def damage(root, outside):
         put_in_place(root / SPACE / "namespace.json", outside, LARGE.get(description, description))
 

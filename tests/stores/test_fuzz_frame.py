@@ -57,13 +57,13 @@ def verdict(check):
 
 @MANY
 @given(st.one_of(st.binary(max_size=300), st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)))
-def test_any_bytes_are_no_header(raw):
+def test_read_header_of_random_bytes_is_corrupt(raw):
     assert verdict(lambda: read_header(raw)) is None
 
 
 @MANY
 @given(FIELDS, st.one_of(st.just(LAYOUT_JSON), st.binary(max_size=HEADER_BYTES)))
-def test_a_header_that_is_whole_says_what_it_says(fields, shape):
+def test_read_header_with_a_valid_checksum_returns_the_fields(fields, shape):
     raw = made(fields, shape)
     header = verdict(lambda: read_header(raw))
     found = dict(zip(NAMES, FORM.unpack_from(raw), strict=True))
@@ -77,7 +77,7 @@ def test_a_header_that_is_whole_says_what_it_says(fields, shape):
 
 @MANY
 @given(FIELDS, st.one_of(st.just(LAYOUT_JSON), st.binary(max_size=HEADER_BYTES)))
-def test_only_a_header_of_the_very_block_is_accepted(fields, shape):
+def test_block_frame_check_accepts_only_the_header_of_its_block(fields, shape):
     raw = made(fields, shape)
     for frame in (FRAME, SEALED_FRAME):
         found = dict(zip(NAMES, FORM.unpack_from(raw), strict=True))
@@ -115,7 +115,7 @@ def damaged(draw, whole=FRAMED):
 
 @MANY
 @given(damaged(), st.lists(st.integers(0, 1500), max_size=30), st.data())
-def test_blocks_come_in_pieces_of_any_size(raw, cuts, data):
+def test_incoming_block_pieces_of_any_size_give_the_block_or_corrupt(raw, cuts, data):
     around = bytearray(b"\x11" * (len(PAYLOAD) + 64))
     out = memoryview(around)[32:-32]
     told = Told(out, raw[HEADER_BYTES:][: len(PAYLOAD)])
@@ -157,7 +157,7 @@ CIPHER.encrypt(KEY, memoryview(PAYLOAD), memoryview(SEALED))
 
 @MANY
 @given(damaged(SEALED))
-def test_only_what_was_sealed_is_opened(raw):
+def test_sealer_open_accepts_only_the_unchanged_sealed_bytes(raw):
     out = bytearray(len(PAYLOAD))
     raw = raw[: len(SEALED)].ljust(len(SEALED), b"\0")  # the inner store sees to the length
 

@@ -36,7 +36,7 @@ FILES = st.sampled_from(["index.db", "index.db-wal", "index.db-shm", "index.lock
 
 @FEW
 @given(st.lists(st.tuples(FILES, anything | changes_of_bytes()), min_size=1, max_size=3))
-def test_hostile_index_files(damages):
+def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
     def damage(root, outside):
         for name, what in damages:
             path = root / name
@@ -68,7 +68,7 @@ CHANGES = st.one_of(
 
 @FEW
 @given(st.lists(CHANGES, min_size=1, max_size=3))
-def test_hostile_rows(changes):
+def test_file_store_hostile_index_rows_give_right_blocks_or_errors(changes):
     def damage(root, outside):
         with closing(sqlite3.connect(root / "index.db")) as index, index:
             for change in changes:
@@ -99,7 +99,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("script", FOREIGN)
-def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, script, caplog):
+def test_file_store_foreign_index_is_kept_and_blocks_are_read(tmp_path, script, caplog):
     with_store(tmp_path, put_a)
     index = tmp_path / "index.db"
     for path in tmp_path.glob("index.db*"):
@@ -121,7 +121,7 @@ def test_an_index_that_is_not_ours_is_left_alone_and_blocks_are_read(tmp_path, s
     assert "remove it" in caplog.text
 
 
-def test_an_index_is_made_at_once_or_not_at_all(tmp_path, monkeypatch):
+def test_index_creation_that_fails_leaves_no_tables(tmp_path, monkeypatch):
     path = tmp_path / "index.db"
     with monkeypatch.context() as patch:
         patch.setattr(index_module, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
@@ -139,7 +139,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE)
-def test_a_schema_that_is_no_text(tmp_path, text, caplog):
+def test_index_schema_with_invalid_text_is_rebuilt(tmp_path, text, caplog):
     with_store(tmp_path, put_a)
     rewrite(
         tmp_path / "index.db", lambda bytes_: bytes_.replace(text, text[:2] + b"\xdc" + text[3:])
@@ -165,7 +165,7 @@ OURS_BUT_FOR = {
 
 
 @pytest.mark.parametrize("script", OURS_BUT_FOR.values(), ids=OURS_BUT_FOR)
-def test_an_index_that_is_ours_but_for_one_mark_is_made_anew(tmp_path, script, caplog):
+def test_index_with_one_foreign_mark_is_rebuilt(tmp_path, script, caplog):
     with_store(tmp_path, put_a)
     with closing(sqlite3.connect(tmp_path / "index.db")) as index:
         index.executescript(script)
@@ -174,7 +174,7 @@ def test_an_index_that_is_ours_but_for_one_mark_is_made_anew(tmp_path, script, c
 
 @FEW
 @given(st.integers(0, 4095), st.integers(0, 7))
-def test_one_flipped_bit_in_the_first_page_never_ends_writing(at, bit):
+def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
     def damage(root, outside):
         def flip(raw):
             return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
@@ -185,7 +185,7 @@ def test_one_flipped_bit_in_the_first_page_never_ends_writing(at, bit):
         with_store(root, lambda store: store.put(key_of("new"), block_of("new")))
 
 
-def test_text_in_a_row_that_is_no_text(tmp_path):
+def test_index_row_with_invalid_text_still_allows_reads_and_puts(tmp_path):
     async def test(store):
         await put_a(store)
         with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
@@ -202,7 +202,7 @@ def test_text_in_a_row_that_is_no_text(tmp_path):
     with_store(tmp_path, again)
 
 
-def test_damage_that_shows_while_the_index_is_used_makes_it_anew(tmp_path):
+def test_index_damage_found_in_use_is_rebuilt(tmp_path):
     async def test(store):
         await put_a(store)
         with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
@@ -224,7 +224,7 @@ def test_damage_that_shows_while_the_index_is_used_makes_it_anew(tmp_path):
 
 @pytest.mark.parametrize("name", ["index.db", "index.lock"])
 @pytest.mark.parametrize("there", [False, True])
-def test_an_index_that_is_a_link_is_not_followed(tmp_path, name, there):
+def test_index_that_is_a_symlink_is_not_followed(tmp_path, name, there):
     root, target = tmp_path / "kv", tmp_path / "elsewhere"
     with_store(root, put_a)
     if there:

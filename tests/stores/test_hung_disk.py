@@ -38,7 +38,7 @@ print("ends")
 
 
 @pytest.mark.parametrize("how", ["closed", "left open"])
-def test_a_process_ends_though_a_read_never_does(tmp_path, how):
+def test_file_store_read_that_hangs_does_not_keep_the_process_alive(tmp_path, how):
     program = HANGS.format(path=sys.path, root=str(tmp_path))
     ended = subprocess.run(
         [sys.executable, "-c", program, how], capture_output=True, text=True, timeout=100
@@ -46,7 +46,7 @@ def test_a_process_ends_though_a_read_never_does(tmp_path, how):
     assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
 
 
-def test_a_pool_runs_no_more_at_once_than_it_may_and_reuses_its_threads():
+def test_daemon_pool_at_its_limit_queues_work_and_reuses_threads():
     pool, go, both = DaemonPool(2, "test"), threading.Event(), threading.Barrier(3)
 
     def work():
@@ -69,7 +69,7 @@ def test_a_pool_runs_no_more_at_once_than_it_may_and_reuses_its_threads():
         pool.submit(work)
 
 
-def test_what_waits_in_a_pool_is_given_up_when_it_is_shut_down_so():
+def test_daemon_pool_shutdown_cancels_queued_work_on_request():
     pool, go, begun = DaemonPool(1, "test"), threading.Event(), threading.Event()
 
     def work():

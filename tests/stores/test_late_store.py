@@ -41,7 +41,7 @@ class TestLateStore(StoreContract):
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("not mounted"), ConfigError("of another")])
-def test_it_is_unavailable_until_it_can_be_opened(error):
+def test_lazy_store_before_its_source_opens_is_unavailable(error):
     async def main():
         source = Source(error)
         store = LazyStore(source, FRAME, depth=1)
@@ -57,7 +57,7 @@ def test_it_is_unavailable_until_it_can_be_opened(error):
     asyncio.run(main())
 
 
-def test_callers_at_once_open_it_once():
+def test_lazy_store_parallel_first_calls_open_the_source_once():
     async def main():
         source = Source()
         store = LazyStore(source, FRAME, depth=1)
@@ -68,7 +68,7 @@ def test_callers_at_once_open_it_once():
     asyncio.run(main())
 
 
-def test_a_caller_that_gives_up_leaves_no_store_open():
+def test_lazy_store_cancelled_opening_leaves_no_open_store():
     async def main():
         source = Source()
         source.gate.clear()
@@ -94,7 +94,7 @@ def test_a_caller_that_gives_up_leaves_no_store_open():
 
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])
-def test_when_one_tier_is_refused_those_opened_before_are_closed(inside_a_loop):
+def test_open_store_refused_tier_closes_the_tiers_opened_before(inside_a_loop):
     first = Source()
 
     def open_both():

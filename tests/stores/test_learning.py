@@ -31,7 +31,7 @@ def book(folder, blocks, used_s):
 
 
 @pytest.mark.parametrize("policy", ["workload", "cake-prefix"])
-def test_fits_outlive_a_restart_of_a_store_that_holds_blocks(tmp_path, policy):
+def test_block_folder_with_blocks_keeps_its_fits_over_restarts(tmp_path, policy):
     kept = {("chat", 1, 0): ReuseFit(0.6, 0.01, 900), POOLED: ReuseFit(0.5, 0.02, 4000)}
     with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
         book(folder, 1000, time.time() - 1500.0)  # within the window that fits look at
@@ -48,7 +48,7 @@ def test_fits_outlive_a_restart_of_a_store_that_holds_blocks(tmp_path, policy):
             assert folder.evictor._policy.fits_to_save() == kept
 
 
-def test_a_class_that_was_refused_is_written_once_it_comes_back(tmp_path, monkeypatch):
+def test_block_folder_refused_class_is_admitted_once_it_is_reused(tmp_path, monkeypatch):
     now_s = time.time()
     monkeypatch.setattr("time.time", lambda: now_s)
     never = {("batch", turn, 0): ReuseFit(1e-3, 0.05, 900) for turn in (1, 2, 3, 4)}
@@ -103,7 +103,7 @@ def gate(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
-def test_a_put_makes_room_though_little_is_learned_yet(tmp_path, policy, gate):
+def test_block_folder_put_while_learning_evicts_the_oldest_blocks(tmp_path, policy, gate):
     held, go = gate
     go.set()
     with contextlib.closing(opened(tmp_path, policy=policy, capacity_bytes=None)) as folder:
@@ -129,7 +129,7 @@ def test_a_put_makes_room_though_little_is_learned_yet(tmp_path, policy, gate):
             time.sleep(0.01)
 
 
-def test_an_evicting_put_learns_one_portion_and_no_more(tmp_path, gate):
+def test_evictor_eviction_while_learning_reads_one_portion(tmp_path, gate):
     held, go = gate
     go.set()
     with contextlib.closing(opened(tmp_path)) as folder:
@@ -148,7 +148,7 @@ def test_an_evicting_put_learns_one_portion_and_no_more(tmp_path, gate):
         go.set()
 
 
-def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, monkeypatch):
+def test_evictor_learning_pauses_between_portions_and_stops_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(evictor_module, "LEARN_AT_ONCE", 10)
     with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
         book(folder, 95, 1e9)
@@ -176,7 +176,7 @@ def test_learning_rests_between_small_portions_and_stops_when_asked(tmp_path, mo
             assert evictor.known_blocks == 30
 
 
-def test_room_is_made_ahead_in_portions_between_which_puts_get_at_the_policy(tmp_path, monkeypatch):
+def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monkeypatch):
     real, asked = evictor_module.Evictor.free, []
 
     def make(evictor, index, wanted):

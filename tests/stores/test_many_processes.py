@@ -103,7 +103,7 @@ def usage():
     return Usage(STORED_BYTES, time.time(), time.time(), 0, 1)
 
 
-def test_a_file_that_the_new_index_has_found_is_stored(tmp_path):
+def test_index_settle_with_an_outdated_id_finds_the_block(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, "mine")
         with folder.supervisor.open() as index:
@@ -120,7 +120,7 @@ def begun_long_ago(root):
         index.execute("UPDATE blocks SET created_s = created_s - ?", (2 * STALE_S,))
 
 
-def test_a_writer_that_lives_and_writes_is_not_taken_for_dead_however_long_it_takes(tmp_path):
+def test_index_supervisor_slow_live_writer_keeps_its_reservation(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         with begun(folder, "slow") as file:
             begun_long_ago(tmp_path)
@@ -131,7 +131,7 @@ def test_a_writer_that_lives_and_writes_is_not_taken_for_dead_however_long_it_ta
         assert there(folder, ["slow"]) == ["slow"]
 
 
-def test_a_writer_that_is_silent_for_an_hour_is_taken_for_dead(tmp_path):
+def test_index_supervisor_writer_silent_for_an_hour_fails(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
 
         def put_slowly():
@@ -151,7 +151,7 @@ def test_a_writer_that_is_silent_for_an_hour_is_taken_for_dead(tmp_path):
 # ---- one process keeps the order ----
 
 
-def test_one_process_keeps_the_order_and_another_takes_over_when_it_ends(tmp_path):
+def test_evictor_lead_passes_to_another_instance_after_close(tmp_path):
     one, two = opened(tmp_path, capacity_bytes=None), opened(tmp_path, capacity_bytes=None)
     for name in range(20):
         put(two, name)
@@ -164,7 +164,7 @@ def test_one_process_keeps_the_order_and_another_takes_over_when_it_ends(tmp_pat
 
 
 @pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
-def test_a_process_without_the_order_makes_the_room_that_it_needs(tmp_path, policy):
+def test_evictor_without_the_lead_still_keeps_the_capacity(tmp_path, policy):
     lead = os.open(tmp_path / "index.evict", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lead, fcntl.LOCK_EX)  # as a process that hangs
     with contextlib.closing(opened(tmp_path, policy=policy)) as folder:
@@ -199,7 +199,7 @@ def disk(monkeypatch):
     return it
 
 
-def test_room_is_given_back_though_nothing_is_put(tmp_path, disk):
+def test_block_folder_low_free_space_evicts_without_a_put(tmp_path, disk):
     with contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000)) as folder:
         for name in range(10):
             put(folder, name)
@@ -210,7 +210,7 @@ def test_room_is_given_back_though_nothing_is_put(tmp_path, disk):
         assert there(folder, range(10)) == list(range(3, 10))
 
 
-def test_of_many_processes_one_gives_room_back(tmp_path, disk):
+def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):
     with contextlib.ExitStack() as held:
         folders = [
             held.enter_context(
@@ -239,7 +239,7 @@ def test_of_many_processes_one_gives_room_back(tmp_path, disk):
         assert [folder.evictor.leads for folder in folders] == [True, False, False, False]
 
 
-def test_a_share_of_the_inodes_stays_free_as_of_the_bytes(tmp_path, disk):
+def test_free_space_inodes_are_limited_like_bytes(tmp_path, disk):
     now_s = 0.0
     space = FreeSpace(tmp_path, disk.f_blocks // 100, clock=lambda: now_s)
     disk.f_favail = disk.f_files // 100 + 4
@@ -254,7 +254,7 @@ def test_a_share_of_the_inodes_stays_free_as_of_the_bytes(tmp_path, disk):
     assert space.missing() == Amount()
 
 
-def test_blocks_make_way_where_inodes_run_out(tmp_path, disk):
+def test_block_folder_low_free_inodes_evict_blocks(tmp_path, disk):
     with contextlib.closing(
         opened(tmp_path, capacity_bytes=None, min_free_bytes=disk.f_blocks // 100)
     ) as folder:

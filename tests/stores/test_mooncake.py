@@ -153,9 +153,9 @@ class TestMooncakeStore(StoreContract):
     def run(self, folder, test):
         self.shared.run(test, self.frame)
 
-    def test_a_closed_store_is_unavailable(self, tmp_path):
+    def test_store_closed_raises_store_unavailable_on_every_call(self, tmp_path):
         try:
-            super().test_a_closed_store_is_unavailable(tmp_path)
+            super().test_store_closed_raises_store_unavailable_on_every_call(tmp_path)
         finally:
             self.shared.close()
             self.shared.run(lambda store: store.contains([]))
@@ -171,7 +171,7 @@ class TestSealedMooncakeStore(TestMooncakeStore):
         self.shared = sealed
 
 
-def test_what_has_come_is_told_piece_by_piece(shared):
+def test_store_progress_of_a_large_read_grows_piece_by_piece(shared):
     layout = BlockLayout(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)
 
     async def test(store):
@@ -196,7 +196,7 @@ DAMAGE = {
 }
 
 
-def test_wrong_bytes_are_noticed_removed_and_replaced(master):
+def test_mooncake_store_damaged_block_is_removed_and_can_be_put_again(master):
     raw = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
     client = raw_client(master)
 
@@ -216,7 +216,7 @@ def test_wrong_bytes_are_noticed_removed_and_replaced(master):
     client.close()
 
 
-def test_a_full_store_says_so_and_goes_on_reading(own_master):
+def test_mooncake_store_full_raises_store_full_and_goes_on_reading(own_master):
     async def test(store):
         data, names = block_of("large", LARGE), range(600)  # 150 MiB into 16 MiB
         puts = await asyncio.gather(
@@ -231,7 +231,7 @@ def test_a_full_store_says_so_and_goes_on_reading(own_master):
     with_store(store, test)
 
 
-def test_what_one_process_puts_another_reads_until_it_is_killed(own_master, clients):
+def test_mooncake_store_blocks_of_a_killed_writer_become_missing(own_master, clients):
     writer = clients(own_master)
     reader = clients(own_master, "0")
     assert writer.ask("put 12") == ["True"] * 12
@@ -246,7 +246,7 @@ def test_what_one_process_puts_another_reads_until_it_is_killed(own_master, clie
     assert reader.ask("read 12") == ["right"] * 12
 
 
-def test_killed_while_it_serves_no_read_hangs_or_lies(own_master, clients):
+def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(own_master, clients):
     writer = clients(own_master)
     assert writer.ask("put 40") == ["True"] * 40
 
@@ -268,7 +268,7 @@ def test_killed_while_it_serves_no_read_hangs_or_lies(own_master, clients):
     with_store(own_master.open(LARGE_FRAME, segment="0"), test)
 
 
-def test_a_peer_that_hangs_is_given_up_and_the_loop_runs_on(patient_master, clients):
+def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(patient_master, clients):
     writer = clients(patient_master)
     assert writer.ask("put 4") == ["True"] * 4
 
@@ -311,7 +311,7 @@ def test_a_peer_that_hangs_is_given_up_and_the_loop_runs_on(patient_master, clie
     with_store(store, test)
 
 
-def test_a_master_that_is_killed_is_unavailable_and_used_again_when_it_is_back(own_master):
+def test_mooncake_store_killed_master_is_unavailable_until_restarted(own_master):
     async def test(store):
         await store.put(A, block_of("a", LARGE))
         own_master.kill()
@@ -337,7 +337,7 @@ def test_a_master_that_is_killed_is_unavailable_and_used_again_when_it_is_back(o
     with_store(own_master.open(LARGE_FRAME), test)
 
 
-def test_a_master_that_is_down_is_unavailable_until_it_comes():
+def test_mooncake_store_absent_master_is_unavailable_until_started():
     ports = free_ports(2)
     (source,) = parse_sources(f"mooncake://127.0.0.1:{ports[0]}?segment=64MB")
     source.check()
@@ -357,7 +357,7 @@ def test_a_master_that_is_down_is_unavailable_until_it_comes():
     with_store(dataclasses.replace(source, retry_s=0.0).open(FRAME, depth=1), test)
 
 
-def test_a_cancelled_call_never_touches_its_memory_again(master):
+def test_mooncake_store_cancelled_call_leaves_its_buffers_alone(master):
     async def test(store):
         data = block_of("large", LARGE)
         await store.put(A, data)
@@ -385,7 +385,7 @@ def test_a_cancelled_call_never_touches_its_memory_again(master):
     with_store(master.open(LARGE_FRAME), test)
 
 
-def test_it_is_measured_though_it_cannot_list(master, capfd):
+def test_store_bench_of_a_mooncake_store_measures_without_listing(master, capfd):
     command = ["store", "bench", master.url(), "--sizes", "64KiB", "--depths", "1,4"]
     assert main([*command, "--bytes", "512KiB", "--json"]) == 0
     runs = json.loads(capfd.readouterr().out.splitlines()[-1])["runs"]
@@ -393,7 +393,7 @@ def test_it_is_measured_though_it_cannot_list(master, capfd):
     assert all(run["read_bytes_per_s"] > 0 for run in runs)
 
 
-def test_it_cannot_list_and_says_so(master):
+def test_mooncake_store_listing_raises_store_unavailable(master):
     async def test(store):
         with pytest.raises(StoreUnavailable, match="cannot list"):
             await anext(store.list_blocks())
@@ -423,7 +423,7 @@ def test_it_cannot_list_and_says_so(master):
         ),
     ],
 )
-def test_what_is_not_installed_is_one_line(broken, said):
+def test_mooncake_url_without_its_library_is_one_error_line(broken, said):
     code = (
         f"import sys\n{broken}\n"
         "from sglang_cake.core.errors import ConfigError\n"
@@ -437,7 +437,7 @@ def test_what_is_not_installed_is_one_line(broken, said):
     assert done.stdout == f"store URL 'mooncake://host:50051': {said}\n"
 
 
-def test_good_urls():
+def test_store_url_valid_text_is_parsed_into_its_source():
     (source,) = parse_sources("mooncake://kv-master:50051")
     place = source.place
     assert (place.host, place.port, place.segment_bytes) == ("kv-master", 50051, 4 * 10**9)
@@ -469,7 +469,7 @@ BAD_URLS = {
 
 
 @pytest.mark.parametrize("text", BAD_URLS)
-def test_bad_urls(text):
+def test_store_url_invalid_text_is_one_config_error_line(text):
     with pytest.raises(ConfigError) as error:
         parse_sources(text)
     assert BAD_URLS[text] in str(error.value)

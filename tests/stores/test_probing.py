@@ -22,21 +22,21 @@ def look_up(there, at_most, rounds=50):
 
 
 @given(st.lists(st.booleans(), max_size=32), st.integers(32, 40))
-def test_few_keys_are_all_asked_at_once(there, at_most):
+def test_probing_few_keys_are_all_asked_in_one_round(there, at_most):
     found, asked = look_up(there, at_most)
     assert found == there
     assert asked == ([len(there)] if there else [])
 
 
 @given(st.integers(0, 3000), st.data(), st.integers(2, 40))
-def test_a_stored_prefix_is_found_exactly(count, data, at_most):
+def test_probing_stored_prefix_is_found_exactly(count, data, at_most):
     length = data.draw(st.integers(0, count))
     there = [True] * length + [False] * (count - length)
     assert look_up(there, at_most)[0] == there
 
 
 @given(st.lists(st.booleans(), max_size=400), st.integers(2, 40))
-def test_with_holes_what_was_asked_is_right_and_it_ends(there, at_most):
+def test_probing_keys_with_holes_ends_and_assumes_only_inner_keys(there, at_most):
     found, asked = look_up(there, at_most)
     assert sum(asked) <= len(there)
     for position, found_there in enumerate(found):
@@ -46,12 +46,12 @@ def test_with_holes_what_was_asked_is_right_and_it_ends(there, at_most):
 
 
 @pytest.mark.parametrize("length", [0, 1024])
-def test_1024_blocks_all_or_nothing_are_one_round(length):
+def test_probing_1024_keys_all_or_none_take_one_round(length):
     there = [True] * length + [False] * (1024 - length)
     assert look_up(there, 32) == (there, [32])
 
 
-def test_1024_blocks_are_two_rounds_at_most():
+def test_probing_1024_keys_of_any_prefix_take_at_most_two_rounds():
     for length in range(1, 1024):
         there = [True] * length + [False] * (1024 - length)
         found, asked = look_up(there, 32)
@@ -60,7 +60,7 @@ def test_1024_blocks_are_two_rounds_at_most():
         assert sum(asked) <= 64
 
 
-def test_given_up_early_what_is_not_clear_counts_as_missing():
+def test_probing_stopped_early_counts_unknown_keys_as_missing():
     there = [True] * 700 + [False] * 300
     found, _ = look_up(there, 4, rounds=2)
     assert not any(found[700:])

@@ -41,7 +41,7 @@ def evict(folder, blocks):
 
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize("policy", BY_RECENCY)
-def test_of_a_prompt_that_was_just_stored_the_tail_goes_first(tmp_path, policy, reopened):
+def test_block_folder_just_stored_prompt_is_evicted_from_its_tail(tmp_path, policy, reopened):
     folder = opened(tmp_path, policy=policy)
     tell(folder, "first", 4)
     tell(folder, "second", 4)
@@ -59,7 +59,7 @@ def test_of_a_prompt_that_was_just_stored_the_tail_goes_first(tmp_path, policy, 
 
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize("policy", BY_RECENCY)
-def test_a_prompt_that_is_used_again_still_goes_from_its_tail(tmp_path, policy, reopened):
+def test_block_folder_reused_prompt_is_evicted_from_its_tail(tmp_path, policy, reopened):
     folder = opened(tmp_path, policy=policy)
     tell(folder, "one", 4)
     store(folder, "one", 4)
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_used_again_still_goes_from_its_tail(tmp_path, policy, 
         assert left(folder, "one", 4) == [0]
 
 
-def test_a_tenant_that_owes_gives_up_tails(tmp_path):
+def test_block_folder_tenant_over_its_quota_loses_prompt_tails(tmp_path):
     tenant_rules = TenantRules(quota_bytes=2 * STORED_BYTES)
     with contextlib.closing(opened(tmp_path, tenant_rules=tenant_rules)) as folder:
         tell(folder, "one", 4)
@@ -85,7 +85,7 @@ def test_a_tenant_that_owes_gives_up_tails(tmp_path):
         assert left(folder, "one", 4) == [0, 1]
 
 
-def test_what_was_generated_goes_before_the_prompt(tmp_path):
+def test_block_folder_generated_blocks_are_evicted_before_the_prompt(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         tell(folder, "one", 2)
         store(folder, "one", 2)
@@ -102,7 +102,7 @@ def test_what_was_generated_goes_before_the_prompt(tmp_path):
         st.tuples(st.integers(1, 40), st.sampled_from([-1.0, 0.0, 0.0, 1e-5, 2.0])), max_size=20
     )
 )
-def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
+def test_access_log_times_rise_by_request_and_from_the_tail(requests):
     log, now_s, times = AccessLog(), 1.8e9, []
     for number, (blocks, later_s) in enumerate(requests):
         now_s += later_s  # clocks are also put back
@@ -112,7 +112,7 @@ def test_times_order_blocks_by_request_and_then_from_the_tail(requests):
     assert times == sorted(set(times))
 
 
-def test_a_clock_that_is_put_back_far_is_believed():
+def test_access_log_clock_set_back_an_hour_is_followed():
     log = AccessLog()
     log.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
     (told,) = log.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
@@ -127,7 +127,7 @@ def waiting(folder):
     return [(touch.key, touch.uses) for touch in folder.supervisor.pending]
 
 
-def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monkeypatch):
+def test_block_folder_read_announced_by_a_request_is_recorded_once(tmp_path, monkeypatch):
     now_s = 2e9
     monkeypatch.setattr("time.time", lambda: now_s)
     folder = opened(tmp_path)
@@ -147,7 +147,7 @@ def test_a_read_that_a_request_foretold_is_not_written_down_again(tmp_path, monk
     assert waiting(folder)[-1] == (keys("one", 1)[0], 0)
 
 
-def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
+def test_block_folder_list_blocks_gives_the_time_of_the_last_use(tmp_path, monkeypatch):
     now_s = 2e9
     monkeypatch.setattr("time.time", lambda: now_s)
     with contextlib.closing(opened(tmp_path)) as folder:
@@ -170,7 +170,7 @@ def test_a_list_says_when_a_block_was_told_of_or_read(tmp_path, monkeypatch):
         assert used_s() == [200, 100]
 
 
-def test_what_is_expected_is_bounded():
+def test_access_log_many_expected_reads_keep_a_bounded_table():
     log = AccessLog()
     assert not log.is_announced(A, 0.0)
     log.report([A], RequestFacts("first", 10), 0.0)

@@ -110,7 +110,7 @@ class TestSealedS3Store(TestS3Store):
         return self.server.open(self.server.make_bucket(), frame=self.frame, options=options)
 
 
-def test_of_a_sealed_block_nothing_reaches_the_bucket(server, bucket, tmp_path):
+def test_s3_store_sealed_block_leaves_no_plain_bytes_in_the_bucket(server, bucket, tmp_path):
     async def test(store):
         await store.put(A, block_of("a"))
 
@@ -121,7 +121,7 @@ def test_of_a_sealed_block_nothing_reaches_the_bucket(server, bucket, tmp_path):
     assert FRAME.digest.hex() not in name
 
 
-def test_objects_lie_where_the_documentation_says(server, bucket):
+def test_s3_store_objects_are_at_the_documented_paths(server, bucket):
     async def test(store):
         await store.put(A, block_of("a"))
 
@@ -133,7 +133,7 @@ def test_objects_lie_where_the_documentation_says(server, bucket):
     assert described == NAMESPACE.describe()
 
 
-def test_namespaces_are_what_blocks_were_put_for(server, bucket):
+def test_s3_source_namespaces_are_those_of_stored_blocks(server, bucket):
     other = BlockFrame(Namespace((("model", "another"),)), LAYOUT)
 
     async def test(store):
@@ -153,7 +153,7 @@ def test_namespaces_are_what_blocks_were_put_for(server, bucket):
     }
 
 
-def test_a_listing_goes_on_over_pages_and_skips_what_is_not_ours(server, bucket, monkeypatch):
+def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket, monkeypatch):
     monkeypatch.setattr("sglang_cake.stores.s3.bucket.NAMES_AT_ONCE", 3)
 
     async def test(store):
@@ -183,7 +183,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_wrong_bytes_are_noticed_forgotten_and_replaced(server, bucket, damage):
+def test_s3_store_damaged_object_is_removed_and_can_be_put_again(server, bucket, damage):
     async def test(store):
         await store.put(A, block_of("a"))
         raw = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
@@ -199,7 +199,7 @@ def test_wrong_bytes_are_noticed_forgotten_and_replaced(server, bucket, damage):
     with_store(server.open(bucket), test)
 
 
-def test_a_long_lookup_takes_two_round_trips(server, bucket):
+def test_s3_store_lookup_of_1000_keys_asks_for_few_objects(server, bucket):
     async def test(store):
         names = range(1000)
         keys = [key_of(n) for n in names]
@@ -211,7 +211,7 @@ def test_a_long_lookup_takes_two_round_trips(server, bucket):
     with_store(server.open(bucket), test)
 
 
-def test_a_cancelled_put_of_a_large_block_is_whole_or_nothing(server, bucket):
+def test_s3_store_cancelled_put_of_a_large_block_is_whole_or_absent(server, bucket):
     async def test(store):
         data, outcomes = block_of("large", LARGE), set()
         for turns in (1, 20, 40, 60, 80, 100, 150, 10_000):
@@ -233,7 +233,7 @@ def test_a_cancelled_put_of_a_large_block_is_whole_or_nothing(server, bucket):
     with_store(server.open(bucket, LARGE_FRAME), test)
 
 
-def test_a_cancelled_read_leaves_its_buffer_alone_and_its_connection_to_nobody(server, bucket):
+def test_s3_store_cancelled_read_leaves_buffer_and_next_reads_intact(server, bucket):
     async def test(store):
         data = block_of("large", LARGE)
         await store.put(A, data)
@@ -251,7 +251,7 @@ def test_a_cancelled_read_leaves_its_buffer_alone_and_its_connection_to_nobody(s
     with_store(server.open(bucket, LARGE_FRAME, depth=1), test)
 
 
-def test_what_has_come_is_told_piece_by_piece(server, bucket):
+def test_store_progress_of_a_large_read_grows_piece_by_piece(server, bucket):
     async def test(store):
         data, out = block_of("large", LARGE), bytearray(LARGE.block_bytes)
         await store.put(A, data)
@@ -265,7 +265,7 @@ def test_what_has_come_is_told_piece_by_piece(server, bucket):
     with_store(server.open(bucket, LARGE_FRAME), test)
 
 
-def test_many_readers_and_writers_share_a_bounded_pool(server, bucket):
+def test_s3_store_many_parallel_calls_at_depth_two_all_succeed(server, bucket):
     async def test(store):
         names = range(60)
         await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
@@ -278,7 +278,7 @@ def test_many_readers_and_writers_share_a_bounded_pool(server, bucket):
     with_store(server.open(bucket, depth=2), test)
 
 
-def test_a_server_that_is_killed_is_unavailable_and_used_again_when_it_is_back():
+def test_s3_store_killed_server_is_unavailable_until_restarted():
     with moto() as server:
         place = server.make_bucket("again")
 
@@ -316,7 +316,7 @@ def test_a_server_that_is_killed_is_unavailable_and_used_again_when_it_is_back()
         with_store(S3Store(server.source(place).place, LARGE_FRAME, **given), test)
 
 
-def test_a_bucket_that_is_gone_is_unavailable(server):
+def test_s3_store_missing_bucket_is_unavailable(server):
     async def test(store):
         for call in (read(store, A), store.put(A, block_of("a")), anext(store.list_blocks())):
             with pytest.raises(StoreUnavailable, match="NoSuchBucket"):
@@ -325,7 +325,7 @@ def test_a_bucket_that_is_gone_is_unavailable(server):
     with_store(server.open("nobody-made-this"), test)
 
 
-def test_nothing_is_left_open(server, bucket, caplog):
+def test_s3_store_closed_leaves_no_open_connection(server, bucket, caplog):
     async def test(store):
         await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(8)))
         await read(store, key_of(0))
@@ -349,7 +349,7 @@ def test_nothing_is_left_open(server, bucket, caplog):
     assert warned(close=False) != [], "this would not notice an open connection"
 
 
-def test_a_store_that_was_never_used_closes(server):
+def test_s3_store_never_used_closes_without_an_error(server):
     with_store(server.open("nobody-made-this"), lambda store: asyncio.sleep(0))
 
 
@@ -360,7 +360,7 @@ def check_says(source):
     return str(error.value)
 
 
-def test_checking_a_bucket_that_is_there(server, bucket):
+def test_s3_source_check_of_an_existing_bucket_passes(server, bucket):
     server.source(f"{bucket}/kv").check()
 
     async def inside_a_loop():
@@ -369,23 +369,25 @@ def test_checking_a_bucket_that_is_there(server, bucket):
     asyncio.run(inside_a_loop())
 
 
-def test_checking_a_bucket_that_is_not_there(server):
+def test_s3_source_check_of_a_missing_bucket_names_it(server):
     said = check_says(server.source("nobody-made-this/kv"))
     assert f"bucket 'nobody-made-this' at {server.endpoint} does not exist" in said
 
 
-def test_checking_without_credentials(server, bucket, monkeypatch, tmp_path):
+def test_s3_source_check_without_credentials_is_one_error_line(
+    server, bucket, monkeypatch, tmp_path
+):
     forget_credentials(monkeypatch, tmp_path)
     assert "Unable to locate credentials" in check_says(server.source(bucket))
 
 
-def test_checking_with_a_profile_that_is_not_there(server, bucket, monkeypatch, tmp_path):
+def test_s3_source_check_with_an_unknown_profile_names_it(server, bucket, monkeypatch, tmp_path):
     forget_credentials(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     assert "profile (nobody) could not be found" in check_says(server.source(bucket))
 
 
-def test_checking_with_credentials_that_are_refused():
+def test_s3_source_check_with_refused_credentials_says_so():
     with moto(INITIAL_NO_AUTH_ACTION_COUNT="0") as strict:
         said = check_says(strict.source("any-bucket"))
 
@@ -399,7 +401,7 @@ def test_checking_with_credentials_that_are_refused():
     assert "anything" not in said
 
 
-def test_a_server_that_is_down_is_no_reason_to_refuse(server):
+def test_s3_source_check_with_the_server_down_passes(server):
     (source,) = parse_sources("s3://kv-bucket?endpoint=http://127.0.0.1:1&region=us-east-1")
     source.check()
 
@@ -410,7 +412,7 @@ def test_a_server_that_is_down_is_no_reason_to_refuse(server):
     with_store(source.open(FRAME, depth=1), test)
 
 
-def test_without_the_package_one_line_names_the_extra():
+def test_s3_url_without_aiobotocore_names_the_extra():
     code = (
         "import sys\n"
         "sys.modules['aiobotocore'] = None\n"  # as if it were not installed
@@ -427,7 +429,7 @@ def test_without_the_package_one_line_names_the_extra():
     )
 
 
-def test_good_urls():
+def test_store_url_valid_text_is_parsed_into_its_source():
     (source,) = parse_sources(
         "s3://my.bucket-1/a/b%20c/?endpoint=https://s3.example:9000&region=eu-central-1"
     )
@@ -460,7 +462,7 @@ BAD_URLS = {
 
 
 @pytest.mark.parametrize("text", BAD_URLS)
-def test_bad_urls(text):
+def test_store_url_invalid_text_is_one_config_error_line(text):
     with pytest.raises(ConfigError) as error:
         parse_sources(text)
     assert BAD_URLS[text] in str(error.value)

@@ -70,7 +70,7 @@ async def no_conditions(server, request):
     return error("NotImplemented", 501) if "If-None-Match" in request.headers else None
 
 
-def test_a_service_without_conditional_puts_is_asked_first():
+def test_s3_store_without_conditional_puts_looks_before_each_put():
     server = Odd(PUT=no_conditions)
 
     async def test(store):
@@ -97,7 +97,7 @@ def test_a_service_without_conditional_puts_is_asked_first():
     ],
     ids=lambda value: getattr(value, "__name__", None) or f"{value.status}-{value.text}",
 )
-def test_refused_puts(answer, expected):
+def test_s3_store_refused_put_is_full_or_unavailable(answer, expected):
     async def refuse(server, request):
         return web.Response(
             status=answer.status, text=answer.text, content_type=answer.content_type
@@ -142,7 +142,7 @@ async def out_of_order(server, request):
 
 
 @pytest.mark.parametrize("answer", [cut_off, without_length, not_allowed, out_of_order])
-def test_no_answer_is_not_a_wrong_block(answer):
+def test_s3_store_failed_get_is_unavailable_and_deletes_no_object(answer):
     server = Odd(GET=answer)
 
     async def test(store):
@@ -156,7 +156,7 @@ def test_no_answer_is_not_a_wrong_block(answer):
     assert "DELETE" not in server.seen
 
 
-def test_an_answer_of_another_length_is_not_read():
+def test_s3_store_answer_of_wrong_length_is_corrupt_and_not_read():
     async def endless(server, request):
         answer = web.StreamResponse(headers={"Content-Length": str(10**15)})
         await answer.prepare(request)
@@ -175,7 +175,7 @@ def test_an_answer_of_another_length_is_not_read():
     assert "DELETE" in server.seen
 
 
-def test_a_wrong_block_that_may_not_be_deleted_stays_wrong():
+def test_s3_store_undeletable_corrupt_block_stays_corrupt():
     server = Odd(DELETE=not_allowed)
 
     async def test(store):
@@ -189,7 +189,7 @@ def test_a_wrong_block_that_may_not_be_deleted_stays_wrong():
 
 
 @pytest.mark.parametrize("answer", [not_allowed, out_of_order])
-def test_a_lookup_that_fails_in_one_question_fails(answer):
+def test_s3_store_lookup_with_one_failed_request_is_unavailable(answer):
     async def sometimes(server, request):
         return await answer(server, request) if request.path.endswith(B.hex()) else None
 
@@ -202,7 +202,7 @@ def test_a_lookup_that_fails_in_one_question_fails(answer):
     Odd(HEAD=sometimes).run(test)
 
 
-def test_a_listing_that_makes_no_sense_is_unavailable():
+def test_s3_store_malformed_listing_is_unavailable():
     async def test(store):
         with pytest.raises(StoreUnavailable):
             await anext(store.list_blocks())
@@ -210,7 +210,7 @@ def test_a_listing_that_makes_no_sense_is_unavailable():
     Odd(GET=nonsense).run(test)
 
 
-def test_a_listing_that_starts_again_ends():
+def test_s3_store_listing_with_a_repeated_token_ends():
     async def again(server, request):
         text = (
             "<?xml version='1.0'?><ListBucketResult><IsTruncated>true</IsTruncated>"
@@ -228,7 +228,7 @@ def test_a_listing_that_starts_again_ends():
     assert server.seen == ["GET", "GET"]
 
 
-def test_what_a_server_says_is_one_plain_line():
+def test_s3_store_server_error_text_is_one_short_printable_line():
     async def shout(server, request):
         return error("Access\nDenied\x9b31m" + 1000 * "!", 403)
 
@@ -241,7 +241,7 @@ def test_what_a_server_says_is_one_plain_line():
     Odd(GET=shout).run(test)
 
 
-def test_a_server_that_says_nothing_is_given_up():
+def test_s3_store_silent_server_times_out_as_unavailable():
     given_up = asyncio.Event()
 
     async def silent(server, request):

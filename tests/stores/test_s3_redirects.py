@@ -69,7 +69,7 @@ async def outcomes(source):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_to_another_host_hands_it_nothing_and_takes_nothing_from_it(status, monkeypatch):
+def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-a-session")
     reached = []
 
@@ -112,7 +112,7 @@ WRONG_REGION = {
 
 @pytest.mark.parametrize("code", WRONG_REGION)
 @pytest.mark.parametrize("headers", [{}, {"x-amz-bucket-region": "eu-west-3"}])
-def test_a_bucket_of_another_region_is_asked_for_once_and_the_error_names_the_region(code, headers):
+def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
     status, detail = WRONG_REGION[code]
     regions = []
 
@@ -139,7 +139,7 @@ def test_a_bucket_of_another_region_is_asked_for_once_and_the_error_names_the_re
 
 
 @pytest.mark.parametrize("status", [200, 301, 403, 404, 500])
-def test_an_answer_without_an_end_is_given_up_after_what_was_asked_for(status):
+def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
     sent = []
 
     async def handle(request):
@@ -165,7 +165,7 @@ def test_an_answer_without_an_end_is_given_up_after_what_was_asked_for(status):
     assert {method for method, _, _ in sent} >= {"PUT", "GET", "DELETE"}
 
 
-def test_a_listing_of_the_longest_names_is_read():
+def test_s3_store_listing_of_the_longest_names_is_read():
     name = FRAME.digest.hex() + "/" + 959 * "&"
     item = f"<Contents><Key>{name.replace('&', '&amp;')}</Key><Size>1</Size></Contents>"
 
@@ -184,7 +184,7 @@ def test_a_listing_of_the_longest_names_is_read():
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
-def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part):
+def test_s3_store_trickling_answer_times_out_as_unavailable(part):
     impatient = TimeoutLimits(first_s=0.3, floor_s=0.3)
 
     async def serve_slowly(reader, writer):
@@ -213,7 +213,7 @@ def test_an_answer_that_trickles_is_given_up_at_its_time_limit(part):
     asyncio.run(test())
 
 
-def test_a_listing_of_ever_more_folders_is_given_up():
+def test_s3_source_endless_namespace_listing_is_unavailable():
     pages = []
 
     async def handle(request):

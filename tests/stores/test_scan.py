@@ -20,7 +20,7 @@ def ended_pid():
     return process.pid
 
 
-def test_a_writer_that_nobody_has_waited_for_is_dead():
+def test_is_stale_zombie_writer_counts_as_dead():
     """A zombie keeps its number for as long as its parent does not ask."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = f"{this_host()}-{process.pid}"
@@ -31,7 +31,7 @@ def test_a_writer_that_nobody_has_waited_for_is_dead():
     process.wait()
 
 
-def test_only_stale_files_are_swept(tmp_path):
+def test_remove_stale_removes_only_stale_temporary_files(tmp_path):
     folder = tmp_path / "ab" / "cd"
     folder.mkdir(parents=True)
     long_ago = 1_000_000_000
@@ -68,7 +68,7 @@ def test_only_stale_files_are_swept(tmp_path):
     assert files_below(tmp_path) == sorted(kept)
 
 
-def test_what_lies_there_when_the_books_are_made_is_swept(tmp_path):
+def test_index_rebuild_removes_files_of_dead_writers(tmp_path):
     with_store(tmp_path, put_a)
     left = path_of(tmp_path, A).parent / f".tmp-{this_host()}-{ended_pid()}-{1:016x}"
     left.write_bytes(b"x")
@@ -83,7 +83,7 @@ def test_what_lies_there_when_the_books_are_made_is_swept(tmp_path):
     with_store(tmp_path, test)
 
 
-def test_a_writer_that_was_swept_away_fails_cleanly(tmp_path, monkeypatch):
+def test_file_store_put_whose_file_was_removed_is_unavailable(tmp_path, monkeypatch):
     replace = os.replace
 
     def swept_then_replace(tmp, path, **folders):

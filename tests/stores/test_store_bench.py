@@ -25,7 +25,7 @@ LLAMA_8B = {
 }
 
 
-def test_bench_measures_every_size_at_every_depth_and_leaves_nothing(tmp_path, capsys):
+def test_store_bench_measures_every_size_and_depth_and_leaves_no_file(tmp_path, capsys):
     fill(tmp_path, ALICE, "a")
     before = sorted(tmp_path.rglob("*"))
     answer = told(capsys, "bench", url_of(tmp_path), *SMALL)
@@ -42,7 +42,7 @@ def test_bench_measures_every_size_at_every_depth_and_leaves_nothing(tmp_path, c
     assert len(held(tmp_path, ALICE)) == 1
 
 
-def test_bench_says_what_it_means_for_a_model(tmp_path, capsys):
+def test_store_bench_with_a_model_reports_tokens_per_second(tmp_path, capsys):
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps(LLAMA_8B))
@@ -61,7 +61,7 @@ def test_bench_says_what_it_means_for_a_model(tmp_path, capsys):
     assert "loading alone breaks even at 128 kB/s" in out
 
 
-def test_bench_warns_of_the_page_cache(tmp_path, capsys, monkeypatch):
+def test_store_bench_reads_from_the_page_cache_print_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sglang_cake.cli.store_bench._fetched_bytes", lambda: 7)
     assert store("bench", url_of(tmp_path), *SMALL) == 0
     assert "warning: blocks were read from the page cache" in capsys.readouterr().out
@@ -73,14 +73,14 @@ def test_bench_warns_of_the_page_cache(tmp_path, capsys, monkeypatch):
     assert told(capsys, "bench", url_of(tmp_path), *SMALL)["runs"][0]["from_cache"] is None
 
 
-def test_bench_of_a_store_without_room_is_one_line_and_leaves_nothing(tmp_path, capsys):
+def test_store_bench_without_free_space_fails_and_leaves_no_file(tmp_path, capsys):
     assert store("bench", f"file://{tmp_path}?min_free=999PB", *SMALL) == 2
     assert "no room to measure" in capsys.readouterr().err
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert [name for name in files if not name.startswith("index.")] == []
 
 
-def test_bench_keeps_to_a_bandwidth(tmp_path, capsys):
+def test_store_bench_bandwidth_option_limits_the_read_speed(tmp_path, capsys):
     run, *_ = told(
         capsys, "bench", f"file://{tmp_path}?min_free=0&bandwidth=1MB/s",
         "--sizes", "64KiB", "--depths", "2", "--bytes", "4KiB",
@@ -88,7 +88,7 @@ def test_bench_keeps_to_a_bandwidth(tmp_path, capsys):
     assert run["read_bytes_per_s"] < 1.01e6
 
 
-def test_computing_and_loading_at_once_add_up():
+def test_store_meaning_speeds_of_computing_and_loading_add_up():
     found = speed_of_model(
         kv_bytes_per_token=1000,
         block_tokens=128,
@@ -118,11 +118,11 @@ def test_computing_and_loading_at_once_add_up():
         (2e18, "2000 PB"),
     ],
 )
-def test_sizes_as_people_read_them(size_bytes, text):
+def test_size_text_of_any_size_has_a_readable_unit(size_bytes, text):
     assert size_text(size_bytes) == text
 
 
-def test_tables_are_as_wide_as_they_need():
+def test_store_tables_columns_are_aligned_and_values_formatted():
     assert table(["A", "BB"], [["xxx", "1"]], right=(1,)) == "A    BB\nxxx   1"
     assert exact_size_text(16 * 2**20) == "16 MiB"
     assert exact_size_text(3 * 2**29) == "1536 MiB"

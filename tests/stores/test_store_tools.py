@@ -57,7 +57,7 @@ def root(filled, tmp_path):
 # ---- ls and stat ----
 
 
-def test_ls_names_whose_kv_is_stored(root, capsys):
+def test_store_ls_prints_a_table_of_the_stored_namespaces(root, capsys):
     assert store("ls", url_of(root)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == url_of(root)
@@ -70,7 +70,7 @@ def test_ls_names_whose_kv_is_stored(root, capsys):
     assert found["bob-13b"][2:5] == ["bfloat16", "0/1", "1"]
 
 
-def test_ls_in_json(root, capsys):
+def test_store_ls_json_lists_namespaces_with_blocks_and_bytes(root, capsys):
     (answer,) = told(capsys, "ls", url_of(root))["stores"]
     found = {each["fields"]["name"]: each for each in answer["namespaces"]}
     assert found["alice-7b"]["namespace"] == ALICE.digest.hex()
@@ -79,7 +79,7 @@ def test_ls_in_json(root, capsys):
     assert found["bob-13b"]["last_used_s"] > 1_500_000_000
 
 
-def test_ls_of_a_namespace_lists_its_blocks(root, capsys):
+def test_store_ls_of_a_namespace_lists_its_blocks(root, capsys):
     assert store("ls", url_of(root), ALICE.digest.hex()[:8]) == 0
     out = capsys.readouterr().out
     assert {line.split()[0] for line in out.splitlines()[1:]} == {
@@ -91,7 +91,7 @@ def test_ls_of_a_namespace_lists_its_blocks(root, capsys):
     assert {block["bytes"] for block in listed} == {FRAMED}
 
 
-def test_an_empty_store_has_nothing_and_is_no_error(tmp_path, capsys):
+def test_store_tools_on_an_empty_store_succeed(tmp_path, capsys):
     for tool in (["ls"], ["stat"], ["verify"], ["gc"], ["clear", "--yes"]):
         assert store(*tool, url_of(tmp_path)) == 0
         assert capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_an_empty_store_has_nothing_and_is_no_error(tmp_path, capsys):
     assert store("cp", url_of(tmp_path), url_of(tmp_path / "other")) == 0
 
 
-def test_stat_sums_over_all_namespaces(root, capsys):
+def test_store_stat_sums_over_all_namespaces(root, capsys):
     (answer,) = told(capsys, "stat", url_of(root))["stores"]
     assert answer["namespaces"] == 2
     assert answer["blocks"] == 4
@@ -118,7 +118,7 @@ def files_of(root):
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_stat_changes_nothing_and_agrees_with_ls(root, capsys, index):
+def test_store_stat_changes_no_file_and_agrees_with_ls(root, capsys, index):
     flip(file_of(root, ALICE, "b"))
     assert store("verify", url_of(root)) == 1  # sets it aside: it is listed no more
     capsys.readouterr()
@@ -133,7 +133,7 @@ def test_stat_changes_nothing_and_agrees_with_ls(root, capsys, index):
     assert totals["block_bytes"] == sum(each["bytes"] for each in listed["namespaces"])
 
 
-def test_tiers_are_looked_at_one_by_one(root, tmp_path, capsys):
+def test_store_tools_with_several_tiers_report_each_tier(root, tmp_path, capsys):
     other = tmp_path / "other"
     fill(other, ALICE, "a")
     found = told(capsys, "stat", f"{url_of(root)},{url_of(other)}")["stores"]
@@ -155,7 +155,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("description", FOREIGN)
-def test_a_namespace_that_cannot_be_read_is_named_and_passed_over(root, capsys, description):
+def test_store_tools_unreadable_namespace_is_named_and_skipped(root, capsys, description):
     foreign = root / ("f" * 64)
     foreign.mkdir()
     if FOREIGN[description] is None:
@@ -174,7 +174,7 @@ def test_a_namespace_that_cannot_be_read_is_named_and_passed_over(root, capsys, 
     assert held(root, BOB) == set()
 
 
-def test_text_from_a_store_cannot_play_with_the_terminal(tmp_path, capsys):
+def test_store_ls_control_characters_in_names_are_replaced(tmp_path, capsys):
     fill(tmp_path, frame_named("evil\x1b[2J\nname" + "x" * 100), "a")
     assert store("ls", url_of(tmp_path)) == 0
     out = capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_text_from_a_store_cannot_play_with_the_terminal(tmp_path, capsys):
 # ---- verify ----
 
 
-def test_verify_finds_the_corrupt_block_and_sets_it_aside(root, capsys):
+def test_store_verify_corrupt_block_is_reported_and_set_aside(root, capsys):
     assert store("verify", url_of(root)) == 0
     capsys.readouterr()
     flip(file_of(root, ALICE, "b"))
@@ -209,7 +209,7 @@ def times_of_use(root, frame):
     return {key: (used_s, place.block(key).stat().st_atime_ns) for key, used_s in booked.items()}
 
 
-def test_looking_at_a_block_is_no_use_of_it(root, tmp_path):
+def test_store_verify_and_cp_leave_access_times_unchanged(root, tmp_path):
     async def read_one(store):
         await read(store, key_of("a"))
 
@@ -225,14 +225,14 @@ def test_looking_at_a_block_is_no_use_of_it(root, tmp_path):
     assert {key for key in after if after[key][0] != before[key][0]} == {key_of("a")}
 
 
-def test_verify_names_corrupt_blocks_for_people(root, capsys):
+def test_store_verify_prints_the_key_of_a_corrupt_block(root, capsys):
     flip(file_of(root, BOB, "d"))
     assert store("verify", url_of(root), "--depth", "1") == 1
     out = capsys.readouterr().out
     assert f"corrupt: {BOB.digest.hex()}/{key_of('d').hex()}" in out
 
 
-def test_verify_of_one_namespace(root, capsys):
+def test_store_verify_of_one_namespace_ignores_the_others(root, capsys):
     flip(file_of(root, BOB, "d"))
     argument = ["verify", url_of(root), "--namespace"]
     assert told(capsys, *argument, ALICE.digest.hex()[:6].upper())["stores"][0]["ok"] == 3
@@ -242,7 +242,7 @@ def test_verify_of_one_namespace(root, capsys):
 # ---- gc and clear ----
 
 
-def test_gc_removes_what_is_of_no_use(root, capsys):
+def test_store_gc_removes_corrupt_and_stale_files_only(root, capsys):
     flip(file_of(root, ALICE, "b"))
     assert store("verify", url_of(root)) == 1
     capsys.readouterr()
@@ -263,7 +263,7 @@ def test_gc_removes_what_is_of_no_use(root, capsys):
     assert held(root, ALICE) == {key_of("a"), key_of("c")}
 
 
-def test_gc_to_a_size_evicts_the_least_recently_used_of_all_namespaces(root, capsys):
+def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
     for age, (frame, name) in enumerate([(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]):
         at_s = 1_600_000_000 + age
         os.utime(file_of(root, frame, name), (at_s, at_s))
@@ -286,7 +286,7 @@ def test_gc_to_a_size_evicts_the_least_recently_used_of_all_namespaces(root, cap
     assert told(capsys, "gc", url_of(root), "--to", "1GB")["stores"][0]["evicted_blocks"] == 0
 
 
-def test_clear_deletes_all_or_one_namespace(root, capsys):
+def test_store_clear_deletes_one_namespace_or_all(root, capsys):
     answer = told(capsys, "clear", url_of(root), "--namespace", BOB.digest.hex()[:9], "--yes")
     assert answer["stores"][0]["deleted_blocks"] == 1
     assert len(held(root, ALICE)) == 3
@@ -297,7 +297,7 @@ def test_clear_deletes_all_or_one_namespace(root, capsys):
     fill(root, ALICE, "a")  # and goes on being a store
 
 
-def test_clear_asks_and_without_a_terminal_refuses(root, capsys, monkeypatch):
+def test_store_clear_without_yes_asks_or_refuses(root, capsys, monkeypatch):
     assert store("clear", url_of(root)) == 2
     assert "Say so with --yes" in capsys.readouterr().err
     for answer, left in (("n\n", 3), ("\n", 3), ("y\n", 0)):
@@ -319,7 +319,7 @@ def test_clear_asks_and_without_a_terminal_refuses(root, capsys, monkeypatch):
 # ---- cp ----
 
 
-def test_cp_copies_what_is_lacking_and_can_be_run_again(root, tmp_path, capsys):
+def test_store_cp_copies_missing_blocks_and_a_second_run_copies_none(root, tmp_path, capsys):
     other = tmp_path / "other"
     fill(other, ALICE, "b", "z")
     answer = told(capsys, "cp", url_of(root), url_of(other))
@@ -333,7 +333,7 @@ def test_cp_copies_what_is_lacking_and_can_be_run_again(root, tmp_path, capsys):
     assert (answer["copied"], answer["there_already"]) == (0, 4)
 
 
-def test_cp_never_copies_a_corrupt_block(root, tmp_path, capsys):
+def test_store_cp_corrupt_block_is_not_copied(root, tmp_path, capsys):
     other = tmp_path / "other"
     flip(file_of(root, ALICE, "b"))
     arguments = ["--namespace", ALICE.digest.hex()[:6], "--depth", "1"]
@@ -343,7 +343,7 @@ def test_cp_never_copies_a_corrupt_block(root, tmp_path, capsys):
     assert not (other / BOB.digest.hex()).exists()
 
 
-def test_cp_of_more_blocks_than_one_lookup(tmp_path, capsys):
+def test_store_cp_of_more_blocks_than_one_lookup_copies_all(tmp_path, capsys):
     fill(tmp_path / "kv", BOB, *range(300))
     fill(tmp_path / "other", BOB, *range(0, 300, 2))
     answer = told(capsys, "cp", url_of(tmp_path / "kv"), url_of(tmp_path / "other"))
@@ -351,7 +351,7 @@ def test_cp_of_more_blocks_than_one_lookup(tmp_path, capsys):
     assert len(held(tmp_path / "other", BOB)) == 300
 
 
-def test_cp_believes_no_store_that_answers_for_some_by_their_neighbours():
+def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
     class Probing(PassingStore):
         async def contains(self, keys):
             async def has(key):
@@ -370,7 +370,7 @@ def test_cp_believes_no_store_that_answers_for_some_by_their_neighbours():
     assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}
 
 
-def test_cp_to_a_full_store_stops_and_says_so(root, tmp_path, capsys):
+def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, capsys):
     target = f"file://{tmp_path}/full?min_free=999PB"
     assert store("cp", url_of(root), target) == 1
     captured = capsys.readouterr()
@@ -411,7 +411,9 @@ def test_cp_to_a_full_store_stops_and_says_so(root, tmp_path, capsys):
         (["bench", "{root}", "--model-config", "/no/such/file"], "describes no model"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_status_2(root, capsys, arguments, message):
+def test_store_tools_invalid_arguments_are_one_line_and_exit_status_2(
+    root, capsys, arguments, message
+):
     assert store(*(part.replace("{root}", url_of(root)) for part in arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -420,7 +422,7 @@ def test_mistakes_are_one_line_and_exit_status_2(root, capsys, arguments, messag
     assert len(captured.err.splitlines()) == 1
 
 
-def test_a_tool_makes_nothing_where_nothing_was(tmp_path):
+def test_store_tools_missing_folder_is_refused_and_not_created(tmp_path):
     for tool in (["ls"], ["stat"], ["verify"], ["gc"], ["clear", "--yes"], ["bench"]):
         assert store(*tool, url_of(tmp_path / "typo")) == 2
     assert list(tmp_path.iterdir()) == []
@@ -472,7 +474,7 @@ asyncio.run(main())
 """
 
 
-def test_tools_work_on_a_store_that_another_process_writes(root, tmp_path, capsys):
+def test_store_tools_during_writes_of_another_process_succeed(root, tmp_path, capsys):
     path = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(root)],
@@ -502,7 +504,7 @@ def test_tools_work_on_a_store_that_another_process_writes(root, tmp_path, capsy
     assert told(capsys, "verify", url_of(tmp_path / "to"))["stores"][0]["ok"] > 0
 
 
-def test_a_reader_that_has_seen_enough_ends_the_tool_quietly(tmp_path):
+def test_store_ls_with_a_closed_output_pipe_ends_quietly(tmp_path):
     fill(tmp_path, ALICE, *range(2000))
     with process("ls", url_of(tmp_path), ALICE.digest.hex()[:4]) as listing:
         listing.stdout.readline()
@@ -511,7 +513,7 @@ def test_a_reader_that_has_seen_enough_ends_the_tool_quietly(tmp_path):
         assert listing.stderr.read() == ""
 
 
-def test_a_bad_url_ends_the_process_with_status_2():
+def test_store_ls_unknown_scheme_exits_with_status_2():
     with process("ls", "gopher://x") as listing:
         out, err = listing.communicate(timeout=60)
     assert listing.returncode == 2
@@ -519,7 +521,7 @@ def test_a_bad_url_ends_the_process_with_status_2():
     assert err.startswith("sglang-cake: store URL 'gopher://x': unknown scheme 'gopher'")
 
 
-def test_without_a_terminal_there_is_no_progress_bar(root):
+def test_store_verify_without_a_terminal_shows_no_progress_bar(root):
     with process("verify", url_of(root)) as verifying:
         out, err = verifying.communicate(timeout=60)
     assert verifying.returncode == 0
@@ -527,7 +529,7 @@ def test_without_a_terminal_there_is_no_progress_bar(root):
     assert "OK" in out
 
 
-def test_on_a_terminal_there_is_one_and_the_answer_stays_clean(root):
+def test_store_verify_on_a_terminal_shows_progress_and_clean_json(root):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     with os.fdopen(ours, "rb", buffering=0) as screen:
@@ -544,7 +546,7 @@ def test_on_a_terminal_there_is_one_and_the_answer_stays_clean(root):
     assert json.loads(verifying.stdout)["stores"][0]["ok"] == 4
 
 
-def test_an_interrupted_bench_cleans_up(root):
+def test_store_bench_interrupted_removes_its_blocks(root):
     before = sorted(root.rglob("*"))
     url = f"file://{root}?min_free=0&bandwidth=1kB/s"
     with process(

@@ -36,7 +36,7 @@ from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls
         ("999999999999999999", 10**18 - 1),
     ],
 )
-def test_sizes(text, expected):
+def test_parse_size_valid_text_gives_bytes(text, expected):
     assert parse_size(text) == expected
 
 
@@ -58,7 +58,7 @@ BAD_SIZES = [
 
 
 @pytest.mark.parametrize("text", BAD_SIZES)
-def test_bad_sizes(text):
+def test_parse_size_invalid_text_raises_config_error(text):
     with pytest.raises(ConfigError) as error:
         parse_size(text)
     assert str(error.value) == (
@@ -67,7 +67,7 @@ def test_bad_sizes(text):
 
 
 @given(st.integers(0, 10**18 - 1))
-def test_plain_bytes_are_exact(size_bytes):
+def test_parse_size_digits_alone_are_exact_bytes(size_bytes):
     assert parse_size(str(size_bytes)) == size_bytes
 
 
@@ -83,14 +83,14 @@ def test_plain_bytes_are_exact(size_bytes):
         ("0.5MB/s", 0.5e6),
     ],
 )
-def test_bandwidths(text, expected):
+def test_parse_bandwidth_valid_text_gives_bytes_per_second(text, expected):
     assert parse_bandwidth(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "50", "50MB", "50Mb/s", "MB/s", "0MB/s", "0.0Gbps", "-1MB/s", "50MB/h", "1mbps"]
 )
-def test_bad_bandwidths(text):
+def test_parse_bandwidth_invalid_text_raises_config_error(text):
     with pytest.raises(ConfigError, match="is not a bandwidth: write for example 50MB/s"):
         parse_bandwidth(text)
 
@@ -109,24 +109,24 @@ def test_bad_bandwidths(text):
         ("file:///a?min_free=1%20GB", FileSource(Path("/a"), min_free_bytes=10**9)),
     ],
 )
-def test_good_urls(text, expected):
+def test_store_url_valid_text_is_parsed_into_its_source(text, expected):
     assert parse_sources(text) == [expected]
 
 
-def test_any_store_may_be_held_to_a_bandwidth():
+def test_store_url_bandwidth_option_wraps_the_source():
     (source,) = parse_sources("file:///a?bandwidth=50MB/s&fsync=data")
     assert source.inner == FileSource(Path("/a"), "data")
     assert source.bytes_per_s == 50e6
 
 
-def test_several_stores_are_named_fastest_first():
+def test_store_url_with_several_stores_gives_them_in_order():
     assert parse_sources("file:///a,file:///b%2Cc") == [
         FileSource(Path("/a")),
         FileSource(Path("/b,c")),
     ]
 
 
-def test_a_disk_is_never_filled_to_the_last_byte_unasked():
+def test_store_url_without_min_free_keeps_the_default_free_space():
     assert parse_sources("file:///a")[0].min_free_bytes == DEFAULT_MIN_FREE_BYTES > 0
 
 
@@ -166,7 +166,7 @@ BAD_URLS = {
 
 
 @pytest.mark.parametrize("text", BAD_URLS)
-def test_bad_urls(text):
+def test_store_url_invalid_text_is_one_config_error_line(text):
     with pytest.raises(ConfigError) as error:
         parse_sources(text)
     assert BAD_URLS[text] in str(error.value)
@@ -175,7 +175,7 @@ def test_bad_urls(text):
 
 
 @given(st.one_of(st.text(), st.text().map(lambda text: "file:///a?" + text)))
-def test_any_text_is_a_store_or_a_config_error(text):
+def test_store_url_random_text_gives_sources_or_one_error_line(text):
     try:
         sources = parse_sources(text)
     except ConfigError as error:
@@ -184,7 +184,7 @@ def test_any_text_is_a_store_or_a_config_error(text):
         assert all(source.path.is_absolute() for source in sources)
 
 
-def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch, tmp_path):
+def test_default_source_is_in_the_cache_folder_and_leaves_a_fifth_free(monkeypatch, tmp_path):
     class Stat:
         f_blocks, f_frsize = 1000, 4096
 
@@ -200,7 +200,9 @@ def test_the_default_store_is_in_the_cache_folder_and_leaves_a_fifth(monkeypatch
 
 
 @pytest.mark.parametrize("value", [None, "", "relative/cache"])
-def test_without_an_absolute_cache_folder_it_is_below_home(monkeypatch, tmp_path, value):
+def test_default_source_without_an_absolute_cache_folder_is_below_home(
+    monkeypatch, tmp_path, value
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     if value is None:
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -209,7 +211,7 @@ def test_without_an_absolute_cache_folder_it_is_below_home(monkeypatch, tmp_path
     assert default_source().path == tmp_path / ".cache/sglang_cake/store"
 
 
-def test_without_a_home_the_user_is_asked_for_a_store(monkeypatch):
+def test_default_source_without_a_home_folder_raises_config_error(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -219,7 +221,7 @@ def test_without_a_home_the_user_is_asked_for_a_store(monkeypatch):
         default_source()
 
 
-def test_checking_a_store_makes_its_folder_and_leaves_nothing_in_it(tmp_path):
+def test_file_source_check_creates_an_empty_private_folder(tmp_path):
     url = FileSource(tmp_path / "a" / "kv")
     url.check()
     url.check()
@@ -228,7 +230,7 @@ def test_checking_a_store_makes_its_folder_and_leaves_nothing_in_it(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "kv", "a/kv"])
-def test_checking_a_store_that_cannot_be_made_is_one_line(tmp_path, below):
+def test_file_source_check_of_an_impossible_folder_is_one_error_line(tmp_path, below):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / below
     with pytest.raises(ConfigError) as error:
@@ -237,7 +239,7 @@ def test_checking_a_store_that_cannot_be_made_is_one_line(tmp_path, below):
     assert "\n" not in str(error.value)
 
 
-def test_checking_really_writes(tmp_path, monkeypatch):
+def test_file_source_check_on_a_full_disk_raises_config_error(tmp_path, monkeypatch):
     def full(**kwargs):
         raise OSError(28, "No space left on device")
 
@@ -246,7 +248,7 @@ def test_checking_really_writes(tmp_path, monkeypatch):
         FileSource(tmp_path).check()
 
 
-def test_a_folder_that_several_machines_mount_is_refused(tmp_path, monkeypatch):
+def test_file_source_check_on_a_network_file_system_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(source_module, "file_system_type", lambda folder: 0x6969)
     with pytest.raises(ConfigError, match=r"is on NFS.*store serve") as error:
         FileSource(tmp_path).check()
@@ -255,12 +257,12 @@ def test_a_folder_that_several_machines_mount_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not shutil.which("stat"), reason="asks `stat` for the same")
 @pytest.mark.parametrize("folder", ["/proc", "/dev/shm", "/"])
-def test_the_type_of_a_file_system_is_what_the_system_says(folder):
+def test_file_system_type_equals_the_answer_of_stat(folder):
     said = subprocess.run(["stat", "-f", "-c", "%t", folder], capture_output=True, check=True)
     assert file_system_type(Path(folder)) == int(said.stdout, 16)
 
 
-def test_a_folder_that_is_named_again_behind_a_link_is_refused(tmp_path):
+def test_store_url_same_folder_through_a_link_is_refused(tmp_path):
     (tmp_path / "kv").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     (tmp_path / "above").symlink_to(tmp_path)

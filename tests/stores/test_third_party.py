@@ -80,7 +80,7 @@ class TestShelves(StoreContract):
         return open_store(parse_sources(f"shelf://{folder.name}?shelves=3"), self.frame, depth=2)
 
 
-def test_a_registered_scheme_is_a_store_like_any_other(install, tmp_path):
+def test_registered_scheme_opens_alone_and_as_a_tier(install, tmp_path):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
     url = f"shelf://a?bandwidth=1GB/s,file://{tmp_path}/kv?min_free=0,shelf://b"
     assert from_mapping({"store": url}).store == url
@@ -98,7 +98,7 @@ def test_a_registered_scheme_is_a_store_like_any_other(install, tmp_path):
     asyncio.run(main())
 
 
-def test_the_tools_work_on_it(install, capsys):
+def test_registered_scheme_works_with_the_store_tools(install, capsys):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
 
     async def put():
@@ -121,7 +121,7 @@ def test_the_tools_work_on_it(install, capsys):
     assert "page cache" not in capsys.readouterr().out
 
 
-def test_its_own_errors_and_unknown_options_are_one_line(install):
+def test_registered_scheme_invalid_url_names_the_mistake(install):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
     for url, message in {
         "shelf://": "store URL 'shelf://': names no shelf",
@@ -145,7 +145,9 @@ def test_its_own_errors_and_unknown_options_are_one_line(install):
         ("", "cake_absent:parse", "No module named 'cake_absent'"),
     ],
 )
-def test_one_that_cannot_be_imported_is_one_line_that_names_it(install, capsys, code, entry, why):
+def test_registered_scheme_import_error_is_one_line_with_its_name(
+    install, capsys, code, entry, why
+):
     install("cake_broken", code, f"broken = {entry}")
     with pytest.raises(ConfigError) as error:
         parse_sources("broken://x")
@@ -158,6 +160,6 @@ def test_one_that_cannot_be_imported_is_one_line_that_names_it(install, capsys, 
     assert parse_sources("file:///a"), "others are not disturbed"
 
 
-def test_nobody_takes_a_built_in_scheme(install):
+def test_registered_scheme_cannot_replace_a_built_in_scheme(install):
     install("cake_thief", "def parse(url): raise AssertionError", "file = cake_thief:parse")
     assert parse_sources("file:///a")[0].path.name == "a"

@@ -80,7 +80,7 @@ def run(test):
     asyncio.run(main())
 
 
-def test_reads_take_turns_in_the_order_they_were_asked():
+def test_throttled_store_reads_complete_in_request_order():
     async def test(inner, clock, start, ended):
         store = paced(inner, clock)
         tasks = [start(store, name) for name in (2, 0, 1)]
@@ -91,7 +91,7 @@ def test_reads_take_turns_in_the_order_they_were_asked():
     run(test)
 
 
-def test_an_idle_link_saves_nothing_up():
+def test_throttled_store_idle_time_is_not_saved_up():
     async def test(inner, clock, start, ended):
         store = paced(inner, clock)
         await clock.advance(100)
@@ -103,7 +103,7 @@ def test_an_idle_link_saves_nothing_up():
     run(test)
 
 
-def test_time_that_the_store_itself_takes_counts():
+def test_throttled_store_time_of_the_inner_store_is_included():
     async def test(inner, clock, start, ended):
         slow = SlowStore(inner)
         store = paced(slow, clock)
@@ -122,7 +122,7 @@ def test_time_that_the_store_itself_takes_counts():
     run(test)
 
 
-def test_a_read_cancelled_in_the_queue_costs_nothing():
+def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
     async def test(inner, clock, start, ended):
         store = paced(inner, clock)
         start(store, 0)
@@ -136,7 +136,7 @@ def test_a_read_cancelled_in_the_queue_costs_nothing():
     run(test)
 
 
-def test_a_read_cancelled_in_the_middle_gives_the_link_back_at_once():
+def test_throttled_store_read_cancelled_midway_frees_the_link_at_once():
     async def test(inner, clock, start, ended):
         store = paced(inner, clock)
         first = start(store, 0)
@@ -152,7 +152,7 @@ def test_a_read_cancelled_in_the_middle_gives_the_link_back_at_once():
 @pytest.mark.parametrize(
     ("error", "cost_s"), [(BlockMissing("x"), 0.0), (BlockCorrupt("x"), READ_S)]
 )
-def test_only_bytes_that_crossed_the_link_cost_time(error, cost_s):
+def test_throttled_store_failed_read_takes_time_only_for_its_bytes(error, cost_s):
     async def test(inner, clock, start, ended):
         faulty = FaultyStore(inner)
         faulty.fail(key_of(0), error)
@@ -167,7 +167,7 @@ def test_only_bytes_that_crossed_the_link_cost_time(error, cost_s):
     run(test)
 
 
-def test_puts_and_lookups_are_not_paced():
+def test_throttled_store_puts_and_lookups_are_not_delayed():
     async def test(inner, clock, start, ended):
         store = paced(inner, clock)
         start(store, 0)
@@ -229,7 +229,7 @@ class LargeRead:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 3.0, 100.0])
-def test_bytes_are_told_of_as_they_cross_the_link(late_s):
+def test_throttled_store_progress_follows_the_link_speed(late_s):
     """The store itself takes `late_s`: less than the link, or more."""
 
     async def test(store, clock, reads):
@@ -248,7 +248,7 @@ def test_bytes_are_told_of_as_they_cross_the_link(late_s):
     large(test)
 
 
-def test_the_next_read_is_told_of_from_when_it_has_the_link():
+def test_throttled_store_progress_of_the_next_read_starts_at_its_turn():
     async def test(store, clock, reads):
         store.inner.release(key_of(0), key_of(1))
         first, second = reads(0, True), reads(1, True)
@@ -261,7 +261,7 @@ def test_the_next_read_is_told_of_from_when_it_has_the_link():
 
 
 @pytest.mark.parametrize("after_s", [0.5, 3.5, 8.5])
-def test_of_a_cancelled_read_nothing_more_is_told(after_s):
+def test_throttled_store_cancelled_read_reports_no_more_progress(after_s):
     async def test(store, clock, reads):
         store.inner.release(key_of(0), key_of(1))
         first, second = reads(0, True), reads(1, True)
@@ -277,7 +277,7 @@ def test_of_a_cancelled_read_nothing_more_is_told(after_s):
     large(test)
 
 
-def test_who_does_not_listen_is_waited_for_once():
+def test_throttled_store_read_without_progress_sleeps_once():
     async def test(store, clock, reads):
         store.inner.release(key_of(0))
         read = reads(0, False)
@@ -290,7 +290,7 @@ def test_who_does_not_listen_is_waited_for_once():
 
 
 @pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x")])
-def test_a_block_that_fails_is_not_told_of_at_all(error):
+def test_throttled_store_failed_read_reports_no_progress(error):
     async def test(store, clock, reads):
         store.inner = FaultyStore(store.inner)
         store.inner.fail(key_of(0), error)

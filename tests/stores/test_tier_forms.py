@@ -111,7 +111,7 @@ def encoded(test, *speeds, **options):
         ((SLOW, SLOW), 0.02, ("int8", "int8")),
     ],
 )
-def test_every_tier_gets_the_form_that_suits_its_link(speeds, max_error, codecs):
+def test_per_tier_encoding_each_tier_gets_the_codec_for_its_link(speeds, max_error, codecs):
     async def test(tiers):
         await tiers.stored("a")
         for tier, codec in enumerate(codecs):
@@ -132,7 +132,7 @@ def test_every_tier_gets_the_form_that_suits_its_link(speeds, max_error, codecs)
     encoded(test, *speeds, max_error=max_error)
 
 
-def test_a_fixed_codec_makes_one_form_for_all_tiers():
+def test_per_tier_encoding_fixed_codec_stores_one_form_in_all_tiers():
     async def test(tiers):
         await tiers.stored("a")
         assert tiers.form(0) == tiers.form(1)
@@ -142,7 +142,7 @@ def test_a_fixed_codec_makes_one_form_for_all_tiers():
     encoded(test, FAST, SLOW, codec="int8")
 
 
-def test_what_moves_up_keeps_its_form():
+def test_per_tier_encoding_promoted_block_keeps_its_form():
     async def test(tiers):
         await tiers.stored("a")
         below = tiers.form(1)
@@ -157,7 +157,7 @@ def test_what_moves_up_keeps_its_form():
     encoded(test, FAST, SLOW)
 
 
-def test_nothing_is_encoded_for_a_lower_tier_that_is_left_out():
+def test_per_tier_encoding_failed_lower_tier_gets_no_encoding():
     async def test(tiers):
         tiers.outage[1].error = StoreUnavailable("down")
         await tiers.stored(*range(FAILURES_IN_A_ROW))
@@ -174,7 +174,7 @@ def test_nothing_is_encoded_for_a_lower_tier_that_is_left_out():
 
 
 @pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down")])
-def test_a_first_tier_that_takes_nothing_leaves_the_others_their_forms(error):
+def test_per_tier_encoding_failed_first_tier_keeps_the_other_forms(error):
     async def test(tiers):
         tiers.outage[0].error = error
         await tiers.stored("a")
@@ -184,7 +184,7 @@ def test_a_first_tier_that_takes_nothing_leaves_the_others_their_forms(error):
     encoded(test, FAST, SLOW, FAST)
 
 
-def test_a_block_that_is_there_is_encoded_for_its_tier_only():
+def test_per_tier_encoding_second_put_is_not_copied_to_lower_tiers():
     async def test(tiers):
         await tiers.stored("a")
         assert not await tiers.blocks.put(KEY, memoryview(BLOCK))
@@ -194,7 +194,7 @@ def test_a_block_that_is_there_is_encoded_for_its_tier_only():
     encoded(test, FAST, SLOW)
 
 
-def test_the_log_says_of_which_tier_it_speaks(tmp_path, caplog):
+def test_per_tier_encoding_log_lines_name_their_tier(tmp_path, caplog):
     fields = (("model", "m"), ("codec", namespace_value("auto", 0.0)))
     urls = [f"{(tmp_path / name).as_uri()}?min_free=0" for name in "ab"]
 
@@ -217,7 +217,7 @@ def test_the_log_says_of_which_tier_it_speaks(tmp_path, caplog):
 # ---- how fast a link is ----
 
 
-def test_a_link_is_as_fast_as_its_writes_until_something_was_read():
+def test_link_speed_without_reads_is_that_of_writes():
     clock = Clock()
     link = LinkSpeed(clock)
     assert link.bytes_per_s() is None
@@ -232,7 +232,7 @@ def test_a_link_is_as_fast_as_its_writes_until_something_was_read():
     assert link.bytes_per_s() == 100, "what was known once"
 
 
-def test_each_tier_measures_its_own_reads_and_writes():
+def test_tiered_store_links_measure_their_own_reads_and_writes():
     async def test(tiers):
         class Slow(PassingStore):
             async def put(self, key, data):
@@ -261,7 +261,7 @@ def test_each_tier_measures_its_own_reads_and_writes():
 # ---- a put of one form a tier ----
 
 
-def test_forms_are_asked_for_only_where_there_is_room():
+def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
     async def test(tiers):
         gate, asked = asyncio.Event(), []
 
@@ -287,7 +287,7 @@ def test_forms_are_asked_for_only_where_there_is_room():
     run(test, copy_bytes=0)
 
 
-def test_a_form_that_cannot_be_made_any_more_costs_its_tier_only():
+def test_tiered_store_form_that_fails_skips_only_its_tier():
     async def test(tiers):
         async def form_of(tier):
             if tier == 1:
@@ -303,7 +303,7 @@ def test_a_form_that_cannot_be_made_any_more_costs_its_tier_only():
 
 
 @pytest.mark.parametrize("ends", ["deleted", "cancelled"])
-def test_a_put_that_ends_while_a_form_is_made_leaves_nothing_behind(ends):
+def test_tiered_store_put_ended_during_encoding_leaves_no_copy(ends):
     async def test(tiers):
         making, gate = asyncio.Event(), asyncio.Event()
 
@@ -331,7 +331,7 @@ def test_a_put_that_ends_while_a_form_is_made_leaves_nothing_behind(ends):
     run(test, count=3)
 
 
-def test_a_cancelled_put_gives_its_buffers_back():
+def test_encoded_store_cancelled_puts_return_their_buffers():
     async def test(tiers):
         for ticks in range(0, 40, 4):
             putting = asyncio.create_task(tiers.blocks.put(key_of(ticks), memoryview(BLOCK)))

@@ -14,7 +14,7 @@ DOWN = StoreUnavailable("down")
 
 
 @pytest.mark.parametrize("down", [0, 1])
-def test_a_tier_that_fails_is_left_out_and_comes_back(down):
+def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
     async def test(tiers):
         up = 1 - down
         tiers.outage[down].error = DOWN
@@ -40,7 +40,7 @@ def test_a_tier_that_fails_is_left_out_and_comes_back(down):
     run(test)
 
 
-def test_the_only_tier_that_has_a_block_is_tried_when_a_trial_is_due():
+def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
     async def test(tiers):
         await tiers.fill(1, "a")
         await tiers.store.contains([key_of("a")])
@@ -56,7 +56,7 @@ def test_the_only_tier_that_has_a_block_is_tried_when_a_trial_is_due():
     run(test)
 
 
-def test_a_tier_that_cannot_be_written_is_still_read():
+def test_tiered_store_tier_that_refuses_writes_is_still_read():
     async def test(tiers):
         class ReadOnly(PassingStore):
             async def put(self, key, data):
@@ -75,7 +75,7 @@ def test_a_tier_that_cannot_be_written_is_still_read():
     run(test)
 
 
-def test_a_lower_tier_that_is_out_is_not_copied_to_until_it_heals():
+def test_tiered_store_failed_lower_tier_gets_no_copies_until_healed():
     async def test(tiers):
         tiers.outage[1].error = DOWN
         for name in range(FAILURES_IN_A_ROW):
@@ -92,7 +92,7 @@ def test_a_lower_tier_that_is_out_is_not_copied_to_until_it_heals():
     run(test)
 
 
-def test_a_put_does_not_wait_for_a_tier_on_trial():
+def test_tiered_store_put_does_not_wait_for_a_tier_on_trial():
     async def test(tiers):
         tiers.outage[0].error = DOWN
         for name in range(FAILURES_IN_A_ROW):

@@ -25,7 +25,7 @@ def out_at(now_s=0.0):
     return health
 
 
-def test_the_quickest_is_so_whatever_is_under_way():
+def test_quickest_ignores_queued_bytes_and_outdated_rates():
     slow, quick, unknown = TierLink(), TierLink(), TierLink()
     slow.landed(BLOCK, 0.0, 10.0)
     quick.landed(BLOCK, 0.0, 1.0)
@@ -36,7 +36,7 @@ def test_the_quickest_is_so_whatever_is_under_way():
     assert quickest([slow, quick], 10.0 + 2 * RATE_FRESH_S) == 0, "nothing is known any more"
 
 
-def test_only_failures_in_a_row_put_a_tier_out():
+def test_tier_health_only_consecutive_failures_exclude_a_tier():
     health = TierHealth()
     for _ in range(5):
         for _ in range(FAILURES_IN_A_ROW - 1):
@@ -49,7 +49,7 @@ def test_only_failures_in_a_row_put_a_tier_out():
     assert not health.may_try(0.0)
 
 
-def test_one_trial_is_let_through_at_the_end_of_each_backoff():
+def test_tier_health_after_each_backoff_allows_one_trial():
     health = out_at(10.0)
     assert not health.may_try(10.0 + FIRST_BACKOFF_S - 0.01)
     assert health.may_try(10.0 + FIRST_BACKOFF_S)
@@ -58,7 +58,7 @@ def test_one_trial_is_let_through_at_the_end_of_each_backoff():
     assert health.may_try(10.0 + 2 * FIRST_BACKOFF_S), "the first never came back"
 
 
-def test_the_backoff_doubles_up_to_a_bound_and_starts_anew_after_healing():
+def test_tier_health_failed_trials_double_the_backoff_up_to_a_bound():
     health, now_s, waits = out_at(), 0.0, []
     for _ in range(10):
         wait_s = next(s for s in range(1, 1000) if health.may_try(now_s + s))
@@ -75,7 +75,7 @@ def test_the_backoff_doubles_up_to_a_bound_and_starts_anew_after_healing():
     assert health.may_try(now_s + FIRST_BACKOFF_S)
 
 
-def test_calls_that_were_under_way_do_not_make_the_backoff_grow():
+def test_tier_health_late_failures_do_not_extend_the_backoff():
     health = out_at()
     for _ in range(20):
         assert not health.failed(0.5, trial=False)
@@ -83,7 +83,7 @@ def test_calls_that_were_under_way_do_not_make_the_backoff_grow():
 
 
 @given(st.lists(st.sampled_from(["ok", "fail", "wait"]), max_size=60))
-def test_a_tier_is_always_tried_again_within_the_bound(events):
+def test_tier_health_any_history_allows_a_trial_within_the_bound(events):
     health, now_s = TierHealth(), 0.0
     for event in events:
         if event == "wait":
@@ -126,11 +126,11 @@ def link(s_per_block=None, under_way=0, now_s=0.0):
         ([link(1.0), link(1.0, under_way=1), link(9.0)], 0),
     ],
 )
-def test_the_tier_that_should_have_the_block_first_is_read(links, expected):
+def test_soonest_picks_the_tier_that_delivers_first(links, expected):
     assert soonest(links, BLOCK, 0.0) == expected
 
 
-def test_a_link_is_measured_while_it_is_busy():
+def test_tier_link_rate_counts_busy_time_only():
     one = TierLink()
     for _ in range(2):
         one.started(BLOCK)
@@ -147,7 +147,7 @@ def test_a_link_is_measured_while_it_is_busy():
     assert one.s_per_byte(61.0) == pytest.approx(1.0 / BLOCK, rel=1e-3)
 
 
-def test_an_old_measurement_is_forgotten():
+def test_tier_link_old_measurement_is_forgotten():
     old = link(9.0)
     assert old.s_per_byte(RATE_FRESH_S) is not None
     assert old.s_per_byte(RATE_FRESH_S + 1) is None
@@ -160,7 +160,7 @@ def test_an_old_measurement_is_forgotten():
     reads=st.integers(50, 300),
     depth=st.integers(8, 16),
 )
-def test_with_enough_reads_under_way_the_bandwidths_add_up(rates, reads, depth):
+def test_soonest_with_many_reads_adds_up_the_bandwidths(rates, reads, depth):
     """Theory C.3: 1/l = sum(1/l_j). Links that serve one block after the other, in virtual time."""
     links = [link(1.0 / rate, now_s=0.0) for rate in rates]
     now_s, free_s, served = 0.0, [0.0] * len(rates), [0] * len(rates)
@@ -188,7 +188,7 @@ def test_with_enough_reads_under_way_the_bandwidths_add_up(rates, reads, depth):
     assert end_s <= min(alone_s, 1.3 * ideal_s) + slack_s
 
 
-def test_whereabouts_keep_what_was_said_last():
+def test_tier_locations_keep_the_latest_answer_of_each_tier():
     where = TierLocations()
     key = key_of("a")
     assert where.of(key) == (0, 0)
@@ -207,7 +207,7 @@ def test_whereabouts_keep_what_was_said_last():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(0, 7)), max_size=30))
-def test_a_tier_never_has_and_lacks_a_block(answers):
+def test_tier_locations_never_have_and_lack_the_same_block(answers):
     where = TierLocations(max_keys=3)
     for name, asked, having in answers:
         where.learn(key_of(name), asked=asked, having=having & asked)
@@ -217,7 +217,7 @@ def test_a_tier_never_has_and_lacks_a_block(answers):
         assert len(where) <= 3
 
 
-def test_memories_are_bounded_and_drop_the_oldest():
+def test_tier_memories_beyond_their_limit_drop_the_oldest_key():
     where, rereads = TierLocations(max_keys=2), PromoteOnSecondRead(max_keys=2)
     for name in range(3):
         where.learn(key_of(name), asked=1, having=1)
@@ -228,7 +228,7 @@ def test_memories_are_bounded_and_drop_the_oldest():
     assert rereads.read(key_of(2), 0.0)
 
 
-def test_a_block_moves_up_at_its_second_read_within_the_time():
+def test_promote_on_second_read_needs_two_reads_within_the_period():
     rereads = PromoteOnSecondRead()
     assert not rereads.read(key_of("a"), 0.0)
     assert not rereads.read(key_of("b"), 1.0)

@@ -18,7 +18,7 @@ from sglang_cake.testing.store_contract import block_of, key_of, read
 DOWN = StoreUnavailable("down")
 
 
-def test_a_put_goes_to_the_first_tier_and_then_to_the_others():
+def test_tiered_store_put_reaches_the_first_tier_and_then_the_others():
     async def test(tiers):
         await tiers.put("a")
         assert await tiers.holds(0, "a"), "before the put returns"
@@ -34,7 +34,7 @@ def test_a_put_goes_to_the_first_tier_and_then_to_the_others():
 
 
 @pytest.mark.parametrize("error", [StoreFull("full"), DOWN, OSError("not one of ours")])
-def test_a_first_tier_that_takes_nothing_does_not_lose_the_block(error):
+def test_tiered_store_put_with_a_failed_first_tier_goes_to_the_second(error):
     async def test(tiers):
         tiers.outage[0].error = error
         for name in range(5):
@@ -59,7 +59,7 @@ def test_a_first_tier_that_takes_nothing_does_not_lose_the_block(error):
         ([DOWN, DOWN], StoreUnavailable),
     ],
 )
-def test_a_put_that_no_tier_takes_fails(errors, told):
+def test_tiered_store_put_that_every_tier_refuses_raises(errors, told):
     async def test(tiers):
         for outage, error in zip(tiers.outage, errors, strict=True):
             outage.error = error
@@ -70,7 +70,7 @@ def test_a_put_that_no_tier_takes_fails(errors, told):
     run(test)
 
 
-def test_copies_below_are_bounded_and_what_does_not_fit_is_counted():
+def test_tiered_store_copies_beyond_the_bound_are_dropped_and_counted():
     async def test(tiers):
         gate = asyncio.Event()
 
@@ -93,7 +93,7 @@ def test_copies_below_are_bounded_and_what_does_not_fit_is_counted():
     run(test, copy_bytes=3 * BLOCK)
 
 
-def test_a_copy_is_of_the_bytes_that_were_put():
+def test_tiered_store_copy_has_the_bytes_at_the_time_of_the_put():
     async def test(tiers):
         data = bytearray(block_of("a"))
         await tiers.store.put(key_of("a"), memoryview(data))
@@ -104,7 +104,7 @@ def test_a_copy_is_of_the_bytes_that_were_put():
     run(test)
 
 
-def test_a_deleted_block_does_not_come_back_from_a_copy_that_was_waiting():
+def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
     async def test(tiers):
         gate = asyncio.Event()
 
@@ -126,7 +126,7 @@ def test_a_deleted_block_does_not_come_back_from_a_copy_that_was_waiting():
     run(test)
 
 
-def test_a_block_deleted_while_it_is_copied_is_not_written_below():
+def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
     async def test(tiers):
         blocked = threading.Event()
         tiers.store._threads.submit(blocked.wait)  # the thread that would copy
@@ -141,7 +141,7 @@ def test_a_block_deleted_while_it_is_copied_is_not_written_below():
     run(test)
 
 
-def test_a_delete_goes_to_every_tier_and_says_when_one_failed():
+def test_tiered_store_delete_with_a_failed_tier_clears_others_and_raises():
     async def test(tiers):
         await tiers.put("a")
         await tiers.quiet()
@@ -157,7 +157,7 @@ def test_a_delete_goes_to_every_tier_and_says_when_one_failed():
     run(test)
 
 
-def test_closing_writes_what_is_waiting():
+def test_tiered_store_close_writes_queued_copies():
     async def test(tiers):
         await tiers.put(*range(20))
         await tiers.store.close()
@@ -166,7 +166,7 @@ def test_closing_writes_what_is_waiting():
     run(test)
 
 
-def test_closing_gives_up_on_a_tier_that_hangs():
+def test_tiered_store_close_drops_copies_of_a_hanging_tier():
     async def test(tiers):
         await tiers.put("a")
         await tiers.quiet()
@@ -184,7 +184,7 @@ def test_closing_gives_up_on_a_tier_that_hangs():
 # ---- moving up ----
 
 
-def test_the_second_read_of_a_block_moves_it_up():
+def test_tiered_store_second_read_promotes_the_block():
     async def test(tiers):
         await tiers.fill(2, "a", "b")
         await tiers.read("a")
@@ -204,7 +204,7 @@ def test_the_second_read_of_a_block_moves_it_up():
     run(test, count=3)
 
 
-def test_two_reads_long_apart_move_nothing_up():
+def test_tiered_store_reads_far_apart_promote_no_block():
     async def test(tiers):
         await tiers.fill(1, "a")
         for _ in range(4):
@@ -216,7 +216,7 @@ def test_two_reads_long_apart_move_nothing_up():
     run(test)
 
 
-def test_a_fast_tier_that_is_full_does_not_disturb_reads():
+def test_tiered_store_full_fast_tier_does_not_disturb_reads():
     async def test(tiers):
         await tiers.fill(1, "a")
         full = FaultyStore(tiers.memory[0])
@@ -231,7 +231,7 @@ def test_a_fast_tier_that_is_full_does_not_disturb_reads():
     run(test)
 
 
-def test_a_block_deleted_while_it_is_read_is_not_moved_up():
+def test_tiered_store_block_deleted_during_a_read_is_not_promoted():
     async def test(tiers):
         await tiers.fill(1, "a")
         await tiers.read("a")

@@ -64,8 +64,8 @@ class TestTiersThatFail(StoreContract):
 
     down, error = 0, DOWN
     # Whether the tier that is down has it, nobody knows: it is a StoreUnavailable (see below).
-    test_an_unknown_block_is_missing = None
-    test_a_deleted_block_is_missing_and_may_be_put_again = None
+    test_store_get_into_of_an_unknown_key_raises_block_missing = None
+    test_store_deleted_block_is_missing_and_can_be_put_again = None
 
     def open(self, folder):
         tiers = Tiers(3, block_bytes=self.frame.payload_bytes)
@@ -86,7 +86,7 @@ class TestTiersThatFailInAnUnforeseenWay(TestTiersThatFail):
 # ---- lookups ----
 
 
-def test_a_block_is_there_if_any_tier_has_it():
+def test_tiered_store_block_of_any_tier_is_contained():
     async def test(tiers):
         await tiers.fill(0, "a", "b")
         await tiers.fill(1, "b", "c")
@@ -99,7 +99,7 @@ def test_a_block_is_there_if_any_tier_has_it():
     run(test)
 
 
-def test_a_tier_that_fails_counts_as_empty():
+def test_tiered_store_lookup_counts_a_failing_tier_as_empty():
     async def test(tiers):
         await tiers.fill(0, "a")
         await tiers.fill(1, "b")
@@ -115,7 +115,7 @@ def test_a_tier_that_fails_counts_as_empty():
     run(test)
 
 
-def test_a_tier_that_hangs_does_not_hold_back_the_others():
+def test_tiered_store_lookup_does_not_wait_for_a_hanging_tier():
     async def test(tiers):
         await tiers.fill(0, "a")
         tiers.outage[1].hangs = True
@@ -144,7 +144,7 @@ async def put_out(tiers, index):
     tiers.outage[index].hangs = True
 
 
-def test_nobody_waits_for_a_trial():
+def test_tiered_store_lookup_does_not_wait_for_a_trial():
     async def test(tiers):
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
@@ -157,7 +157,7 @@ def test_nobody_waits_for_a_trial():
     run(test, late_answer_s=3600)
 
 
-def test_a_trial_that_hangs_is_given_up_and_the_next_is_later():
+def test_tiered_store_hanging_trial_is_abandoned_and_backs_off():
     async def test(tiers):
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
@@ -171,7 +171,7 @@ def test_a_trial_that_hangs_is_given_up_and_the_next_is_later():
     run(test, late_answer_s=0.01)
 
 
-def test_a_tier_that_will_not_even_be_cancelled_is_asked_once():
+def test_tiered_store_uncancellable_tier_is_asked_once():
     class Stuck(PassingStore):
         """A thread in a system call that does not return."""
 
@@ -202,7 +202,7 @@ def test_a_tier_that_will_not_even_be_cancelled_is_asked_once():
     run(test, late_answer_s=0.01)
 
 
-def test_a_cancelled_lookup_leaves_no_call_behind():
+def test_tiered_store_cancelled_lookup_leaves_no_task():
     async def test(tiers):
         for outage in tiers.outage:
             outage.hangs = True
@@ -216,7 +216,7 @@ def test_a_cancelled_lookup_leaves_no_call_behind():
     run(test)
 
 
-def test_an_answer_of_the_wrong_length_is_a_failure():
+def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
     class Short(PassingStore):
         async def contains(self, keys):
             return [True]
@@ -237,7 +237,7 @@ def test_an_answer_of_the_wrong_length_is_a_failure():
 @pytest.mark.parametrize(
     "error", [BlockMissing("gone"), BlockCorrupt("bad"), DOWN, OSError("not one of ours")]
 )
-def test_a_read_that_fails_goes_on_with_the_next_tier(error, looked_up):
+def test_tiered_store_failed_read_continues_with_the_next_tier(error, looked_up):
     async def test(tiers):
         await tiers.fill(0, "a")
         await tiers.fill(1, "a")
@@ -261,7 +261,7 @@ def test_a_read_that_fails_goes_on_with_the_next_tier(error, looked_up):
         ([OSError("0"), OSError("1")], StoreUnavailable),
     ],
 )
-def test_when_all_fail_the_most_telling_error_is_raised(errors, told):
+def test_tiered_store_read_failing_in_all_tiers_raises_the_worst_error(errors, told):
     async def test(tiers):
         for outage, error in zip(tiers.outage, errors, strict=True):
             outage.error = error
@@ -308,7 +308,7 @@ def reading_of(tiers, name):
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("silent", [True, False])
 @pytest.mark.parametrize("error", [BlockCorrupt("bad"), DOWN, OSError("not one of ours")])
-def test_bytes_of_a_tier_that_breaks_off_are_not_taken_for_those_of_the_next(error, silent, used):
+def test_tiered_store_read_continued_after_used_bytes_is_not_whole(error, silent, used):
     class Looked(BreaksOff):
         """Somebody uses the first bytes as soon as they are there."""
 
@@ -334,7 +334,7 @@ def test_bytes_of_a_tier_that_breaks_off_are_not_taken_for_those_of_the_next(err
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_progress_begins_anew_with_the_next_tier_of_which_bytes_come(silent):
+def test_tiered_store_progress_restarts_with_the_next_tier(silent):
     async def test(tiers):
         await tiers.fill(2, "a")
         tiers.store.tiers[0].store = BreaksOff(tiers.memory[0], DOWN)
@@ -350,7 +350,7 @@ def test_progress_begins_anew_with_the_next_tier_of_which_bytes_come(silent):
     run(test, count=3)
 
 
-def test_damaged_bytes_of_one_tier_are_not_taken_for_those_of_a_sealed_one(tmp_path):
+def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_path):
     """A sealed store tells nothing of its bytes: only that they begin to come anew is said."""
     key_file = write_key_file(tmp_path)
     urls = f"file://{tmp_path}/a?min_free=0,file://{tmp_path}/b?min_free=0&key_file={key_file}"
@@ -380,7 +380,7 @@ def test_damaged_bytes_of_one_tier_are_not_taken_for_those_of_a_sealed_one(tmp_p
     assert not reading.wait_whole(0.0)
 
 
-def test_of_tiers_without_the_block_no_progress_is_told():
+def test_tiered_store_tiers_without_the_block_report_no_progress():
     async def test(tiers):
         await tiers.fill(2, "a")
         tiers.outage[1].error = DOWN
@@ -392,7 +392,7 @@ def test_of_tiers_without_the_block_no_progress_is_told():
     run(test, count=3)
 
 
-def test_never_two_writers_on_one_buffer():
+def test_tiered_store_read_over_three_tiers_has_one_writer_at_a_time():
     class Watched(PassingStore):
         async def get_into(self, key, out, progress=None):
             inside.append(self)
@@ -418,7 +418,7 @@ def test_never_two_writers_on_one_buffer():
     run(test, count=3)
 
 
-def test_a_cancelled_read_frees_the_link_it_was_on():
+def test_tiered_store_cancelled_read_frees_its_link():
     async def test(tiers):
         slow = SlowStore(tiers.memory[0])
         tiers.store.tiers[0].store = slow
@@ -434,7 +434,7 @@ def test_a_cancelled_read_frees_the_link_it_was_on():
     run(test)
 
 
-def test_reads_keep_both_links_busy():
+def test_tiered_store_parallel_reads_add_up_both_links():
     """Two links of 1 and 3 blocks a second, four reads under way, in virtual time."""
 
     class Link(PassingStore):
@@ -484,7 +484,7 @@ def test_reads_keep_both_links_busy():
     assert served[0] == pytest.approx(60, abs=6)
 
 
-def test_it_says_where_blocks_will_be_read_from():
+def test_tiered_store_sources_name_the_tier_of_each_block():
     async def test(tiers):
         await tiers.fill(0, "a", "b")
         await tiers.fill(1, "b", "c")
@@ -498,7 +498,7 @@ def test_it_says_where_blocks_will_be_read_from():
     run(test, late_answer_s=0.01)
 
 
-def test_the_faster_tier_is_read_when_it_is_idle():
+def test_tiered_store_idle_faster_tier_serves_all_reads():
     async def test(tiers):
         for index in (0, 1):
             await tiers.fill(index, *range(20))
@@ -510,7 +510,7 @@ def test_the_faster_tier_is_read_when_it_is_idle():
     run(test)
 
 
-def test_a_tier_that_lost_a_block_is_not_asked_again_and_gets_it_back():
+def test_tiered_store_block_lost_by_a_tier_is_copied_back():
     async def test(tiers):
         await tiers.put("a")
         await tiers.quiet()
@@ -524,7 +524,7 @@ def test_a_tier_that_lost_a_block_is_not_asked_again_and_gets_it_back():
     run(test)
 
 
-def test_a_tier_that_said_no_is_not_asked_for_the_block():
+def test_tiered_store_tier_that_lacks_the_block_is_not_read():
     async def test(tiers):
         await tiers.fill(1, "a")
         await tiers.store.contains([key_of("a")])
@@ -539,7 +539,7 @@ def test_a_tier_that_said_no_is_not_asked_for_the_block():
 # ---- all of them together ----
 
 
-def test_listing_names_every_block_once_and_says_when_a_tier_failed():
+def test_tiered_store_listing_names_blocks_once_and_raises_on_failure():
     async def test(tiers):
         await tiers.fill(0, "a", "b")
         await tiers.fill(1, "b", "c")
@@ -559,7 +559,7 @@ def test_listing_names_every_block_once_and_says_when_a_tier_failed():
     run(test)
 
 
-def test_stats_sum_what_is_known_and_tell_each_tier():
+def test_tiered_store_stats_sum_known_values_and_list_each_tier():
     async def test(tiers):
         await tiers.fill(0, "a")
         await tiers.fill(1, "a", "b")
@@ -582,7 +582,7 @@ def test_stats_sum_what_is_known_and_tell_each_tier():
 # ---- opening ----
 
 
-def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
+def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
     async def main():
         sources = parse_sources(
             f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0"
@@ -610,13 +610,13 @@ def test_a_tier_that_cannot_be_opened_now_is_used_when_it_can(tmp_path):
     asyncio.run(main())
 
 
-def test_without_any_tier_there_is_no_store(tmp_path):
+def test_open_store_without_any_usable_tier_is_unavailable(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(StoreUnavailable):
         open_store(parse_sources(f"file://{tmp_path}/a/b,file://{tmp_path}/a/c"), FRAME, depth=1)
 
 
-def test_a_tier_that_describes_something_else_is_refused_and_the_others_are_closed(tmp_path):
+def test_open_store_foreign_namespace_in_a_tier_closes_the_others(tmp_path):
     before = threading.active_count()
     folder = tmp_path / "b" / FRAME.digest.hex()
     folder.mkdir(parents=True)
@@ -626,7 +626,7 @@ def test_a_tier_that_describes_something_else_is_refused_and_the_others_are_clos
     assert threading.active_count() <= before + 1, "the sweeper of the one that was refused"
 
 
-def test_two_servers_that_share_a_lower_tier_have_each_others_blocks(tmp_path):
+def test_tiered_store_shared_lower_tier_passes_blocks_between_servers(tmp_path):
     def server(name):
         urls = f"file://{tmp_path}/{name}?min_free=0,file://{tmp_path}/shared?min_free=0"
         return opened(parse_sources(urls))

@@ -22,7 +22,7 @@ def most_s(size):
     SIZES,
     SIZES,
 )
-def test_a_limit_is_within_bounds_and_grows_with_the_size(history, size, more):
+def test_adaptive_timeout_stays_within_bounds_and_grows_with_size(history, size, more):
     pace = AdaptiveTimeout(PATIENCE)
     for event in history:
         if event == "late":
@@ -35,7 +35,7 @@ def test_a_limit_is_within_bounds_and_grows_with_the_size(history, size, more):
 
 
 @given(SIZES, st.floats(1e-10, 1e-6), st.integers(1, 50))
-def test_a_steady_rate_is_never_cut_off(size, per_byte_s, count):
+def test_adaptive_timeout_at_a_steady_rate_leaves_slack(size, per_byte_s, count):
     pace = AdaptiveTimeout(PATIENCE)
     for _ in range(count):
         pace.answered(size, size * per_byte_s)
@@ -44,7 +44,7 @@ def test_a_steady_rate_is_never_cut_off(size, per_byte_s, count):
 
 
 @given(st.floats(1.0, 100.0))
-def test_a_link_that_became_slow_is_waited_for_in_the_end(slower):
+def test_adaptive_timeout_after_a_slowdown_suffices_in_seven_retries(slower):
     pace, size, usual_s = AdaptiveTimeout(PATIENCE), 1 << 20, 1.0
     for _ in range(20):
         pace.answered(size, usual_s)
@@ -58,7 +58,7 @@ def test_a_link_that_became_slow_is_waited_for_in_the_end(slower):
         assert pace.timeout_s(size) >= usual_s * slower
 
 
-def test_before_anything_is_known_the_first_limit_holds_and_doubles():
+def test_adaptive_timeout_without_answers_doubles_up_to_the_ceiling():
     pace = AdaptiveTimeout(PATIENCE)
     limits = []
     for _ in range(8):
@@ -67,7 +67,7 @@ def test_before_anything_is_known_the_first_limit_holds_and_doubles():
     assert limits == [30, 60, 120, 240, 480, 600, 600, 600]
 
 
-def test_a_block_that_takes_longer_than_the_ceiling_on_a_slow_link_gets_through_in_the_end():
+def test_adaptive_timeout_of_a_large_block_may_exceed_the_ceiling():
     pace, size, took_s = AdaptiveTimeout(PATIENCE), 1 << 30, 3600.0
     lost = 0
     while pace.timeout_s(size) < took_s:
@@ -78,7 +78,7 @@ def test_a_block_that_takes_longer_than_the_ceiling_on_a_slow_link_gets_through_
     assert pace.timeout_s(size) > took_s
 
 
-def test_requests_that_were_late_together_double_the_limit_once():
+def test_adaptive_timeout_doubles_once_for_parallel_late_requests():
     pace = AdaptiveTimeout(PATIENCE)
     begun = pace.backoff
     for _ in range(10):
@@ -86,7 +86,7 @@ def test_requests_that_were_late_together_double_the_limit_once():
     assert pace.timeout_s(1 << 20) == 60
 
 
-def test_no_hedge_before_enough_is_known():
+def test_hedging_with_few_answers_gives_no_delay():
     hedging = Hedging(floor_s=0.001)
     for _ in range(Hedging.ENOUGH - 1):
         hedging.answered(0.01)
@@ -101,7 +101,7 @@ def hedging_after(latencies, floor_s=0.0):
 
 
 @given(st.lists(st.floats(1e-6, 10.0), min_size=32, max_size=128))
-def test_about_one_in_twenty_waits_longer_than_the_delay(latencies):
+def test_hedging_delay_is_exceeded_by_one_latency_in_twenty(latencies):
     latencies = latencies * 4
     delay_s = hedging_after(latencies).delay_s()
     recent = latencies[-Hedging.WINDOW :]
@@ -110,11 +110,11 @@ def test_about_one_in_twenty_waits_longer_than_the_delay(latencies):
     assert sum(latency >= delay_s for latency in recent) >= 0.05 * len(recent)
 
 
-def test_never_before_the_floor():
+def test_hedging_delay_is_at_least_the_floor():
     assert hedging_after([0.0001] * 100, floor_s=0.005).delay_s() == pytest.approx(0.005)
 
 
-def test_hedges_are_a_bounded_share_however_slow_the_server_became():
+def test_hedging_after_a_slowdown_stays_a_bounded_share():
     hedging, draw, hedges, requests = Hedging(floor_s=0.0), random.Random(3), 0, 2000
     for turn in range(requests):
         latency_s = draw.expovariate(100) * (50 if turn > 500 else 1)

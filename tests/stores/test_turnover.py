@@ -47,7 +47,7 @@ def as_if_older(root, by_s):
         os.utime(path, (time.time() - by_s,) * 2)
 
 
-def test_a_store_that_is_turned_over_a_thousand_times_stays_usable(tmp_path):
+def test_block_folder_refilled_a_thousand_times_keeps_its_bounds(tmp_path):
     """Over a hundred namespaces, of which nobody has more than one block."""
     booked_bytes, held = 2 << 20, 5  # blocks
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
@@ -64,7 +64,7 @@ def test_a_store_that_is_turned_over_a_thousand_times_stays_usable(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["deleted", "evicted", "given up", "set aside", "lost"])
-def test_folders_go_with_their_last_block(tmp_path, how):
+def test_block_folder_last_block_removed_removes_its_folders(tmp_path, how):
     with contextlib.closing(opened(tmp_path)) as folder:
         own = NamespaceFolder(tmp_path, DIGEST).folder
         if how == "given up":
@@ -91,7 +91,7 @@ def test_folders_go_with_their_last_block(tmp_path, how):
         assert folder.stats().blocks == 0
 
 
-def test_a_folder_with_another_block_or_writer_stays(tmp_path):
+def test_block_folder_shard_with_another_file_is_kept(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
         shard = NamespaceFolder(tmp_path, DIGEST).block(key_of(0)).parent
@@ -106,7 +106,7 @@ def test_a_folder_with_another_block_or_writer_stays(tmp_path):
 
 
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_writer_whose_new_folder_is_removed_makes_it_again(tmp_path, monkeypatch, times):
+def test_block_folder_put_whose_new_folder_vanishes_creates_it_again(tmp_path, monkeypatch, times):
     """Between its making and the file in it, it is empty, and others remove what is empty."""
     mkdir, left = os.mkdir, times
 
@@ -125,7 +125,7 @@ def test_a_writer_whose_new_folder_is_removed_makes_it_again(tmp_path, monkeypat
         assert there(folder, [0]) == [0]
 
 
-def test_a_store_full_of_empty_folders_is_emptied_of_them(tmp_path):
+def test_store_gc_removes_empty_folders(tmp_path):
     """As versions before this one left them."""
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
@@ -140,7 +140,7 @@ def test_a_store_full_of_empty_folders_is_emptied_of_them(tmp_path):
         assert there(folder, [0]) == [0]
 
 
-def test_a_namespace_without_blocks_is_removed_after_a_minute_and_written_again(tmp_path):
+def test_block_folder_empty_namespace_is_removed_and_written_again(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
         folder.delete(DIGEST, key_of(0))
@@ -158,7 +158,7 @@ def test_a_namespace_without_blocks_is_removed_after_a_minute_and_written_again(
         assert there(folder, [0]) == [0]
 
 
-def test_a_namespace_that_is_opened_takes_no_room_until_its_first_block(tmp_path):
+def test_block_folder_claimed_namespaces_use_no_space(tmp_path):
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         before = folder.stats().used_bytes
         for namespace in SPACES:
@@ -167,7 +167,7 @@ def test_a_namespace_that_is_opened_takes_no_room_until_its_first_block(tmp_path
         assert folder.stats().used_bytes == before
 
 
-def test_descriptions_count_and_their_number_is_bounded(tmp_path):
+def test_block_folder_unused_descriptions_are_counted_and_bounded(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
         for n in range(600):
@@ -180,7 +180,7 @@ def test_descriptions_count_and_their_number_is_bounded(tmp_path):
         assert there(folder, [0]) == [0]
 
 
-def test_a_description_for_which_there_is_no_room_is_refused(tmp_path):
+def test_block_folder_description_beyond_capacity_raises_store_full(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         huge = Namespace((("weights", "x" * CAPACITY_BYTES),))
         with pytest.raises(StoreFull):
@@ -193,7 +193,7 @@ def rows(root, table):
         return index.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 
 
-def test_who_asks_writes_nothing(tmp_path):
+def test_block_folder_lookups_of_unknown_blocks_write_no_data(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
         log = tmp_path / "index.db-wal"
@@ -212,7 +212,7 @@ def test_who_asks_writes_nothing(tmp_path):
         assert rows(tmp_path, "namespaces") == 1
 
 
-def test_files_set_aside_make_way_when_nothing_else_can(tmp_path):
+def test_block_folder_corrupt_files_are_evicted_for_new_blocks(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         big_bytes = 2 << 20
         for name in range(4):
@@ -226,7 +226,7 @@ def test_files_set_aside_make_way_when_nothing_else_can(tmp_path):
         assert folder.stats().blocks == 1
 
 
-def test_files_set_aside_are_kept_for_a_day(tmp_path, monkeypatch):
+def test_block_folder_corrupt_files_are_removed_after_a_day(tmp_path, monkeypatch):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
         with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
@@ -247,7 +247,7 @@ def test_files_set_aside_are_kept_for_a_day(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["block", "cd", "ab", "namespace"])
-def test_no_link_is_followed(tmp_path, place):
+def test_block_folder_symlinks_are_never_followed(tmp_path, place):
     """Neither read, nor written through, nor looked into when the index is built again."""
     root, outside = tmp_path / "kv", tmp_path / "outside"
     with contextlib.closing(opened(root)) as folder:
@@ -280,7 +280,7 @@ def test_no_link_is_followed(tmp_path, place):
     assert (sorted(outside.rglob("*")), outside.stat().st_mtime_ns) == before
 
 
-def test_a_description_that_is_a_link_is_not_read(tmp_path):
+def test_block_folder_description_that_is_a_symlink_is_not_read(tmp_path):
     root, outside = tmp_path / "kv", tmp_path / "outside"
     with contextlib.closing(opened(root)) as folder:
         put(folder, 0)

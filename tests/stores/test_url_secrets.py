@@ -34,7 +34,7 @@ WITH_A_SECRET = [
 
 
 @pytest.mark.parametrize("text", WITH_A_SECRET)
-def test_a_refused_url_is_named_without_its_secret(text, capsys):
+def test_store_url_refused_text_is_shown_without_its_secret(text, capsys):
     with pytest.raises(ConfigError) as error:
         parse_sources(text)
     assert SECRET not in str(error.value)
@@ -48,7 +48,7 @@ def test_a_refused_url_is_named_without_its_secret(text, capsys):
 
 
 @given(st.text(alphabet="ab@:%,1", min_size=1, max_size=12))
-def test_no_part_of_a_password_is_shown(password):
+def test_redacted_url_with_any_password_hides_it(password):
     text = f"http://user:QQ{password}QQ@host"
     assert "QQ" not in redacted(text)
     with pytest.raises(ConfigError) as error:
@@ -66,7 +66,7 @@ def test_no_part_of_a_password_is_shown(password):
         "mooncake://10.0.0.1:50051?segment=4GB",
     ],
 )
-def test_what_holds_no_secret_is_shown_as_it_was_written(text):
+def test_redacted_url_without_a_secret_is_unchanged(text):
     assert redacted(text) == text
 
 
@@ -83,7 +83,7 @@ TWICE = [
 
 
 @pytest.mark.parametrize("text", TWICE)
-def test_a_store_that_is_named_twice_is_refused(text):
+def test_store_url_with_the_same_store_twice_is_refused(text):
     with pytest.raises(ConfigError, match="is named twice: name each store once"):
         parse_sources(text)
 
@@ -98,5 +98,5 @@ def test_a_store_that_is_named_twice_is_refused(text):
         "s3://bucket/kv?endpoint=http://h:1,s3://bucket/kv?endpoint=http://h:2",
     ],
 )
-def test_different_stores_are_taken(text):
+def test_split_urls_with_different_stores_accepts_them(text):
     assert len(split_urls(text)) == 2

@@ -18,7 +18,9 @@ KEYS = [BlockKey(bytes([turn]) * 32) for turn in range(3)]
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != AUTO])
-def test_bytes_read_and_written_are_those_of_the_files(codec: str, tmp_path: Path) -> None:
+def test_counted_store_bytes_equal_the_file_sizes_with_every_codec(
+    codec: str, tmp_path: Path
+) -> None:
     counters = Counters()
 
     async def go() -> None:

@@ -112,7 +112,7 @@ TOKENS = array("q", range(5 * BLOCK))
 KEYS = KeyChain(SEED, BLOCK).of(TOKENS)
 
 
-def test_everything_offered_is_stored_under_its_key(desk: Desk) -> None:
+def test_block_writer_offered_blocks_are_stored_under_their_keys(desk: Desk) -> None:
     desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
     desk.offer(TOKENS, (3, 4))
     desk.drain()
@@ -134,7 +134,7 @@ class FirstStore(RecordingStore):
         return await self.put(key, data)
 
 
-def test_the_first_block_of_a_prompt_is_told_from_the_others(desk: Desk) -> None:
+def test_block_writer_first_block_of_a_prompt_is_marked(desk: Desk) -> None:
     store = FirstStore(desk.memory)
     desk.writer.use(store)
     desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
@@ -144,7 +144,7 @@ def test_the_first_block_of_a_prompt_is_told_from_the_others(desk: Desk) -> None
     assert set(desk.stored()) == {KEYS[block] for block in (0, 2, 3, 4)}
 
 
-def test_a_block_that_is_there_already_is_not_counted_twice(desk: Desk) -> None:
+def test_block_writer_block_offered_twice_is_counted_once(desk: Desk) -> None:
     desk.offer(TOKENS, (1,))
     desk.offer(TOKENS, (1,))
     desk.drain()
@@ -152,7 +152,7 @@ def test_a_block_that_is_there_already_is_not_counted_twice(desk: Desk) -> None:
     assert desk.pool.free == CAPACITY
 
 
-def test_a_full_queue_is_counted_and_empties_again(desk: Desk) -> None:
+def test_block_writer_full_queue_is_counted_and_drains(desk: Desk) -> None:
     go_on = threading.Event()
     desk.offer(TOKENS, (0, 1, 2, 3, 4), ready=lambda: bool(go_on.wait(PATIENCE_S)) and None)
     assert desk.writer.take() is not None
@@ -165,7 +165,7 @@ def test_a_full_queue_is_counted_and_empties_again(desk: Desk) -> None:
     assert desk.count("stored_blocks") == 5
 
 
-def test_nothing_is_stored_before_the_copies_are_complete(desk: Desk) -> None:
+def test_block_writer_block_is_not_stored_before_its_copy_completes(desk: Desk) -> None:
     waiting, go_on = threading.Event(), threading.Event()
 
     def ready() -> None:
@@ -185,7 +185,7 @@ def test_nothing_is_stored_before_the_copies_are_complete(desk: Desk) -> None:
     assert len(desk.stored()) == 3
 
 
-def test_copies_that_failed_are_never_stored(desk: Desk) -> None:
+def test_block_writer_failed_copy_is_not_stored(desk: Desk) -> None:
     def ready() -> None:
         raise RuntimeError("the device is gone")
 
@@ -198,7 +198,7 @@ def test_copies_that_failed_are_never_stored(desk: Desk) -> None:
     assert desk.writer.pending_blocks == 0
 
 
-def test_a_store_that_fails_costs_the_block_only(desk: Desk) -> None:
+def test_block_writer_failed_put_loses_only_its_block(desk: Desk) -> None:
     desk.faulty.fail(KEYS[1], StoreUnavailable("full"))
     desk.offer(TOKENS, (0, 1, 2))
     desk.drain()
@@ -209,7 +209,7 @@ def test_a_store_that_fails_costs_the_block_only(desk: Desk) -> None:
     assert desk.writer.pending_blocks == 0
 
 
-def test_a_store_that_breaks_its_contract_costs_blocks_only(desk: Desk) -> None:
+def test_store_breaking_its_contract_loses_only_its_blocks(desk: Desk) -> None:
     held = HeldStore(desk.memory)
     held.error = ZeroDivisionError()
     desk.writer.use(held)
@@ -228,7 +228,7 @@ class DeafStore(HeldStore):
         raise ZeroDivisionError
 
 
-def test_a_store_that_fails_to_listen_gets_the_blocks_and_gives_the_buffers_back(
+def test_block_writer_store_failing_in_touched_still_gets_the_blocks(
     desk: Desk,
 ) -> None:
     desk.writer.use(DeafStore(desk.memory))
@@ -239,7 +239,7 @@ def test_a_store_that_fails_to_listen_gets_the_blocks_and_gives_the_buffers_back
     assert desk.writer.pending_blocks == 0
 
 
-def test_few_puts_at_a_time_over_all_jobs(desk: Desk) -> None:
+def test_block_writer_puts_in_flight_are_bounded_over_all_jobs(desk: Desk) -> None:
     held = HeldStore(desk.memory)
     desk.writer.use(held)
     desk.offer(TOKENS, (0, 1, 2))
@@ -249,7 +249,7 @@ def test_few_puts_at_a_time_over_all_jobs(desk: Desk) -> None:
     assert len(desk.stored()) == 5
 
 
-def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
+def test_block_writer_replaced_store_gets_later_jobs_only(desk: Desk) -> None:
     go_on = threading.Event()
     other = MemoryStore()
     desk.io.post(go_on.wait, PATIENCE_S)  # the job is offered, and not yet taken in
@@ -262,7 +262,7 @@ def test_another_store_gets_later_jobs_only(desk: Desk) -> None:
     assert list(desk.stored(other)) == [KEYS[1]]
 
 
-def test_blocks_that_are_offered_after_the_store_was_detached_are_counted(desk: Desk) -> None:
+def test_block_writer_without_a_store_counts_offered_blocks(desk: Desk) -> None:
     desk.writer.use(None)
     desk.offer(TOKENS, (0, 1))
     desk.drain()
@@ -271,7 +271,7 @@ def test_blocks_that_are_offered_after_the_store_was_detached_are_counted(desk: 
     assert desk.writer.pending_blocks == 0
 
 
-def test_drained_waits_for_jobs_that_come_meanwhile(desk: Desk) -> None:
+def test_block_writer_drained_waits_for_every_offered_job(desk: Desk) -> None:
     desk.drain()  # nothing to wait for
     for block in range(5):
         desk.offer(TOKENS, (block,))

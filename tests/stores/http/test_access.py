@@ -47,7 +47,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "config"
 
 
-def test_a_server_without_options_lets_in_only_who_can_read_the_token_it_made(tmp_path, home):
+def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
     server = OurServer(tmp_path / "root")
     try:
         (path,) = home.rglob("store-token*")
@@ -81,7 +81,7 @@ def with_url(url, test):
     return asyncio.run(main())
 
 
-def test_a_client_of_the_same_user_finds_the_token_also_if_it_was_there_first(tmp_path, home):
+def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):
     async def test(store):
         server = await asyncio.to_thread(OurServer, tmp_path / "root", port=port)
         try:
@@ -110,16 +110,14 @@ def test_a_client_of_the_same_user_finds_the_token_also_if_it_was_there_first(tm
         ("http://127.0.0.1.example", False),
     ],
 )
-def test_the_users_own_token_goes_to_this_machine_only(url, is_sent):
+def test_http_source_own_token_is_sent_to_this_machine_only(url, is_sent):
     token = own_token()
     (source,) = parse_sources(url)
     assert source.locate().token == (token if is_sent else None)
     assert token not in repr(source.locate())
 
 
-def test_without_a_home_folder_no_token_is_sent_and_a_server_says_what_to_do(
-    tmp_path, monkeypatch, capsys
-):
+def test_own_token_without_a_home_folder_is_neither_sent_nor_made(tmp_path, monkeypatch, capsys):
     from sglang_cake.cli import main
 
     def no_home():
@@ -133,7 +131,7 @@ def test_without_a_home_folder_no_token_is_sent_and_a_server_says_what_to_do(
     assert "set --token-file FILE" in capsys.readouterr().err
 
 
-def test_a_token_for_reading_reads_tells_and_changes_nothing(tmp_path):
+def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
     """A client that has no other goes on reading, however many writes are refused."""
     (tmp_path / "readers").mkdir()
     readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
@@ -171,7 +169,7 @@ def replace_token(path, text):
     new.rename(path)
 
 
-def test_tokens_are_replaced_while_the_server_runs_and_a_bad_file_changes_nothing(tmp_path, capfd):
+def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, capfd):
     path = write_token(tmp_path)
     server = OurServer(tmp_path / "root", "--token-file", path, "--workers", 2)
 
@@ -205,7 +203,7 @@ def test_tokens_are_replaced_while_the_server_runs_and_a_bad_file_changes_nothin
         assert server.stop() == 0
 
 
-def test_a_client_reads_a_replaced_token_when_the_old_one_is_refused(tmp_path):
+def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
     served, known = tmp_path / "served", tmp_path / "known"
     for folder in (served, known):
         folder.mkdir()
@@ -240,7 +238,7 @@ def test_a_client_reads_a_replaced_token_when_the_old_one_is_refused(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_certificate_is_replaced_while_server_and_client_run(tmp_path):
+def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
     (tmp_path / "next").mkdir()
     cert, key = make_certificate(tmp_path)
     next_cert, next_key = make_certificate(tmp_path / "next")
@@ -277,7 +275,7 @@ def test_a_certificate_is_replaced_while_server_and_client_run(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_replaced_worker_does_not_go_back_to_tokens_of_before(tmp_path):
+def test_store_serve_restarted_worker_uses_the_current_tokens(tmp_path):
     path = write_token(tmp_path)
     server = OurServer(tmp_path / "root", "--token-file", path, "--workers", 1)
     try:
@@ -294,7 +292,7 @@ def test_a_replaced_worker_does_not_go_back_to_tokens_of_before(tmp_path):
 HALF = "\ud800"
 
 
-def test_text_that_cannot_be_kept_is_refused_and_others_news_are_kept(tmp_path):
+def test_store_serve_request_facts_with_invalid_text_get_400(tmp_path):
     """Half a surrogate pair, which JSON can hold."""
     server = OurServer(tmp_path / "root", "--workers", 1)
     try:

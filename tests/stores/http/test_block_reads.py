@@ -55,7 +55,7 @@ def answer(connection):
     return int(head.split()[1]), bytes(body)
 
 
-def test_one_connection_gets_block_after_block(root):
+def test_fast_path_one_connection_gets_several_blocks(root):
     get = request_bytes(PATH)
     with ServerInProcess(root) as server:
         connection = server.connect()
@@ -108,7 +108,7 @@ def test_requests_may_come_in_any_pieces(root, how):
         connection.close()
 
 
-def test_a_connection_without_a_request_ends(root):
+def test_fast_path_idle_connection_is_closed(root):
     with ServerInProcess(root, keepalive_s=1.0) as server:
         connection = server.connect()
         connection.sendall(request_bytes(PATH))
@@ -119,7 +119,7 @@ def test_a_connection_without_a_request_ends(root):
         poll(lambda: server.metrics()["connections"] == 0, "both have ended")
 
 
-def test_a_slow_reader_gets_every_byte(root):
+def test_sendfile_slow_reader_gets_every_byte(root):
     with ServerInProcess(root) as server:
         connection = server.connect(receive_bytes=1 << 12)
         connection.sendall(request_bytes(PATH, "Range: bytes=7-3000000"))
@@ -127,7 +127,7 @@ def test_a_slow_reader_gets_every_byte(root):
         connection.close()
 
 
-def test_a_slow_reader_over_tls_gets_every_byte(root, tmp_path_factory):
+def test_sendfile_slow_reader_over_tls_gets_every_byte(root, tmp_path_factory):
     cert, key = make_certificate(tmp_path_factory.mktemp("tls"))
     trusting = ssl.create_default_context(cafile=cert)
     with ServerInProcess(root, tls=(cert, key)) as server:
@@ -182,7 +182,7 @@ def test_reading_stops_when_told_to(fd):
         read_into_cache(fd, 0, len(DATA), stop)
 
 
-def test_a_cold_block_is_sent_whole(tmp_path):
+def test_store_serve_cold_block_is_sent_whole_and_as_a_range(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)

@@ -114,7 +114,7 @@ def is_closed(connection):
     return True
 
 
-def test_connections_without_a_token_keep_nobody_out(small):
+def test_store_serve_connections_without_a_token_block_no_client(small):
     strangers = [connected(small) for _ in range(64)]
     beginnings = itertools.cycle((b"", b"GET /hea", b"GET / HTTP/1.1\r\nHost: x\r\nX-"))
     for stranger, beginning in zip(strangers, beginnings, strict=False):
@@ -134,7 +134,7 @@ def test_connections_without_a_token_keep_nobody_out(small):
 @pytest.mark.parametrize(
     ("path", "token", "status"), [("/health", "none", 200), (PATH, "none", 401), ("/", "x", 401)]
 )
-def test_an_answer_without_a_token_is_the_connections_last(small, path, token, status):
+def test_store_serve_answer_without_a_valid_token_closes_the_connection(small, path, token, status):
     stranger = connected(small)
     for _ in range(2):
         stranger.connect()
@@ -145,7 +145,7 @@ def test_an_answer_without_a_token_is_the_connections_last(small, path, token, s
         assert response.isclosed()
 
 
-def test_a_token_that_is_wrong_later_ends_the_connection(small):
+def test_store_serve_wrong_token_on_a_known_connection_closes_it(small):
     connection = connected(small)
     assert get(connection, "/stats")[0] == 200
     assert get(connection, "/health")[0] == 200
@@ -154,7 +154,7 @@ def test_a_token_that_is_wrong_later_ends_the_connection(small):
     assert sock.fileno() == -1  # the answer said so
 
 
-def test_of_idle_connections_the_one_used_longest_ago_makes_room(tmp_path):
+def test_store_serve_full_closes_the_longest_idle_connection(tmp_path):
     limits = {"workers": 1, "max_connections": 4}
     server = OurServer(tmp_path / "root", limits=limits)
     try:
@@ -171,7 +171,7 @@ def test_of_idle_connections_the_one_used_longest_ago_makes_room(tmp_path):
         assert server.stop() == 0
 
 
-def test_connections_that_are_being_answered_are_never_dropped(tmp_path):
+def test_store_serve_full_never_drops_a_connection_being_answered(tmp_path):
     limits = {"workers": 1, "max_connections": 2}
     server = OurServer(tmp_path / "root", limits=limits)
     try:

@@ -119,7 +119,7 @@ class TestHttpStoreBelowAPath(TestHttpStore):
         self.base = f"{proxy.base}/kv/"
 
 
-def test_what_is_put_through_our_server_is_read_through_nginx(open_server, places):
+def test_http_store_block_put_through_store_serve_is_read_through_nginx(open_server, places):
     """The same folder, two servers: the paths are those of a file store."""
     folder = places / "beside"
     folder.mkdir()
@@ -142,7 +142,7 @@ def test_what_is_put_through_our_server_is_read_through_nginx(open_server, place
         nginx.stop()
 
 
-def test_namespaces_are_told(open_server, nginx):
+def test_http_source_namespaces_are_listed_by_store_serve_not_nginx(open_server, nginx):
     frame = fresh_frame()
 
     async def write(store):

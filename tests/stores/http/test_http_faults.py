@@ -101,7 +101,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_a_lie_is_a_corrupt_block(lie):
+def test_http_store_wrong_block_bytes_are_corrupt_and_reported(lie):
     async def test(store, server):
         with pytest.raises(BlockCorrupt):
             await get_a(store)
@@ -112,7 +112,7 @@ def test_a_lie_is_a_corrupt_block(lie):
     against(lie, test)
 
 
-def test_more_bytes_than_the_server_says_are_no_block():
+def test_http_store_answer_longer_than_its_length_is_an_error():
     async def test(store, server):
         with pytest.raises((BlockCorrupt, StoreUnavailable)) as error:  # whatever comes first
             await get_a(store)
@@ -121,7 +121,7 @@ def test_more_bytes_than_the_server_says_are_no_block():
     against(answers(200, GOOD, length=FRAMED_BYTES - 1), test)
 
 
-def test_a_lying_server_is_left_alone_after_a_while():
+def test_http_store_repeated_corrupt_reads_open_the_breaker():
     async def test(store, server):
         for _ in range(20):
             with pytest.raises((BlockCorrupt, StoreUnavailable)):
@@ -174,7 +174,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
-def test_trouble_is_tried_again_some_times_and_then_unavailable(trouble):
+def test_http_store_persistent_fault_is_retried_and_then_unavailable(trouble):
     async def test(store, server):
         for call in (get_a(store), get_a(store), store.contains([A]), store.stats()):
             before = store.counters.requests
@@ -189,7 +189,7 @@ def test_trouble_is_tried_again_some_times_and_then_unavailable(trouble):
 
 
 @pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
-def test_trouble_that_passes_is_not_noticed(trouble):
+def test_http_store_passing_fault_is_hidden_by_retries(trouble):
     async def answer(asked):
         if len(gone) < 2:
             gone.append(1)
@@ -206,7 +206,7 @@ def test_trouble_that_passes_is_not_noticed(trouble):
     against(answer, test)
 
 
-def test_a_server_that_is_down_costs_a_few_connections_and_then_none():
+def test_http_store_server_down_opens_the_breaker_after_few_requests():
     async def main():
         store = opened(f"http://127.0.0.1:{free_port()}", clock=Clock())
         for _ in range(30):
@@ -232,7 +232,7 @@ async def stops_in_the_middle(asked):
 
 
 @pytest.mark.parametrize("slow", [silent, stops_in_the_middle])
-def test_a_server_that_never_answers_is_given_up_and_not_asked_twice(slow):
+def test_http_store_silent_server_times_out_without_a_retry(slow):
     async def test(store, server):
         with pytest.raises(StoreUnavailable):
             await get_a(store)
@@ -243,7 +243,7 @@ def test_a_server_that_never_answers_is_given_up_and_not_asked_twice(slow):
     against(slow, test, first_s=0.2, floor_s=0.1)
 
 
-def test_a_slow_server_is_given_more_time_until_it_can_answer():
+def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
     """No limit loses data for ever: each one that was too short makes the next one longer."""
 
     async def answer(asked):
@@ -264,7 +264,7 @@ def test_a_slow_server_is_given_more_time_until_it_can_answer():
     against(answer, test, first_s=0.1, floor_s=0.05)
 
 
-def test_a_busy_server_says_when_to_come_back():
+def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
     async def answer(asked):
         times.append(time.monotonic())
         if len(times) == 1:
@@ -285,7 +285,7 @@ def test_a_busy_server_says_when_to_come_back():
 
 
 @pytest.mark.parametrize("status", [204, 206, 301, 302, 304, 307, 400, 401, 403, 429])
-def test_other_answers_are_unavailable_and_not_followed(status):
+def test_http_store_unexpected_status_is_unavailable_and_not_followed(status):
     async def answer(asked):
         asked.answer(status, headers=f"Location: {asked.path}x\r\n")
 
@@ -299,7 +299,7 @@ def test_other_answers_are_unavailable_and_not_followed(status):
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_block_that_is_not_there_is_missing_and_no_failure(status):
+def test_http_store_missing_block_counts_as_no_failure(status):
     async def test(store, server):
         for _ in range(10):
             with pytest.raises(BlockMissing):
@@ -310,7 +310,7 @@ def test_a_block_that_is_not_there_is_missing_and_no_failure(status):
     against(answers(status, b"no such block\n"), test)
 
 
-def test_an_error_text_is_shortened_and_made_harmless():
+def test_http_store_server_error_text_is_short_and_printable():
     async def test(store, server):
         with pytest.raises(StoreUnavailable) as error:
             await get_a(store)
@@ -332,7 +332,7 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("body", NO_ANSWERS.values(), ids=NO_ANSWERS.keys())
-def test_a_lookup_answered_with_something_else_is_unavailable(body):
+def test_http_store_malformed_lookup_answer_is_unavailable(body):
     async def test(store, server):
         with pytest.raises(StoreUnavailable):
             await store.contains([A, B])
@@ -344,7 +344,7 @@ def test_a_lookup_answered_with_something_else_is_unavailable(body):
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"1", b'{"blocks": "many"}', b"[" * 100_000, b"\xff"], ids=repr
 )
-def test_stats_answered_with_something_else_are_unavailable(body):
+def test_http_store_malformed_stats_are_unavailable(body):
     async def test(store, server):
         with pytest.raises(StoreUnavailable):
             await store.stats()
@@ -352,7 +352,7 @@ def test_stats_answered_with_something_else_are_unavailable(body):
     against(answers(200, body), test)
 
 
-def test_endless_stats_are_unavailable():
+def test_http_store_stats_above_the_size_limit_are_unavailable():
     async def test(store, server):
         with pytest.raises(StoreUnavailable, match="more than"):
             await store.stats()
@@ -377,7 +377,7 @@ BAD_LISTS = {
 
 
 @pytest.mark.parametrize("body", BAD_LISTS.values(), ids=BAD_LISTS.keys())
-def test_a_list_that_is_none_is_unavailable(body):
+def test_http_store_malformed_list_is_unavailable(body):
     async def test(store, server):
         with pytest.raises(StoreUnavailable):
             await listed(store, [])
@@ -385,7 +385,7 @@ def test_a_list_that_is_none_is_unavailable(body):
     against(answers(200, body, headers="Content-Type: application/x-ndjson\r\n"), test)
 
 
-def test_a_list_that_stops_is_given_up():
+def test_http_store_list_that_stalls_is_unavailable():
     async def answer(asked):
         headers = "Content-Type: application/x-ndjson\r\n"
         asked.answer(200, LINE, length=2 * len(LINE), headers=headers)
@@ -415,7 +415,7 @@ def ours(put):
     return answer
 
 
-def test_a_full_server_is_full_before_the_block_is_on_its_way():
+def test_http_store_put_to_a_full_server_sends_no_block():
     async def test(store, server):
         with pytest.raises(StoreFull):
             await store.put(A, block_of("a"))
@@ -426,7 +426,7 @@ def test_a_full_server_is_full_before_the_block_is_on_its_way():
     against(ours(answers(507, b"full")), test)
 
 
-def test_a_namespace_that_the_server_forgot_is_told_once_more_and_not_for_ever():
+def test_http_store_forgotten_namespace_is_described_once_more():
     async def forgets_once(asked):
         asked.answer(409 if len(puts) == 0 else 204)
         puts.append(asked.path)
@@ -469,7 +469,7 @@ def test_a_description_may_take_the_server_longer_than_a_lookup():
     against(answer, test, floor_s=LOOKUP_S)
 
 
-def test_a_namespace_that_means_something_else_there_is_unavailable():
+def test_http_store_namespace_with_another_meaning_is_unavailable():
     async def test(store, server):
         with pytest.raises(StoreUnavailable, match="another namespace"):
             await store.put(A, block_of("a"))
@@ -482,7 +482,7 @@ def test_a_namespace_that_means_something_else_there_is_unavailable():
 
 
 @pytest.mark.parametrize("there", [0, 1, 16, 613, 999, 1000])
-def test_of_a_plain_server_few_of_many_blocks_are_asked_for(there):
+def test_http_store_lookup_on_a_plain_server_sends_few_heads(there):
     keys = [key_of(number) for number in range(1000)]
     paths = {block_path(FRAME.digest, key) for key in keys[:there]}
 
@@ -502,7 +502,7 @@ def test_of_a_plain_server_few_of_many_blocks_are_asked_for(there):
     against(answer, test)
 
 
-def test_after_an_outage_the_server_is_asked_anew_what_it_is():
+def test_http_store_after_an_outage_detects_the_server_kind_again():
     async def answer(asked):
         if broken:
             asked.answer(500)
@@ -530,7 +530,7 @@ def test_after_an_outage_the_server_is_asked_anew_what_it_is():
     against(answer, test)
 
 
-def test_lookups_without_contains_are_bounded_and_one_failure_ends_them_all():
+def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():
     async def answer(asked):
         if asked.method == "POST":
             asked.answer(501)

@@ -72,7 +72,7 @@ SEGMENTS = st.one_of(
 @example("PUT", ["..", "secret"])
 @example("DELETE", [FRAME.digest.hex(), "..", "..", "secret"])
 @example("GET", [FRAME.digest.hex(), A.hex()[:2], A.hex()[2:4], "..", "..", "..", "..", "secret"])
-def test_no_path_leads_out_of_the_root(guarded, method, segments):
+def test_store_serve_no_request_path_leads_out_of_the_root(guarded, method, segments):
     before = visible(guarded.folder)
     path = "/" + "/".join(segments)
     status, _, body = ask(guarded, method, path, b"x" if method in ("PUT", "POST") else None)
@@ -85,7 +85,7 @@ def test_no_path_leads_out_of_the_root(guarded, method, segments):
 
 
 @given(st.one_of(st.text(), st.lists(SEGMENTS).map(lambda parts: "/" + "/".join(parts))))
-def test_a_path_names_a_block_only_if_the_block_names_it(path):
+def test_parse_path_of_random_text_accepts_only_canonical_block_paths(path):
     target = parse_path(path)
     if target is not None and target.kind is Kind.BLOCK:
         assert block_path(target.digest, target.key) == path
@@ -95,7 +95,7 @@ def test_a_path_names_a_block_only_if_the_block_names_it(path):
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
-def test_every_block_has_a_path(digest, key):
+def test_parse_path_inverts_block_path_for_every_block(digest, key):
     target = parse_path(block_path(Digest(digest), BlockKey(key)))
     assert (target.kind, target.digest, target.key) == (Kind.BLOCK, digest, key)
 
@@ -127,7 +127,7 @@ BODIES = st.one_of(st.composite(broken)(), st.binary(max_size=200))
 @given(BODIES)
 @example(GOOD)
 @example(framed("b"))
-def test_a_put_makes_a_whole_block_visible_or_none(server, body):
+def test_store_serve_put_of_random_bytes_stores_only_the_whole_block(server, body):
     assert ask(server, "DELETE", PATH)[0] == 204
     status, _, _ = ask(server, "PUT", PATH, body)
     assert (status == 201) == (body == GOOD)
@@ -138,7 +138,7 @@ def test_a_put_makes_a_whole_block_visible_or_none(server, body):
 
 
 @given(BODIES, st.lists(st.integers(1, 2000), max_size=8))
-def test_a_passing_block_is_judged_alike_however_it_is_cut(body, cuts):
+def test_passing_block_verdict_does_not_depend_on_the_piece_sizes(body, cuts):
     def verdict(pieces):
         block = BlockCheck(FRAME.digest, A, len(body))
         try:
@@ -176,7 +176,7 @@ def test_a_passing_block_is_judged_alike_however_it_is_cut(body, cuts):
         ).map(b"".join),
     )
 )
-def test_nonsense_on_a_connection_ends_that_connection_at_most(server, data):
+def test_store_serve_random_bytes_end_only_their_connection(server, data):
     with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
@@ -192,7 +192,7 @@ def test_nonsense_on_a_connection_ends_that_connection_at_most(server, data):
 
 
 @given(st.binary(max_size=200), st.integers(0, 40))
-def test_answers_to_a_lookup_are_bits_or_an_error(body, count):
+def test_read_answers_of_a_random_body_are_bits_or_unavailable(body, count):
     try:
         answers = protocol.read_answers(body, count)
     except protocol.StoreUnavailable:
@@ -214,7 +214,7 @@ JSON = st.recursive(
 
 
 @given(st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())))
-def test_no_text_from_a_server_is_more_than_unavailable(body):
+def test_http_protocol_random_server_text_raises_only_unavailable(body):
     for read in (protocol.read_stats, protocol.read_block_line, protocol.read_namespaces):
         try:
             read(body)
@@ -235,7 +235,7 @@ LINKS = {
 
 
 @pytest.mark.parametrize("what", LINKS)
-def test_what_is_not_the_block_is_not_sent(tmp_path, what):
+def test_store_serve_file_that_is_not_the_block_is_not_sent(tmp_path, what):
     outside = tmp_path / "secret"
     outside.write_bytes(SECRET * 1000)
     server = OurServer(tmp_path / "root")
@@ -256,7 +256,7 @@ def test_what_is_not_the_block_is_not_sent(tmp_path, what):
 
 
 @pytest.mark.parametrize("above", [1, 2, 3])
-def test_no_folder_that_is_a_link_is_entered(tmp_path, above):
+def test_store_serve_folder_that_is_a_symlink_is_not_entered(tmp_path, above):
     server = OurServer(tmp_path / "root")
     try:
         claim(server)

@@ -35,7 +35,7 @@ from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 BIG_PATH = block_path(BIG_FRAME.digest, A)
 
 
-def test_what_is_under_way_ends_well_when_the_server_is_told_to_stop(tmp_path):
+def test_store_serve_stopped_finishes_its_open_requests(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)
@@ -59,7 +59,7 @@ def test_what_is_under_way_ends_well_when_the_server_is_told_to_stop(tmp_path):
     assert again.stop() == 0
 
 
-def test_a_put_whose_server_was_killed_never_happened(tmp_path):
+def test_store_serve_killed_during_a_put_stores_no_block(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server, BIG_FRAME)
     connection, _ = start_put(server, "a", BIG_FRAME, BIG_FRAME.framed_bytes - 1)
@@ -82,7 +82,7 @@ def test_a_put_whose_server_was_killed_never_happened(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_server_killed_at_random_moments_never_lies(tmp_path):
+def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_path):
     moments, stored = random.Random(11), set()
 
     async def write(store, turn):
@@ -121,7 +121,7 @@ def test_a_server_killed_at_random_moments_never_lies(tmp_path):
     assert server.stop() == 0
 
 
-def test_a_client_lives_through_restarts(tmp_path):
+def test_http_store_after_server_restarts_reads_and_puts_again(tmp_path):
     server = OurServer(tmp_path / "root")
     port = server.port
 
@@ -155,7 +155,7 @@ def test_a_client_lives_through_restarts(tmp_path):
     assert server.stop() == 0
 
 
-def test_a_folder_that_was_emptied_is_filled_again(tmp_path):
+def test_http_store_server_with_a_new_empty_folder_is_filled_again(tmp_path):
     server = OurServer(tmp_path / "root")
 
     async def main():
@@ -174,9 +174,7 @@ def test_a_folder_that_was_emptied_is_filled_again(tmp_path):
     assert server.stop() == 0
 
 
-def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_said_counted_and_healed(
-    tmp_path, capfd
-):
+def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_path, capfd):
     server = OurServer(tmp_path)
     name = A.hex()
     path = tmp_path / FRAME.digest.hex() / name[:2] / name[2:4] / name
@@ -205,7 +203,7 @@ def test_a_block_that_turned_bad_on_the_server_is_set_aside_there_said_counted_a
     assert f"{path}: the payload's checksum does not match" in line
 
 
-def test_what_tools_read_over_http_is_no_use(tmp_path):
+def test_store_serve_reads_of_tools_leave_access_times_unchanged(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server)
     for name in ("looked at", "used", "asked for"):

@@ -39,7 +39,7 @@ def ready_to_hedge():
     return hedging
 
 
-def test_a_hedge_wins_and_the_late_answer_writes_nothing():
+def test_http_store_hedge_that_wins_discards_the_late_answer():
     async def answer(asked):
         first.append(asked)
         if len(first) > 1:
@@ -61,7 +61,7 @@ def test_a_hedge_wins_and_the_late_answer_writes_nothing():
     against(answer, test, hedging=ready_to_hedge())
 
 
-def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
+def test_http_store_first_answer_before_the_hedge_is_used():
     async def answer(asked):
         first.append(asked)
         if len(first) == 2:  # the hedge is never answered
@@ -76,7 +76,7 @@ def test_the_first_answer_wins_if_it_comes_before_that_of_the_hedge():
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_one_of_two_may_fail(bad):
+def test_http_store_hedged_read_survives_one_failed_request(bad):
     async def answer(asked):
         both.append(asked)
         if len(both) == 2:
@@ -92,7 +92,7 @@ def test_one_of_two_may_fail(bad):
     against(answer, test, hedging=ready_to_hedge())
 
 
-def test_if_both_fail_it_is_one_failure():
+def test_http_store_hedged_read_with_two_failures_counts_one():
     async def answer(asked):
         both.append(asked)
         if len(both) == 2:
@@ -110,7 +110,7 @@ def test_if_both_fail_it_is_one_failure():
     against(answer, test, hedging=ready_to_hedge())
 
 
-def test_a_cancelled_hedged_read_leaves_nothing_behind():
+def test_http_store_cancelled_hedged_read_closes_both_requests():
     async def answer(asked):
         both.append(asked)
         if len(both) == 2:
@@ -132,7 +132,7 @@ def test_a_cancelled_hedged_read_leaves_nothing_behind():
     against(answer, test, hedging=ready_to_hedge())
 
 
-def test_a_cancelled_read_returns_at_once_and_leaves_out_alone():
+def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
     async def answer(asked):
         asked.answer(200, GOOD[:-100], length=FRAMED_BYTES)
         half_sent.append(asked)
@@ -155,7 +155,7 @@ def test_a_cancelled_read_returns_at_once_and_leaves_out_alone():
     against(answer, test)
 
 
-def test_reads_in_flight_are_bounded_and_lookups_do_not_wait_behind_them():
+def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
     async def answer(asked):
         if asked.method == "POST":
             asked.answer(200, b"\1")
@@ -177,7 +177,7 @@ def test_reads_in_flight_are_bounded_and_lookups_do_not_wait_behind_them():
     against(answer, test, depth=3)
 
 
-def test_closing_ends_what_is_under_way():
+def test_http_store_close_fails_a_running_read():
     async def answer(asked):
         seen.set()
 
@@ -192,7 +192,7 @@ def test_closing_ends_what_is_under_way():
     against(answer, test)
 
 
-def test_what_has_come_is_told_while_the_rest_is_on_its_way():
+def test_http_store_progress_is_reported_while_bytes_arrive():
     async def answer(asked):
         asked.answer(200, GOOD[:100], length=FRAMED_BYTES)
         for begin, end in itertools.pairwise((100, *parts)):
@@ -212,7 +212,7 @@ def test_what_has_come_is_told_while_the_rest_is_on_its_way():
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_read_that_is_tried_again_begins_with_nothing(used):
+def test_http_store_retried_read_restarts_its_progress(used):
     async def answer(asked):
         tries.append(asked)
         if len(tries) > 1:
@@ -244,7 +244,7 @@ def test_a_read_that_is_tried_again_begins_with_nothing(used):
     against(answer, test)
 
 
-def test_behind_a_wrong_header_nothing_is_told_of():
+def test_http_store_wrong_header_reports_no_payload():
     async def answer(asked):
         asked.answer(200, framed("b"))
 
@@ -257,7 +257,7 @@ def test_behind_a_wrong_header_nothing_is_told_of():
     against(answer, test)
 
 
-def test_out_is_undefined_but_never_taken_for_good():
+def test_http_store_corrupt_last_bytes_raise_after_full_progress():
     """The last byte decides: all that came before it was in `out` already."""
 
     async def answer(asked):

@@ -47,7 +47,7 @@ PATH = block_path(FRAME.digest, A)
 GOOD = framed("a")
 
 
-def test_a_block_is_sent_whole_or_in_part(server):
+def test_store_serve_get_and_head_give_the_block_and_its_length(server):
     put_block(server, "a")
     status, headers, body = ask(server, "GET", PATH)
     assert (status, body) == (200, GOOD)
@@ -76,7 +76,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize(("asked", "expected"), RANGES.items())
-def test_ranges(server, asked, expected):
+def test_store_serve_range_header_gives_the_range_or_416(server, asked, expected):
     put_block(server, "a")
     for method in ("GET", "HEAD"):
         status, headers, body = ask(server, method, PATH, headers={"Range": asked})
@@ -104,7 +104,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("body", "expected"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_whole_block_is_never_visible(server, body, expected):
+def test_store_serve_put_of_a_wrong_body_stores_no_block(server, body, expected):
     ask(server, "DELETE", PATH)
     assert ask(server, "PUT", PATH, body)[0] == expected
     assert ask(server, "GET", PATH)[0] == 404
@@ -113,7 +113,7 @@ def test_what_is_no_whole_block_is_never_visible(server, body, expected):
     assert put_block(server, "a") == 204
 
 
-def test_a_body_that_breaks_off_is_never_visible(server):
+def test_store_serve_put_after_a_broken_off_put_stores_the_block(server):
     ask(server, "DELETE", PATH)
     connection, _ = start_put(server, "a", FRAME, FRAMED_BYTES - 1)
     connection.close()
@@ -125,7 +125,7 @@ def head(method, path, *fields):
     return "\n".join([f"{method} {path} HTTP/1.1", "Host: x", *fields, ""])
 
 
-def test_limits_of_requests(server):
+def test_store_serve_requests_beyond_the_limits_get_4xx_statuses(server):
     no_length = head("PUT", PATH, "Transfer-Encoding: chunked")
     assert read_status(start_request(server, no_length)) == 411
     too_long = head("PUT", PATH, f"Content-Length: {MAX_BLOCK_BYTES + 1}")
@@ -139,7 +139,7 @@ def test_limits_of_requests(server):
     assert read_status(start_request(server, head("GET", PATH, *many))) == 400
 
 
-def test_lookups_have_a_form_and_a_bound(server):
+def test_store_serve_lookup_of_wrong_form_or_size_is_refused(server):
     put_block(server, "a")
     path = contains_path(FRAME.digest, FRAMED_BYTES)
     assert ask(server, "POST", path, A + B + A)[2] in (b"\1\0\1", b"\1\1\1")
@@ -154,7 +154,7 @@ def test_lookups_have_a_form_and_a_bound(server):
     assert ask(server, "POST", unknown, A)[2] == b"\0"
 
 
-def test_a_namespace_must_be_told_truly_before_blocks_come(server):
+def test_store_serve_namespace_needs_its_true_description_first(server):
     frame = BlockFrame(Namespace((("dtype", "told"), ("x", "y"))), LAYOUT)
     path, block = description_path(frame.digest), block_path(frame.digest, A)
     body = framed("a", frame=frame)
@@ -179,7 +179,7 @@ def test_a_namespace_must_be_told_truly_before_blocks_come(server):
     assert ask(server, "PUT", block, body)[0] == 201
 
 
-def test_servers_that_call_equal_weights_by_two_names_share_blocks(server):
+def test_store_serve_equal_namespaces_with_two_names_share_blocks(server):
     names = (Namespace((("name", name), ("dtype", "shared"))) for name in ("M", "org/M"))
     one, two = (BlockFrame(namespace, LAYOUT) for namespace in names)
 
@@ -191,7 +191,7 @@ def test_servers_that_call_equal_weights_by_two_names_share_blocks(server):
     assert ask(server, "GET", block_path(two.digest, A))[0] == 200
 
 
-def test_methods_and_paths_that_are_none(server):
+def test_store_serve_unknown_methods_and_paths_get_405_or_404(server):
     for method in ("PATCH", "OPTIONS", "PROPFIND"):
         status, headers, _ = ask(server, method, PATH)
         assert (status, headers["allow"]) == (405, "GET, HEAD, PUT, POST, DELETE")
@@ -200,11 +200,11 @@ def test_methods_and_paths_that_are_none(server):
         assert ask(server, "GET", path)[0] == 404
 
 
-def test_an_unknown_namespace_is_empty(server):
+def test_store_serve_list_of_an_unknown_namespace_is_empty(server):
     assert ask(server, "GET", "/" + "0" * 64 + "/")[::2] == (200, b"")
 
 
-def test_health_stats_and_metrics(server):
+def test_store_serve_health_stats_and_metrics_report_the_usage(server):
     put_block(server, "a")
     ask(server, "GET", PATH)
     assert ask(server, "GET", "/health")[::2] == (200, b"ok\n")
@@ -231,7 +231,7 @@ def test_a_method_that_is_unknown_is_counted_as_other(server):
     poll(lambda: metrics(server).get(name), "it is counted")
 
 
-def test_puts_at_once_are_bounded_and_so_is_their_memory(tmp_path):
+def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
     server = OurServer(tmp_path / "root", "--workers", 1)
 
     def peak_bytes():
@@ -253,7 +253,7 @@ def test_puts_at_once_are_bounded_and_so_is_their_memory(tmp_path):
     assert server.stop() == 0
 
 
-def test_a_token_opens_all_but_health(tmp_path):
+def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN}\n\nan-older-token-still-good\n")
     tokens.chmod(0o600)
@@ -295,7 +295,7 @@ def test_a_token_opens_all_but_health(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_namespace_has_its_quota_and_others_theirs(tmp_path):
+def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
     server = OurServer(tmp_path / "root", "--namespace-quota", "60kB")
     try:
 
@@ -325,7 +325,7 @@ def test_a_namespace_has_its_quota_and_others_theirs(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_disk_without_room_is_full_and_answers(tmp_path):
+def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
     server = OurServer(tmp_path / "root", "--min-free", "900PB")
     try:
 
@@ -340,7 +340,7 @@ def test_a_disk_without_room_is_full_and_answers(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_server_gives_room_back_to_its_disk_though_nothing_is_put(tmp_path):
+def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
     first = OurServer(tmp_path / "root")
     claim(first)
     put_block(first, "a")
@@ -352,7 +352,7 @@ def test_a_server_gives_room_back_to_its_disk_though_nothing_is_put(tmp_path):
         assert server.stop() == 0
 
 
-def test_many_clients_at_once(server):
+def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
     async def main():
         stores = [opened(server.base, depth=4) for _ in range(6)]
 
@@ -370,7 +370,7 @@ def test_many_clients_at_once(server):
     asyncio.run(main())
 
 
-def test_mistakes_are_one_line_and_status_2(tmp_path, server, capsys):
+def test_store_serve_invalid_options_are_one_line_and_exit_status_2(tmp_path, server, capsys):
     def refusal(root, *options):
         assert main(serve_command(root, *options)[3:]) == 2
         said = capsys.readouterr()

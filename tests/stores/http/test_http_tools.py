@@ -57,7 +57,7 @@ def listed(capsys, url):
     return {each["namespace"]: each["blocks"] for each in answer["namespaces"]}
 
 
-def test_bench_and_clear_leave_no_namespace_behind(url, capsys):
+def test_store_bench_and_clear_of_a_remote_store_leave_no_namespace(url, capsys):
     fill(url, ALICE, "ab")
     fill(url, BOB, "c")
     told(capsys, "bench", url, *BENCH)
@@ -68,7 +68,7 @@ def test_bench_and_clear_leave_no_namespace_behind(url, capsys):
     assert listed(capsys, url) == {}
 
 
-def test_who_has_a_namespace_open_that_is_cleared_goes_on_with_it(url, capsys, monkeypatch):
+def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
     monkeypatch.setattr("sglang_cake.stores.s3.s3_store.DESCRIBE_EVERY_S", 0.0)
 
     async def work(store):
@@ -82,7 +82,7 @@ def test_who_has_a_namespace_open_that_is_cleared_goes_on_with_it(url, capsys, m
     assert listed(capsys, url) == {ALICE.digest.hex(): 1}
 
 
-def test_gc_shrinks_a_store_to_the_size_that_stat_shows(url, capsys):
+def test_store_gc_of_a_remote_store_shrinks_it_to_the_given_size(url, capsys):
     fill(url, ALICE, range(12))
     fill(url, BOB, range(12))
     (before,) = told(capsys, "stat", url)["stores"]

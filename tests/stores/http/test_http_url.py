@@ -24,7 +24,7 @@ from sglang_cake.stores.open_store import parse_sources
         ("https://h?token_file=/t%20x", HttpSource("https://h", token_file=Path("/t x"))),
     ],
 )
-def test_urls(url, expected):
+def test_http_url_valid_text_is_parsed_into_its_source(url, expected):
     assert parse_sources(url) == [expected]
 
 
@@ -47,14 +47,14 @@ def test_urls(url, expected):
         ("ftp://h", "allowed: file, http, https"),
     ],
 )
-def test_bad_urls(url, word):
+def test_store_url_invalid_text_is_one_config_error_line(url, word):
     with pytest.raises(ConfigError) as error:
         parse_sources(url)
     assert word in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_check_reads_files_and_asks_nobody(tmp_path):
+def test_http_source_check_reads_files_without_a_connection(tmp_path):
     (source,) = parse_sources("http://host.invalid:1")
     source.check()
     cert, _ = make_certificate(tmp_path)
@@ -72,7 +72,7 @@ def test_check_reads_files_and_asks_nobody(tmp_path):
             source.check()
 
 
-def test_the_token_is_nowhere_but_in_the_header(tmp_path):
+def test_http_source_repr_hides_the_token(tmp_path):
     (source,) = parse_sources(f"http://h?token_file={write_token(tmp_path)}")
     assert TOKEN not in repr(source)
 
@@ -84,7 +84,7 @@ def token_file(tmp_path, text, mode=0o600):
     return path
 
 
-def test_tokens_are_lines(tmp_path):
+def test_load_tokens_returns_one_token_per_line(tmp_path):
     path = token_file(tmp_path, b"\n" + b"a" * 16 + b"  \r\n\n" + b"b" * 40)
     assert load_tokens(path) == ["a" * 16, "b" * 40]
 
@@ -100,7 +100,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("text", "mode", "word"), BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_bad_token_files(tmp_path, text, mode, word):
+def test_load_tokens_invalid_file_raises_without_showing_it(tmp_path, text, mode, word):
     with pytest.raises(ConfigError, match=word) as error:
         load_tokens(token_file(tmp_path, text, mode))
     assert "aaaa" not in str(error.value)
@@ -110,7 +110,7 @@ TOKENS = st.text("".join(map(chr, range(33, 127))), min_size=16, max_size=40)
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=4), TOKENS)
-def test_known_tokens_pass_and_nothing_else_does(tokens, other):
+def test_gate_accepts_only_its_tokens(tokens, other):
     gate = AcceptedTokens(tokens)
     for token in tokens:
         assert gate.may_read(f"Bearer {token}")
@@ -125,6 +125,6 @@ def test_known_tokens_pass_and_nothing_else_does(tokens, other):
 
 
 @given(st.one_of(st.none(), st.text()))
-def test_whatever_the_header_holds_is_judged(header):
+def test_gate_random_header_without_a_token_is_rejected(header):
     assert not AcceptedTokens([TOKEN]).may_read(header)
     assert not AcceptedTokens([]).may_read(header)

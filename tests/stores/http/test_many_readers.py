@@ -32,7 +32,7 @@ def read_rest(connection, got, buffer):
     return body.digest()
 
 
-def test_256_readers_at_once_cost_little_memory(tmp_path):
+def test_store_serve_256_parallel_readers_use_little_memory(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)

@@ -64,7 +64,7 @@ OF_KIND = {
 }
 
 
-def test_the_table_has_every_fault():
+def test_remote_fault_table_covers_every_fault():
     assert {*READS} == {*FAULTS, "another block"}
 
 
@@ -169,7 +169,7 @@ def lines_in(caplog):
 
 
 @pytest.mark.parametrize("fault", READS)
-def test_reads_under_a_fault_are_never_wrong_and_the_log_says_which_it_is(remote, fault, caplog):
+def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, caplog):
     expected, clock = remote.expected(fault), Clock()
 
     async def test(store):
@@ -207,7 +207,7 @@ def test_reads_under_a_fault_are_never_wrong_and_the_log_says_which_it_is(remote
 
 
 @pytest.mark.parametrize("fault", READS)
-def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_others(remote, fault):
+def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
     store = remote.opened(clock, remote.patience(fault))
     io, counters = IoThread("test-faults"), Counters()
@@ -263,7 +263,7 @@ def test_a_load_that_a_fault_hits_halfway_lands_right_blocks_and_loses_the_other
 
 
 @pytest.mark.parametrize("fault", READS)
-def test_puts_and_lookups_under_a_fault_leave_whole_blocks_or_none(remote, fault, caplog):
+def test_remote_store_puts_under_a_fault_store_whole_blocks_or_none(remote, fault, caplog):
     more = {key_of(f"more {n}"): block_of(f"more {n}") for n in range(2 * FAILURES)}
 
     async def test(store):

@@ -51,14 +51,14 @@ async def transfer(pieces, piece_bytes, every_s):
     return asyncio.get_running_loop().time()
 
 
-def test_a_slow_transfer_goes_on_for_hours():
+def test_request_body_steady_slow_transfer_never_times_out():
     """64 MB at 10 KB/s: by a limit of 30 s and a second a MB, it could never be stored."""
     took_s = in_virtual_time(transfer(pieces=64_000, piece_bytes=1000, every_s=0.1))
     assert took_s == pytest.approx(6400)
 
 
 @pytest.mark.parametrize(("piece_bytes", "every_s"), [(1, 1.0), (1000, 1.0), (1 << 20, 31.0)])
-def test_a_transfer_that_hardly_moves_ends_soon(piece_bytes, every_s):
+def test_request_body_nearly_stalled_transfer_times_out(piece_bytes, every_s):
     with pytest.raises(TimeoutError):
         in_virtual_time(transfer(pieces=10**6, piece_bytes=piece_bytes, every_s=every_s))
 
@@ -71,14 +71,14 @@ def server(tmp_path):
         yield it
 
 
-def test_a_put_that_is_stuck_gives_up_its_place(server, tmp_path):
+def test_store_serve_stuck_put_is_ended_with_408(server, tmp_path):
     connection, _ = start_put(server, "b", BIG_FRAME, BIG_FRAME.framed_bytes // 2)
     assert read_status(connection) == 408
     poll(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
-def test_a_reader_that_reads_no_more_is_cut_off(server):
+def test_store_serve_reader_that_stops_reading_is_disconnected(server):
     connection = start_request(server, f"GET {PATH} HTTP/1.1\nHost: x\n")
     got = len(connection.recv(1000))
     poll(lambda: not is_open(A.hex()), "the block is let go")
@@ -104,7 +104,7 @@ def test_a_reader_that_is_too_slow_is_cut_off(tmp_path):
         poll(lambda: server.metrics()["connections"] == 0, "it has ended")
 
 
-def test_a_reader_that_leaves_the_last_bytes_holds_nothing(tmp_path):
+def test_fast_path_unread_last_bytes_hold_no_file_and_no_connection(tmp_path):
     """The whole response has left the server. Its last 32 KiB wait in the system until the reader
     has space, which never comes."""
     fill_root(tmp_path, BIG_FRAME)

@@ -83,7 +83,7 @@ def test_workers_count_together_and_one_that_dies_is_replaced(server):
     assert server.stop() == 0
 
 
-def test_none_is_left_when_the_server_has_stopped_or_was_killed(server, tmp_path):
+def test_worker_pool_stopped_or_killed_server_leaves_no_worker(server, tmp_path):
     workers = server.workers()
     assert server.stop() == 0
     assert not any(map(is_alive, workers))
@@ -97,7 +97,7 @@ def test_none_is_left_when_the_server_has_stopped_or_was_killed(server, tmp_path
     assert once_more.stop() == 0
 
 
-def test_a_worker_that_is_told_to_end_finishes_what_it_has(tmp_path):
+def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     server = OurServer(tmp_path / "root", "--workers", 1)
     claim(server, BIG_FRAME)
     connection, rest = start_put(server, "a", BIG_FRAME, 1000)
@@ -114,7 +114,7 @@ def test_a_worker_that_is_told_to_end_finishes_what_it_has(tmp_path):
     assert server.stop() == 0
 
 
-def test_the_server_ends_when_a_worker_cannot_be_replaced(tmp_path, capfd):
+def test_worker_pool_irreplaceable_worker_ends_the_server(tmp_path, capfd):
     root = tmp_path / "root"
     server = OurServer(root, "--workers", 2)
     workers = server.workers()
@@ -129,7 +129,7 @@ def test_the_server_ends_when_a_worker_cannot_be_replaced(tmp_path, capfd):
     assert str(root) in said.splitlines()[-1]
 
 
-def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
+def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
     server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": 3})
     victim = server.workers()[0]
     os.kill(victim, signal.SIGSTOP)
@@ -140,7 +140,7 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path):
     assert server.stop() == 0
 
 
-def test_connections_that_no_worker_takes_in_wait_until_one_does(tmp_path):
+def test_worker_pool_connections_to_a_suspended_worker_are_served_later(tmp_path):
     server = OurServer(tmp_path / "root", limits={"workers": 1, "hang_s": 1000})
     (worker,) = server.workers()
     os.kill(worker, signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_connections_that_no_worker_takes_in_wait_until_one_does(tmp_path):
     assert server.stop() == 0
 
 
-def test_a_signal_to_all_processes_at_once_is_one_stop(server):
+def test_store_serve_signal_to_all_processes_stops_it_once(server):
     """As a service manager sends it, and a terminal."""
     reader = connected(server)
     assert get(reader) == framed("a")
