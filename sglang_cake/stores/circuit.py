@@ -88,6 +88,7 @@ class Circuit:
         patience: TimeoutLimits,
         *,
         group: "list[Circuit]",
+        redial: Callable[[], None],
         on_outage: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -98,12 +99,15 @@ class Circuit:
         patience: limits of the time limit.
         group: circuits of the same server; this one is added. When calls of one kind succeed
             again, the others are tried at once.
+        redial: called when the breaker opens because calls take too long: later calls then make new
+            connections. Idle ones may be dead without a sign, and each would cost a probe.
         on_outage: called when the breaker opens.
         clock: seconds, monotonic.
         """
         self._where = where
         self._kind = kind
         self._counters = counters
+        self._redial = redial
         self._on_outage = on_outage
         self._clock = clock
         self._timeout = AdaptiveTimeout(patience)
@@ -160,6 +164,8 @@ class Circuit:
     @contextlib.asynccontextmanager
     async def _limited(self, size_bytes: int, backoff: float) -> AsyncIterator[None]:
         limit_s = self._timeout.timeout_s(size_bytes)
+        if not self._breaker.is_closed:  # a probe; the next one must not wait for longer
+            limit_s = min(limit_s, LAST_S)
         try:
             async with asyncio.timeout(limit_s):
                 yield
@@ -200,6 +206,8 @@ class Circuit:
             return
         self._counters.breaker_openings += 1
         self._on_outage()
+        if fault is Fault.TIMEOUTS:
+            self._redial()
         if self._failing_since_s is None:  # logged once, not for each failed probe
             self._failing_since_s = self._clock()
             logger.warning(

@@ -92,6 +92,8 @@ class HttpTransport:
         self._locate = locate
         self._endpoint = locate()
         self._session: aiohttp.ClientSession | None = None
+        self._former: aiohttp.ClientSession | None = None  # from before the last `_redial`
+        self._closing: asyncio.Future[None] | None = None
         self._hedging = hedging or Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
@@ -104,6 +106,7 @@ class HttpTransport:
                 self.counters,
                 limits,
                 group=self._circuits,
+                redial=self._redial,
                 on_outage=on_outage,
                 clock=clock,
             )
@@ -119,8 +122,18 @@ class HttpTransport:
     async def close(self) -> None:
         for circuit in self._circuits:
             circuit.close()
-        if self._session is not None:
-            await self._session.close()
+        if self._closing is not None:
+            await self._closing
+        for session in (self._former, self._session):
+            if session is not None:
+                await session.close()
+
+    def _redial(self) -> None:
+        """Make new connections from now on. Requests on current ones go on until the next call."""
+        if self._former is not None:
+            self._closing = asyncio.ensure_future(self._former.close())
+        self._former = self._session
+        self._session = None
 
     async def call(
         self, circuit: Circuit, size_bytes: int, attempt: Callable[[], Awaitable[T]]

@@ -145,7 +145,13 @@ class S3Bucket:
 
         def circuit(kind: str) -> Circuit:
             return Circuit(
-                str(place), kind, self.counters, patience, group=self._circuits, clock=clock
+                str(place),
+                kind,
+                self.counters,
+                patience,
+                group=self._circuits,
+                redial=self._redial,
+                clock=clock,
             )
 
         self._lookups = circuit("lookups")
@@ -155,6 +161,7 @@ class S3Bucket:
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._client: Any = None
+        self._session: DirectSession | None = None  # of the client
         self._conditional = True  # until the service refuses conditional puts
         self._closed = False
 
@@ -296,10 +303,18 @@ class S3Bucket:
         self.counters.requests += 1
         self.counters.retries += attempts > 1
 
+    def _redial(self) -> None:
+        if self._session is not None:
+            self._session.redial()
+
+    def _new_session(self, **settings: Any) -> "DirectSession":
+        self._session = DirectSession(**settings)
+        return self._session
+
     def _made(self) -> Any:
         place = self.place
         config = AioConfig(
-            http_session_cls=DirectSession,
+            http_session_cls=self._new_session,
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
@@ -325,6 +340,30 @@ class DirectSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no
     By default aiohttp follows ten redirects to any host, with the body and the session token, and
     reads an answer of any length.
     """
+
+    _exit_stack: AsyncExitStack  # of the base class: open sessions
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._former: AsyncExitStack | None = None  # connections from before the last `redial`
+        self._closing: asyncio.Future[None] | None = None
+
+    def redial(self) -> None:
+        """Make new connections from now on. Requests on current ones go on until the next call."""
+        if self._sessions is None:  # closed
+            return
+        if self._former is not None:
+            self._closing = asyncio.ensure_future(self._former.aclose())
+        self._former = self._exit_stack
+        self._exit_stack = AsyncExitStack()
+        self._sessions.clear()
+
+    async def __aexit__(self, *error: Any) -> None:
+        if self._closing is not None:
+            await self._closing
+        if self._former is not None:
+            await self._former.aclose()
+        await super().__aexit__(*error)
 
     async def send(self, request: Any) -> Any:
         """As in `AIOHTTPSession`."""

@@ -1,0 +1,95 @@
+"""Idle connections that died without a sign during an outage do not make it longer."""
+
+import asyncio
+import contextlib
+
+import pytest
+from aiohttp import web
+from test_s3 import credentials  # noqa: F401 - a fixture
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.circuit import FAILURES, FIRST_S
+from sglang_cake.stores.http.http_transport import Endpoint, HttpTransport
+from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
+from sglang_cake.stores.timing import TimeoutLimits
+
+CONNECTIONS = 4 * FAILURES
+LIMITS = TimeoutLimits(floor_s=0.3)
+
+
+class Server:
+    """Answers every request, but those on dead connections."""
+
+    def __init__(self):
+        self.dead = set()
+        self.together = asyncio.Barrier(CONNECTIONS)
+        self.first = True
+
+    async def handle(self, request):
+        if request.transport in self.dead:
+            await asyncio.sleep(60)
+        if self.first:
+            await self.together.wait()  # so that each request has a connection of its own
+            self.dead.add(request.transport)
+        if request.method == "HEAD":  # of an empty answer aiohttp's server closes the connection
+            return web.Response(headers={"Content-Length": "1"})
+        return web.Response()
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.router.add_route("*", "/{name:.*}", self.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield site._server.sockets[0].getsockname()[1]
+        finally:
+            await runner.cleanup()
+
+
+def http(port, clock):
+    base = f"http://127.0.0.1:{port}"
+    transport = HttpTransport(lambda: Endpoint(base), LIMITS, clock=clock)
+
+    async def look_up():
+        async def attempt():
+            async with transport.request("GET", "/x") as answer:
+                await answer.read()
+
+        await transport.call(transport.lookups, 1, attempt)
+
+    return look_up, transport.close
+
+
+def s3(port, clock):
+    place = S3Place("bucket", endpoint=f"http://127.0.0.1:{port}", region="us-east-1")
+    bucket = S3Bucket(place, connections=CONNECTIONS, patience=LIMITS, clock=clock)
+    return lambda: bucket.has("a"), bucket.close
+
+
+@pytest.mark.usefixtures("credentials")
+@pytest.mark.parametrize("kind", [http, s3])
+def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
+    now_s = 0.0
+
+    async def main():
+        nonlocal now_s
+        server = Server()
+        async with server.running() as port:
+            look_up, close = kind(port, lambda: now_s)
+            try:
+                await asyncio.gather(*(look_up() for _ in range(CONNECTIONS)))
+                server.first = False
+                assert len(server.dead) == CONNECTIONS
+                calls = [look_up() for _ in range(FAILURES)]
+                for error in await asyncio.gather(*calls, return_exceptions=True):
+                    assert isinstance(error, StoreUnavailable)
+                    assert "no whole answer" in str(error)
+                now_s += FIRST_S
+                await look_up()
+            finally:
+                await close()
+
+    asyncio.run(main())
