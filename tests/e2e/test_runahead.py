@@ -293,8 +293,8 @@ def ask_into_trouble(pair: Pair, ids: list[int], what: str) -> PendingRequest:
 
 def failed(pair: Pair) -> float:
     """Chains that failed on the owner. On a busy machine a chain may be late before the helper
-    fails."""
-    reasons = ("late", "broken")
+    fails, or the helper's answer may be late: the owner counts a refusal then."""
+    reasons = ("late", "broken", "refused")
     return sum(pair.owner.metric("runahead_failures_total", reason=each) for each in reasons)
 
 
