@@ -213,10 +213,10 @@ class LoadCost:
 
     @property
     def last_s(self) -> float:
-        """How long before the end of all loads the last block begins to come.
+        """Time from the first byte of the last block to the end of all loads.
 
-        Reads that share a link take the time of several blocks each. At the end fewer and fewer
-        share it, so half of that. If they use it one after another, it is the time of one block.
+        With one read at a time that is `coming_s`. With parallel reads the last one speeds up as
+        the others end: the mean of its time in company (`coming_s`) and alone (`block_s`).
         """
         return min(self.coming_s, (self.coming_s + self.block_s) / 2)
 
@@ -340,8 +340,8 @@ class LoadFits:
     """A `LoadFit` for each source of a store that reads from several. `now_s` is of any steady
     clock.
 
-    A block counts for the source that it came from, with the time since any block came. So the
-    times add up where sources are read together.
+    A block is charged to its source with the time since the previous block from any source. So
+    sources that are read in parallel share the elapsed time, and none of it counts twice.
 
     Args:
         prior: cost of every source that nothing was read from yet.

@@ -59,9 +59,9 @@ class Event(IntEnum):
 _S, _E = BlockState, Event
 
 # (state, event) -> next state. A pair that is not here is a bug of this package.
-# Self-loops on CLAIMED and GONE are events that came too late; bytes that come with them are
-# discarded. The loader reads no block that the front has passed, so a block stays GONE until it is
-# claimed.
+# Self-loops on CLAIMED and GONE repeat what is known, or come too late: bytes that come with them
+# are discarded. The loader reads no block that the front has passed, so a block stays GONE until it
+# is claimed.
 TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
     (_S.ABSENT, _E.FIND): _S.WANTED,
     (_S.CLAIMED, _E.FIND): _S.CLAIMED,

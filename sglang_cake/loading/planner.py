@@ -13,9 +13,10 @@ round.
 
 The split is greedy: each step starts from the blocks that have landed by then (docs/theory.md: 1.02
 times the time of a clairvoyant). Only the length of a step is predicted. A running step cannot be
-aborted, so computing past the meeting point is lost time. Steps are therefore whole chunks while
-the meeting point is far, then the share of the way that the predictions are good for, then the
-rest.
+aborted, so computing past the meeting point is lost time. So a
+step is a whole chunk while that ends before the meeting point. The next one goes `1 - error` of the
+way, in whole blocks, if a wrong prediction would cost more than the fixed time of another step.
+Otherwise it goes to the meeting point.
 """
 
 from bisect import bisect_left

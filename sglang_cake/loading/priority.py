@@ -94,9 +94,9 @@ class QueueEntry:
 def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
-    Prompts that are only computed stay in the given order. None of them counts as older than the
-    one before it: otherwise a loaded prompt would let newer ones go first because of an old one
-    that the given order puts last.
+    Prompts that are only computed stay in the given order. So each
+    counts as having waited no longer than any before it. Otherwise an old prompt late in the given
+    order would take the newer ones before it past a loaded prompt.
     """
     youngest_s: dict[tuple[int, int], float] = {}
 

@@ -5,7 +5,7 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
       CountedStore              codec `raw`, or
       EncodedStore              any other codec
         [TieredStore]           several URLs, one tier each
-          [LazyStore]           a tier that could not be opened yet
+          [LazyStore]           in a server: opened at its first call
             [EncryptedStore]    ?key_file=
               [ThrottledStore]  ?bandwidth=
                 FileStore, HttpStore, S3Store, MooncakeStore, or a third party's store

@@ -19,7 +19,7 @@ BOUNDARY.hooks[_HOOK] = []
 
 
 class PoolRows:
-    """`runahead.rows.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
+    """`runahead.hop.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
 
     Slots are int64 tensors.
     """

@@ -22,7 +22,7 @@ from sglang_cake.runahead.transport import Payload
 
 
 class CudaRows(PoolRows):
-    """`runahead.rows.Rows` over a pool on a GPU. It also records where the forward is, on the
+    """`runahead.hop.Rows` over a pool on a GPU. It also records where the forward is, on the
     stream that the forward's thread launches on.
 
     Args:

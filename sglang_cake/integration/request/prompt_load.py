@@ -10,7 +10,8 @@
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are only reported | `Coordinator` |
 
-A block on its way from the store to the tree is in these places, one after another:
+A block on its way from the store to the tree is in these places, one after another; the blocks that
+an overlapped last step uses go from the first to the last:
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
 2. `LandedBlocks.staged`: every rank has its part of the block. The meet calls it landed.
@@ -93,8 +94,9 @@ class AgreedLoads:
         lookup_done: the lookups of all ranks have answered.
         stored: which full blocks are stored, once the lookup is done.
         begun: a block has landed.
-        elapsed_s: since arrival while the lookup is under way, then since the last block landed or
-            the link began to serve this prompt.
+        elapsed_s: length of the present wait. Until the lookup has answered: since arrival. Then:
+            since the last fetched block, or since the link put this prompt first, whichever is
+            later. 0 while the link serves other prompts first.
         first_poll_s: the shared clock at the first update.
         load_from: blocks from this one on are worth loading; None: no block is.
     """

@@ -1,9 +1,9 @@
 """What each step prefills: SGLang's admission, which attaches landed blocks and leaves the rest to
 the loader.
 
-Each method that SGLang calls decides in a guarded part (a `Decision`), acts on it around one call
-of SGLang's own method, and updates cake's records in a guarded part. If a part fails, the request
-is computed as SGLang would.
+Each method that SGLang calls decides in a guarded part (`Run`, `Share`, `Overlap`, `Requeue`,
+`Park` or `Skip`), acts on it around one call of SGLang's own method, and updates cake's records in
+a guarded part. If a part fails, the request is computed as SGLang would.
 """
 
 from collections.abc import Callable
