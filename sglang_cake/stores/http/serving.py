@@ -42,6 +42,7 @@ BACKLOG = 1024  # connections that wait in the system until a worker accepts the
 HANDSHAKE_S = 10.0
 BEAT_S = 1.0  # interval of a worker's reports to gunicorn
 REFRESH_S = 1.0  # interval in which a worker reads the credentials again
+SETTLE_S = 0.2  # after the last accept: requests that have been sent are read in that time
 END_S = 20.0  # requests in progress may take so long when the server stops
 CUT_S = 2.0  # requests that are cut off then may take so long to end
 LATE_S = 10  # beyond both, before a worker is killed
@@ -289,6 +290,10 @@ class _Worker(Worker):
                 asyncio.create_task(_refresh(credentials)),
             )
             await stopping.wait()
+            # Accept no more. `close` at once would drop connections that asyncio has accepted and
+            # not yet set up.
+            loop.remove_reader(listening.sockets[0])
+            await asyncio.sleep(SETTLE_S)
             listening.close()
             if self._parent_lives():
                 with contextlib.suppress(TimeoutError):
