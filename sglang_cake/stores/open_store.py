@@ -52,7 +52,7 @@ class _BuiltIn:
     requires: str = ""  # module of an optional package
     package: str = ""
     extra: str = ""  # installs the package
-    library: str = ""  # name of the package in messages
+    product: str = ""  # name of the package in messages
     needs: str = ""  # how to install what the package itself loads
 
 
@@ -67,7 +67,7 @@ BUILT_IN: Final = {
         requires="mooncake.store",
         package="mooncake-transfer-engine",
         extra="mooncake",
-        library="Mooncake",
+        product="Mooncake",
         needs="on Debian or Ubuntu: apt-get install libibverbs1 libnuma1",
     ),
     "s3": _BuiltIn(
@@ -75,7 +75,7 @@ BUILT_IN: Final = {
         requires="aiobotocore.session",
         package="aiobotocore",
         extra="s3",
-        library="aiobotocore",
+        product="aiobotocore",
         needs="install the version of the extra",
     ),
 }
@@ -230,7 +230,7 @@ def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
             ) from None
         except ImportError as error:
             raise url.error(
-                f"{built_in.library} cannot be loaded ({error}); {built_in.needs}"
+                f"{built_in.product} cannot be loaded ({error}); {built_in.needs}"
             ) from None
         parse = importlib.import_module(built_in.module).parse
         return parse
