@@ -29,6 +29,7 @@ from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import Identity, rope_theta, server_fields
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.metrics import (
@@ -99,6 +100,8 @@ def _join_forwards(
     """
     setting = group_setting(config)
     overlaps = may_overlap(ctx, config)
+    if setting is not None or overlaps or service.step_costs.pipelined:
+        forward_hook.ForwardProcess.tree = tree
     if setting is None and not overlaps:
         return
     if setting is not None:
@@ -124,7 +127,6 @@ def _join_forwards(
             service.counters,
         )
         service.step_costs.overlap = 1 - 1 / rows.layers
-    forward_hook.ForwardProcess.tree = tree
 
 
 class CakeService:
@@ -162,13 +164,14 @@ class CakeService:
         self.counters = Counters()
         self.loader = _loader(self.kv, self._io, self.counters, config)
         self.writer = _writer(self.kv, self._io, self.counters, config)
-        self.saving = BlockSaving(self.kv, self.writer)
+        self.copier = CopyThread(self.kv, self.loader.copied)
+        self.saving = BlockSaving(self.kv, self.copier, self.writer)
         self.step_costs = _step_costs(ctx, self.loader)
         self._cost_key = Namespace(tuple(facts.items())).digest()  # the same for any weights
         self._cost_file: CostFile | None = None
         self._recall_costs()
         self.device_slots = DeviceSlots(
-            self.kv, allocator, tree.evict_own, self.counters, self.loader.copied
+            self.kv, self.copier, allocator, tree.evict_own, self.counters
         )
         reducer = _reducer(ctx, tree)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
@@ -294,6 +297,7 @@ class CakeService:
         if self.runahead is not None:
             self.runahead.close()
         self.loader.close()
+        self.copier.close()
         self._write_costs()
         if self._store is not None:
             # The process must end, and an error changes nothing any more.
@@ -382,7 +386,7 @@ def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> D
     return CudaKV(
         pool,
         block_tokens=config.block_tokens,
-        forward_stream=stream,
+        forward_stream=stream if _pipelined(ctx) else None,
         encoded=may_decode_on_device(config.codec, config.max_error),
     )
 

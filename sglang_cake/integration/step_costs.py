@@ -1,8 +1,16 @@
-"""Measures the steps of this process, and holds the costs that all ranks decide on."""
+"""Measures the steps of this process, and holds the costs that all ranks decide on.
 
+On a CPU a step is over when the next one is planned. On a GPU with SGLang's overlap scheduler, a
+step is planned and launched while the one before runs. Then a `StepTimer` (CUDA events around the
+forward) measures each step, and a plan is made for the moment at which the device will be free.
+"""
+
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
@@ -16,7 +24,34 @@ from sglang_cake.loading.cost_model import (
     work_of,
 )
 from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Mode, Progress, is_overdue, look_ahead, should_load
+
+
+class StepTimer(Protocol):
+    """When the device ran one forward."""
+
+    def done(self) -> bool:
+        """Whether the forward is over. Never waits."""
+        ...
+
+    def seconds(self) -> float:
+        """How long the device took, once the forward is over."""
+        ...
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step whose forward is not known to be over.
+
+    Attributes:
+        began_s: it began at this time or later: when it was launched, or when the step before it
+            was seen to be over.
+    """
+
+    work: StepWork
+    timer: StepTimer
+    began_s: float
 
 
 class StepCosts:
@@ -24,10 +59,10 @@ class StepCosts:
 
     Args:
         chunk_tokens: the most that SGLang computes in one step.
-        pipelined: steps are launched while the one before runs. Then the time from one step to the
-            next is the time of a step only if both prefill.
+        pipelined: steps are launched while the one before runs, and `launched` times each.
 
     Attributes:
+        pipelined: as given.
         agreed: the ranks' common cost of steps.
         overlap: share of a last step that may run before the loads are over.
     """
@@ -38,12 +73,12 @@ class StepCosts:
         self._loader = loader
         self.chunk_tokens = chunk_tokens
         self._fit = PrefillFit(prior)
-        self._pipelined = pipelined
-        self._steady = False  # the step before the one under way was a prefill step as well
+        self.pipelined = pipelined
         self._began_s = 0.0
         self._work = StepWork()  # of the step being scheduled or under way
-        self._launched = StepWork()  # of the step before the last poll
+        self._launched: deque[_Launched] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
+        self._agreed_busy_s = 0.0
         self.agreed = self._fit.cost
         self.overlap = 0.0
 
@@ -72,8 +107,19 @@ class StepCosts:
 
     def agree(self, loads: Sequence[PromptLoad], consensus: RankConsensus) -> list[LoadUpdate]:
         """The ranks' common updates of `loads`. Sets `agreed` as well."""
-        updates, self.agreed = consensus.reach(loads, self._fit.cost)
+        updates, self.agreed, self._agreed_busy_s = consensus.reach(
+            loads, self._fit.cost, self.busy_s
+        )
         return updates
+
+    @property
+    def busy_s(self) -> float:
+        """Predicted time until the device has run all steps launched so far."""
+        free_s = 0.0
+        for step in self._launched:
+            known = step.work != StepWork()
+            free_s = max(free_s, step.began_s) + (self._fit.cost.work_s(step.work) if known else 0)
+        return max(0.0, free_s - time.monotonic())
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
@@ -94,25 +140,34 @@ class StepCosts:
         """The time of the step under way is not that of an ordinary step."""
         self._work = StepWork()
 
+    def launched(self, timer: StepTimer) -> None:
+        """The forward of the step being scheduled was launched, on a device that runs it later."""
+        self._launched.append(_Launched(self._work, timer, time.monotonic()))
+
     def polled(self) -> None:
-        """The step under way at the last poll took until now."""
-        work = self._work
+        """The next step is about to be scheduled. Measure the steps that are over."""
+        now_s = time.monotonic()
+        if self.pipelined:
+            while self._launched and self._launched[0].timer.done():
+                step = self._launched.popleft()
+                if step.work.tokens:
+                    self._fit.observe(step.work, step.timer.seconds())
+                if self._launched:
+                    self._launched[0].began_s = now_s
+        elif self._work.tokens:
+            self._fit.observe(self._work, now_s - self._began_s)
         self._work = StepWork()
-        self._launched = work
-        steady = self._steady
-        self._steady = work.tokens > 0
-        if not work.tokens or (self._pipelined and not steady):
-            return
-        self._fit.observe(work, time.monotonic() - self._began_s)
 
     # ---- deciding ----
 
     def costs(self, load: PromptLoad) -> Costs:
-        """The agreed costs of a request's next part in the step being scheduled."""
+        """The agreed costs of a request's next part in the step being scheduled, which begins when
+        the device is free."""
         costs = Costs(
             self.agreed,
             load.agreed.cost,
-            pipelined=self._pipelined,
+            backlog_s=self._agreed_busy_s,
+            pipelined=self.pipelined,
             overlap=self._overlap_of(load),
         )
         return costs.beside(self._work)
@@ -127,7 +182,7 @@ class StepCosts:
             ahead: what the device computes before this request.
         """
         view = load.meet.view()
-        waiting = self._waiting(load, ahead)
+        waiting = self._waiting(load, ahead, self.busy_s)
         chunk_tokens = self._waiting_chunk_tokens
 
         def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
@@ -147,9 +202,24 @@ class StepCosts:
             load.meet.view(),
             mode=mode,
             chunk_tokens=self._waiting_chunk_tokens,
-            costs=self._waiting(load, ahead),
+            costs=self._waiting(load, ahead, self._agreed_busy_s),
             progress=load.progress,
         )
+
+    def blocks_ahead(self, load: PromptLoad) -> list[int]:
+        """The blocks of the request that land next, the first one first: as many as the link brings
+        in two steps. Slots that are reserved in one step can be written in the next."""
+        view = load.meet.view()
+        step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
+        cost = load.agreed.cost
+        count = cost.depth + math.ceil(2 * step_s / max(cost.block_s, 1e-6))
+        least = load.agreed.load_from
+        if least is None:
+            return []
+        wanted = [
+            view.first + i for i, state in enumerate(view.states) if state == BlockState.WANTED
+        ]
+        return [block for block in reversed(wanted) if block >= least][:count]
 
     def is_overdue(self, load: PromptLoad) -> bool:
         """Whether a block of the request should have landed by now."""
@@ -164,20 +234,17 @@ class StepCosts:
             progress=load.progress,
         ).best_s
 
-    def _waiting(self, load: PromptLoad, ahead: StepWork) -> Costs:
+    def _waiting(self, load: PromptLoad, ahead: StepWork, busy_s: float) -> Costs:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
         costs = Costs(
             self.agreed,
             load.agreed.cost,
-            pipelined=self._pipelined,
+            pipelined=self.pipelined,
             overlap=self._overlap_of(load),
         ).beside(StepWork(decodes=self._decodes))
-        backlog_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
-        if self._pipelined:  # the step that was launched last has just begun
-            launched = self._work if self._work.tokens else self._launched
-            backlog_s += self.agreed.queue_s(launched, self.chunk_tokens)
-        return replace(costs, backlog_s=backlog_s)
+        queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
+        return replace(costs, backlog_s=busy_s + queue_s)
 
     @property
     def _waiting_chunk_tokens(self) -> int:

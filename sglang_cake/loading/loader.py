@@ -128,6 +128,8 @@ class Prompt:
         should_load: whether to load at once, given the stored blocks and the cost of loading them.
             `load_from` changes that decision later.
         facts: what the store is told about the request.
+        arrived: called with each block whose checked bytes are in host memory, on the I/O thread
+            and before its `Fetched`. It must be quick. To keep the block it becomes a holder.
     """
 
     load_id: str
@@ -137,6 +139,7 @@ class Prompt:
     first_block: int
     should_load: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None
+    arrived: Callable[[int, StagedBlock], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -392,7 +395,7 @@ class Loader:
         key = queue.keys[block]
         staged = self._staged.get(key)
         if staged is not None and staged.hold():
-            self._outbox.append(Fetched(queue.prompt.load_id, block, staged, time.monotonic()))
+            self._arrived(queue, block, staged)
             return True
         read = self._reads.get(key)
         if read is not None:
@@ -464,8 +467,14 @@ class Loader:
         # The read was the first holder; the prompts decide whether the bytes are used.
         staged.release(used=False, reason="cancelled")
         for queue, block in takers:
-            self._outbox.append(Fetched(queue.prompt.load_id, block, staged, time.monotonic()))
+            self._arrived(queue, block, staged)
         read.end(whole=True)
+
+    def _arrived(self, queue: _PromptQueue, block: int, staged: StagedBlock) -> None:
+        prompt = queue.prompt
+        if prompt.arrived is not None:
+            prompt.arrived(block, staged)
+        self._outbox.append(Fetched(prompt.load_id, block, staged, time.monotonic()))
 
     def _give_up(self, read: _Read, buffer: Buffer, reason: str | None) -> None:
         if reason is not None:

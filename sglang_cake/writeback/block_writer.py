@@ -1,8 +1,8 @@
 """Puts new blocks into the store, in the background, with bounded memory.
 
 The scheduler thread copies a block from the device into a write buffer and offers it. The I/O
-thread hashes the key and stores the block. If all buffers are in use, the block is not stored, and
-counted: serving never waits for the store.
+thread hashes the key and stores the block. If all buffers are in use until the request ends, the
+block is not stored, and counted: serving never waits for the store.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from sglang_cake.core.buffers import Buffer, BufferPool
@@ -32,8 +32,7 @@ class WriteJob:
 
     Attributes:
         tokens: 'q': all tokens up to the end of the last block.
-        ready: returns when the copies into the buffers are complete (on a GPU it waits for an
-            event); it is called outside the scheduler thread.
+        copied: done when the copies into the buffers are complete; or the error of the copies.
         facts: of the request; the store gets them before the blocks.
     """
 
@@ -41,7 +40,7 @@ class WriteJob:
     tokens: "array[int]"
     blocks: tuple[int, ...]
     buffers: tuple[Buffer, ...]
-    ready: Callable[[], None]
+    copied: "Future[None]"
     facts: RequestFacts | None = None  # reported to the store before the blocks are put
 
 
@@ -61,11 +60,13 @@ class Writer:
         self.pending_blocks = 0  # the I/O thread writes, any thread may read
 
     def take(self) -> Buffer | None:
-        """A buffer for one block, or None if all are in use (counted). Scheduler thread."""
-        buffer = self._pool.take()
-        if buffer is None:
-            self._counters.add("unstored_blocks", label="queue_full")
-        return buffer
+        """A buffer for one block, or None if all are in use. Scheduler thread."""
+        return self._pool.take()
+
+    def give_up(self, blocks: int) -> None:
+        """So many blocks got no buffer, and are not stored."""
+        if blocks:
+            self._counters.add("unstored_blocks", blocks, label="queue_full")
 
     def offer(self, job: WriteJob) -> None:
         """Take over `job` and its buffers. Without a store, its blocks are counted as unstored.
@@ -88,9 +89,8 @@ class Writer:
         task.add_done_callback(self._jobs.discard)
 
     async def _run(self, job: WriteJob, store: Store | None) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(None, job.ready)
+            await asyncio.wrap_future(job.copied)
             keys = job.chain.of(job.tokens)
         except Exception:
             # E.g. the device is gone. Half-copied buffers must never be stored.

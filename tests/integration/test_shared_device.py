@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq
-from virtual_io import VirtualIo, virtual_time
+from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.keys import BlockKey

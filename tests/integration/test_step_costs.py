@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from kv_pools import load_of
-from virtual_io import virtual_time
+from sglang_cake.testing.virtual_time import virtual_time
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.step_costs import StepCosts

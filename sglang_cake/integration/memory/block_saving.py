@@ -1,26 +1,53 @@
 """New blocks, copied from the slots of a request into the write pipeline."""
 
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
+from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_load import PromptLoad
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
 
 
-class BlockSaving:
-    """Copies the full blocks that a checkpoint completed and the store lacks. Scheduler thread."""
+@dataclass(slots=True, eq=False)
+class _Unsaved:
+    """What is known of a request whose blocks are saved.
 
-    def __init__(self, kv: DeviceKV, writer: Writer) -> None:
+    Attributes:
+        tokens: the request's leading tokens whose KV the tree holds, as of the last checkpoint.
+        row: device slot of each of these tokens.
+        next_block: blocks before this one were looked at.
+        blocks: blocks that are new to the store, and had no buffer yet, ascending.
+        saves: copies that may still read the row.
+    """
+
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    row: torch.Tensor | None = None
+    next_block: int = 0
+    blocks: list[int] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+class BlockSaving:
+    """Copies the full blocks that checkpoints complete and the store lacks. Scheduler thread.
+
+    A block that gets no buffer is tried again at each poll and each checkpoint, while the request
+    keeps its KV in the tree. After the last checkpoint it is given up, and counted.
+    """
+
+    def __init__(self, kv: DeviceKV, copier: Copier, writer: Writer) -> None:
         self._kv = kv
+        self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
-        # Blocks before this one were offered to the writer, or are left out for good.
-        self._next: WeakKeyDictionary[PromptLoad, int] = WeakKeyDictionary()
+        self._requests: WeakKeyDictionary[PromptLoad, _Unsaved] = WeakKeyDictionary()
+        self._released: list[Save] = []  # of requests whose slots the tree may free
 
     def checkpointed(
         self, load: PromptLoad, tokens: "array[int]", row: torch.Tensor, *, last: bool
@@ -34,31 +61,70 @@ class BlockSaving:
         """
         if not load.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
+        unsaved = self._requests.setdefault(load, _Unsaved())
         full = len(tokens) // self._block_tokens
-        start = self._next.get(load, 0)
-        todo = [b for b in range(start, full) if self._is_new(load, b)]
-        self._next[load] = max(start, full)
+        new = range(unsaved.next_block, full)
+        unsaved.blocks += [block for block in new if self._is_new(load, block)]
+        unsaved.next_block = max(unsaved.next_block, full)
+        unsaved.tokens = tokens
+        unsaved.row = row
+        self._save(load, unsaved)
+        if last:
+            self._writer.give_up(len(unsaved.blocks))
+            unsaved.blocks.clear()
+
+    def polled(self, is_live: Callable[[PromptLoad], bool]) -> None:
+        """A step is about to be scheduled: save what had no buffer before, as far as there are
+        buffers now. Args: is_live: whether the request still has its slots."""
+        for load, unsaved in list(self._requests.items()):
+            if unsaved.blocks and is_live(load):
+                self._save(load, unsaved)
+
+    def released(self, load: PromptLoad) -> None:
+        """The request ends: the tree may free its slots from now on."""
+        unsaved = self._requests.pop(load, None)
+        if unsaved is not None:
+            self._writer.give_up(len(unsaved.blocks))
+            self._released += [save for save in unsaved.saves if not save.ended.done()]
+
+    def before_slots_are_freed(self) -> None:
+        """The tree is about to free slots: forwards that write to them start after they were
+        read. The scheduler thread waits until these copies are launched, which takes under a
+        millisecond."""
+        for save in self._released:
+            if not save.ended.done():
+                self._kv.order_forwards_after(save.launched.result())
+        self._released.clear()
+
+    def _save(self, load: PromptLoad, unsaved: _Unsaved) -> None:
         blocks: list[int] = []
         buffers: list[Buffer] = []
-        for block in todo:
+        for block in unsaved.blocks:
             buffer = self._writer.take()
-            if buffer is not None:
-                blocks.append(block)
-                buffers.append(buffer)
+            if buffer is None:
+                break
+            blocks.append(block)
+            buffers.append(buffer)
         if not blocks:
             return
+        del unsaved.blocks[: len(blocks)]
         size = self._block_tokens
+        row = unsaved.row
+        assert row is not None
         slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
-        copy = self._kv.save(slots, buffers)
+        save = self._copier.save(slots, buffers, self._kv.fence())
+        unsaved.saves = [each for each in unsaved.saves if not each.ended.done()]
+        unsaved.saves.append(save)
+        end = (blocks[-1] + 1) * size
         self._writer.offer(
             WriteJob(
                 chain=load.chain,
-                tokens=tokens[: full * size],
+                tokens=unsaved.tokens[:end],
                 blocks=tuple(blocks),
                 buffers=tuple(buffers),
-                ready=copy.wait,
+                copied=save.ended,
                 # The lookup told the store of the prompt's blocks; later blocks are new to it.
-                facts=load.facts if full * size > len(load.tokens) else None,
+                facts=load.facts if end > len(load.tokens) else None,
             )
         )
 

@@ -115,11 +115,13 @@ class CakeRadixCache(UnifiedRadixCache):
         return int(super().full_evictable_size()) + self._held_tokens()
 
     def evict(self, params: EvictParams) -> EvictResult:
+        self._before_slots_are_freed()
         result = super().evict(params)
         result.num_tokens_evicted += self._reclaim(params.num_tokens - result.num_tokens_evicted)
         return result
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        self._before_slots_are_freed()
         target = self.token_to_kv_pool_allocator.available_size() + params.num_tokens
         result = super().evict_for_alloc(params, **kwargs)
         missing = target - self.token_to_kv_pool_allocator.available_size()
@@ -171,6 +173,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def evict_own(self, tokens: int) -> None:
         """Evict from the tree alone, never landed blocks."""
+        self._before_slots_are_freed()
         super().evict_for_alloc(EvictParams(num_tokens=tokens))
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
@@ -244,8 +247,17 @@ class CakeRadixCache(UnifiedRadixCache):
                 tokens = req.full_untruncated_fill_ids[:up_to]
                 self.saving.checkpointed(load, tokens, row, last=req.finished())
 
+    @guarded("CakeRadixCache.evict")
+    def _before_slots_are_freed(self) -> None:
+        if self.saving is not None:
+            self.saving.before_slots_are_freed()
+
     @guarded("CakeRadixCache.on_release")
     def _released(self, req: "Req") -> None:
+        if self.coordinator is not None and self.saving is not None:
+            load = self.coordinator.prompt_load(req.rid)
+            if load is not None:
+                self.saving.released(load)
         if self.coordinator is not None and req.rid != self.releasing:
             self.coordinator.end(req.rid)
         if self.runahead is not None:
@@ -257,6 +269,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     @guarded("CakeRadixCache.reset")
     def _emptied(self) -> None:
+        self._before_slots_are_freed()
         if self.coordinator is not None:
             self.coordinator.emptied()
 

@@ -13,6 +13,8 @@ from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 
+RING_BLOCKS = 4  # blocks that one kernel moves out of the pool
+RING_BYTES = 96 * 2**20  # at most, of device memory, for blocks on their way out
 # Row copies use the widest integer type that divides the row, whatever the dtype of the KV: there
 # are no index kernels for float8.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -30,18 +32,24 @@ class HostBuffer:
         return memoryview(self.tensor.numpy())  # type: ignore[arg-type]
 
 
+# A point of the device's work: events that are recorded at it. On a CPU there are none.
+Fence = tuple[torch.cuda.Event, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A batch of copies that was launched.
+    """Copies that were launched.
 
     Attributes:
         event: recorded behind the copies; None: they are complete.
+        pool: recorded behind the last access to the KV pool; None: it is over.
         keep: device memory that must live until the copies are complete.
         begin: recorded before the copies, if they are timed.
         took_s: time of copies that were complete at once.
     """
 
     event: torch.cuda.Event | None = None
+    pool: torch.cuda.Event | None = None
     keep: tuple[torch.Tensor, ...] = ()
     begin: torch.cuda.Event | None = None
     took_s: float = 0.0
@@ -65,7 +73,8 @@ class Copy:
 class DeviceKV:
     """Copies between blocks in host memory and slots of SGLang's KV pool, in CPU memory.
 
-    Every copy is complete when the call returns.
+    Every copy is complete when the call returns. The copier's thread calls `load` and `save`, and
+    the scheduler thread the rest.
 
     Args:
         pool: `MHATokenToKVPool` or `MLATokenToKVPool`. Raises: ConfigError for any other.
@@ -107,22 +116,29 @@ class DeviceKV:
         """Host memory that `new_load_buffer` takes."""
         return self._taken_bytes(self._load_bytes)
 
-    def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
-        """Copy whole blocks into slots (int64 `[len(blocks) * block_tokens]`, on the device)."""
+    def here(self) -> contextlib.AbstractContextManager[object]:
+        """The context of a thread that calls `load` and `save`."""
+        return torch.inference_mode()
+
+    def fence(self) -> Fence:
+        """The end of all work launched so far: slots that are free now may be written behind it,
+        and hold the KV that was computed so far."""
+        return ()
+
+    def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
+        """Copy a whole block into slots (int64 `[block_tokens]`, on the device), behind `after`."""
         started_s = time.perf_counter()
-        self._scatter([self._fetched(block) for block in blocks], slots)
+        self._scatter([self._fetched(block)], slots)
         return Copy(took_s=time.perf_counter() - started_s)
 
-    def save(self, slots: torch.Tensor, blocks: Sequence[Buffer]) -> Copy:
-        """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device) into whole blocks.
-
-        The slots may be reused as soon as this returns.
-        """
+    def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
+        """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are behind
+        `after`, into whole blocks."""
         self._gather(slots, [_tensor(block) for block in blocks])
         return Copy()
 
-    def order_after_copies(self) -> None:
-        """Launches of the scheduler from now on start after the copies launched so far."""
+    def order_forwards_after(self, copy: Copy) -> None:
+        """Forwards that are launched from now on start after a copy has left the KV pool."""
 
     @property
     def _load_bytes(self) -> int:
@@ -168,13 +184,14 @@ class DeviceKV:
 
 
 class CudaKV(DeviceKV):
-    """The same on a GPU: copies run on a side stream, beside the forwards.
+    """The same on a GPU: copies run on two streams of their own, one each way, beside forwards.
 
-    `load` and `save` order their copies after all launches so far; `order_after_copies` orders
-    later launches after the copies. Host buffers are pinned.
+    A block goes through a ring of blocks in device memory: one DMA between host and ring, and one
+    kernel between ring and slots (`row_kernel.py`). The order of launches on a stream is the order
+    in which its ring is used, so nothing waits for a free place. Host buffers are pinned.
 
     Args:
-        forward_stream: the stream that forwards run on.
+        forward_stream: the stream that forwards run on; None: the scheduler's current stream.
     """
 
     def __init__(
@@ -182,33 +199,72 @@ class CudaKV(DeviceKV):
         pool: Any,
         *,
         block_tokens: int,
-        forward_stream: torch.cuda.Stream,
+        forward_stream: torch.cuda.Stream | None,
         encoded: bool = False,
     ) -> None:
+        from sglang_cake.integration.memory.row_kernel import RowKernel  # loads Triton
+
         super().__init__(pool, block_tokens=block_tokens, encoded=encoded)
         self._forward = forward_stream
-        self._side = torch.cuda.Stream(self.device)
+        # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
+        # normal priority. A kernel of ours is short, and waits for no block of a long one.
+        self._in = torch.cuda.Stream(self.device, priority=-1)
+        self._out = torch.cuda.Stream(self.device, priority=-1)
+        stride = -(-self.layout.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        count = max(1, min(RING_BLOCKS, RING_BYTES // stride))
+        self._ring_in = torch.empty((1, stride), dtype=torch.uint8, device=self.device)
+        self._ring_out = torch.empty((count, stride), dtype=torch.uint8, device=self.device)
+        self._index = torch.arange(count, device=self.device)
+        self._kernel = RowKernel(self._rows, self.layout)
 
-    def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
-        with self._beside():
-            begin = torch.cuda.Event(enable_timing=True)
-            begin.record(self._side)
-            sources = [self._fetched(block) for block in blocks]
-            self._scatter(sources, slots)
-            return self._launched(*sources, slots, begin=begin)
+    def here(self) -> contextlib.AbstractContextManager[object]:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.cuda.device(self.device))
+        return stack
 
-    def save(self, slots: torch.Tensor, blocks: Sequence[Buffer]) -> Copy:
-        launcher = torch.cuda.current_stream(self.device)
-        with self._beside():
-            targets = [torch.empty_like(_tensor(b), device=self.device) for b in blocks]
-            self._gather(slots, targets)
-            launcher.wait_stream(self._side)  # for the gather, not for the copy to the host
-            for block, target in zip(blocks, targets, strict=True):
-                _tensor(block).copy_(target, non_blocking=True)
-            return self._launched(*targets, slots)
+    def fence(self) -> Fence:
+        return tuple(_recorded(stream) for stream in self._launching)
 
-    def order_after_copies(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._side)
+    def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
+        with torch.cuda.stream(self._in):
+            for event in after:
+                self._in.wait_event(event)
+            begin = _recorded(self._in, timed=True)
+            if self.encoded:
+                ring = self._fetched(block).unsqueeze(0)
+            else:
+                ring = self._ring_in
+                ring[0, : self.layout.block_bytes].copy_(_tensor(block), non_blocking=True)
+            self._kernel.scatter(ring, self._index[:1], slots)
+            end = _recorded(self._in, timed=True)
+            return Copy(end, end, (ring, slots), begin)
+
+    def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
+        tokens = self.layout.block_tokens
+        count = len(self._ring_out)
+        with torch.cuda.stream(self._out):
+            for event in after:
+                self._out.wait_event(event)
+            for start in range(0, len(blocks), count):
+                part = blocks[start : start + count]
+                rows = slots[start * tokens : (start + len(part)) * tokens]
+                self._kernel.gather(rows, self._ring_out, self._index[: len(part)])
+                pool = _recorded(self._out)
+                for block, place in zip(part, self._ring_out, strict=False):
+                    source = place[: self.layout.block_bytes]
+                    _tensor(block).copy_(source, non_blocking=True)
+            return Copy(_recorded(self._out), pool, (slots,))
+
+    def order_forwards_after(self, copy: Copy) -> None:
+        if copy.pool is not None:
+            (self._forward or torch.cuda.current_stream(self.device)).wait_event(copy.pool)
+
+    @property
+    def _launching(self) -> list[torch.cuda.Stream]:
+        """The streams on which SGLang computes and allocates."""
+        current = torch.cuda.current_stream(self.device)
+        return [current] if self._forward is None else [current, self._forward]
 
     def _taken_bytes(self, size_bytes: int) -> int:
         return int(1 << (size_bytes - 1).bit_length())  # as PyTorch rounds pinned memory
@@ -217,15 +273,11 @@ class CudaKV(DeviceKV):
         # Pinned memory always starts on a page.
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def _beside(self) -> contextlib.AbstractContextManager[object]:
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        self._side.wait_stream(self._forward)
-        return torch.cuda.stream(self._side)
 
-    def _launched(self, *keep: torch.Tensor, begin: torch.cuda.Event | None = None) -> Copy:
-        event = torch.cuda.Event(enable_timing=begin is not None)
-        event.record(self._side)
-        return Copy(event, keep, begin)
+def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)
+    event.record(stream)
+    return event
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

@@ -1,17 +1,39 @@
-"""The hook around SGLang's forward, for the overlapped last step and for KV-Runahead."""
+"""The hook around SGLang's forward: it times steps on a GPU, and runs the overlapped last step and
+KV-Runahead."""
 
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
-from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, register
+from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded, register
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
 
+_HOOK = "TpModelWorker.forward_batch_generation"
 _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+
+
+class CudaTimer:
+    """A `StepTimer`: events around what is launched on the current stream between construction and
+    `stop`."""
+
+    def __init__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    def seconds(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class ForwardProcess:
@@ -51,5 +73,22 @@ def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **
         except Exception as error:
             if original.error is error and not isinstance(error, CakeError):
                 raise
-            BOUNDARY.failed("TpModelWorker.forward_batch_generation", error)
-    return original(worker, batch, **kwargs)  # the whole batch; it has slots for all its tokens
+            BOUNDARY.failed(_HOOK, error)
+    # The whole batch; it has slots for all its tokens.
+    timer = _timer(tree)
+    result = original(worker, batch, **kwargs)
+    _launched(tree, timer)
+    return result
+
+
+@guarded(_HOOK, None)
+def _timer(tree: CakeRadixCache) -> CudaTimer | None:
+    coordinator = tree.coordinator
+    return CudaTimer() if coordinator is not None and coordinator.step_costs.pipelined else None
+
+
+@guarded(_HOOK)
+def _launched(tree: CakeRadixCache, timer: CudaTimer | None) -> None:
+    if timer is not None and tree.coordinator is not None:
+        timer.stop()
+        tree.coordinator.step_costs.launched(timer)

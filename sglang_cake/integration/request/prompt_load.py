@@ -15,17 +15,17 @@ an overlapped last step uses go from the first to the last:
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
 2. `LandedBlocks.staged`: every rank has its part of the block. The meet calls it landed.
-3. `LandedBlocks.slots`: the block has device slots. `DeviceSlots` keeps its host memory until the
-   copy to the device is complete.
+3. `LandedBlocks.slots`: the block has device slots, and is copied there.
 4. SGLang's tree.
+
+Blocks of the prompt that is served first have slots reserved before they come
+(`LandedBlocks.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
 """
 
 import time
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.keys import KeyChain
 from sglang_cake.loading.cost_model import Costs, LoadCost, StepWork
@@ -34,6 +34,9 @@ from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import Mode, Progress, Step, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
 from sglang_cake.stores.request_info import RequestFacts
+
+if TYPE_CHECKING:
+    from sglang_cake.integration.memory.copier import SlotCopy
 
 # How long a new request may wait for its lookup before it is scheduled without it. A lookup takes
 # about a millisecond; this bounds the cost of a store that hangs.
@@ -125,13 +128,15 @@ class LandedBlocks:
     """The memory of landed blocks that have not joined the tree. Writer: `DeviceSlots`.
 
     Attributes:
-        staged: blocks in host memory.
-        slots: device slots by block, int64 `[block_tokens]` each.
+        reserved: slots of blocks that have not landed.
+        staged: landed blocks in host memory.
+        slots: landed blocks in device slots, or on their way there.
         wasted_bytes: bytes that were loaded for this prompt and not used.
     """
 
+    reserved: "dict[int, SlotCopy]" = field(default_factory=dict)
     staged: dict[int, StagedBlock] = field(default_factory=dict)
-    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    slots: "dict[int, SlotCopy]" = field(default_factory=dict)
     wasted_bytes: int = 0
 
 

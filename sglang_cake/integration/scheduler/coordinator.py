@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -173,6 +174,7 @@ class Coordinator:
                 first_block=load.meet.fence,
                 facts=load.facts,
                 should_load=self.step_costs.should_load_at_arrival(load, self._config, ahead),
+                arrived=partial(self._device_slots.arrived, load),
             )
         )
         self._reporter.trace(load, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -185,7 +187,7 @@ class Coordinator:
                 steps.callback(self._reporter.ended, load)
                 steps.callback(self._tenants.leaves, load.facts.tenant)
                 steps.callback(self.inbox.forget, load)
-                steps.callback(self._device_slots.discard, load, {*load.landed.slots}, "ended")
+                steps.callback(self._device_slots.discard_all, load, "ended")
 
     def end_all(self) -> None:
         """End every request: the tree is being emptied, or the weights change."""
@@ -449,7 +451,7 @@ class Coordinator:
             costs=self.step_costs.own,
         )
         self.inbox.take()
-        self._device_slots.release_copied()
+        self._device_slots.check_copies()
         self.inbox.measure([load for load in self._loads.values() if load.awaits_loader])
 
     def _vote(self, serving: Sequence[str]) -> list[PromptLoad]:
@@ -509,7 +511,9 @@ class Coordinator:
         served = [load for load in live if load is not None and load.uses_link]
         self.inbox.serve(served)
         if served:
-            self._device_slots.place(served[0], list(served[0].landed.staged))
+            first = served[0]
+            self._device_slots.place(first, list(first.landed.staged))
+            self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
 

@@ -67,7 +67,9 @@ class LoaderInbox:
             if load.meet.landed(block):
                 self._device_slots.stage(load, block, staged)
             else:
+                self._device_slots.unreserve(load, [block])
                 self._device_slots.refuse(load, staged, "overtaken")
+        self._device_slots.unreserve(load, update.lost)
         for block in update.lost:
             if load.meet.state(block) is BlockState.WANTED:
                 load.meet.lost(block)
@@ -84,6 +86,8 @@ class LoaderInbox:
         """From now on blocks from `block` on are worth loading; None: no block is. If a block is
         overdue as well, none will be asked for again."""
         load.load_from(block)
+        least = load.meet.blocks if block is None else block
+        self._device_slots.unreserve(load, [b for b in load.landed.reserved if b < least])
         if overdue and block is None:
             self._loader.fence(load.load_id, load.meet.blocks)
             load.meet.give_up()
@@ -93,6 +97,7 @@ class LoaderInbox:
     def fence(self, load: PromptLoad, fence: int) -> None:
         """Blocks below `fence` are computed: none of them is read any more."""
         self._loader.fence(load.load_id, fence)
+        self._device_slots.unreserve(load, [b for b in load.landed.reserved if b < fence])
         for block in [b for b in load.local.fetched if b < fence]:
             self._device_slots.refuse(load, load.local.fetched.pop(block), "overtaken")
 
@@ -101,7 +106,7 @@ class LoaderInbox:
         self._loader.end(load.load_id)
         for block in list(load.local.fetched):
             self._device_slots.refuse(load, load.local.fetched.pop(block), reason)
-        self._device_slots.discard(load, {*load.landed.staged, *load.landed.slots}, reason)
+        self._device_slots.discard_all(load, reason)
 
     def serve(self, loads: Sequence[PromptLoad]) -> None:
         """The link works for `loads` in this order."""

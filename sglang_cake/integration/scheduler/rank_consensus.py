@@ -64,33 +64,34 @@ class RankConsensus:
         return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
 
     def reach(
-        self, loads: Sequence[PromptLoad], prefill: PrefillCost
-    ) -> tuple[list[LoadUpdate], PrefillCost]:
-        """An update for each load, and the cost of steps to decide on.
+        self, loads: Sequence[PromptLoad], prefill: PrefillCost, busy_s: float
+    ) -> tuple[list[LoadUpdate], PrefillCost, float]:
+        """An update for each load, and what to decide on: the cost of steps, and the time until
+        the device is free.
 
         Every rank must call this at the same point of the same step with the same loads. A rank
         that raises takes part in the reduction all the same, with neutral numbers.
         """
         if self._reduce_min is None:
-            return [_own(load) for load in loads], prefill
-        shared = len(astuple(prefill))
+            return [_own(load) for load in loads], prefill, busy_s
+        shared = len(astuple(prefill)) + 1
         sizes = [_size(load) for load in loads]
         tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.int64)
         try:
-            numbers = _bits(*astuple(prefill))
+            numbers = _bits(*astuple(prefill), busy_s)
             for load in loads:
                 numbers += _pack(load)
             tensor = torch.tensor(numbers, dtype=torch.int64)
         finally:
             self._reduce_min(tensor)
         numbers = tensor.tolist()
-        agreed = PrefillCost(*_floats(numbers[:shared]))
+        *costs, agreed_busy_s = _floats(numbers[:shared])
         updates = []
         position = shared
         for load, size in zip(loads, sizes, strict=True):
             updates.append(_unpack(load, numbers[position : position + size]))
             position += size
-        return updates, agreed
+        return updates, PrefillCost(*costs), agreed_busy_s
 
 
 def _own(load: PromptLoad) -> LoadUpdate:

@@ -73,6 +73,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
             waiting = [req.rid for req in scheduler.waiting_queue]
             serving = waiting if chunked is None else [chunked.rid, *waiting]
         coordinator.poll(serving)
+        if tree.saving is not None:
+            tree.saving.polled(lambda load: coordinator.prompt_load(load.rid) is load)
     if tree.runahead is not None:
         tree.runahead.poll(scheduler)
 

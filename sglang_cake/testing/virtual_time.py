@@ -1,18 +1,17 @@
 """The I/O thread and the clock of a scheduler in virtual time: no thread, and nothing waits."""
 
 import asyncio
+import contextlib
 import selectors
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import pytest
-
-# What is in these packages lives by the virtual clock.
-_PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.")
+# Modules of these packages take their time from the virtual clock.
+_PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.", "sglang_cake.writeback.")
 
 
 class _Jumping(selectors.SelectSelector):
@@ -30,12 +29,17 @@ class _Jumping(selectors.SelectSelector):
 
 
 class VirtualIo:
-    """Stands in for an `IoThread`; its loop runs only inside `until` and `run`."""
+    """Stands in for an `IoThread`. Its loop runs only inside `until` and `run`.
+
+    Attributes:
+        now_s: the virtual time.
+    """
 
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.loop = asyncio.SelectorEventLoop(_Jumping(self))
         self.loop.time = lambda: self.now_s  # type: ignore[method-assign]
+        self.loop.run_in_executor = self._in_executor  # type: ignore[method-assign,assignment]
 
     def post(self, action: Callable[..., object], *args: object) -> None:
         self.loop.call_soon(action, *args)
@@ -45,9 +49,10 @@ class VirtualIo:
         return self.loop.run_until_complete(coroutine)
 
     def until(self, when_s: float) -> None:
-        """Let everything happen that is due by then."""
-        self.loop.call_at(when_s, self.loop.stop)
-        self.loop.run_forever()
+        """Let everything happen that is due by then. No effect inside of the loop."""
+        if not self.loop.is_running():
+            self.loop.call_at(when_s, self.loop.stop)
+            self.loop.run_forever()
 
     def close(self) -> None:
         for task in asyncio.all_tasks(self.loop):
@@ -55,15 +60,27 @@ class VirtualIo:
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
 
+    def _in_executor(
+        self, executor: object, action: Callable[..., Any], *args: object
+    ) -> "asyncio.Future[Any]":
+        """Call `action` at once. If it returns a time, as a virtual wait does, the result comes
+        then."""
+        del executor
+        future: asyncio.Future[Any] = self.loop.create_future()
+        result = action(*args)
+        due_s = result if isinstance(result, float) else self.now_s
+        self.loop.call_at(due_s, lambda: future.done() or future.set_result(result))
+        return future
 
-@contextmanager
+
+@contextlib.contextmanager
 def virtual_time() -> Iterator[VirtualIo]:
-    """The adapter and the loader live by the clock of the value."""
+    """Integration, loader and writer live by the clock of the value."""
     io = VirtualIo()
     clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             if name.startswith(_PACKAGES) and getattr(module, "time", None) is time:
-                patch.setattr(module, "time", clock)
+                patches.enter_context(mock.patch.object(module, "time", clock))
         yield io
         io.close()

@@ -1,0 +1,222 @@
+"""Copies of blocks between host memory and the KV pool, in a thread of their own.
+
+The scheduler thread reserves slots and says which blocks are saved. The copier launches a copy when
+its bytes are there, in the middle of a running forward. So the memory of a block that was loaded is
+free again as soon as its copy is complete, and not at the end of the step.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_cake.core.buffers import Buffer
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
+from sglang_cake.loading.loader import StagedBlock
+
+logger = logging.getLogger("sglang_cake")
+
+_LOOK_S = 0.0005  # while copies are under way, the thread looks so often for complete ones
+CLOSE_S = 5.0  # how long the end of the process may wait for copies
+
+
+class SlotCopy:
+    """The copy of one block into device slots, from the reservation of the slots on. Thread-safe.
+
+    Attributes:
+        slots: int64 `[block_tokens]`, on the device.
+        after: the slots may be written behind this point.
+    """
+
+    def __init__(self, slots: torch.Tensor, after: Fence) -> None:
+        self.slots = slots
+        self.after = after
+        self._changed = threading.Condition()
+        self._claimed = False
+        self._withdrawn = False
+        self._copy: Copy | None = None
+        self._error: Exception | None = None
+
+    @classmethod
+    def complete(cls, slots: torch.Tensor) -> "SlotCopy":
+        """Of slots that hold their block."""
+        copy = cls(slots, ())
+        copy._claimed = True
+        copy._copy = Copy()
+        return copy
+
+    def claim(self) -> bool:
+        """The bytes are there: whether the caller must hand the copy to the copier. False: another
+        thread has done so, or the slots are withdrawn."""
+        with self._changed:
+            first = not (self._claimed or self._withdrawn)
+            self._claimed |= first
+            return first
+
+    @property
+    def claimed(self) -> bool:
+        """Whether the copier has the copy, or had it."""
+        with self._changed:
+            return self._claimed
+
+    def start(self, launch: Callable[[], Copy]) -> Copy | None:
+        """Launch the copy; None if the slots are withdrawn. Copier. Raises: as `launch`."""
+        with self._changed:
+            if not self._withdrawn:
+                try:
+                    self._copy = launch()
+                except Exception as error:
+                    self._error = error
+                    raise
+                finally:
+                    self._changed.notify_all()
+            return self._copy
+
+    def launched(self) -> Copy:
+        """The copy, which is launched, or will be in a moment. Raises: what the launch raised."""
+        with self._changed:
+            assert self._claimed
+            self._changed.wait_for(lambda: self._copy is not None or self._error is not None)
+            if self._copy is None:
+                assert self._error is not None
+                raise self._error
+            return self._copy
+
+    def withdraw(self) -> Copy | None:
+        """The slots get another owner. Returns the copy that was launched, which may still write to
+        them; None: none was, and none will be."""
+        with self._changed:
+            self._withdrawn = True
+            return self._copy
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Slots that are being copied into host memory.
+
+    Attributes:
+        launched: the copy, once it is launched. The slots may be written again behind
+            `DeviceKV.order_forwards_after` it.
+        ended: done when the host memory is whole. Raises: what the launch raised.
+    """
+
+    launched: "Future[Copy]" = field(default_factory=Future)
+    ended: "Future[None]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    copy: Copy
+    end: Callable[[], object]  # called when the copy is complete
+
+
+class Copier:
+    """Launches copies in the thread that asks for them, and waits for each: for a CPU's tests.
+
+    Args:
+        copied: `(seconds)` is called with the time that the copy of a loaded block took.
+    """
+
+    def __init__(self, kv: DeviceKV, copied: Callable[[float], object]) -> None:
+        self._kv = kv
+        self._copied = copied
+        self._failure: Exception | None = None
+
+    # ---- any thread; these return at once ----
+
+    def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
+        """Copy a block into its slots, and then stop being a holder of `staged`."""
+        self._post(lambda: self._load(copy, staged))
+
+    def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
+        """Copy slots (int64 `[len(buffers) * block_tokens]`, on the device) into whole blocks.
+
+        Args: after: what the slots hold behind this point is copied.
+        """
+        save = Save()
+        self._post(lambda: self._save(save, slots, buffers, after))
+        return save
+
+    def check(self) -> None:
+        """Raises: the first error of a load since the last call."""
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Complete what was asked for, and end."""
+
+    # ---- inside ----
+
+    def _post(self, begin: Callable[[], "_UnderWay | None"]) -> None:
+        with self._kv.here():
+            begun = begin()
+        if begun is not None:
+            begun.copy.wait()
+            begun.end()
+
+    def _load(self, copy: SlotCopy, staged: StagedBlock) -> _UnderWay | None:
+        try:
+            launched = copy.start(lambda: self._kv.load(staged.buffer, copy.slots, copy.after))
+        except Exception as error:
+            logger.exception("a block could not be copied to the device")
+            self._failure = self._failure or error
+            launched = None
+        if launched is None:
+            staged.release(used=False, reason="cancelled")
+            return None
+
+        def end() -> None:
+            self._copied(launched.seconds())
+            staged.release(used=True)
+
+        return _UnderWay(launched, end)
+
+    def _save(
+        self, save: Save, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence
+    ) -> _UnderWay | None:
+        try:
+            copy = self._kv.save(slots, buffers, after)
+        except Exception as error:
+            save.launched.set_exception(error)
+            save.ended.set_exception(error)
+            return None
+        save.launched.set_result(copy)
+        return _UnderWay(copy, lambda: save.ended.set_result(None))
+
+
+class CopyThread(Copier):
+    """The same in a thread of its own, which never waits for one copy while another could start."""
+
+    def __init__(self, kv: DeviceKV, copied: Callable[[float], object]) -> None:
+        super().__init__(kv, copied)
+        self._jobs: queue.SimpleQueue[Callable[[], _UnderWay | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="cake-copy", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _post(self, begin: Callable[[], _UnderWay | None]) -> None:
+        self._jobs.put(begin)
+
+    def _run(self) -> None:
+        under_way: list[_UnderWay] = []
+        closing = False
+        with self._kv.here():
+            while under_way or not closing:
+                with contextlib.suppress(queue.Empty):
+                    begin = self._jobs.get(timeout=_LOOK_S if under_way else None)
+                    closing |= begin is None
+                    if begin is not None and (begun := begin()) is not None:
+                        under_way.append(begun)
+                for each in [each for each in under_way if each.copy.done()]:
+                    under_way.remove(each)
+                    each.end()

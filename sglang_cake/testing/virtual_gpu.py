@@ -1,0 +1,645 @@
+"""A GPU under SGLang's overlap scheduler, in virtual time.
+
+The coordinator, the loader, the device slots, the costs and the writer are the server's own, with
+blocks of real size. Models stand in for the rest:
+
+- `VirtualGpu`: streams, copy engines, forwards, and the time that launches take of a host thread.
+- `VirtualStore`: a link of one bandwidth in each direction; blocks without bytes.
+- `VirtualScheduler`: SGLang's loop. With overlap, iteration k polls, plans and launches step k,
+  and then waits for step k - 1 (`Scheduler.event_loop_overlap` of SGLang 0.5.23).
+
+Times of the GPU are estimates from data sheets and from measured host times of launches; none was
+measured on the GPU that is named.
+"""
+
+import weakref
+from array import array
+from bisect import insort
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import BlockMissing
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.copier import Copier
+from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, RING_BYTES
+from sglang_cake.integration.request.request_reporter import RequestReporter
+from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
+from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.planner import Mode
+from sglang_cake.loading.priority import order
+from sglang_cake.simulator.hardware import GPUS, prefill_cost
+from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
+from sglang_cake.writeback.block_writer import Writer
+
+BLOCK_TOKENS = 128
+NAMESPACE = Digest(b"n" * 32)
+POLL_S = 0.0005  # SGLang's pause while only loads are awaited
+PLAN_S = 0.0015  # SGLang's own time to form and launch a step
+DMA_BYTES_PER_S = 52e9  # PCIe Gen5 x16, pinned memory
+HBM_BYTES_PER_S = 2.6e12
+KERNEL_S = 3e-6  # the least time of a kernel
+LAUNCH_S = 15e-6  # host time of one launch from Python, with its views
+EVENT_S = 3e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """A model on a GPU (one rank of it), with the true cost of its prefill."""
+
+    name: str
+    layers: int
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    prefill: PrefillCost
+    chunk_tokens: int = 8192
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.layers, self.parts, "bfloat16", BLOCK_TOKENS)
+
+
+def _gpu_model(name: str, kv_heads: int, head_dim: int, gpus: int) -> GpuModel:
+    shape = find_shape(name)
+    cost = prefill_cost(shape, GPUS["h100"], gpus=gpus, chunk_tokens=8192)
+    token = (kv_heads, head_dim)
+    parts = (("k", token), ("v", token)) if head_dim == 128 else (("kv", token),)
+    return GpuModel(f"{name} TP{gpus}" if gpus > 1 else name, shape.layers, parts, cost)
+
+
+LLAMA_8B = _gpu_model("llama-3.1-8b", 8, 128, 1)
+LLAMA_70B = _gpu_model("llama-3.1-70b", 1, 128, 8)
+DEEPSEEK_V3 = _gpu_model("deepseek-v3", 1, 576, 8)
+MODELS = (LLAMA_8B, LLAMA_70B, DEEPSEEK_V3)
+
+
+# ---- the GPU ----
+
+
+class Engine:
+    """Does one thing at a time. Work takes the first gap in which it fits."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []
+
+    def run(self, ready_s: float, work_s: float) -> float:
+        """When work that is ready then ends."""
+        begin_s = ready_s
+        for start_s, stop_s in self._busy:
+            if stop_s <= begin_s:
+                continue
+            if start_s - begin_s >= work_s:
+                break
+            begin_s = stop_s
+        insort(self._busy, (begin_s, begin_s + work_s))
+        del self._busy[:-200]
+        return begin_s + work_s
+
+
+class VirtualStream:
+    """What is launched in it runs in order. `tail_s`: when all that was launched so far ends."""
+
+    tail_s = 0.0
+
+    def wait(self, until_s: float) -> None:
+        self.tail_s = max(self.tail_s, until_s)
+
+
+@dataclass
+class HostTime:
+    """What a host thread spent on the GPU."""
+
+    launches: int = 0
+    launch_s: float = 0.0
+    syncs: int = 0
+    sync_s: float = 0.0
+
+
+class VirtualGpu:
+    """Streams and engines of one GPU.
+
+    Attributes:
+        forwards: (begin, end) of each.
+        scratch_bytes, peak_scratch_bytes: device memory that copies hold.
+    """
+
+    def __init__(self, io: VirtualIo) -> None:
+        self.io = io
+        self.schedule = VirtualStream()
+        self.forward_stream = VirtualStream()
+        self.to_device = Engine()
+        self.to_host = Engine()
+        self.scheduler = HostTime()
+        self.copier = HostTime()
+        self.kernels_s = 0.0  # of copies, which forwards wait for
+        self.forwards: list[tuple[float, float]] = []
+        self.scratch_bytes = 0
+        self.peak_scratch_bytes = 0
+
+    def launch(self, count: int, took_s: float) -> None:
+        """The scheduler thread launches work."""
+        self.scheduler.launches += count
+        self.scheduler.launch_s += took_s
+        self.io.until(self.io.now_s + took_s)
+
+    def sync(self, until_s: float) -> None:
+        """The scheduler thread waits for the device."""
+        self.scheduler.syncs += 1
+        self.scheduler.sync_s += max(0.0, until_s - self.io.now_s)
+        self.io.until(max(until_s, self.io.now_s))
+
+    def hold(self, owner: object, size_bytes: int) -> None:
+        """`owner` holds device memory as long as it lives."""
+        self.scratch_bytes += size_bytes
+        self.peak_scratch_bytes = max(self.peak_scratch_bytes, self.scratch_bytes)
+        weakref.finalize(owner, self._drop, size_bytes)
+
+    def _drop(self, size_bytes: int) -> None:
+        self.scratch_bytes -= size_bytes
+
+    def forward(self, work_s: float) -> float:
+        """Launch a forward. Returns when it ends."""
+        begin_s = max(self.io.now_s, self.forward_stream.tail_s, self.schedule.tail_s)
+        end_s = begin_s + work_s + self.kernels_s
+        self.kernels_s = 0.0
+        self.forward_stream.tail_s = end_s
+        self.forwards.append((begin_s, end_s))
+        return end_s
+
+
+# ---- the KV pool and its copies, as in `kv_pool.CudaKV` and `copier.CopyThread` ----
+
+
+@dataclass(eq=False)
+class VirtualBuffer:
+    """A block of host memory without bytes."""
+
+    view: memoryview = field(default_factory=lambda: memoryview(bytearray(8)))
+
+
+@dataclass(eq=False)
+class VirtualCopy:
+    """A copy that ends at `end_s`, and leaves the KV pool at `pool_s`."""
+
+    gpu: VirtualGpu
+    end_s: float
+    pool_s: float
+    took_s: float
+
+    def done(self) -> bool:
+        return self.gpu.io.now_s >= self.end_s
+
+    def seconds(self) -> float:
+        return self.took_s
+
+
+class VirtualKV:
+    """Copies as `CudaKV` launches them.
+
+    Attributes:
+        launched_s: when the copier's thread has launched all that it was given.
+    """
+
+    encoded = False
+
+    def __init__(self, gpu: VirtualGpu, layout: BlockLayout) -> None:
+        self.gpu = gpu
+        self.layout = layout
+        self.launched_s = 0.0
+        self._in = VirtualStream()
+        self._out = VirtualStream()
+        self._dma_s = layout.block_bytes / DMA_BYTES_PER_S
+        self._kernel_s = max(KERNEL_S, 2 * layout.block_bytes / HBM_BYTES_PER_S)
+        self._ring = max(1, min(RING_BLOCKS, RING_BYTES // layout.block_bytes))
+        gpu.hold(self, layout.block_bytes * (1 + self._ring))
+
+    def here(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def fence(self) -> tuple[float, ...]:
+        self.gpu.launch(2, 2 * EVENT_S)
+        return (self.gpu.schedule.tail_s, self.gpu.forward_stream.tail_s)
+
+    def load(self, block: Any, slots: torch.Tensor, after: tuple[float, ...]) -> VirtualCopy:
+        gpu = self.gpu
+        self._launch(2, 2 * LAUNCH_S + (2 + len(after)) * EVENT_S)
+        self._in.wait(max(self.launched_s, *after))
+        end_s = gpu.to_device.run(self._in.tail_s, self._dma_s) + self._kernel_s
+        self._in.tail_s = end_s
+        gpu.kernels_s += self._kernel_s
+        return VirtualCopy(gpu, end_s, end_s, self._dma_s + self._kernel_s)
+
+    def save(
+        self, slots: torch.Tensor, blocks: Sequence[Any], after: tuple[float, ...]
+    ) -> VirtualCopy:
+        gpu = self.gpu
+        self._out.wait(max(*after, gpu.io.now_s))
+        begin_s = self._out.tail_s
+        pool_s = begin_s
+        for start in range(0, len(blocks), self._ring):
+            count = len(blocks[start : start + self._ring])
+            self._launch(1 + count, (1 + count) * LAUNCH_S + EVENT_S)
+            self._out.wait(self.launched_s)
+            self._out.tail_s += count * self._kernel_s
+            gpu.kernels_s += count * self._kernel_s
+            pool_s = self._out.tail_s
+            self._out.tail_s = gpu.to_host.run(pool_s, count * self._dma_s)
+        return VirtualCopy(gpu, self._out.tail_s, pool_s, self._out.tail_s - begin_s)
+
+    def order_forwards_after(self, copy: VirtualCopy) -> None:
+        self.gpu.launch(1, EVENT_S)
+        self.gpu.forward_stream.wait(copy.pool_s)
+
+    def _launch(self, count: int, took_s: float) -> None:
+        self.gpu.copier.launches += count
+        self.gpu.copier.launch_s += took_s
+        self.launched_s += took_s
+
+
+class VirtualCopier(Copier):
+    """The copier's thread in virtual time."""
+
+    def __init__(self, io: VirtualIo, kv: Any, copied: Callable[[float], object]) -> None:
+        super().__init__(kv, copied)
+        self._io = io
+        self._virtual: VirtualKV = kv
+
+    def _post(self, begin: Callable[[], Any]) -> None:
+        self._virtual.launched_s = max(self._virtual.launched_s, self._io.now_s)
+        begun = begin()
+        if begun is not None:
+            self._io.loop.call_at(begun.copy.end_s, begun.end)
+
+
+@dataclass(slots=True)
+class VirtualTimer:
+    """A `StepTimer` of a forward."""
+
+    io: VirtualIo
+    begin_s: float
+    end_s: float
+
+    def done(self) -> bool:
+        return self.io.now_s >= self.end_s
+
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class VirtualAllocator:
+    """SGLang's slot allocator. With pages of several tokens, `free` waits for the device."""
+
+    def __init__(self, gpu: VirtualGpu, slots: int, page_tokens: int) -> None:
+        self._gpu = gpu
+        self._page_tokens = page_tokens
+        self._free = torch.arange(1, slots + 1)
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def alloc(self, tokens: int) -> torch.Tensor | None:
+        self._gpu.launch(1, LAUNCH_S)
+        if tokens > len(self._free):
+            return None
+        found = self._free[:tokens]
+        self._free = self._free[tokens:]
+        return found
+
+    def free(self, slots: torch.Tensor) -> None:
+        if self._page_tokens > 1:
+            self._gpu.sync(self._gpu.schedule.tail_s)
+        self._free = torch.cat([self._free, slots])
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
+        del start_pos
+        self._gpu.launch(1, LAUNCH_S)
+        self._free = torch.cat([self._free, slots])
+
+
+# ---- the store ----
+
+
+class VirtualStore:
+    """Blocks behind a link of `link_bytes_per_s` in each direction, one after the other.
+
+    Attributes:
+        keys: the stored blocks.
+        read_s: when each read ended.
+    """
+
+    def __init__(
+        self, io: VirtualIo, block_bytes: int, link_bytes_per_s: float, latency_s: float
+    ) -> None:
+        self._io = io
+        self._block_s = block_bytes / link_bytes_per_s
+        self._latency_s = latency_s
+        self._free_s = [0.0, 0.0]  # of reads, of writes
+        self.keys: set[BlockKey] = set()
+        self.read_s: list[float] = []
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await self._until(self._io.now_s + self._latency_s)
+        return [key in self.keys for key in keys]
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        if key not in self.keys:
+            raise BlockMissing(key.hex())
+        await self._cross(0, progress, len(out))
+        self.read_s.append(self._io.now_s)
+        return len(out)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        if key in self.keys:
+            return False
+        await self._cross(1, None, len(data))
+        self.keys.add(key)
+        return True
+
+    async def delete(self, key: BlockKey) -> None:
+        self.keys.discard(key)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        for key in self.keys:
+            yield BlockInfo(key, 0)
+
+    async def stats(self) -> StoreStats:
+        return StoreStats(len(self.keys))
+
+    async def close(self) -> None: ...
+
+    async def _cross(self, way: int, progress: TellBytes | None, size: int) -> None:
+        begin_s = max(self._io.now_s + self._latency_s, self._free_s[way])
+        self._free_s[way] = begin_s + self._block_s
+        if progress is not None:
+            await self._until(begin_s)
+            progress(0)
+        await self._until(begin_s + self._block_s)
+        if progress is not None:
+            progress(size)
+
+    async def _until(self, when_s: float) -> None:
+        future: Any = self._io.loop.create_future()
+        self._io.loop.call_at(when_s, future.set_result, None)
+        await future
+
+
+# ---- SGLang's part ----
+
+
+@dataclass(eq=False)
+class VirtualRequest:
+    """What the coordinator touches of SGLang's request."""
+
+    rid: str
+    origin_input_ids: "array[int]"
+    prefix_len: int = 0
+    output_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: str | None = None
+    input_embeds: Any = None
+    positional_embed_overrides: Any = None
+    multimodal_inputs: Any = None
+    session: Any = None
+    sampling_params: Any = field(
+        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=1)
+    )
+    customized_info: dict[str, Any] | None = None
+    retracted_stain: bool = False
+    cached_tokens: int = 0
+    cached_tokens_storage: int = 0
+    storage_hit_length: int = 0
+    storage_hit_start: int | None = None
+    _cache_breakdown_computed: bool = False
+    row: list[torch.Tensor] = field(default_factory=list)
+
+    def _compute_max_prefix_len(self, tokens: int) -> int:
+        return max(0, tokens - 1)
+
+
+@dataclass(slots=True)
+class PromptRun:
+    """How one prompt went."""
+
+    req: VirtualRequest
+    arrive_s: float
+    ttft_s: float = 0.0
+    report: dict[str, Any] = field(default_factory=dict)
+    predictions: list[tuple[float, float]] = field(default_factory=list)  # (predicted, true)
+
+
+class VirtualScheduler:
+    """One rank: SGLang's loop over the real coordinator.
+
+    Args:
+        link_bytes_per_s: of the store, in each direction.
+        overlap: SGLang's overlap scheduler; otherwise it waits for each step before the next.
+    """
+
+    def __init__(
+        self,
+        io: VirtualIo,
+        model: GpuModel,
+        *,
+        link_bytes_per_s: float,
+        mode: Mode = "auto",
+        overlap: bool = True,
+        latency_s: float = 0.0005,
+        page_tokens: int = 1,
+        config: CakeConfig | None = None,
+        pool_tokens: int = 400_000,
+    ) -> None:
+        self.io = io
+        self.model = model
+        self.overlap = overlap
+        self.config = config = replace(config or CakeConfig(), mode=mode)
+        self.gpu = VirtualGpu(io)
+        layout = model.layout
+        self.kv: Any = VirtualKV(self.gpu, layout)
+        self.allocator = VirtualAllocator(self.gpu, pool_tokens, page_tokens)
+        self.store: Any = VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s)
+        self.counters = Counters()
+        depth = config.queue_depth
+        staging = max(depth + 4, config.staging_bytes // layout.block_bytes)
+        any_io: Any = io
+        self.loader = Loader(
+            self.store,
+            BufferPool(staging, VirtualBuffer),
+            any_io,
+            self.counters,
+            queue_depth=depth,
+            prior=LoadCost(0.0, layout.block_bytes / 1e9, depth=depth),
+        )
+        chunk_blocks = -(-model.chunk_tokens // BLOCK_TOKENS)
+        queue = max(2 * chunk_blocks, config.write_queue_bytes // layout.block_bytes)
+        self.writer = Writer(self.store, BufferPool(queue, VirtualBuffer), any_io, self.counters)
+        copier = VirtualCopier(io, self.kv, self.loader.copied)
+        self.saving = BlockSaving(self.kv, copier, self.writer)
+        self.step_costs = StepCosts(
+            self.loader,
+            PrefillCost.prior(hidden=4096, on_gpu=True),
+            chunk_tokens=model.chunk_tokens,
+            pipelined=overlap,
+        )
+        slots = DeviceSlots(self.kv, copier, self.allocator, lambda tokens: None, self.counters)
+        self.coordinator = Coordinator(
+            self.loader,
+            slots,
+            config=config,
+            page_tokens=page_tokens,
+            step_costs=self.step_costs,
+            adapter=lambda lora_id: None,
+            consensus=RankConsensus(None),
+            counters=self.counters,
+            reporter=RequestReporter(None, speaks=False, metrics=None),
+        )
+        self.coordinator.rebase(NAMESPACE, suspended=False)
+        self._live: list[PromptRun] = []
+        self._in_flight: deque[tuple[float, list[PromptRun]]] = deque()
+        self._chunked: list[PromptRun] = []  # of the step launched last
+
+    def keys(self, tokens: "array[int]") -> list[BlockKey]:
+        return KeyChain(KeySeed(NAMESPACE), BLOCK_TOKENS).of(tokens)
+
+    def knows_costs(self) -> None:
+        """The server has run for long: it knows the costs of steps and loads."""
+        self.step_costs.recall(
+            replace(self.model.prefill, error=0.02),
+            [LoadCost(self.store._latency_s, self.store._block_s, error=0.02)],
+        )
+        self.io.until(self.io.now_s)
+
+    def serve(self, prompts: Sequence[tuple[float, VirtualRequest]]) -> list[PromptRun]:
+        """Serve prompts, each with its arrival from now, to their first tokens."""
+        begun_s = self.io.now_s
+        coming = deque(PromptRun(req, begun_s + at_s) for at_s, req in prompts)
+        runs = list(coming)
+        while coming or self._live or self._in_flight:
+            while coming and coming[0].arrive_s <= self.io.now_s:
+                self._arrive(coming.popleft())
+            if not self._iterate() and not self._in_flight:
+                pause_s = POLL_S
+                if coming and not self._live:
+                    pause_s = max(POLL_S, coming[0].arrive_s - self.io.now_s)
+                self.io.until(self.io.now_s + pause_s)
+        return runs
+
+    def settle(self) -> None:
+        """Let all writes end."""
+        self.io.run(self.writer.drained(), 1e9)
+
+    # ---- one iteration of the loop ----
+
+    def _arrive(self, run: PromptRun) -> None:
+        self._live.append(run)
+        self.coordinator.arrive(run.req, lambda tokens, limit: run.req.prefix_len)  # type: ignore[arg-type]
+
+    def _iterate(self) -> bool:
+        """Plan and launch a step, and process the one before. False: no step was launched."""
+        entries = [self.coordinator.queue_entry(run.req) for run in self._live]  # type: ignore[arg-type]
+        self._live = [self._live[i] for i in order(entries)]
+        with self.coordinator.timed():
+            self.coordinator.poll([run.req.rid for run in self._live])
+            self.saving.polled(lambda load: self.coordinator.prompt_load(load.rid) is load)
+        for run in self._chunked:
+            self._checkpoint(run, last=False)
+        self._chunked = []
+        work, batch = self._form()
+        launched = bool(batch)
+        if batch:
+            self.io.until(self.io.now_s + PLAN_S)
+            end_s = self.gpu.forward(self.model.prefill.work_s(work))
+            self.step_costs.launched(VirtualTimer(self.io, *self.gpu.forwards[-1]))
+            self.gpu.schedule.wait(end_s)  # `_apply_war_barrier` of fa3
+            self._in_flight.append((end_s, batch))
+            self._live = [run for run in self._live if not _prefilled(run)]
+            self._chunked = [run for run in batch if not _prefilled(run)]
+        if self._in_flight and (len(self._in_flight) > 1 or not launched or not self.overlap):
+            self._process()
+        return launched
+
+    def _form(self) -> tuple[StepWork, list[PromptRun]]:
+        work = StepWork()
+        batch = []
+        self.step_costs.scheduling(decodes=0)
+        for run in self._live:
+            req: Any = run.req
+            left = self.model.chunk_tokens - work.tokens
+            if left <= 0 or self.coordinator.hold(req):
+                continue
+            self.coordinator.settle(req, self._attach)
+            step = self.coordinator.plan(req, left)
+            total = len(req.origin_input_ids)
+            stop = min(total, req.prefix_len + left) if step is None else step.stop
+            if stop <= req.prefix_len:
+                continue
+            slots = self.allocator.alloc(stop - req.prefix_len)
+            assert slots is not None, "the pool is too small for this test"
+            req.row.append(slots)
+            part = work_of(req.prefix_len, stop)
+            predicted_s = self.step_costs.agreed.work_s(work + part)
+            run.predictions.append((predicted_s, self.model.prefill.work_s(work + part)))
+            self.coordinator.claimed(req, stop)
+            req.prefix_len = stop
+            work += part
+            batch.append(run)
+        return work, batch
+
+    def _process(self) -> None:
+        end_s, batch = self._in_flight.popleft()
+        self.io.until(max(end_s, self.io.now_s))
+        for run in batch:
+            if _prefilled(run) and not run.ttft_s:
+                run.ttft_s = self.io.now_s - run.arrive_s
+                self._checkpoint(run, last=True)
+                load = self.coordinator.prompt_load(run.req.rid)
+                if load is not None:
+                    self.saving.released(load)
+                run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
+                self.coordinator.end(run.req.rid)
+                self.allocator._free = torch.cat([self.allocator._free, *run.req.row])
+                run.req.row.clear()
+
+    def _checkpoint(self, run: PromptRun, *, last: bool) -> None:
+        load = self.coordinator.prompt_load(run.req.rid)
+        if load is not None:
+            tokens = run.req.origin_input_ids[: run.req.prefix_len]
+            self.saving.checkpointed(load, tokens, torch.cat(run.req.row), last=last)
+
+    def _attach(self, req: Any, slots: torch.Tensor, stop: int) -> None:
+        req.row.append(slots)
+        req.prefix_len = stop
+
+
+def _prefilled(run: PromptRun) -> bool:
+    return run.req.prefix_len == len(run.req.origin_input_ids)
+
+
+@contextmanager
+def virtual_scheduler(model: GpuModel, **kwargs: Any) -> Iterator[VirtualScheduler]:
+    """A scheduler that lives in virtual time inside the context. Args: as `VirtualScheduler`."""
+    with virtual_time() as io:
+        yield VirtualScheduler(io, model, **kwargs)
+
+
+def prompt(number: int, tokens: int) -> VirtualRequest:
+    """A request whose tokens no other number has."""
+    start = number * 1_000_000
+    return VirtualRequest(str(number), array("q", range(start, start + tokens)))
