@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sglang_cake.core.config import CakeConfig
-from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import (
     Costs,
@@ -70,9 +70,9 @@ class StepCosts:
         self._loader.recall(loads)
         self.agreed = self._fit.cost
 
-    def agree(self, loads: Sequence[PromptLoad], consensus: RankConsensus) -> list[LoadUpdate]:
-        """The ranks' common updates of `loads`. Sets `agreed` as well."""
-        updates, self.agreed = consensus.reach(loads, self._fit.cost)
+    def agree(self, records: Sequence[PromptRecord], consensus: RankConsensus) -> list[LoadUpdate]:
+        """The ranks' common updates of `records`. Sets `agreed` as well."""
+        updates, self.agreed = consensus.agree(records, self._fit.cost)
         return updates
 
     def scheduling(self, *, decodes: int) -> None:
@@ -107,18 +107,18 @@ class StepCosts:
 
     # ---- deciding ----
 
-    def costs(self, load: PromptLoad) -> Costs:
+    def costs(self, record: PromptRecord) -> Costs:
         """The agreed costs of a request's next part in the step being scheduled."""
         costs = Costs(
             self.agreed,
-            load.agreed.cost,
+            record.agreed.cost,
             pipelined=self._pipelined,
-            overlap=self._overlap_of(load),
+            overlap=self._overlap_of(record),
         )
         return costs.beside(self._work)
 
     def should_load_at_arrival(
-        self, load: PromptLoad, config: CakeConfig, ahead: StepWork
+        self, record: PromptRecord, config: CakeConfig, ahead: StepWork
     ) -> Callable[[Sequence[bool], LoadCost], bool]:
         """A function that decides whether a new request's blocks are loaded at once. The I/O thread
         calls it with the stored blocks and what loading them costs.
@@ -126,8 +126,8 @@ class StepCosts:
         Args:
             ahead: what the device computes before this request.
         """
-        view = load.meet.view()
-        waiting = self._waiting(load, ahead)
+        view = record.meet.view()
+        waiting = self._waiting(record, ahead)
         chunk_tokens = self._waiting_chunk_tokens
 
         def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
@@ -141,37 +141,37 @@ class StepCosts:
 
         return decide
 
-    def should_load(self, load: PromptLoad, mode: Mode, ahead: StepWork) -> bool:
+    def should_load(self, record: PromptRecord, mode: Mode, ahead: StepWork) -> bool:
         """The same decision for a request whose lookup is done, on what all ranks know."""
         return should_load(
-            load.meet.view(),
+            record.meet.view(),
             mode=mode,
             chunk_tokens=self._waiting_chunk_tokens,
-            costs=self._waiting(load, ahead),
-            progress=load.progress,
+            costs=self._waiting(record, ahead),
+            progress=record.progress,
         )
 
-    def is_overdue(self, load: PromptLoad) -> bool:
+    def is_overdue(self, record: PromptRecord) -> bool:
         """Whether a block of the request should have landed by now."""
-        return is_overdue(load.meet.view(), self.costs(load), load.progress)
+        return is_overdue(record.meet.view(), self.costs(record), record.progress)
 
-    def remaining_s(self, load: PromptLoad) -> float:
+    def remaining_s(self, record: PromptRecord) -> float:
         """Predicted time to the end of the request's prefill."""
         return look_ahead(
-            load.meet.view(),
+            record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, load.agreed.cost, overlap=self._overlap_of(load)),
-            progress=load.progress,
+            costs=Costs(self.agreed, record.agreed.cost, overlap=self._overlap_of(record)),
+            progress=record.progress,
         ).best_s
 
-    def _waiting(self, load: PromptLoad, ahead: StepWork) -> Costs:
+    def _waiting(self, record: PromptRecord, ahead: StepWork) -> Costs:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
         costs = Costs(
             self.agreed,
-            load.agreed.cost,
+            record.agreed.cost,
             pipelined=self._pipelined,
-            overlap=self._overlap_of(load),
+            overlap=self._overlap_of(record),
         ).beside(StepWork(decodes=self._decodes))
         backlog_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         if self._pipelined:  # the step that was launched last has just begun
@@ -183,5 +183,5 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def _overlap_of(self, load: PromptLoad) -> float:
-        return self.overlap if load.may_overlap else 0.0
+    def _overlap_of(self, record: PromptRecord) -> float:
+        return self.overlap if record.may_overlap else 0.0

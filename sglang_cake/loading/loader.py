@@ -1,9 +1,9 @@
 """Reads stored blocks into host memory, last block first, for all prompts over one link.
 
-The scheduler thread says which prompts want which blocks (`begin`, `load_from`), which blocks are
-computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on without
-being asked again, so the link stays busy while the scheduler thread is in a prefill step. Events
-come back through `drain`.
+The scheduler thread says which prompts want which blocks (`begin`, `set_load_from`), which blocks
+are computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on
+without being asked again, so the link stays busy while the scheduler thread is in a prefill step.
+Events come back through `drain`.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Prompt:
         blocks: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
         should_load: whether to load at once, given the stored blocks and the cost of loading them.
-            `load_from` changes that decision later.
+            `set_load_from` changes that decision later.
         facts: what the store is told about the request.
     """
 
@@ -271,7 +271,7 @@ class Loader:
                 queue.fence = block
             self._io.post(self._trim, queue)
 
-    def load_from(self, load_id: str, block: int | None) -> None:
+    def set_load_from(self, load_id: str, block: int | None) -> None:
         """Reads of blocks below `block` are not worth starting now: they will be computed before.
         None: no read is, and reads under way for this prompt alone end. No block is lost by it."""
         queue = self._by_id.get(load_id)

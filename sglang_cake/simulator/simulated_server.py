@@ -119,7 +119,7 @@ class LivePrompt:
 
     Attributes:
         ready_s: when its first block can begin to cross a link.
-        keep: blocks from this one on are worth loading; None: no block is.
+        load_from: blocks from this one on are worth loading; None: no block is.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
     """
@@ -128,7 +128,7 @@ class LivePrompt:
     meet: Meet
     stored: int
     ready_s: float
-    keep: int | None = None
+    load_from: int | None = None
     planned: bool = False  # in the step being formed
     since_s: float | None = None
     begun: bool = False
@@ -138,7 +138,7 @@ class LivePrompt:
 
     def progress(self, now: float) -> Progress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
-        return Progress(since_s, self.begun, self.keep)
+        return Progress(since_s, self.begun, self.load_from)
 
     @property
     def in_prefill(self) -> bool:
@@ -147,7 +147,7 @@ class LivePrompt:
     @property
     def to_compute(self) -> StepWork:
         """The tokens that its loads leave to compute."""
-        return device_work(self.meet.view(), self.keep)
+        return device_work(self.meet.view(), self.load_from)
 
     @property
     def to_land(self) -> int:
@@ -156,13 +156,13 @@ class LivePrompt:
 
     def wanted(self, source: Source) -> int | None:
         """The block to read next, the last one first."""
-        if self.keep is None:
+        if self.load_from is None:
             return None
         view = self.meet.view()
         end = len(view.states)
         while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
             block, end = view.first + found, found
-            if block < self.keep:
+            if block < self.load_from:
                 return None
             held = source.holds is None or block < source.holds
             if block not in self.reading and held:
@@ -351,10 +351,10 @@ class Server:
                     costs=replace(costs, backlog_s=backlog_s),
                     progress=live.progress(now),
                 )
-                if loads != (live.keep is not None):
+                if loads != (live.load_from is not None):
                     changed = True
                     if loads:
-                        live.keep = 0
+                        live.load_from = 0
                     else:
                         self._stop(
                             live, overdue=is_overdue(live.meet.view(), costs, live.progress(now))
@@ -365,7 +365,7 @@ class Server:
 
     def _stop(self, live: LivePrompt, *, overdue: bool) -> None:
         """Stop its loads; for ever if the link is overdue."""
-        live.keep = None
+        live.load_from = None
         live.since_s = None
         if overdue:
             live.meet.give_up()
@@ -397,7 +397,7 @@ class Server:
         return QueueEntry.of(
             prompt.rid,
             view,
-            loads=live.keep is not None,
+            loads=live.load_from is not None,
             remaining_s=remaining_s,
             waited_s=waited_s,
             begun=live.begun,
@@ -494,7 +494,7 @@ class Server:
         live.planned = True
         if step.load_from is None:
             self._stop(live, overdue=step.overdue)
-        live.keep = step.load_from
+        live.load_from = step.load_from
         live.waits(step.wait, now)
         return step.stop
 

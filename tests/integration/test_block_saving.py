@@ -12,7 +12,7 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.writeback.block_writer import Writer
@@ -36,7 +36,7 @@ class SavingHarness:
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
         self.row = order.to(torch.int32)
 
-    def checkpoint(self, load: PromptLoad, upto: int, *, last: bool = False) -> list[int]:
+    def checkpoint(self, load: PromptRecord, upto: int, *, last: bool = False) -> list[int]:
         """The blocks that were put because of it."""
         before = len(self.store.calls)
         self.saving.checkpointed(load, load.tokens[:upto], self.row[:upto], last=last)
@@ -45,7 +45,7 @@ class SavingHarness:
         assert self.buffers.free == self.buffers.capacity
         return sorted(keys.index(key) for _, key in self.store.calls[before:])
 
-    def expect(self, load: PromptLoad, block: int) -> None:
+    def expect(self, load: PromptRecord, block: int) -> None:
         """The store holds the block's very bytes."""
         slots = self.row[block * BLOCK : (block + 1) * BLOCK].long()
         wanted = b"".join(bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(self.pool))
@@ -59,7 +59,7 @@ def harness() -> Iterator[SavingHarness]:
     made.io.close()
 
 
-def known(blocks: int, *stored: int) -> PromptLoad:
+def known(blocks: int, *stored: int) -> PromptRecord:
     made = load_of(blocks, block=BLOCK)
     made.agreed.lookup_done = True
     made.agreed.stored = tuple(b in stored for b in range(blocks))

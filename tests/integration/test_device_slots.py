@@ -13,7 +13,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 
 BLOCK = 64
@@ -45,7 +45,7 @@ class SlotsHarness:
             self.allocator.free(slots)
             tokens -= len(slots)
 
-    def prompt_load(self, blocks: int, *, limit: int | None = None, rid: str = "r") -> PromptLoad:
+    def record(self, blocks: int, *, limit: int | None = None, rid: str = "r") -> PromptRecord:
         made = load_of(blocks, block=self.block, page=self.page, limit=limit, rid=rid)
         made.meet.found([True] * blocks)
         return made
@@ -78,13 +78,13 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
 ) -> None:
     harness = SlotsHarness(page=page)
     offset, cut = offset * page % BLOCK, cut * page % BLOCK
-    load = harness.prompt_load(3, limit=3 * BLOCK - cut)
+    load = harness.record(3, limit=3 * BLOCK - cut)
     data = {b: harness.staging.land(load, b) for b in (2, 1, 0)}
     before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
     assert harness.device_slots.place(load, [0, 1, 2])
     assert harness.free == harness.size - 3 * BLOCK
     assert harness.device_slots.held_tokens == 3 * BLOCK
-    placed = torch.cat(list(load.landed.slots.values()))
+    placed = torch.cat(list(load.memory.slots.values()))
     assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in harness.staging.freed)
     load.meet.advance(offset)
@@ -94,7 +94,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert harness.free == harness.size - span.tokens
     assert harness.device_slots.held_tokens == 0
-    assert load.landed.slots == {}
+    assert load.memory.slots == {}
     for b in range(3):
         start, stop = max(span.start, b * BLOCK), min(span.stop, (b + 1) * BLOCK)
         there = harness.bytes_at(slots[start - span.start : stop - span.start])
@@ -110,12 +110,12 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
 
 def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     harness = SlotsHarness(blocks=2)
-    load = harness.prompt_load(4)
+    load = harness.record(4)
     for b in range(4):
         harness.staging.land(load, b)
     assert not harness.device_slots.place(load, range(4))
-    assert sorted(load.landed.slots) == [2, 3]
-    assert sorted(load.landed.staged) == [0, 1]
+    assert sorted(load.memory.slots) == [2, 3]
+    assert sorted(load.memory.staged) == [0, 1]
     assert harness.free == 0
     assert not harness.device_slots.place(load, range(4))
     assert harness.device_slots.held_tokens == 2 * BLOCK
@@ -125,7 +125,7 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     assert harness.staging.pool.free == 64
     # Staged bytes are counted by whoever frees the staging, slots here; the request counts both.
     assert harness.wasted() == {"ended": 2 * harness.device_slots.block_bytes}
-    assert load.landed.wasted_bytes == 4 * harness.device_slots.block_bytes
+    assert load.memory.wasted_bytes == 4 * harness.device_slots.block_bytes
     assert [s.used for s in harness.staging.freed] == [True, True, False, False]
     # Encoded blocks, of which two were read: what crossed the link counts.
     harness.counters.add("read_blocks", 2)
@@ -137,7 +137,7 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
 def test_device_slots_evict_the_tree_only_as_far_as_needed() -> None:
     harness = SlotsHarness(blocks=3)
     harness.tree = [harness.allocator.alloc(BLOCK), harness.allocator.alloc(BLOCK)]
-    load = harness.prompt_load(2)
+    load = harness.record(2)
     harness.staging.land(load, 1)
     assert harness.device_slots.place(load, [1])
     assert harness.asked == []
@@ -151,7 +151,7 @@ def test_device_slots_evict_the_tree_only_as_far_as_needed() -> None:
 
 def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     harness = SlotsHarness(blocks=6)
-    first, last = harness.prompt_load(3, rid="first"), harness.prompt_load(3, rid="last")
+    first, last = harness.record(3, rid="first"), harness.record(3, rid="last")
     for load in (first, last):
         for b in range(3):
             harness.staging.land(load, b)
@@ -159,11 +159,11 @@ def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     assert harness.free == 0
     assert harness.device_slots.reclaim([first, last], 1) == BLOCK
     assert harness.free == BLOCK
-    assert sorted(last.landed.slots) == [1, 2]
+    assert sorted(last.memory.slots) == [1, 2]
     assert last.meet.state(0) is BlockState.GONE
     assert harness.device_slots.reclaim([first, last], 2 * BLOCK + 1) == 3 * BLOCK
-    assert last.landed.slots == {}
-    assert sorted(first.landed.slots) == [1, 2]
+    assert last.memory.slots == {}
+    assert sorted(first.memory.slots) == [1, 2]
     assert harness.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
     assert harness.free == harness.size
     assert harness.device_slots.held_tokens == 0
@@ -195,7 +195,7 @@ def test_device_slots_staging_is_held_until_the_copy_completes(
         return copies[-1]
 
     monkeypatch.setattr(harness.kv, "load", slow)
-    load = harness.prompt_load(3)
+    load = harness.record(3)
     for b in (2, 1):
         harness.staging.land(load, b)
         assert harness.device_slots.place(load, [b])
@@ -227,7 +227,7 @@ def test_device_slots_random_actions_lose_no_slot(
     page: int, actions: list[tuple[str, int, int]]
 ) -> None:
     harness = SlotsHarness(blocks=7, page=page, block=16)
-    loads = [harness.prompt_load(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
+    loads = [harness.record(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
     given_on = 0
     for action, who, number in actions:
         load = loads[who]
@@ -236,13 +236,13 @@ def test_device_slots_random_actions_lose_no_slot(
             if meet.state(number) is BlockState.WANTED:
                 harness.staging.land(load, number)
         elif action == "place":
-            device_slots.place(load, list(load.landed.staged))
+            device_slots.place(load, list(load.memory.staged))
         elif action == "take" and (span := meet.island()) is not None:
             if device_slots.place(load, meet.blocks_of(span)):
                 given_on += len(device_slots.take(load, span))
                 meet.attach(span)
         elif action == "discard":
-            here = [b for b in (number,) if b in load.landed.staged or b in load.landed.slots]
+            here = [b for b in (number,) if b in load.memory.staged or b in load.memory.slots]
             device_slots.discard(load, here, "memory")
             for b in here:
                 meet.dropped(b)
@@ -251,13 +251,13 @@ def test_device_slots_random_actions_lose_no_slot(
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
             device_slots.discard(load, meet.advance(front), "in_tree")
-        held = sum(len(s) for r in loads for s in r.landed.slots.values())
+        held = sum(len(s) for r in loads for s in r.memory.slots.values())
         assert device_slots.held_tokens == held
         assert harness.free == harness.size - held - given_on
-        in_staging = sum(len(r.landed.staged) for r in loads)
+        in_staging = sum(len(r.memory.staged) for r in loads)
         assert harness.staging.pool.free == 64 - in_staging
     for load in loads:
-        harness.device_slots.discard(load, {*load.landed.staged, *load.landed.slots}, "ended")
+        harness.device_slots.discard(load, {*load.memory.staged, *load.memory.slots}, "ended")
     assert harness.device_slots.held_tokens == 0
     assert harness.free == harness.size - given_on
     assert harness.staging.pool.free == 64

@@ -304,7 +304,7 @@ def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harne
     harness.base.counters.add = fail  # type: ignore[method-assign]
     harness.run(batch)
     assert (harness.bad, harness.sampled) == (0, 1)
-    assert harness.base.coordinator.prompt_load(req.rid) is None
+    assert harness.base.coordinator.record(req.rid) is None
     harness.base.leave(req)
     harness.base.all_back()
 
@@ -602,7 +602,7 @@ def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
     harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
     harness.run(batch)
     assert len(waited) == 1
-    load = harness.base.coordinator.prompt_load("r")
+    load = harness.base.coordinator.record("r")
     assert load is not None
     step_s = harness.base.step_costs.costs(load).others_s  # of the step that will be observed
     assert step_s == pytest.approx(TOKEN_S * BLOCK / 2)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import load_of
 
-from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
@@ -20,16 +20,16 @@ ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 
 def reach(
-    ranks: list[list[PromptLoad]], own: list[PrefillCost]
+    ranks: list[list[PromptRecord]], own: list[PrefillCost]
 ) -> list[tuple[list[LoadUpdate], PrefillCost]]:
     """The result of each rank. A first call collects the numbers of all, a second reduces them."""
     said: list[torch.Tensor] = []
     for loads, mine in zip(ranks, own, strict=True):
-        RankConsensus(lambda tensor: said.append(tensor.clone())).reach(loads, mine)
+        RankConsensus(lambda tensor: said.append(tensor.clone())).agree(loads, mine)
     assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
     least = torch.stack(said).min(dim=0).values
     return [
-        RankConsensus(lambda tensor: tensor.copy_(least)).reach(loads, mine)
+        RankConsensus(lambda tensor: tensor.copy_(least)).agree(loads, mine)
         for loads, mine in zip(ranks, own, strict=True)
     ]
 
@@ -43,7 +43,7 @@ def load(
     known: bool = False,
     extra: int = 0,
     waited_s: float = 0.0,
-) -> PromptLoad:
+) -> PromptRecord:
     made = load_of(blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s)
     made.local.fetched = dict.fromkeys(arrived)  # type: ignore[assignment]
     made.local.failed = set(failed)
@@ -61,7 +61,7 @@ def test_rank_consensus_landed_needs_all_ranks_and_lost_any_rank() -> None:
     ]
     results = reach(ranks, [ANY] * 3)
     for facts, _ in results:
-        assert facts[0].landed == (3,)
+        assert facts[0].fetched == (3,)
         assert facts[0].lost == (1,)
         assert facts[0].stored == (True,) * 4
 
@@ -90,8 +90,8 @@ def test_rank_consensus_costs_are_the_minimum_of_all_ranks() -> None:
 
 def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
     one = load(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
-    facts, agreed = RankConsensus(None).reach([one], ANY)
-    assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
+    facts, agreed = RankConsensus(None).agree([one], ANY)
+    assert (facts[0].stored, facts[0].fetched, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
 
 
@@ -105,7 +105,7 @@ def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
+def views(draw: st.DrawFn) -> list[list[PromptRecord]]:
     """The same requests as several ranks see them."""
     shapes = draw(
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=4)
@@ -134,11 +134,11 @@ def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
 def test_rank_consensus_random_views_give_equal_and_true_facts(
-    ranks: list[list[PromptLoad]], numbers: list[float]
+    ranks: list[list[PromptRecord]], numbers: list[float]
 ) -> None:
     own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
     results = reach(copy.copy(ranks), own)
-    plain = [[(f.stored, f.landed, f.lost) for f in facts] for facts, _ in results]
+    plain = [[(f.stored, f.fetched, f.lost) for f in facts] for facts, _ in results]
     assert all(p == plain[0] for p in plain)
     assert len({agreed for _, agreed in results}) == 1
     for n, (stored, landed, lost) in enumerate(plain[0]):
@@ -164,7 +164,7 @@ def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
             LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
             LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
         ]
-    alone, _ = RankConsensus(None).reach(ranks[0], ANY)
+    alone, _ = RankConsensus(None).agree(ranks[0], ANY)
     assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
 
 
@@ -194,8 +194,8 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
         answer=stored if answered else None,
         known=known,
     )
-    own, agreed = RankConsensus(None).reach([alone], ANY)
-    among, agreed_among = RankConsensus(lambda tensor: None).reach([alone], ANY)
+    own, agreed = RankConsensus(None).agree([alone], ANY)
+    among, agreed_among = RankConsensus(lambda tensor: None).agree([alone], ANY)
     assert agreed == agreed_among == ANY
-    for field in ("stored", "landed", "lost"):
+    for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

@@ -125,7 +125,7 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
 def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    one = ranks.harnesses[0].coordinator.prompt_load("r")
+    one = ranks.harnesses[0].coordinator.record("r")
     assert one is not None
     one.local.failed = None  # type: ignore[assignment]
     raised = ranks.poll("r")
@@ -159,7 +159,7 @@ def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")
-    one = ranks.harnesses[0].coordinator.prompt_load("r")
+    one = ranks.harnesses[0].coordinator.record("r")
     assert one is not None
     one.stats.prefill_s = 1.0  # for this rank its prefill is over
     assert ranks.poll("r") == [None, None]

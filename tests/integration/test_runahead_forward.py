@@ -108,7 +108,7 @@ class Setup:
             step_costs=step_costs,
             counters=self.counters,
             namespace=lambda: "00",
-            prompt_load=lambda rid: None,
+            record_of=lambda rid: None,
             loads_only=False,
             least_tokens=0,
             page_tokens=16,

@@ -516,7 +516,7 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     assert entered.wait(PATIENCE_S)
     # The I/O thread does both in one iteration of its loop.
     harness.loader.end("a")
-    harness.loader.load_from("b", 0)
+    harness.loader.set_load_from("b", 0)
     go_on.set()
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
@@ -533,7 +533,7 @@ def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
     store = HookedStore(harness.store)
     harness.loader = harness.new_loader(store)
     # The other prompt wants the block before the loader handles the end of the read.
-    store.at_end[keys[0]] = lambda: harness.loader.load_from("b", 0)
+    store.at_end[keys[0]] = lambda: harness.loader.set_load_from("b", 0)
     harness.begin("a", tokens)
     harness.begin("b", tokens, load=False)
     assert harness.waiting() == keys
@@ -745,11 +745,11 @@ def test_loader_keep_limits_new_reads_to_later_blocks(
     tokens = tokens_of(0, 6)
     harness.open(*harness.fill(tokens)[4:])
     harness.begin("a", tokens)
-    harness.loader.load_from("a", 3)
+    harness.loader.set_load_from("a", 3)
     assert harness.waiting() == [keys_of(tokens)[3]]  # block 3 is under way
     harness.open(*keys_of(tokens))
     assert harness.landed() == [("a", 5), ("a", 4), ("a", 3)]
-    harness.loader.load_from("a", 1)  # compute turned out to be slower
+    harness.loader.set_load_from("a", 1)  # compute turned out to be slower
     assert harness.landed() == [("a", 2), ("a", 1)]
 
 
@@ -761,11 +761,11 @@ def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
-    harness.loader.load_from("a", None)
+    harness.loader.set_load_from("a", None)
     assert harness.waiting() == []
     assert harness.pool.free == harness.pool.capacity
     harness.loader.fence("a", 2)
-    harness.loader.load_from("a", 0)
+    harness.loader.set_load_from("a", 0)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 2), ("a", 3), ("a", 4), ("a", 5)]
@@ -777,8 +777,8 @@ def test_loader_keep_none_then_zero_at_once_lands_every_block(harness: LoaderHar
     harness.begin("a", tokens)
     assert harness.waiting() == keys[::-1]
     began = list(harness.loader.under_way("a").values())
-    harness.loader.load_from("a", None)
-    harness.loader.load_from("a", 0)
+    harness.loader.set_load_from("a", None)
+    harness.loader.set_load_from("a", 0)
     harness.settle()
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
@@ -791,7 +791,7 @@ def test_loader_keep_none_leaves_a_shared_read_to_the_other_prompt(harness: Load
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
-    harness.loader.load_from("a", None)
+    harness.loader.set_load_from("a", None)
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
 
@@ -1004,7 +1004,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
         elif action == "order":
             harness.loader.order([rid, *map(str, live - {who})])
         elif action == "keep":
-            harness.loader.load_from(rid, number)
+            harness.loader.set_load_from(rid, number)
         elif action == "end":
             live.discard(who)
             harness.loader.end(rid)
@@ -1022,7 +1022,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
     for tokens_keys in keys:
         harness.open(*tokens_keys)
     for who in live:
-        harness.loader.load_from(str(who), 0)
+        harness.loader.set_load_from(str(who), 0)
     for _ in range(20):
         harness.news()
         harness.release()

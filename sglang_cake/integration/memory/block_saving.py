@@ -7,7 +7,7 @@ import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
 
@@ -20,10 +20,10 @@ class BlockSaving:
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
         # Blocks before this one were offered to the writer, or are left out for good.
-        self._next: WeakKeyDictionary[PromptLoad, int] = WeakKeyDictionary()
+        self._next: WeakKeyDictionary[PromptRecord, int] = WeakKeyDictionary()
 
     def checkpointed(
-        self, load: PromptLoad, tokens: "array[int]", row: torch.Tensor, *, last: bool
+        self, record: PromptRecord, tokens: "array[int]", row: torch.Tensor, *, last: bool
     ) -> None:
         """The tree holds the KV of `tokens`.
 
@@ -32,12 +32,12 @@ class BlockSaving:
             row: device slot of each of these tokens, `[len(tokens)]`.
             last: no further checkpoint of this request will come.
         """
-        if not load.agreed.lookup_done and not last:
+        if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
         full = len(tokens) // self._block_tokens
-        start = self._next.get(load, 0)
-        todo = [b for b in range(start, full) if self._is_new(load, b)]
-        self._next[load] = max(start, full)
+        start = self._next.get(record, 0)
+        todo = [b for b in range(start, full) if self._is_new(record, b)]
+        self._next[record] = max(start, full)
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in todo:
@@ -52,20 +52,20 @@ class BlockSaving:
         copy = self._kv.save(slots, buffers)
         self._writer.offer(
             WriteJob(
-                chain=load.chain,
+                chain=record.chain,
                 tokens=tokens[: full * size],
                 blocks=tuple(blocks),
                 buffers=tuple(buffers),
                 ready=copy.wait,
                 # The lookup told the store of the prompt's blocks; later blocks are new to it.
-                facts=load.facts if full * size > len(load.tokens) else None,
+                facts=record.facts if full * size > len(record.tokens) else None,
             )
         )
 
-    def _is_new(self, load: PromptLoad, block: int) -> bool:
-        if block in load.local.failed:
+    def _is_new(self, record: PromptRecord, block: int) -> bool:
+        if block in record.local.failed:
             return True  # the store could not deliver it: put it there again
-        if block < load.meet.blocks and load.meet.state(block) is BlockState.ATTACHED:
+        if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
             return False
-        stored = load.agreed.stored
+        stored = record.agreed.stored
         return not (block < len(stored) and stored[block])

@@ -237,12 +237,12 @@ class CakeRadixCache(UnifiedRadixCache):
     def _save(self, req: "Req", up_to: int) -> None:
         if self.coordinator is None or self.saving is None:
             return
-        load = self.coordinator.prompt_load(req.rid)
-        if load is not None and req.kv.holds_kv:
+        record = self.coordinator.record(req.rid)
+        if record is not None and req.kv.holds_kv:
             with self.coordinator.timed():
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
                 tokens = req.full_untruncated_fill_ids[:up_to]
-                self.saving.checkpointed(load, tokens, row, last=req.finished())
+                self.saving.checkpointed(record, tokens, row, last=req.finished())
 
     @guarded("CakeRadixCache.on_release")
     def _released(self, req: "Req") -> None:

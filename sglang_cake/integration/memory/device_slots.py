@@ -14,13 +14,13 @@ import torch
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState
 
 
 class DeviceSlots:
-    """The only writer of `PromptLoad.landed`. The scheduler thread owns it.
+    """The only writer of `PromptRecord.memory`. The scheduler thread owns it.
 
     Args:
         allocator: SGLang's slot allocator (`alloc`, `free`, `available_size`).
@@ -53,76 +53,75 @@ class DeviceSlots:
 
     # ---- from the loader to slots ----
 
-    def stage(self, load: PromptLoad, block: int, staged: StagedBlock) -> None:
+    def stage(self, record: PromptRecord, block: int, staged: StagedBlock) -> None:
         """The block has landed: its host memory is the prompt's."""
-        load.landed.staged[block] = staged
+        record.memory.staged[block] = staged
 
-    def refuse(self, load: PromptLoad, staged: StagedBlock, reason: str) -> None:
+    def refuse(self, record: PromptRecord, staged: StagedBlock, reason: str) -> None:
         """The prompt has no use for a block that was loaded for it. Its bytes count as wasted."""
-        load.landed.wasted_bytes += self.link_bytes
+        record.memory.wasted_bytes += self.link_bytes
         staged.release(used=False, reason=reason)
 
-    def place(self, load: PromptLoad, blocks: Iterable[int]) -> bool:
+    def place(self, record: PromptRecord, blocks: Iterable[int]) -> bool:
         """Allocate slots for staged `blocks` and launch the copies. False: not enough memory for
         all.
 
         Rightmost blocks come first, since they stay landed longest.
         """
-        landed = load.landed
-        todo = sorted((b for b in blocks if b not in landed.slots), reverse=True)
+        memory = record.memory
+        todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
         placed = []
         for block in todo:
             slots = self._allocate(self._block_tokens)
             if slots is None:
                 break
-            landed.slots[block] = slots
+            memory.slots[block] = slots
             self.held_tokens += len(slots)  # at once: the count is right if a later call raises
             placed.append(block)
         if placed:
-            staged = [landed.staged[b] for b in placed]
-            slots = torch.cat([landed.slots[b] for b in placed])
+            staged = [memory.staged[b] for b in placed]
+            slots = torch.cat([memory.slots[b] for b in placed])
             self._copies.append((self._kv.load([s.buffer for s in staged], slots), staged))
             for block in placed:
-                del landed.staged[block]
+                del memory.staged[block]
             self.release_copied()
         return len(placed) == len(todo)
 
     # ---- from slots to the tree ----
 
-    def take(self, load: PromptLoad, span: Span) -> torch.Tensor:
+    def take(self, record: PromptRecord, span: Span) -> torch.Tensor:
         """Slots of `span`, all of whose blocks are placed. The caller owns them from now on.
 
         Slots of these blocks outside of the span are freed. The scheduler's next launches see the
         copies complete.
         """
-        taken = {b: load.landed.slots[b] for b in self._blocks_of(span)}
+        taken = {b: record.memory.slots[b] for b in self._blocks_of(span)}
         slots = self.keep(taken, span)
         for block in taken:
-            del load.landed.slots[block]
+            del record.memory.slots[block]
         self.held_tokens -= len(taken) * self._block_tokens
         return slots
 
     # ---- from slots to an overlapped last step, and back ----
 
     def lend(
-        self, load: PromptLoad, span: Span, coming: Collection[int]
+        self, record: PromptRecord, span: Span, being_read: Collection[int]
     ) -> dict[int, torch.Tensor] | None:
-        """Slots of the blocks of `span`, by block: those of landed blocks, and new ones for blocks
-        that are `coming`. The caller owns them until `keep` or `take_back`. None: not enough
+        """Slots of the blocks of `span`, by block: those of landed blocks, and new ones for the
+        blocks in `being_read`. The caller owns them until `keep` or `take_back`. None: not enough
         memory."""
-        blocks = self._blocks_of(span)
-        landed = [b for b in blocks if b not in coming]
-        if not self.place(load, landed):
+        ready = [b for b in self._blocks_of(span) if b not in being_read]
+        if not self.place(record, ready):
             return None
         fresh: dict[int, torch.Tensor] = {}
-        for block in coming:
+        for block in being_read:
             slots = self._allocate(self._block_tokens)
             if slots is None:
                 self._free(list(fresh.values()))
                 return None
             fresh[block] = slots
-        self.held_tokens -= len(landed) * self._block_tokens
-        return fresh | {b: load.landed.slots.pop(b) for b in landed}
+        self.held_tokens -= len(ready) * self._block_tokens
+        return fresh | {b: record.memory.slots.pop(b) for b in ready}
 
     def keep(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
         """Of lent slots, those of `span`; the others are freed. Ownership and order of copies are
@@ -134,13 +133,13 @@ class DeviceSlots:
         return slots[offset : offset + span.tokens]
 
     def take_back(
-        self, load: PromptLoad, lent: dict[int, torch.Tensor], coming: Collection[int]
+        self, record: PromptRecord, lent: dict[int, torch.Tensor], being_read: Collection[int]
     ) -> None:
-        """Lent slots are not needed now: those of blocks that are `coming` are freed."""
-        self._free([slots for block, slots in lent.items() if block in coming])
-        landed = {block: slots for block, slots in lent.items() if block not in coming}
-        load.landed.slots |= landed
-        self.held_tokens += len(landed) * self._block_tokens
+        """Lent slots are not needed now: those of the blocks in `being_read` are freed."""
+        self._free([slots for block, slots in lent.items() if block in being_read])
+        ready = {block: slots for block, slots in lent.items() if block not in being_read}
+        record.memory.slots |= ready
+        self.held_tokens += len(ready) * self._block_tokens
 
     def free(self, slots: torch.Tensor) -> None:
         """Free slots that were kept and are of no use; copies may still be writing to them."""
@@ -149,37 +148,37 @@ class DeviceSlots:
 
     # ---- giving up ----
 
-    def discard(self, load: PromptLoad, blocks: Iterable[int], reason: str) -> None:
+    def discard(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
         """Give up landed blocks, staged or placed. Their bytes count as wasted."""
         blocks = set(blocks)
-        landed = load.landed
+        memory = record.memory
         link_bytes = self.link_bytes
-        slots = {b: landed.slots[b] for b in blocks if b in landed.slots}
+        slots = {b: memory.slots[b] for b in blocks if b in memory.slots}
         if slots:
             self._kv.order_after_copies()  # a copy may still be writing to them
             for block in slots:
-                del landed.slots[block]
+                del memory.slots[block]
             self.held_tokens -= len(slots) * self._block_tokens
             self._free(list(slots.values()))
-            landed.wasted_bytes += len(slots) * link_bytes
+            memory.wasted_bytes += len(slots) * link_bytes
             self._counters.add("wasted_bytes", len(slots) * link_bytes, label=reason)
-        for block in blocks & landed.staged.keys():
-            self.refuse(load, landed.staged.pop(block), reason)
+        for block in blocks & memory.staged.keys():
+            self.refuse(record, memory.staged.pop(block), reason)
 
-    def reclaim(self, loads: Sequence[PromptLoad], tokens: int) -> int:
+    def reclaim(self, records: Sequence[PromptRecord], tokens: int) -> int:
         """Give up slots until `tokens` are freed: last request first, its leftmost block first.
         Returns the tokens freed.
 
         Computing would reach the leftmost landed block soonest.
         """
         freed = 0
-        for load in reversed(loads):
-            for block in sorted(load.landed.slots):
+        for record in reversed(records):
+            for block in sorted(record.memory.slots):
                 if freed >= tokens:
                     return freed
-                self.discard(load, [block], "memory")
-                if load.meet.state(block) is BlockState.LANDED:
-                    load.meet.dropped(block)
+                self.discard(record, [block], "memory")
+                if record.meet.state(block) is BlockState.LANDED:
+                    record.meet.dropped(block)
                 freed += self._block_tokens
         return freed
 

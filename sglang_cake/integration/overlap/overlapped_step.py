@@ -26,7 +26,7 @@ from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_batch import part_before, run_part
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.runahead.runahead_request import drop_answer
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.loader import Loader
@@ -55,7 +55,7 @@ class Overlap:
         slots: slots of `span`, int64 `[span.tokens]`, once the step is scheduled.
     """
 
-    load: PromptLoad
+    record: PromptRecord
     span: Span
     readings: dict[int, Reading]
     patience_s: float
@@ -203,7 +203,7 @@ class OverlappedStep:
     def overlap_of(self, rid: str) -> Overlap | None:
         """The step that was begun for this request and has not run, if there is one."""
         overlap = self._overlap
-        if overlap is None or self._coordinator.prompt_load(rid) is not overlap.load:
+        if overlap is None or self._coordinator.record(rid) is not overlap.record:
             return None
         return overlap
 
@@ -211,31 +211,31 @@ class OverlappedStep:
         """The stored tokens that count as present for a last step of `req`, which is settled and
         alone on the device. `keep` or `give_up` must follow. None: the step must wait, since loads
         would take too long or there is no memory."""
-        load = self._coordinator.prompt_load(req.rid)
-        if load is None or self.due is not None:
+        record = self._coordinator.record(req.rid)
+        if record is None or self.due is not None:
             return None
-        costs = self._coordinator.step_costs.costs(load)
+        costs = self._coordinator.step_costs.costs(record)
         if not costs.overlap:
             return None
-        readings = self._loader.under_way(load.load_id)
+        readings = self._loader.under_way(record.load_id)
         coming = {block: reading for block, reading in readings.items() if reading.begun}
         span = overlap_span(
-            load.meet.view(),
+            record.meet.view(),
             coming={block: reading.to_come for block, reading in coming.items()},
             chunk_tokens=chunk_tokens,
             costs=costs,
         )
         if span is None:
             return None
-        wanted = {b: coming[b] for b in load.meet.blocks_of(span) if b in coming}
-        lent = self._device_slots.lend(load, span, wanted)
+        wanted = {b: coming[b] for b in record.meet.blocks_of(span) if b in coming}
+        lent = self._device_slots.lend(record, span, wanted)
         if lent is None:
             return None
-        step_s = costs.prefill.step_s(span.stop, len(load.tokens))
+        step_s = costs.prefill.step_s(span.stop, len(record.tokens))
         # The loads should be over within a step, as far as predictions hold. A longer wait could
         # cost more than a step on top of the time without a store.
         patience_s = step_s * (1 + min(costs.load.error, MOST_SLACK))
-        self._overlap = Overlap(load, span, wanted, patience_s, lent)
+        self._overlap = Overlap(record, span, wanted, patience_s, lent)
         return span
 
     def keep(self, req: "Req") -> torch.Tensor:
@@ -294,7 +294,7 @@ class OverlappedStep:
             result = original(worker, batch, **kwargs)
         finally:
             self.due = None
-        if not reported and self._coordinator.prompt_load(req.rid) is not None:
+        if not reported and self._coordinator.record(req.rid) is not None:
             self._overlap = None  # its slots are the row's
             self._coordinator.end(req.rid)
         return result
@@ -335,7 +335,7 @@ class OverlappedStep:
         return overlap
 
     def _take_back(self, overlap: Overlap) -> None:
-        self._device_slots.take_back(overlap.load, overlap.lent, overlap.readings)
+        self._device_slots.take_back(overlap.record, overlap.lent, overlap.readings)
         self._overlap = None
 
     def _pieces(self, overlap: Overlap) -> list[StreamedBlock]:
@@ -375,10 +375,10 @@ class OverlappedStep:
     ) -> Collection[int]:
         """Write the blocks that have been fetched by now to their slots, whatever was written
         before. Returns these blocks."""
-        load = self._begun(req).load
+        record = self._begun(req).record
         streamed.settle()
         self._coordinator.inbox.take()
-        fetched = {piece.block for piece in pieces if piece.block in load.local.fetched}
+        fetched = {piece.block for piece in pieces if piece.block in record.local.fetched}
         streamed.write_whole([piece for piece in pieces if piece.block in fetched])
         return fetched
 
@@ -393,7 +393,7 @@ class OverlappedStep:
             for start in range(missing.start, missing.stop, limit_tokens):
                 span = Span(start, min(start + limit_tokens, missing.stop))
                 slots = overlap.slots[span.start - first : span.stop - first]
-                tokens = overlap.load.tokens[span.start : span.stop]
+                tokens = overlap.record.tokens[span.start : span.stop]
                 self._forward_part(worker, part_before(batch, tokens, slots, span))
 
     def _runs(self, pieces: Sequence[StreamedBlock]) -> list[Span]:

@@ -87,7 +87,7 @@ def facts_of(
     """What the store is told. Ids and salts are hashed: the store can compare them and not read
     them.
 
-    Args: load_id: names this load in this process.
+    Args: load_id: names this request in this process.
     """
     given = req.sampling_params.custom_params
     workload = given.get(FIELD) if isinstance(given, dict) else None

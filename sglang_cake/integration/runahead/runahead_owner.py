@@ -21,7 +21,7 @@ from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_batch import part_of, run_part
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
     asked_for,
@@ -88,7 +88,7 @@ class Runahead:
 
     Args:
         namespace: hex digest; None while the tree also holds KV of another namespace.
-        prompt_load: `(rid)` gives the live record of a request, if it has one.
+        record_of: `(rid)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
         least_tokens: shorter spans are not shared.
         limit_tokens: most tokens of one forward, here and on every member.
@@ -105,7 +105,7 @@ class Runahead:
         step_costs: StepCosts,
         counters: Counters,
         namespace: Callable[[], str | None],
-        prompt_load: Callable[[str], PromptLoad | None],
+        record_of: Callable[[str], PromptRecord | None],
         loads_only: bool,
         least_tokens: int,
         page_tokens: int,
@@ -117,7 +117,7 @@ class Runahead:
         self._step_costs = step_costs
         self._counters = counters
         self._namespace = namespace
-        self._prompt_load = prompt_load
+        self._record_of = record_of
         self._loads_only = loads_only
         self._page_tokens = page_tokens
         self._limit_tokens = limit_tokens
@@ -251,10 +251,10 @@ class Runahead:
     # ---- inside ----
 
     def _loading(self, req: "Req") -> Loading | None:
-        load = self._prompt_load(req.rid)
-        if load is None or not load.loading:
+        record = self._record_of(req.rid)
+        if record is None or not record.loading:
             return None
-        return Loading(load.meet.view(), load.progress, load.agreed.cost)
+        return Loading(record.meet.view(), record.progress, record.agreed.cost)
 
     def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
         helpers = self.member.helpers()
@@ -369,19 +369,19 @@ class Runahead:
         self._counters.add("runahead_hops", len(mine.owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
         self._counters.add("runahead_bytes", inflow.bytes)
-        load = self._prompt_load(req.rid)
-        if load is None:
+        record = self._record_of(req.rid)
+        if record is None:
             return
-        load.stats.helped = {"helped_tokens": helped_tokens}
+        record.stats.helped = {"helped_tokens": helped_tokens}
         if asked_for(req) is not None:  # a search or a benchmark
-            load.stats.helped |= {
+            record.stats.helped |= {
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
                 "waited_s": round(inflow.waited_s, 6),
                 "table": None if self._table.path is None else self._table.path.name,
             }
         if req.customized_info and "cake" in req.customized_info:  # told before the forward
-            req.customized_info["cake"] = [load.report()]
+            req.customized_info["cake"] = [record.report()]
 
     def _wake(self) -> None:
         try:

@@ -72,7 +72,7 @@ def start(
         step_costs=host.step_costs,
         counters=host.counters,
         namespace=host.namespace_hex,
-        prompt_load=host.coordinator.prompt_load,
+        record_of=host.coordinator.record,
         loads_only=config.mode == "load",
         least_tokens=config.min_load_tokens,
         page_tokens=ctx.params.page_size,

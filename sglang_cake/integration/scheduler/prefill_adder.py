@@ -265,7 +265,7 @@ class CakePrefillAdder(PrefillAdder):
         if coordinator.hold(req):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
-            recorded = coordinator.prompt_load(req.rid) is not None
+            recorded = coordinator.record(req.rid) is not None
             if recorded:
                 with lock_node(self, req.last_node):
                     coordinator.settle(req, tree.attach_waiting)

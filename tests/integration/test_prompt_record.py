@@ -4,10 +4,10 @@ import time
 
 from kv_pools import load_of
 
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 
 
-def waiting() -> PromptLoad:
+def waiting() -> PromptRecord:
     """No block came for long; blocks 0 to 3 are wanted."""
     load = load_of(4, block=16)
     load.meet.found([True] * 4)
@@ -20,7 +20,7 @@ def waiting() -> PromptLoad:
 def test_restore_loads_wanted_again_restart_the_clock() -> None:
     load = waiting()
     load.agreed.load_from = 4  # what lies right of the meeting point has landed
-    load.load_from(2)
+    load.set_load_from(2)
     assert load.progress.since_s == 0.0
     assert load.local_elapsed_s() < 500.0
     assert load.agreed.load_from == 2
@@ -31,7 +31,7 @@ def test_restore_first_wanted_loads_start_the_clock() -> None:
     load.agreed.load_from = None
     assert not load.loading
     assert load.device_work.tokens == 64
-    load.load_from(0)
+    load.set_load_from(0)
     assert load.loading
     assert load.device_work.tokens == 0
     assert load.progress.since_s == 0.0
@@ -41,7 +41,7 @@ def test_restore_first_wanted_loads_start_the_clock() -> None:
 def test_restore_pending_read_keeps_the_clock() -> None:
     load = waiting()
     load.agreed.load_from = 3
-    load.load_from(2)
+    load.set_load_from(2)
     assert load.progress.since_s >= 1000.0
     assert load.local_elapsed_s() >= 1000.0
 
