@@ -23,7 +23,7 @@ from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.loader import Fetched, Found, LoaderEvent
+from sglang_cake.loading.loader import Fetched, LookedUp, LoaderEvent
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -67,7 +67,7 @@ class _DeviceSlots:
     """Slots without a device."""
 
     block_bytes = 1
-    held_tokens = 0
+    placed_tokens = 0
 
     def release_copied(self) -> None: ...
 
@@ -100,7 +100,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     req = _request(prompt_tokens)
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.news.append(Found(loader.load_id, (True,) * blocks))
+    loader.news.append(LookedUp(loader.load_id, (True,) * blocks))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:

@@ -38,7 +38,7 @@ from sglang_cake.integration.metrics import (
     scheduler_labels,
 )
 from sglang_cake.integration.overlap import forward_hook
-from sglang_cake.integration.overlap.overlapped_step import OverlappedStep
+from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.runahead import runahead_setup
@@ -115,7 +115,7 @@ def _join_forwards(
         service.runahead = runahead_setup.start(ctx, service, config, setting, rows, gate)
         tree.runahead = service.runahead
     if overlaps and not on_device:
-        tree.overlapped_step = OverlappedStep(
+        tree.overlap_runner = OverlapRunner(
             service.coordinator,
             service.loader,
             service.device_slots,
@@ -123,7 +123,7 @@ def _join_forwards(
             gate,
             service.counters,
         )
-        service.step_costs.overlap = 1 - 1 / rows.layers
+        service.step_costs.overlap_share = 1 - 1 / rows.layers
     forward_hook.ForwardProcess.tree = tree
 
 

@@ -8,7 +8,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import (
-    Costs,
+    PromptCosts,
     LoadCost,
     PrefillCost,
     PrefillFit,
@@ -16,7 +16,7 @@ from sglang_cake.loading.cost_model import (
     work_of,
 )
 from sglang_cake.loading.loader import Loader
-from sglang_cake.loading.planner import Mode, Progress, is_overdue, look_ahead, should_load
+from sglang_cake.loading.planner import Mode, LoadProgress, is_overdue, look_ahead, should_load
 
 
 class StepCosts:
@@ -29,7 +29,7 @@ class StepCosts:
 
     Attributes:
         agreed: the ranks' common cost of steps.
-        overlap: share of a last step that may run before the loads are over.
+        overlap_share: share of a last step that may run before the loads are over.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class StepCosts:
         self._launched = StepWork()  # of the step before the last poll
         self._decodes = 0  # requests that decode in steps that prefill
         self.agreed = self._fit.cost
-        self.overlap = 0.0
+        self.overlap_share = 0.0
 
     # ---- measuring ----
 
     @property
-    def own(self) -> Costs:
+    def own(self) -> PromptCosts:
         """As measured by this rank."""
-        return Costs(self._fit.cost, self._loader.cost)
+        return PromptCosts(self._fit.cost, self._loader.cost)
 
     @property
     def measured(self) -> bool:
@@ -107,13 +107,13 @@ class StepCosts:
 
     # ---- deciding ----
 
-    def costs(self, record: PromptRecord) -> Costs:
+    def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled."""
-        costs = Costs(
+        costs = PromptCosts(
             self.agreed,
             record.agreed.cost,
             pipelined=self._pipelined,
-            overlap=self._overlap_of(record),
+            overlap_share=self._overlap_share_of(record),
         )
         return costs.beside(self._work)
 
@@ -136,7 +136,7 @@ class StepCosts:
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,
                 costs=replace(waiting, load=cost),
-                progress=Progress(),
+                progress=LoadProgress(),
             )
 
         return decide
@@ -160,18 +160,18 @@ class StepCosts:
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, record.agreed.cost, overlap=self._overlap_of(record)),
+            costs=PromptCosts(self.agreed, record.agreed.cost, overlap_share=self._overlap_share_of(record)),
             progress=record.progress,
         ).best_s
 
-    def _waiting(self, record: PromptRecord, ahead: StepWork) -> Costs:
+    def _waiting(self, record: PromptRecord, ahead: StepWork) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
-        costs = Costs(
+        costs = PromptCosts(
             self.agreed,
             record.agreed.cost,
             pipelined=self._pipelined,
-            overlap=self._overlap_of(record),
+            overlap_share=self._overlap_share_of(record),
         ).beside(StepWork(decodes=self._decodes))
         backlog_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         if self._pipelined:  # the step that was launched last has just begun
@@ -183,5 +183,5 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def _overlap_of(self, record: PromptRecord) -> float:
-        return self.overlap if record.may_overlap else 0.0
+    def _overlap_share_of(self, record: PromptRecord) -> float:
+        return self.overlap_share if record.may_overlap else 0.0

@@ -175,11 +175,11 @@ def _least(missing: Callable[[float], float], most: float) -> float:
 
 def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
     """Tokens that all links together can have delivered by then."""
-    sources = machine.sources
-    begin_s = min(source.load.latency_s for source in sources)
+    store_links = machine.store_links
+    begin_s = min(store_link.load.latency_s for store_link in store_links)
     if when_s <= begin_s:
         return 0.0
     return sum(
-        block_tokens * source.speed.work_s(begin_s, when_s) / source.load.block_s
-        for source in sources
+        block_tokens * store_link.speed.work_s(begin_s, when_s) / store_link.load.block_s
+        for store_link in store_links
     )

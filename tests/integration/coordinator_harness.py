@@ -194,7 +194,7 @@ class CoordinatorHarness:
 
     def step(self, req: FakeReq) -> bool:
         """One scheduling step of a request that is served. True: its prefill is over."""
-        if self.coordinator.hold(req):
+        if self.coordinator.awaits_lookup(req):
             return False
         self.coordinator.settle(req, self.attach)
         plan = self.coordinator.plan(req, CHUNK)
@@ -227,7 +227,7 @@ class CoordinatorHarness:
         self.coordinator.poll([])
         self.settle_io()
         self.coordinator.poll([])
-        assert self.coordinator.held_tokens == 0
+        assert self.coordinator.placed_tokens == 0
         assert self.allocator.available_size() == self.size
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []

@@ -416,14 +416,14 @@ def _run_with(bomb: Bomb) -> None:
                 sys.setprofile(None)
             owned = sum(len(each) for each in req.owned)
             free = harness.allocator.available_size()
-            assert owned + free + harness.coordinator.held_tokens == harness.size, bomb.where
+            assert owned + free + harness.coordinator.placed_tokens == harness.size, bomb.where
         for slots in req.owned:
             harness.allocator.free(slots)
         harness.settle_io()
         harness.coordinator.poll([])
         harness.settle_io()
         if "discard" not in bomb.where:  # that is what gives them back
-            assert harness.coordinator.held_tokens == 0, bomb.where
+            assert harness.coordinator.placed_tokens == 0, bomb.where
             assert harness.allocator.available_size() == harness.size, bomb.where
     finally:
         harness.io.close()

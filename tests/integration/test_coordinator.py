@@ -253,9 +253,9 @@ def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
         for _ in range(3):
             harness.coordinator.poll([req.rid])
             harness.settle_io()
-        assert harness.coordinator.held_tokens == 2 * BLOCK
+        assert harness.coordinator.placed_tokens == 2 * BLOCK
         assert harness.coordinator.reclaim(1) == BLOCK
-        assert harness.coordinator.held_tokens == BLOCK
+        assert harness.coordinator.placed_tokens == BLOCK
         harness.allocator.free(hog)
         while not harness.step(req):
             harness.coordinator.poll([req.rid])
@@ -338,7 +338,7 @@ def test_coordinator_request_with_more_than_tokens_is_ignored(
         setattr(req, name, value)
     harness.arrive(req)
     assert harness.coordinator.record(req.rid) is None
-    assert not harness.coordinator.hold(req)
+    assert not harness.coordinator.awaits_lookup(req)
     assert harness.coordinator.plan(req, CHUNK) is None
     harness.coordinator.settle(req, harness.attach)
     harness.coordinator.claimed(req, 40)
@@ -432,7 +432,7 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         assert harness.staging.free == harness.staging.capacity - 4
     if reached >= 5:
         harness.coordinator.poll([req.rid])
-        assert harness.coordinator.held_tokens == 4 * BLOCK
+        assert harness.coordinator.placed_tokens == 4 * BLOCK
     if reached >= 6:
         harness.coordinator.settle(req, harness.attach)
         assert req.prefix_len == 4 * BLOCK
@@ -458,11 +458,11 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.coordinator.poll([req.rid])
-    assert harness.coordinator.held_tokens == 4 * BLOCK
+    assert harness.coordinator.placed_tokens == 4 * BLOCK
     req.prefix_len = 40
     harness.coordinator.settle(req, harness.attach)
     assert req.prefix_len == 64
-    assert harness.coordinator.held_tokens == 0
+    assert harness.coordinator.placed_tokens == 0
     assert sum(len(s) for s in req.owned) == 24
     assert (
         harness.counters.snapshot()["wasted_bytes", "in_tree"] == 2 * harness.kv.layout.block_bytes
@@ -492,7 +492,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     load = two.coordinator.record(req.rid)
     assert load is not None
     assert sorted(load.local.fetched) == [0, 1, 2, 3]
-    assert two.coordinator.held_tokens == 0
+    assert two.coordinator.placed_tokens == 0
     two.coordinator.settle(req, two.attach)
     two.coordinator.claimed(req, 32)
     req.prefix_len = 32
@@ -630,7 +630,7 @@ def drive_coordinator(
                 harness.leave(live.pop())
         owned = sum(len(s) for r in reqs for s in r.owned)
         assert (
-            harness.allocator.available_size() + harness.coordinator.held_tokens + owned
+            harness.allocator.available_size() + harness.coordinator.placed_tokens + owned
             == harness.size
         )
     harness.open(*keys)

@@ -83,7 +83,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
     assert harness.device_slots.place(load, [0, 1, 2])
     assert harness.free == harness.size - 3 * BLOCK
-    assert harness.device_slots.held_tokens == 3 * BLOCK
+    assert harness.device_slots.placed_tokens == 3 * BLOCK
     placed = torch.cat(list(load.memory.slots.values()))
     assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in harness.staging.freed)
@@ -93,7 +93,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     slots = harness.device_slots.take(load, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert harness.free == harness.size - span.tokens
-    assert harness.device_slots.held_tokens == 0
+    assert harness.device_slots.placed_tokens == 0
     assert load.memory.slots == {}
     for b in range(3):
         start, stop = max(span.start, b * BLOCK), min(span.stop, (b + 1) * BLOCK)
@@ -118,10 +118,10 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     assert sorted(load.memory.staged) == [0, 1]
     assert harness.free == 0
     assert not harness.device_slots.place(load, range(4))
-    assert harness.device_slots.held_tokens == 2 * BLOCK
+    assert harness.device_slots.placed_tokens == 2 * BLOCK
     harness.device_slots.discard(load, range(4), "ended")
     assert harness.free == harness.size
-    assert harness.device_slots.held_tokens == 0
+    assert harness.device_slots.placed_tokens == 0
     assert harness.staging.pool.free == 64
     # Staged bytes are counted by whoever frees the staging, slots here; the request counts both.
     assert harness.wasted() == {"ended": 2 * harness.device_slots.block_bytes}
@@ -166,7 +166,7 @@ def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     assert sorted(first.memory.slots) == [1, 2]
     assert harness.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
     assert harness.free == harness.size
-    assert harness.device_slots.held_tokens == 0
+    assert harness.device_slots.placed_tokens == 0
     assert harness.wasted() == {"memory": 6 * harness.device_slots.block_bytes}
 
 
@@ -252,12 +252,12 @@ def test_device_slots_random_actions_lose_no_slot(
             front = min(meet.front + number * page, meet.limit)
             device_slots.discard(load, meet.advance(front), "in_tree")
         held = sum(len(s) for r in loads for s in r.memory.slots.values())
-        assert device_slots.held_tokens == held
+        assert device_slots.placed_tokens == held
         assert harness.free == harness.size - held - given_on
         in_staging = sum(len(r.memory.staged) for r in loads)
         assert harness.staging.pool.free == 64 - in_staging
     for load in loads:
         harness.device_slots.discard(load, {*load.memory.staged, *load.memory.slots}, "ended")
-    assert harness.device_slots.held_tokens == 0
+    assert harness.device_slots.placed_tokens == 0
     assert harness.free == harness.size - given_on
     assert harness.staging.pool.free == 64

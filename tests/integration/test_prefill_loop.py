@@ -15,7 +15,7 @@ from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, req_of
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.planner import Step
+from sglang_cake.loading.planner import StepPlan
 
 BUDGET, STEPS = 40, 400
 
@@ -82,7 +82,7 @@ class PrefillLoop:
     def admit(self, req: Any, adder: Any) -> None:
         """What `add_one_req` does, without SGLang's memory."""
         coordinator = self.base.coordinator
-        if coordinator.hold(req):
+        if coordinator.awaits_lookup(req):
             return
         req.prefix_len = req.in_tree
         load = coordinator.record(req.rid)
@@ -154,10 +154,10 @@ def test_queue_order_random_loads_every_request_finishes(
         adder.can_run_list.append(req)
         return req if req.extend_end < total else None
 
-    def next_step(load: PromptRecord, *args: Any) -> Step:
+    def next_step(load: PromptRecord, *args: Any) -> StepPlan:
         view = load.meet.view()
         if loop.waits(load):
-            return Step(view.front, wait=True, load_from=view.first)
+            return StepPlan(view.front, wait=True, load_from=view.first)
         return planned(load, *args)
 
     planned = PromptRecord.next_step

@@ -117,7 +117,7 @@ class SharedDevice:
 
     def _stop(self, req: FakeReq, left: int) -> int:
         coordinator, total = self.base.coordinator, len(req.origin_input_ids)
-        if left <= 0 or coordinator.hold(req):
+        if left <= 0 or coordinator.awaits_lookup(req):
             return req.prefix_len
         coordinator.settle(req, self._attach)
         step = coordinator.plan(req, left)

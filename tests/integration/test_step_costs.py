@@ -9,7 +9,7 @@ from virtual_io import virtual_time
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost, StepWork
+from sglang_cake.loading.cost_model import PromptCosts, LoadCost, PrefillCost, StepWork
 
 LIVE = load_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)
@@ -37,7 +37,7 @@ def test_step_costs_next_step_starts_empty(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     step_costs.claimed(0, 100)
     step_costs.polled()
-    assert step_costs.costs(LIVE) == Costs(step_costs.agreed, LIVE.agreed.cost)
+    assert step_costs.costs(LIVE) == PromptCosts(step_costs.agreed, LIVE.agreed.cost)
     assert step_costs.measured
 
 

@@ -18,16 +18,16 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost
 from sglang_cake.loading.loader import (
+    BlockRead,
     Fetched,
-    Found,
+    LookedUp,
     Loader,
     LoaderEvent,
     LoaderStats,
     Lost,
-    Prompt,
+    LoadRequest,
     StagedBlock,
 )
-from sglang_cake.loading.reading import Reading
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
@@ -154,7 +154,7 @@ class LoaderHarness:
     def begin(
         self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
     ) -> None:
-        prompt = Prompt(
+        prompt = LoadRequest(
             load_id=rid,
             chain=KeyChain(SEED, BLOCK),
             tokens=tokens,
@@ -270,7 +270,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[4], keys[3]]
-    assert harness.news() == [Found("a", (True,) * 5)]
+    assert harness.news() == [LookedUp("a", (True,) * 5)]
     harness.open(keys[3])
     assert harness.waiting() == [keys[4], keys[2]]
     harness.open(*keys)
@@ -308,7 +308,7 @@ def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness)
         asked.append(cost)
         return True
 
-    harness.loader.begin(Prompt("a", KeyChain(SEED, BLOCK), tokens, 6, 0, should_load))
+    harness.loader.begin(LoadRequest("a", KeyChain(SEED, BLOCK), tokens, 6, 0, should_load))
     harness.settle()
     assert asked[0].block_s == pytest.approx((4 * 0.5 + 2 * 30.0) / 6)
     assert harness.loader.cost_of("a") == asked[0]  # nothing has landed yet
@@ -331,7 +331,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     harness.loader = harness.new_loader(Broken(harness.store))
     harness.fill(tokens_of(0, 6))
     harness.begin("a", tokens_of(0, 6))
-    assert harness.news() == [Found("a", (False,) * 6)]
+    assert harness.news() == [LookedUp("a", (False,) * 6)]
     assert harness.failures() == {"lookup": 1}
 
 
@@ -355,7 +355,7 @@ def test_loader_reads_only_stored_blocks_from_the_first_allowed(harness: LoaderH
     keys = harness.fill(tokens, without=[3])
     harness.open(*keys)
     harness.begin("a", tokens, first=2)
-    assert harness.news()[0] == Found("a", (True, True, True, False, True, True))
+    assert harness.news()[0] == LookedUp("a", (True, True, True, False, True, True))
     assert harness.read_keys() == [keys[5], keys[4], keys[2]]
 
 
@@ -366,7 +366,7 @@ def test_loader_fewer_blocks_than_the_least_are_not_read(
     tokens = tokens_of(0, 6)
     harness.open(*harness.fill(tokens, without=[0]))
     harness.begin("a", tokens, first=2, least=least)
-    assert harness.news()[0] == Found("a", (False, *[True] * 5))
+    assert harness.news()[0] == LookedUp("a", (False, *[True] * 5))
     assert len(harness.read_keys()) == (4 if load else 0)
 
 
@@ -374,7 +374,7 @@ def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> Non
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     harness.begin("a", tokens, load=False)
-    assert harness.news() == [Found("a", (True,) * 3)]
+    assert harness.news() == [LookedUp("a", (True,) * 3)]
     assert harness.read_keys() == []
 
 
@@ -616,7 +616,7 @@ def test_loader_prompt_joining_a_read_sees_its_bytes(harness: LoaderHarness) -> 
 class End:
     """What the thread finds that is woken by the end of a read."""
 
-    reading: Reading
+    reading: BlockRead
     whole: bool
     news: list[LoaderEvent]
     free: int  # buffers
@@ -624,13 +624,13 @@ class End:
 
 @pytest.fixture
 def ends(harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch) -> list[End]:
-    def end(reading: Reading, *, whole: bool) -> None:
+    def end(reading: BlockRead, *, whole: bool) -> None:
         real(reading, whole=whole)
         found.append(End(reading, whole, harness.loader.drain(), harness.pool.free))
 
     found: list[End] = []
-    real = Reading.end
-    monkeypatch.setattr(Reading, "end", end)
+    real = BlockRead.end
+    monkeypatch.setattr(BlockRead, "end", end)
     return found
 
 
@@ -829,7 +829,7 @@ def test_loader_failed_shared_read_is_reported_to_every_prompt(harness: LoaderHa
     assert harness.failures() == {"missing": 1}
     # Whoever comes now is told anew; nobody boards a read that has failed.
     harness.begin("c", tokens)
-    assert harness.news() == [Found("c", (False,))]
+    assert harness.news() == [LookedUp("c", (False,))]
 
 
 def test_store_breaking_its_contract_loses_only_its_blocks(harness: LoaderHarness) -> None:
@@ -851,7 +851,7 @@ def test_loader_failed_lookup_finds_no_blocks(harness: LoaderHarness, broken: bo
     else:
         harness.io.run(harness.memory.close(), PATIENCE_S)
     harness.begin("a", tokens)
-    assert harness.news() == [Found("a", (False,) * 3)]
+    assert harness.news() == [LookedUp("a", (False,) * 3)]
     assert harness.failures() == {"lookup": 1}
 
 
@@ -945,7 +945,7 @@ def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness)
     other = RecordingStore(MemoryStore())
     harness.loader.use(other)
     harness.begin("b", tokens)
-    assert Found("b", (False, False)) in harness.news()
+    assert LookedUp("b", (False, False)) in harness.news()
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
     assert other.keys_of("get") == []
@@ -991,7 +991,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
     keys = [harness.fill(tokens) for tokens in prompts]
     live: set[int] = set()
     fence = [0, 0, 0]
-    readings: set[Reading] = set()
+    readings: set[BlockRead] = set()
     for action, who, number in actions:
         rid = str(who)
         if action == "begin" and who not in live:
@@ -1031,7 +1031,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
             assert event.load_id in "012"
     for who in live:
         told = {
-            e.block for e in harness.events if not isinstance(e, Found) and e.load_id == str(who)
+            e.block for e in harness.events if not isinstance(e, LookedUp) and e.load_id == str(who)
         }
         assert set(range(fence[who], 6)) <= told
     for who in live:
@@ -1044,10 +1044,10 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
     assert all(reading.is_over for reading in readings), "a thread would wait forever"
 
 
-def seen_under_way(harness: LoaderHarness, rids: Iterable[str]) -> set[Reading]:
+def seen_under_way(harness: LoaderHarness, rids: Iterable[str]) -> set[BlockRead]:
     """All reads that are under way for these prompts; none of them is over."""
 
-    async def look() -> set[Reading]:
+    async def look() -> set[BlockRead]:
         found = {each for rid in rids for each in harness.loader.under_way(rid).values()}
         assert not any(reading.is_over for reading in found)
         assert len(found) <= harness.loader.stats.reads

@@ -48,7 +48,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
         self.loads: list[PromptRecord] = []
         self.tree.coordinator = FakeCoordinator()
-        self.tree.coordinator.held = lambda: self.device_slots.held_tokens
+        self.tree.coordinator.held = lambda: self.device_slots.placed_tokens
         self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.loads, n)
 
     def land(self, blocks: int) -> bool:
@@ -86,7 +86,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
 
     @property
     def held(self) -> int:
-        return self.device_slots.held_tokens
+        return self.device_slots.placed_tokens
 
     def own_evictable(self) -> int:
         return int(UnifiedRadixCache.evictable_size(self.tree))

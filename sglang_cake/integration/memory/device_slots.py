@@ -44,7 +44,7 @@ class DeviceSlots:
         self._block_tokens = kv.layout.block_tokens
         self.block_bytes = kv.layout.block_bytes
         self._copies: deque[tuple[Copy, list[StagedBlock]]] = deque()
-        self.held_tokens = 0
+        self.placed_tokens = 0
 
     @property
     def link_bytes(self) -> int:
@@ -76,7 +76,7 @@ class DeviceSlots:
             if slots is None:
                 break
             memory.slots[block] = slots
-            self.held_tokens += len(slots)  # at once: the count is right if a later call raises
+            self.placed_tokens += len(slots)  # at once: the count is right if a later call raises
             placed.append(block)
         if placed:
             staged = [memory.staged[b] for b in placed]
@@ -96,10 +96,10 @@ class DeviceSlots:
         copies complete.
         """
         taken = {b: record.memory.slots[b] for b in self._blocks_of(span)}
-        slots = self.keep(taken, span)
+        slots = self.trim(taken, span)
         for block in taken:
             del record.memory.slots[block]
-        self.held_tokens -= len(taken) * self._block_tokens
+        self.placed_tokens -= len(taken) * self._block_tokens
         return slots
 
     # ---- from slots to an overlapped last step, and back ----
@@ -108,7 +108,7 @@ class DeviceSlots:
         self, record: PromptRecord, span: Span, being_read: Collection[int]
     ) -> dict[int, torch.Tensor] | None:
         """Slots of the blocks of `span`, by block: those of landed blocks, and new ones for the
-        blocks in `being_read`. The caller owns them until `keep` or `take_back`. None: not enough
+        blocks in `being_read`. The caller owns them until `trim` or `take_back`. None: not enough
         memory."""
         ready = [b for b in self._blocks_of(span) if b not in being_read]
         if not self.place(record, ready):
@@ -120,10 +120,10 @@ class DeviceSlots:
                 self._free(list(fresh.values()))
                 return None
             fresh[block] = slots
-        self.held_tokens -= len(ready) * self._block_tokens
+        self.placed_tokens -= len(ready) * self._block_tokens
         return fresh | {b: record.memory.slots.pop(b) for b in ready}
 
-    def keep(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
+    def trim(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
         """Of lent slots, those of `span`; the others are freed. Ownership and order of copies are
         as with `take`."""
         slots = torch.cat([lent[b] for b in self._blocks_of(span)])
@@ -139,10 +139,10 @@ class DeviceSlots:
         self._free([slots for block, slots in lent.items() if block in being_read])
         ready = {block: slots for block, slots in lent.items() if block not in being_read}
         record.memory.slots |= ready
-        self.held_tokens += len(ready) * self._block_tokens
+        self.placed_tokens += len(ready) * self._block_tokens
 
     def free(self, slots: torch.Tensor) -> None:
-        """Free slots that were kept and are of no use; copies may still be writing to them."""
+        """Free slots that `trim` returned. Copies may still be writing to them."""
         self._kv.order_after_copies()
         self._free([slots])
 
@@ -158,7 +158,7 @@ class DeviceSlots:
             self._kv.order_after_copies()  # a copy may still be writing to them
             for block in slots:
                 del memory.slots[block]
-            self.held_tokens -= len(slots) * self._block_tokens
+            self.placed_tokens -= len(slots) * self._block_tokens
             self._free(list(slots.values()))
             memory.wasted_bytes += len(slots) * link_bytes
             self._counters.add("wasted_bytes", len(slots) * link_bytes, label=reason)

@@ -28,10 +28,10 @@ from typing import Any, Literal
 import torch
 
 from sglang_cake.core.keys import KeyChain
-from sglang_cake.loading.cost_model import Costs, LoadCost, StepWork
+from sglang_cake.loading.cost_model import PromptCosts, LoadCost, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.planner import Mode, Progress, Step, device_work, next_step
+from sglang_cake.loading.planner import Mode, LoadProgress, StepPlan, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
 from sglang_cake.stores.request_info import RequestFacts
 
@@ -161,7 +161,7 @@ class PromptStats:
         predicted_s: time to first token, as predicted when the first step was planned.
         prefill_s: from arrival to the last prefill step; None: prefill is not over.
         matched_tokens: tokens that the tree held at the first step.
-        overlapped_tokens: loaded tokens that came while the last step ran.
+        overlapped_tokens: loaded tokens that arrived while the last step ran.
         meet_token: where the front met the first island.
         helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
@@ -230,9 +230,9 @@ class PromptRecord:
         return device_work(self.meet.view(), self.agreed.load_from)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> LoadProgress:
         """How its loads come on, as agreed."""
-        return Progress(self.agreed.elapsed_s, self.agreed.begun, self.agreed.load_from)
+        return LoadProgress(self.agreed.elapsed_s, self.agreed.begun, self.agreed.load_from)
 
     @property
     def rest_of_loads_s(self) -> float:
@@ -259,7 +259,7 @@ class PromptRecord:
         within_patience = mode == "load" or self.agreed.elapsed_s < LOOKUP_PATIENCE_S
         return not self.agreed.lookup_done and within_patience
 
-    def next_step(self, mode: Mode, chunk_tokens: int, costs: Costs) -> Step:
+    def next_step(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
         """What to do now; its front touches no island."""
         return next_step(
             self.meet.view(),
@@ -269,7 +269,7 @@ class PromptRecord:
             progress=self.progress,
         )
 
-    def would_wait(self, mode: Mode, chunk_tokens: int, costs: Costs) -> bool:
+    def would_wait(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now."""
         if not self.agreed.lookup_done or not self.loading:
             return self.awaits_lookup(mode)

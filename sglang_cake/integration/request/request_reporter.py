@@ -8,7 +8,7 @@ from typing import IO
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.metrics import Metrics
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.loading.cost_model import Costs
+from sglang_cake.loading.cost_model import PromptCosts
 
 logger = logging.getLogger("sglang_cake")
 
@@ -44,7 +44,7 @@ class RequestReporter:
                 BOUNDARY.failed(_TRACE, error, rid="")
                 self._trace = None  # a trace with a gap would mislead
 
-    def stepped(self, *, overhead_s: float | None, costs: Costs) -> None:
+    def stepped(self, *, overhead_s: float | None, costs: PromptCosts) -> None:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
             self._metrics.publish(step_overhead_s=overhead_s, costs=costs)

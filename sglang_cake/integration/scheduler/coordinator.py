@@ -39,15 +39,15 @@ from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
-from sglang_cake.loading.loader import Loader, Prompt
+from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.planner import Step, island_start
+from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-Attach = Callable[["Req", torch.Tensor, int], None]
+AttachSlots = Callable[["Req", torch.Tensor, int], None]
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
@@ -165,7 +165,7 @@ class Coordinator:
         self.inbox.expect(record)
         self._tenants.arrives(record.facts.tenant)
         self._loader.begin(
-            Prompt(
+            LoadRequest(
                 load_id=record.load_id,
                 chain=record.chain,
                 tokens=tokens,
@@ -271,20 +271,20 @@ class Coordinator:
         return self._device_slots.reclaim(list(self._records.values()), tokens)
 
     @property
-    def held_tokens(self) -> int:
+    def placed_tokens(self) -> int:
         """Slots that hold landed blocks."""
-        return self._device_slots.held_tokens
+        return self._device_slots.placed_tokens
 
     # ---- one request of the step ----
 
-    def hold(self, req: "Req") -> bool:
+    def awaits_lookup(self, req: "Req") -> bool:
         """Whether a waiting request stays in the queue while its lookup is under way."""
         record = self._records.get(req.rid)
-        held = record is not None and record.awaits_lookup(self._config.mode)
-        self.waiting |= held
-        return held
+        waits = record is not None and record.awaits_lookup(self._config.mode)
+        self.waiting |= waits
+        return waits
 
-    def settle(self, req: "Req", attach: Attach) -> None:
+    def settle(self, req: "Req", attach: AttachSlots) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
         Args:
@@ -312,7 +312,7 @@ class Coordinator:
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
 
-    def plan(self, req: "Req", chunk_tokens: int) -> Step | None:
+    def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a settled request; None: compute as usual, no block is to come."""
         record = self._records.get(req.rid)
         if record is None or not record.meet.pending:
@@ -331,7 +331,7 @@ class Coordinator:
         """The step being scheduled computes `[req.prefix_len, stop)`.
 
         Args:
-            overlapped: it is an overlapped last step; `overlapped` follows when it has run.
+            overlapped: it is an overlapped last step; `overlapped_step_ran` follows.
         """
         start = req.prefix_len
         self.step_costs.claimed(start, stop)
@@ -343,7 +343,7 @@ class Coordinator:
             self._advance(record, req)
             self._claim(req, record, stop)
 
-    def overlapped(
+    def overlapped_step_ran(
         self,
         req: "Req",
         stop: int,
@@ -358,8 +358,8 @@ class Coordinator:
         Args:
             stop: end of what the step computed.
             span: stored tokens before it.
-            used: blocks of `span` that came while the step ran, and were used.
-            missing: blocks of `span` that did not come, and were computed.
+            used: blocks of `span` that arrived while the step ran, and were used.
+            missing: blocks of `span` that did not arrive, and were computed.
             tokens: of `span`, those in `used` blocks.
         """
         record = self._records[req.rid]

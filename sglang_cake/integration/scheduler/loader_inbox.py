@@ -6,7 +6,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.loading.loader import Fetched, Found, Loader, LoaderEvent
+from sglang_cake.loading.loader import Fetched, LookedUp, Loader, LoaderEvent
 from sglang_cake.loading.meet import BlockState
 
 
@@ -123,7 +123,7 @@ class LoaderInbox:
         if record is None or record.stats.prefill_s is not None:
             if isinstance(event, Fetched):
                 event.staged.release(used=False, reason="ended")
-        elif isinstance(event, Found):
+        elif isinstance(event, LookedUp):
             record.local.stored = event.stored
             self._reporter.trace(record, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Fetched):
