@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_cake.cli.store_tables import count_text, table
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.simulator.replay import (
+from sglang_cake.simulator.eviction_replay import (
     SHAPES,
     BeladyPolicy,
     ReplayCounts,

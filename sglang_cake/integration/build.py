@@ -61,7 +61,7 @@ from sglang_cake.writeback.block_writer import Writer
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from sglang_cake.integration.runahead.runahead_owner import Runahead
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
@@ -86,7 +86,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     tree.service = service
     _join_forwards(ctx, tree, service, config)
     labels = scheduler_labels(ctx)
-    BOUNDARY.attach(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
+    BOUNDARY.set_handler(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
     return tree
 
 
@@ -232,7 +232,7 @@ class CakeService:
             logger.info("cake: KV of the old weights is left; nothing is stored until /flush_cache")
         self.identity.weights_changed(files, load_format, version)
 
-    def attach(self, setting: str) -> None:
+    def attach_store(self, setting: str) -> None:
         """From now on new requests use another store. Requests that are being loaded use the old
         store until its pending writes are done, and are computed from then on. The server need not
         be idle.
@@ -241,15 +241,15 @@ class CakeService:
         """
         sources_of_setting(setting, self._config.eviction_policy)
         self.setting = setting
-        self.coordinator.detached = False
+        self.coordinator.store_detached = False
         if self._namespace is not None:
             self._use(self._open(self._namespace))
         self._recall_costs()
         logger.info("cake: store %s attached", redacted(setting))
 
-    def detach(self) -> None:
+    def detach_store(self) -> None:
         """From now on no block is loaded and no block is stored."""
-        self.coordinator.detached = True
+        self.coordinator.store_detached = True
         self._use(None)
         logger.info("cake: store detached")
 
@@ -258,7 +258,7 @@ class CakeService:
         self._namespace = namespace
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
-        if not self.coordinator.detached:
+        if not self.coordinator.store_detached:
             self._use(self._open(namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
                 self._io.post(self._open_now)

@@ -25,7 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from sglang_cake.loading.cost_model import StepWork, pairs
-from sglang_cake.simulator.ideal import Ideal
+from sglang_cake.simulator.ideal_ttft import Ideal
 from sglang_cake.simulator.machine import Machine
 
 TOLERANCE = 2e-4

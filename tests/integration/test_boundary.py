@@ -58,7 +58,7 @@ class Tree:
 @pytest.fixture
 def tree() -> Tree:
     made = Tree()
-    BOUNDARY.attach(made, None)
+    BOUNDARY.set_handler(made, None)
     return made
 
 
@@ -111,7 +111,7 @@ def test_boundary_raising_hook_leaves_the_result_of_sglang(registry: Any, tree: 
     for target, hooks in registry.items():
         for kind, hook, _ in hooks:
             replace(hook, _raise)
-            BOUNDARY.attach(Tree(), None)
+            BOUNDARY.set_handler(Tree(), None)
             name = ".".join(target.split(".")[-2:])
             calls: list[Any] = []
             before = BOUNDARY.counts[name]
@@ -140,7 +140,7 @@ def test_boundary_raising_method_returns_a_false_value_and_counts() -> None:
             replace(guarded, _raise)
             try:
                 handler = Tree()
-                BOUNDARY.attach(handler, None)
+                BOUNDARY.set_handler(handler, None)
                 returned = guarded("self", SimpleNamespace(rid="r"))
                 assert not returned or returned == AS_SGLANG
                 assert BOUNDARY.counts[name] == before + 1
@@ -344,7 +344,7 @@ def test_boundary_failure_before_the_tree_exists_switches_off() -> None:
     boundary = Boundary()
     handler = Tree()
     boundary.failed("ModelRunner.load_model", Fault(), unsafe=True)
-    boundary.attach(handler, None)
+    boundary.set_handler(handler, None)
     assert handler.calls == ["off"]
 
 

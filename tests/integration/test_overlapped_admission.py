@@ -199,7 +199,7 @@ def test_early_admission_unhooked_step_aborts_the_request_and_switches_off(
 ) -> None:
     admission.step.overlapped = SimpleNamespace(slots=None)
     tree, req, off = admission.tree, admission.req, []
-    BOUNDARY.attach(SimpleNamespace(switch_off=lambda: off.append(True)), None)
+    BOUNDARY.set_handler(SimpleNamespace(switch_off=lambda: off.append(True)), None)
     req.finished = lambda: finished
     req.finished_reason = req.to_finish = None
     tree.checkpoint(req, up_to=10)

@@ -75,7 +75,7 @@ def whole_waiter(reading: WatchedReading) -> Waiter:
 # ---- bytes as they come ----
 
 
-def test_reading_wait_returns_once_the_bytes_have_come() -> None:
+def test_block_read_wait_returns_once_the_bytes_have_come() -> None:
     reading = new_reading()
     first = waiter(reading, 16)
     reading.received(0)
@@ -92,7 +92,7 @@ def test_reading_wait_returns_once_the_bytes_have_come() -> None:
     assert whole.ended()
 
 
-def test_reading_without_progress_reports_wait_returns_at_the_end() -> None:
+def test_block_read_without_progress_reports_wait_returns_at_the_end() -> None:
     reading = new_reading()
     assert not reading.begun
     one = waiter(reading, 1)
@@ -102,7 +102,7 @@ def test_reading_without_progress_reports_wait_returns_at_the_end() -> None:
     assert reading.wait_whole(NOW_S)
 
 
-def test_reading_has_and_begun_follow_the_bytes_that_came() -> None:
+def test_block_read_has_and_begun_follow_the_bytes_that_came() -> None:
     reading = new_reading()
     assert (reading.begun, reading.has(1)) == (False, False)
     reading.received(0)
@@ -115,7 +115,7 @@ def test_reading_has_and_begun_follow_the_bytes_that_came() -> None:
     assert (reading.begun, reading.has(BYTES)) == (False, True)
 
 
-def test_reading_that_failed_has_no_bytes() -> None:
+def test_block_read_that_failed_has_no_bytes() -> None:
     reading = new_reading()
     reading.received(0)
     reading.received(BYTES)
@@ -126,7 +126,7 @@ def test_reading_that_failed_has_no_bytes() -> None:
 
 
 @pytest.mark.parametrize("count", [None, 1, BYTES])
-def test_reading_failure_wakes_waiting_threads_with_false(count: int | None) -> None:
+def test_block_read_failure_wakes_waiting_threads_with_false(count: int | None) -> None:
     reading = new_reading()
     one = whole_waiter(reading) if count is None else waiter(reading, count)
     reading.end(whole=False)
@@ -134,7 +134,7 @@ def test_reading_failure_wakes_waiting_threads_with_false(count: int | None) -> 
 
 
 @pytest.mark.parametrize("come", [0, 15])
-def test_reading_wait_returns_false_at_its_deadline(come: int) -> None:
+def test_block_read_wait_returns_false_at_its_deadline(come: int) -> None:
     reading = new_reading()
     reading.received(0)
     reading.received(come)
@@ -150,7 +150,7 @@ def test_reading_wait_returns_false_at_its_deadline(come: int) -> None:
 # ---- bytes that come anew ----
 
 
-def test_reading_restarted_after_use_is_never_valid() -> None:
+def test_block_read_restarted_after_use_is_never_valid() -> None:
     reading = new_reading()
     reading.received(0)
     reading.received(32)
@@ -164,7 +164,7 @@ def test_reading_restarted_after_use_is_never_valid() -> None:
     assert not reading.wait_whole(NOW_S)
 
 
-def test_reading_restarted_during_a_wait_after_use_is_never_valid() -> None:
+def test_block_read_restarted_during_a_wait_after_use_is_never_valid() -> None:
     reading = new_reading()
     reading.received(0)
     reading.received(16)
@@ -179,7 +179,7 @@ def test_reading_restarted_during_a_wait_after_use_is_never_valid() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_reading_restarted_before_use_is_valid(waits: bool) -> None:
+def test_block_read_restarted_before_use_is_valid(waits: bool) -> None:
     reading = new_reading()
     reading.received(0)
     reading.received(32)

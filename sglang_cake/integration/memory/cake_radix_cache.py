@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
-    from sglang_cake.integration.runahead.runahead_owner import Runahead
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
 logger = logging.getLogger("sglang_cake")
@@ -49,11 +49,11 @@ class Service(Protocol):
         """The server's weights have changed."""
         ...
 
-    def attach(self, setting: str) -> None:
+    def attach_store(self, setting: str) -> None:
         """Use another store for new requests. Raises: ConfigError."""
         ...
 
-    def detach(self) -> None:
+    def detach_store(self) -> None:
         """Use no store."""
         ...
 

@@ -25,7 +25,7 @@ from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_batch import part_before, run_part
+from sglang_cake.integration.overlap.partial_forward import preceding_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.runahead.runahead_request import drop_answer
 from sglang_cake.integration.scheduler.coordinator import Coordinator
@@ -184,7 +184,7 @@ class OverlapRunner:
         gate: LayerGate,
         counters: Counters,
         *,
-        forward_part: Callable[[Any, Any], None] = run_part,
+        forward_part: Callable[[Any, Any], None] = run_forward,
     ) -> None:
         self._coordinator = coordinator
         self._loader = loader
@@ -393,7 +393,7 @@ class OverlapRunner:
                 span = Span(start, min(start + limit_tokens, missing.stop))
                 slots = step.slots[span.start - first : span.stop - first]
                 tokens = step.record.tokens[span.start : span.stop]
-                self._forward_part(worker, part_before(batch, tokens, slots, span))
+                self._forward_part(worker, preceding_batch(batch, tokens, slots, span))
 
     def _runs(self, pieces: Sequence[StreamedBlock]) -> list[Span]:
         """The token spans of pieces, from left to right; adjacent ones are joined."""

@@ -15,7 +15,7 @@ from sglang_cake.core.local_files import cache_folder
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
-from sglang_cake.integration.runahead.runahead_owner import Runahead
+from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.runahead.messages import Message

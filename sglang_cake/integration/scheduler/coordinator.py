@@ -65,7 +65,7 @@ class Coordinator:
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
-        detached: no store is in use, so no request is loaded.
+        store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         step_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
@@ -103,7 +103,7 @@ class Coordinator:
         self.step_costs = step_costs
         self.inbox = LoaderInbox(loader, device_slots, config, reporter)
         self.suspended = False
-        self.detached = False
+        self.store_detached = False
         self.off_here = False
         self.off_everywhere = False
         self.waiting = False
@@ -127,7 +127,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
         """
-        if self.detached or self.off_here or not keyable(req):
+        if self.store_detached or self.off_here or not keyable(req):
             return
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):

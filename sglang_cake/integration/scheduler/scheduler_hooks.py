@@ -33,8 +33,8 @@ def install() -> None:
     register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
-    register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach, HookType.AROUND)
-    register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach, HookType.AROUND)
+    register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
+    register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
 
 
 def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
@@ -108,7 +108,7 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         time.sleep(_POLL_PAUSE_S)
 
 
-def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+def _attach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 
     tree = scheduler.tree_cache
@@ -117,13 +117,13 @@ def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     if tree.service is None:
         return AttachHiCacheStorageReqOutput(success=False, message=_OFF)
     try:
-        tree.service.attach(request.hicache_storage_backend)
+        tree.service.attach_store(request.hicache_storage_backend)
     except CakeError as error:
         return AttachHiCacheStorageReqOutput(success=False, message=str(error))
     return AttachHiCacheStorageReqOutput(success=True, message="")
 
 
-def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+def _detach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
 
     tree = scheduler.tree_cache
@@ -131,5 +131,5 @@ def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
         return original(scheduler, request)
     if tree.service is None:
         return DetachHiCacheStorageReqOutput(success=False, message=_OFF)
-    tree.service.detach()
+    tree.service.detach_store()
     return DetachHiCacheStorageReqOutput(success=True, message="")

@@ -20,7 +20,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.spans import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_batch import part_of, run_part
+from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
@@ -30,7 +30,7 @@ from sglang_cake.integration.runahead.runahead_request import (
     give_up,
     is_plain,
 )
-from sglang_cake.integration.runahead.runahead_span import SpanRunner
+from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.decide import (
@@ -222,14 +222,14 @@ class Runahead:
             owned.hop.inflow.bind(slots, span.start)
             self._step_costs.do_not_measure()
             with self._gate(owned.hop):
-                result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
+                result = original(worker, cut_batch(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
             self._counters.add("runahead_failures", label=error.reason)
             self._end(mine, "cancelled", str(error))
             assert scheduler is not None
             give_up(scheduler, req)
             # The least that a step may compute; its result is dropped.
-            return original(worker, part_of(batch, span.stop - 1, span.stop), **kwargs)
+            return original(worker, cut_batch(batch, span.stop - 1, span.stop), **kwargs)
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
@@ -335,9 +335,9 @@ class Runahead:
         """Compute the whole span here, in forwards of at most `limit_tokens`."""
         start = span.start
         while span.stop - start > self._limit_tokens:
-            run_part(worker, part_of(batch, start, start + self._limit_tokens))
+            run_forward(worker, cut_batch(batch, start, start + self._limit_tokens))
             start += self._limit_tokens
-        return original(worker, part_of(batch, start, span.stop), **kwargs)
+        return original(worker, cut_batch(batch, start, span.stop), **kwargs)
 
     @guarded(_HOOK)
     def _shared(self, req: "Req", mine: Mine, took_s: float) -> None:
