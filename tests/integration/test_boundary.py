@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 import sglang_cake
 from sglang_cake.core.config import ENABLED_ENV
 from sglang_cake.core.errors import ConfigError, RunaheadError
-from sglang_cake.integration import admin_api, plugin, response_hooks
+from sglang_cake.integration import admin_api, plugin, response_stats
 from sglang_cake.integration.boundary import (
     AMONG_REQUESTS,
     BOUNDARY,
@@ -74,7 +74,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> "dict[str, list[Any]]":
     monkeypatch.setattr("sglang.srt.mem_cache.registry._RADIX_CACHE_REGISTRY", {})
     monkeypatch.setenv(ENABLED_ENV, "1")
     plugin.register()
-    response_hooks.install()
+    response_stats.install_meta_info()
     admin_api.install(SimpleNamespace(store=None))  # type: ignore[arg-type]
     return hooks
 

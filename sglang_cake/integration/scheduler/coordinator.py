@@ -23,7 +23,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain
 from sglang_cake.core.spans import Span
-from sglang_cake.integration import cached_tokens
+from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
@@ -308,7 +308,7 @@ class Coordinator:
                 continue
             self._attached(record, span)
             attach(req, self._device_slots.take(record, span), span.stop)
-            cached_tokens.loaded(req, span)
+            response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
 
@@ -373,12 +373,12 @@ class Coordinator:
         while (front := record.meet.front) < span.stop:
             if (island := record.meet.island()) is not None:
                 self._attached(record, island)
-                cached_tokens.loaded(req, island)
+                response_stats.loaded(req, island)
             else:
                 computed = Span(front, min(island_start(record.meet.view()), span.stop))
                 record.meet.claim(computed.stop)
                 self._computed(record, computed)
-                cached_tokens.computed(req, computed.tokens)
+                response_stats.computed(req, computed.tokens)
         self._claim(req, record, stop)
 
     # ---- what the order of the queue depends on ----
