@@ -44,12 +44,12 @@ def clairvoyant(
     """The bound for one prompt that arrives at time 0, and how far it computes before that t.
 
     Args:
-        stored_blocks: how many of its first full blocks are stored; None: all. A block that a
-            source does not hold counts as held.
+        stored_blocks: how many of its first full blocks are stored; None: all. Every store counts
+            as having all of them, whatever `StoreLink.holds` says.
     """
     blocks = prompt_tokens // block_tokens
-    held = blocks if stored_blocks is None else min(stored_blocks, blocks)
-    stored = min(held * block_tokens, prompt_tokens - 1)
+    count = blocks if stored_blocks is None else min(stored_blocks, blocks)
+    stored = min(count * block_tokens, prompt_tokens - 1)
     device = _Device(machine, prompt_tokens, chunk_tokens)
     early = 1 - 1 / machine.layers if machine.others is None else 0.0
 

@@ -119,7 +119,7 @@ class Machine:
     """The true costs of one server.
 
     Attributes:
-        load, link: of its first source; `further` sources are read at the same time.
+        load, link: of its first store; `further` stores are read at the same time.
         noise: `(step)` is a factor on the time of the step of that number.
         others: `(step)` is how many tokens of the step's budget other users take. The device is
             never idle then: it steps for them while the simulated prompts wait. None: the device

@@ -405,7 +405,7 @@ class SimulatedServer:
         )
 
     def _feed(self) -> None:
-        """Every idle link begins the most urgent block of its source."""
+        """Every idle link begins the most urgent block of its store."""
         now = self._clock.now
         for number, (store_link, carried) in enumerate(self._links):
             if carried:
