@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, View
 

@@ -8,7 +8,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.scheduler.prefill_adder import (
     AS_SGLANG,
     OverlapLastStep,

@@ -9,7 +9,7 @@ from kv_pools import as_bytes, buffers_of, load_of, mha, scramble
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kv_pools import Staging, allocator_of, as_bytes, buffers_of, load_of, mha, scramble
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord

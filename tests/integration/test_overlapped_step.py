@@ -20,7 +20,7 @@ from kv_pools import as_bytes, buffers_of
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows

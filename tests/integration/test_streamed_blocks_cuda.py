@@ -11,7 +11,7 @@ from fake_cuda import FakeCuda, install
 from test_runahead_cuda import LAYERS, Rows, Worker, truth
 
 from sglang_cake.core.errors import OverlapError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
 from sglang_cake.integration.overlap.overlapped_step import StreamedBlock, StreamedBlocks
 from sglang_cake.loading.loader import BlockRead

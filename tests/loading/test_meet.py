@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import PromptCosts, LoadCost, PrefillCost
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
 from sglang_cake.loading.planner import LoadProgress, StepPlan, next_step

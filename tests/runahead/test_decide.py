@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState, Meet, View
 from sglang_cake.loading.planner import LoadProgress

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.loader import StagedBlock

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 
 
 def cut_batch(batch: Any, start: int, stop: int) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
