@@ -83,7 +83,7 @@ def allocator_of(pool: Any, page: int) -> Any:
     return PagedTokenToKVPoolAllocator(pool.size, page, pool.dtype, "cpu", pool, need_sort=False)
 
 
-def load_of(
+def record_of(
     blocks: int,
     *,
     block: int,
@@ -127,13 +127,13 @@ class Staging:
     def __post_init__(self) -> None:
         self.pool = BufferPool(64, self.kv.new_buffer)
 
-    def land(self, load: PromptRecord, block: int) -> bytes:
+    def land(self, record: PromptRecord, block: int) -> bytes:
         """`block` is in host memory, wanted; returns its bytes."""
         buffer = self.pool.take()
         assert isinstance(buffer, HostBuffer)
         generator = torch.Generator().manual_seed(block)
         size = len(buffer.tensor)
         buffer.tensor.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
-        assert load.meet.landed(block)
-        load.memory.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
+        assert record.meet.landed(block)
+        record.memory.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
         return bytes(buffer.view)
