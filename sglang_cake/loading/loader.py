@@ -112,7 +112,7 @@ class LoaderStats:
     staged_blocks: int
 
 
-# ---- the state of one prompt, and of one read ----
+# ---- the state of one read, and of one prompt ----
 
 
 class BlockRead:
@@ -219,10 +219,10 @@ class BlockRead:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The loader's view of a prompt.
+    """What the loader is asked for one prompt: to look its blocks up, and to read them.
 
     Attributes:
-        load_id: names this load, never another one.
+        load_id: names this request, never another one.
         tokens: 'q'; the loader only reads it.
         blocks: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
