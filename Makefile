@@ -1,7 +1,7 @@
 # `make demo` on a fresh machine sets everything up and shows what the package does.
 #   make demo MODEL=/path/to/model ARGS="--repeats 5"
 #   make demo MODEL=smollm2        a trained model that answers a question
-#   make test ARGS="tests/simulator/test_ideal.py"
+#   make test ARGS="tests/simulator/test_ideal_ttft.py"
 #   make test ARGS="-n 0"    in one process, as a debugger wants it
 .PHONY: setup setup-tests smollm2 test lint demo bench docs clean
 .DEFAULT_GOAL := demo

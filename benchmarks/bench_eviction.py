@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.eviction_cells import BY_SHAPE, CAPACITIES, TRACES, VARIANTS, Cell, run_cell
 from benchmarks.facts import RESULTS, header, shown, write
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.simulator.replay import SHAPES
+from sglang_cake.simulator.eviction_replay import SHAPES
 from sglang_cake.stores.eviction import POLICIES, AccessContext
 from sglang_cake.stores.eviction.policy import ADMIT_ALL
 from sglang_cake.stores.eviction.reuse_policies import ReusePolicy

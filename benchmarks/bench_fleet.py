@@ -19,7 +19,7 @@ from sglang_cake.cli.store_tables import table
 from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Clock, Hub, Machine
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.simulator.simulated_server import Prompt, Server
+from sglang_cake.simulator.simulated_server import Prompt, SimulatedServer
 
 ARMS = {"compute": "compute", "load": "load", "cake": "auto"}
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -39,7 +39,7 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
     clock, hub, results = Clock(), Hub(links), []
     for number in range(servers):
         machine = Machine(cost, load_cost(shape.kv_bytes(1), LINK, BLOCK), hub=hub)
-        server = Server(
+        server = SimulatedServer(
             machine,
             clock,
             chunk_tokens=CHUNK,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import facts, kvr_figures
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.chain import (
     Link,
     Worker,

@@ -39,7 +39,7 @@ from benchmarks import facts, servers, stats
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import Progress
 from sglang_cake.cli.store_tables import table
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
 from sglang_cake.runahead.chain import traffic_tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.eviction_cells import CAPACITIES, TRACES, VARIANTS
 from benchmarks.facts import REPORTS, RESULTS, ROOT
-from sglang_cake.simulator.replay import SHAPES
+from sglang_cake.simulator.eviction_replay import SHAPES
 from sglang_cake.stores.eviction import POLICIES
 
 Row = dict[str, Any]

@@ -17,13 +17,13 @@ import torch
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.loader import Fetched, Found, LoaderEvent
+from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -58,7 +58,7 @@ class _Loader:
         self.load_id = prompt.load_id
 
     def fence(self, load_id: str, block: int) -> None: ...
-    def load_from(self, load_id: str, block: int | None) -> None: ...
+    def set_load_from(self, load_id: str, block: int | None) -> None: ...
     def order(self, load_ids: Any) -> None: ...
     def end(self, load_id: str) -> None: ...
 
@@ -67,30 +67,30 @@ class _DeviceSlots:
     """Slots without a device."""
 
     block_bytes = 1
-    held_tokens = 0
+    placed_tokens = 0
 
     def release_copied(self) -> None: ...
 
-    def stage(self, load: PromptLoad, block: int, staged: Any) -> None:
-        load.landed.staged[block] = staged
+    def stage(self, record: PromptRecord, block: int, staged: Any) -> None:
+        record.memory.staged[block] = staged
 
-    def refuse(self, load: PromptLoad, staged: Any, reason: str) -> None: ...
+    def refuse(self, record: PromptRecord, staged: Any, reason: str) -> None: ...
 
-    def place(self, load: PromptLoad, blocks: Any) -> bool:
+    def place(self, record: PromptRecord, blocks: Any) -> bool:
         for block in blocks:
-            if load.landed.staged.pop(block, None) is not None:
-                load.landed.slots[block] = torch.empty(0)
+            if record.memory.staged.pop(block, None) is not None:
+                record.memory.slots[block] = torch.empty(0)
         return True
 
-    def take(self, load: PromptLoad, span: Any) -> torch.Tensor:
+    def take(self, record: PromptRecord, span: Any) -> torch.Tensor:
         for block in range(span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)):
-            load.landed.slots.pop(block)
+            record.memory.slots.pop(block)
         return torch.empty(0)
 
-    def discard(self, load: PromptLoad, blocks: Any, reason: str) -> None:
+    def discard(self, record: PromptRecord, blocks: Any, reason: str) -> None:
         for block in list(blocks):
-            load.landed.staged.pop(block, None)
-            load.landed.slots.pop(block, None)
+            record.memory.staged.pop(block, None)
+            record.memory.slots.pop(block, None)
 
 
 def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[dict[str, float]]:
@@ -100,7 +100,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     req = _request(prompt_tokens)
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.news.append(Found(loader.load_id, (True,) * blocks))
+    loader.news.append(LookedUp(loader.load_id, (True,) * blocks))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:

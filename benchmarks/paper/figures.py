@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.paper import codecs, costs, traces
 from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, K, Setting
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.planner import Progress, next_step
+from sglang_cake.loading.planner import LoadProgress, next_step
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Knowledge
 from sglang_cake.simulator.simulated_server import simulate_prompt
@@ -137,7 +137,7 @@ def _decisions_s() -> list[float]:
             mode="auto",
             chunk_tokens=CHUNK,
             costs=costs_known,
-            progress=Progress(begun=True),
+            progress=LoadProgress(begun=True),
         )
         meet.claim(step.stop)
         last -= 1

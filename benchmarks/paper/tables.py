@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.paper import costs
 from benchmarks.paper.costs import PRINTED, Setting
 from sglang_cake.loading.meet import View
-from sglang_cake.loading.planner import Step, island_start
+from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
@@ -41,10 +41,10 @@ def cells(table: str) -> tuple[Cell, ...]:
     return tuple(found)
 
 
-def whole_chunks(view: View, *, chunk_tokens: int, **_: object) -> Step:
+def whole_chunks(view: View, *, chunk_tokens: int, **_: object) -> StepPlan:
     """The rule of the paper (Cake, Algorithm 1): compute chunk after chunk until what is loaded
     from the other end is met."""
-    return Step(min(view.front + chunk_tokens, view.prompt_tokens, island_start(view)))
+    return StepPlan(min(view.front + chunk_tokens, view.prompt_tokens, island_start(view)))
 
 
 def _cell(setting: Setting, printed: Cell) -> Cell:

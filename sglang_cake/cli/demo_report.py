@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sglang_cake.cli.plots import TracedRequest, plot_meet
 from sglang_cake.demo.event_trace import RequestTrace, read_event_trace
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.simulator.ideal import ComputeCurve, Ideal, ideal_meet
+from sglang_cake.simulator.ideal_ttft import ComputeCurve, Ideal, ideal_meet
 
 # Equal runs on a quiet machine differ by a few percent. With a larger spread the arms, which run
 # one after the other, cannot be compared.

@@ -16,7 +16,7 @@ from sglang_cake.simulator.hardware import (
     load_cost,
     prefill_cost,
 )
-from sglang_cake.simulator.machine import Machine, Source
+from sglang_cake.simulator.machine import Machine, StoreLink
 from sglang_cake.simulator.shapes import MODELS, Shape, find_shape
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
@@ -149,7 +149,7 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         cost,
         loads[0],
         others=(lambda step: other_tokens) if other_tokens else None,
-        further=tuple(Source(load) for load in loads[1:]),
+        further=tuple(StoreLink(load) for load in loads[1:]),
         layers=shape.layers if args.early_last_step else 1,
     )
     return ServerSpec(

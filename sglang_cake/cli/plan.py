@@ -174,7 +174,7 @@ def _because(server: ServerSpec, rows: list[dict[str, Any]]) -> str:
 
 
 def _bandwidth_for(server: ServerSpec, tokens: int, gain: float) -> float | None:
-    """Bytes per second of the first source at which Cake is `gain` times faster than computing."""
+    """Bytes per second of the first store at which Cake is `gain` times faster than computing."""
     block_bytes = server.block_tokens * server.kv_bytes_per_token
     load = server.machine.load
 

@@ -26,7 +26,7 @@ from typing import Any
 from sglang_cake.cli.store_tables import table
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.search import Journal, Searched, grid_search
 from sglang_cake.runahead.table import load_table, save_table

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "step": server.machine.prefill.fixed_s,
             "token": server.machine.prefill.token_s,
             "pair": server.machine.prefill.pair_s,
-            "block": [source.load.block_s for source in server.machine.sources],
+            "block": [link.load.block_s for link in server.machine.store_links],
         },
         "kv_bytes_per_token": round(server.kv_bytes_per_token),
         "prompts": prompts,

@@ -12,11 +12,11 @@ from typing import Any
 
 from sglang_cake.cli.store_tables import count_text, table
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.simulator.replay import (
+from sglang_cake.simulator.eviction_replay import (
     SHAPES,
     BeladyPolicy,
-    Outcome,
     Replay,
+    ReplayCounts,
     SavedTime,
     seconds_bound,
 )
@@ -115,8 +115,8 @@ class ReplayResult:
     policy: str
     capacity_blocks: int
     shape: str
-    outcome: Outcome
-    optimum: Outcome
+    outcome: ReplayCounts
+    optimum: ReplayCounts
     bound_s: float
 
     def fields(self) -> dict[str, object]:
@@ -148,7 +148,7 @@ def _replay(
     capacity_blocks: int,
     args: argparse.Namespace,
     clock: SavedTime,
-) -> Outcome:
+) -> ReplayCounts:
     """Args:
     policy_name: key of POLICIES; None: the offline optimum, which admits every block.
     """

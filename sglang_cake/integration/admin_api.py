@@ -39,7 +39,7 @@ class _EndpointState:
     """The answer to a GET. A process runs one server."""
 
     store: str | None = None
-    attached = True
+    store_attached = True
 
 
 def _add_route(*args: Any, **kwargs: Any) -> None:
@@ -68,16 +68,16 @@ async def _serve(request: "Request") -> "Response":
             await asyncio.to_thread(_check, store)
             await _change_store(manager, store)
             _EndpointState.store = store
-            _EndpointState.attached = True
+            _EndpointState.store_attached = True
         elif request.method == "DELETE":
             await _change_store(manager, None)
-            _EndpointState.attached = False
+            _EndpointState.store_attached = False
     except CakeError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     except Exception as error:
         BOUNDARY.failed(PATH, error)
         return JSONResponse({"error": "cake failed; see the server's log"}, status_code=500)
-    return JSONResponse({"attached": _EndpointState.attached, "store": _EndpointState.store})
+    return JSONResponse({"attached": _EndpointState.store_attached, "store": _EndpointState.store})
 
 
 async def _body(request: "Request") -> bytes:

@@ -97,7 +97,7 @@ class Boundary:
         self._counter: FailureCounter | None = None
         self._logged: set[tuple[str, type]] = set()
 
-    def attach(self, handler: FailureHandler, counter: FailureCounter | None) -> None:
+    def set_handler(self, handler: FailureHandler, counter: FailureCounter | None) -> None:
         """From now on `handler` handles failures, and `counter` publishes them."""
         self.health = Health()
         self._handler = handler

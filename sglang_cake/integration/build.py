@@ -39,7 +39,7 @@ from sglang_cake.integration.metrics import (
     scheduler_labels,
 )
 from sglang_cake.integration.overlap import forward_hook
-from sglang_cake.integration.overlap.overlapped_step import OverlappedStep
+from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.runahead import runahead_setup
@@ -62,7 +62,7 @@ from sglang_cake.writeback.block_writer import Writer
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from sglang_cake.integration.runahead.runahead_owner import Runahead
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
@@ -87,7 +87,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     tree.service = service
     _join_forwards(ctx, tree, service, config)
     labels = scheduler_labels(ctx)
-    BOUNDARY.attach(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
+    BOUNDARY.set_handler(tree, None if labels is None else FailureMetrics(labels, BOUNDARY.hooks))
     return tree
 
 
@@ -118,7 +118,7 @@ def _join_forwards(
         service.runahead = runahead_setup.start(ctx, service, config, setting, rows, gate)
         tree.runahead = service.runahead
     if overlaps and not on_device:
-        tree.overlapped_step = OverlappedStep(
+        tree.overlap_runner = OverlapRunner(
             service.coordinator,
             service.loader,
             service.device_slots,
@@ -126,7 +126,7 @@ def _join_forwards(
             gate,
             service.counters,
         )
-        service.step_costs.overlap = 1 - 1 / rows.layers
+        service.step_costs.overlap_share = 1 - 1 / rows.layers
 
 
 class CakeService:
@@ -235,7 +235,7 @@ class CakeService:
             logger.info("cake: KV of the old weights is left; nothing is stored until /flush_cache")
         self.identity.weights_changed(files, load_format, version)
 
-    def attach(self, setting: str) -> None:
+    def attach_store(self, setting: str) -> None:
         """From now on new requests use another store. Requests that are being loaded use the old
         store until its pending writes are done, and are computed from then on. The server need not
         be idle.
@@ -244,15 +244,15 @@ class CakeService:
         """
         sources_of_setting(setting, self._config.eviction_policy)
         self.setting = setting
-        self.coordinator.detached = False
+        self.coordinator.store_detached = False
         if self._namespace is not None:
             self._use(self._open(self._namespace))
         self._recall_costs()
         logger.info("cake: store %s attached", redacted(setting))
 
-    def detach(self) -> None:
+    def detach_store(self) -> None:
         """From now on no block is loaded and no block is stored."""
-        self.coordinator.detached = True
+        self.coordinator.store_detached = True
         self._use(None)
         logger.info("cake: store detached")
 
@@ -261,7 +261,7 @@ class CakeService:
         self._namespace = namespace
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
-        if not self.coordinator.detached:
+        if not self.coordinator.store_detached:
             self._use(self._open(namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
                 self._io.post(self._open_now)

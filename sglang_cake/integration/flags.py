@@ -4,10 +4,15 @@ A setting is checked twice, both times in the launching process and before anyth
 
 - when it is given, in `from_cli_args` or in the keywords of `Engine`;
 - in `resolve_once`, together with SGLang's resolved settings and the model's configuration.
+
+The launching process hands the settings to its children through the environment. A process may
+build several engines, one after the other. So the variables written for one engine are removed
+before the next is configured, and never count as the user's.
 """
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,10 +21,18 @@ from typing import Any, NoReturn
 import msgspec
 
 from sglang_cake.core.codec_names import check_installed
-from sglang_cake.core.config import NAMES, CakeConfig, as_flag, help_of, resolve
+from sglang_cake.core.config import (
+    ENABLED_ENV,
+    ENVIRONMENT_PREFIX,
+    NAMES,
+    CakeConfig,
+    as_flag,
+    help_of,
+    resolve,
+    to_environment,
+)
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.integration import admin_api, compat, response_hooks
-from sglang_cake.integration.env_config import environment_of_user, hand_over, withdraw
+from sglang_cake.integration import admin_api, compat, response_stats
 from sglang_cake.integration.support_matrix import (
     ModelTraits,
     unsupported,
@@ -33,6 +46,8 @@ BACKEND = "cake"
 
 _SETTINGS_FILE = "config"  # `--cake-config` names a file with settings
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
+# Variables that are handed over now -> (the value written, the user's value or None).
+_written: dict[str, tuple[str, str | None]] = {}
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -104,17 +119,22 @@ def resolve_once(original: Any, record: Any) -> None:
             _refuse(_reason_when_resolved(record))
             _set(record, "_cake_checked", True)
     except ConfigError as error:
-        withdraw()
+        _withdraw()
         if getattr(record, "_cake_on_cli", False):
             _exit(error)
         raise
     config = _config_of(record)
     if config is None:
-        withdraw()
+        _withdraw()
     else:
-        hand_over(config)
-        response_hooks.install()
+        _hand_over(config)
+        response_stats.install_meta_info()
         admin_api.install(config)
+
+
+def is_handed_over() -> bool:
+    """Whether this process is the child of a launcher that enabled cake."""
+    return os.environ.get(ENABLED_ENV) == "1"
 
 
 def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
@@ -122,7 +142,7 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
     spell = as_flag if on_cli else _as_keyword
     switch = "--enable-cake" if on_cli else "enable_cake=True"
     if not enable and not _wants_cake(record):
-        withdraw()
+        _withdraw()
         if given:
             raise ConfigError(f"{spell(next(iter(given)))} has no effect without {switch}: add it")
         return record
@@ -135,7 +155,7 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
     file = given.pop(_SETTINGS_FILE, None)
     if file is not None and not isinstance(file, str):
         file = str(file)  # a Path, from Engine
-    config = resolve(given, environment_of_user(), file=file, spell=spell)
+    config = resolve(given, _environment_of_user(), file=file, spell=spell)
     _refuse(unsupported(record, None, config.block_tokens))
     check_installed(config.codec)
     _check_paths(config)
@@ -145,7 +165,7 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
         record.cuda_graph_backend_prefill = "disabled"  # a shared forward may end between layers
     _set(record, "_cake_config", config)
     _set(record, "_cake_on_cli", on_cli)
-    hand_over(config)
+    _hand_over(config)
     return record
 
 
@@ -224,3 +244,40 @@ def _shorten_errors(parser: argparse.ArgumentParser) -> None:
 def _exit(error: ConfigError) -> NoReturn:
     print(f"sglang-cake: error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2) from None
+
+
+# ---- settings for the children ----
+
+
+def _hand_over(config: CakeConfig) -> None:
+    """Write the variables that the children read. Replaces an earlier call in this process."""
+    _withdraw()
+    for variable, value in (to_environment(config) | {ENABLED_ENV: "1"}).items():
+        _written[variable] = (value, os.environ.get(variable))
+        os.environ[variable] = value
+
+
+def _withdraw() -> None:
+    """Undo `_hand_over`, so that a server without cake inherits nothing."""
+    for variable, (value, before) in _written.items():
+        if os.environ.get(variable) == value:  # else the user has changed it in the meantime
+            if before is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = before
+    _written.clear()
+    os.environ.pop(ENABLED_ENV, None)
+
+
+def _environment_of_user() -> dict[str, str]:
+    """The user's own variables of cake."""
+    environ = {
+        name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    for variable, (value, before) in _written.items():
+        if environ.get(variable) == value:
+            environ.pop(variable, None)
+            if before is not None:
+                environ[variable] = before
+    environ.pop(ENABLED_ENV, None)
+    return environ

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.core.counters import COUNTERS, Counters
-from sglang_cake.loading.cost_model import Costs
+from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.stores.base import Store, StoreStats, TierStats, events_of
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.tiers.tier import TierCounts
@@ -112,7 +112,7 @@ class Metrics:
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
         ).labels(**labels)
 
-    def publish(self, *, costs: Costs, step_overhead_s: float | None) -> None:
+    def publish(self, *, costs: PromptCosts, step_overhead_s: float | None) -> None:
         """Called once a step. Counters and gauges are published every PUBLISH_EVERY_S.
 
         Args: step_overhead_s: what cake added to the step; None if it had nothing to do.
@@ -147,7 +147,7 @@ class Metrics:
         error = min(1.0, abs(took_s - predicted_s) / took_s)
         self._ttft_error += NEWEST_ERROR_WEIGHT * (error - self._ttft_error)
 
-    def _publish_costs(self, costs: Costs) -> None:
+    def _publish_costs(self, costs: PromptCosts) -> None:
         prefill, load = costs.prefill, costs.load
         found = {
             "step": prefill.fixed_s,

@@ -9,7 +9,6 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import flags
 from sglang_cake.integration.boundary import register as register_hook
-from sglang_cake.integration.env_config import is_handed_over
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -29,11 +28,11 @@ def register() -> None:
     around(f"{_SERVER_ARGS}.from_cli_args", flags.from_cli_args)
     around(f"{_SERVER_ARGS}.resolve_once", flags.resolve_once)
     _accept_engine_keywords()
-    if is_handed_over():
+    if flags.is_handed_over():
         # Imported here since these imports are heavy, and a server without cake must not change.
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sglang_cake.integration import cached_tokens, response_hooks
+        from sglang_cake.integration import response_stats
         from sglang_cake.integration.identity import weight_hooks
         from sglang_cake.integration.overlap import forward_hook
         from sglang_cake.integration.scheduler import scheduler_hooks
@@ -41,9 +40,9 @@ def register() -> None:
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduler_hooks.install()
         weight_hooks.install()
-        response_hooks.install()
+        response_stats.install_meta_info()
         forward_hook.install()
-        cached_tokens.install()
+        response_stats.install_cached_tokens()
 
 
 def _build(ctx: "TreeCacheBuildContext") -> "BasePrefixCache":

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang_cake.core.config import CakeConfig
-from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import (
-    Costs,
     LoadCost,
     PrefillCost,
     PrefillFit,
+    PromptCosts,
     StepWork,
     work_of,
 )
 from sglang_cake.loading.loader import Loader
 from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.planner import Mode, Progress, is_overdue, look_ahead, should_load
+from sglang_cake.loading.planner import LoadProgress, Mode, is_overdue, look_ahead, should_load
 
 
 class StepTimer(Protocol):
@@ -64,7 +64,7 @@ class StepCosts:
     Attributes:
         pipelined: as given.
         agreed: the ranks' common cost of steps.
-        overlap: share of a last step that may run before the loads are over.
+        overlap_share: share of a last step that may run before the loads are over.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class StepCosts:
         self._decodes = 0  # requests that decode in steps that prefill
         self._agreed_busy_s = 0.0
         self.agreed = self._fit.cost
-        self.overlap = 0.0
+        self.overlap_share = 0.0
 
     # ---- measuring ----
 
     @property
-    def own(self) -> Costs:
+    def own(self) -> PromptCosts:
         """As measured by this rank."""
-        return Costs(self._fit.cost, self._loader.cost)
+        return PromptCosts(self._fit.cost, self._loader.cost)
 
     @property
     def measured(self) -> bool:
@@ -105,10 +105,10 @@ class StepCosts:
         self._loader.recall(loads)
         self.agreed = self._fit.cost
 
-    def agree(self, loads: Sequence[PromptLoad], consensus: RankConsensus) -> list[LoadUpdate]:
-        """The ranks' common updates of `loads`. Sets `agreed` as well."""
-        updates, self.agreed, self._agreed_busy_s = consensus.reach(
-            loads, self._fit.cost, self.busy_s
+    def agree(self, records: Sequence[PromptRecord], consensus: RankConsensus) -> list[LoadUpdate]:
+        """The ranks' common updates of `records`. Sets `agreed` as well."""
+        updates, self.agreed, self._agreed_busy_s = consensus.agree(
+            records, self._fit.cost, self.busy_s
         )
         return updates
 
@@ -160,20 +160,20 @@ class StepCosts:
 
     # ---- deciding ----
 
-    def costs(self, load: PromptLoad) -> Costs:
+    def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
-        costs = Costs(
+        costs = PromptCosts(
             self.agreed,
-            load.agreed.cost,
+            record.agreed.cost,
             backlog_s=self._agreed_busy_s,
             pipelined=self.pipelined,
-            overlap=self._overlap_of(load),
+            overlap_share=self._overlap_share_of(record),
         )
         return costs.beside(self._work)
 
     def should_load_at_arrival(
-        self, load: PromptLoad, config: CakeConfig, ahead: StepWork
+        self, record: PromptRecord, config: CakeConfig, ahead: StepWork
     ) -> Callable[[Sequence[bool], LoadCost], bool]:
         """A function that decides whether a new request's blocks are loaded at once. The I/O thread
         calls it with the stored blocks and what loading them costs.
@@ -181,8 +181,8 @@ class StepCosts:
         Args:
             ahead: what the device computes before this request.
         """
-        view = load.meet.view()
-        waiting = self._waiting(load, ahead, self.busy_s)
+        view = record.meet.view()
+        waiting = self._waiting(record, ahead, self.busy_s)
         chunk_tokens = self._waiting_chunk_tokens
 
         def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
@@ -191,29 +191,29 @@ class StepCosts:
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,
                 costs=replace(waiting, load=cost),
-                progress=Progress(),
+                progress=LoadProgress(),
             )
 
         return decide
 
-    def should_load(self, load: PromptLoad, mode: Mode, ahead: StepWork) -> bool:
+    def should_load(self, record: PromptRecord, mode: Mode, ahead: StepWork) -> bool:
         """The same decision for a request whose lookup is done, on what all ranks know."""
         return should_load(
-            load.meet.view(),
+            record.meet.view(),
             mode=mode,
             chunk_tokens=self._waiting_chunk_tokens,
-            costs=self._waiting(load, ahead, self._agreed_busy_s),
-            progress=load.progress,
+            costs=self._waiting(record, ahead, self._agreed_busy_s),
+            progress=record.progress,
         )
 
-    def blocks_ahead(self, load: PromptLoad) -> list[int]:
+    def blocks_ahead(self, record: PromptRecord) -> list[int]:
         """The blocks of the request that land next, the first one first: as many as the link brings
         in two steps. Slots that are reserved in one step can be written in the next."""
-        view = load.meet.view()
+        view = record.meet.view()
         step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
-        cost = load.agreed.cost
+        cost = record.agreed.cost
         count = cost.depth + math.ceil(2 * step_s / max(cost.block_s, 1e-6))
-        least = load.agreed.load_from
+        least = record.agreed.load_from
         if least is None:
             return []
         wanted = [
@@ -221,27 +221,29 @@ class StepCosts:
         ]
         return [block for block in reversed(wanted) if block >= least][:count]
 
-    def is_overdue(self, load: PromptLoad) -> bool:
+    def is_overdue(self, record: PromptRecord) -> bool:
         """Whether a block of the request should have landed by now."""
-        return is_overdue(load.meet.view(), self.costs(load), load.progress)
+        return is_overdue(record.meet.view(), self.costs(record), record.progress)
 
-    def remaining_s(self, load: PromptLoad) -> float:
+    def remaining_s(self, record: PromptRecord) -> float:
         """Predicted time to the end of the request's prefill."""
         return look_ahead(
-            load.meet.view(),
+            record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=Costs(self.agreed, load.agreed.cost, overlap=self._overlap_of(load)),
-            progress=load.progress,
+            costs=PromptCosts(
+                self.agreed, record.agreed.cost, overlap_share=self._overlap_share_of(record)
+            ),
+            progress=record.progress,
         ).best_s
 
-    def _waiting(self, load: PromptLoad, ahead: StepWork, busy_s: float) -> Costs:
+    def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
-        costs = Costs(
+        costs = PromptCosts(
             self.agreed,
-            load.agreed.cost,
+            record.agreed.cost,
             pipelined=self.pipelined,
-            overlap=self._overlap_of(load),
+            overlap_share=self._overlap_share_of(record),
         ).beside(StepWork(decodes=self._decodes))
         queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         return replace(costs, backlog_s=busy_s + queue_s)
@@ -250,5 +252,5 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def _overlap_of(self, load: PromptLoad) -> float:
-        return self.overlap if load.may_overlap else 0.0
+    def _overlap_share_of(self, record: PromptRecord) -> float:
+        return self.overlap_share if record.may_overlap else 0.0

@@ -53,7 +53,7 @@ class CostFile:
     def write(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> bool:
         """Replace the file. Returns False if that is not possible (a read-only home, a full disk).
 
-        Args: loads: by source. `read` does not return their depth, which is a setting.
+        Args: loads: by tier. `read` does not return their depth, which is a setting.
         """
         content = {
             "version": VERSION,

@@ -42,8 +42,8 @@ _UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0))
 # How far off the prior may be where nothing is known, as a share of the first step.
 _UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2))
 
-MOST_SOURCES = 8  # further ones count as the last of these
-# Costs measured longer ago are doubted. Otherwise a source that was slow, so that nothing is loaded
+MOST_TIERS = 8  # further ones count as the last of these
+# Costs measured longer ago are doubted. Otherwise a tier that was slow, so that nothing is loaded
 # from it, would never be known to be fast again.
 DOUBT_S = 60.0
 # A read may take so many times the measured time, and at least LEAST_LIMIT_S. Before anything was
@@ -245,7 +245,7 @@ class LoadCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class PromptCosts:
     """The costs that decisions about one prompt are made on.
 
     Attributes:
@@ -254,8 +254,8 @@ class Costs:
         backlog_s: device time of other requests before this prompt's next step: the rest of the
             step under way, and prompts that are served first.
         pipelined: steps are planned while the one before runs, so no step begins at once.
-        overlap: share of a prompt's last step that may run before its loads are over, which is that
-            of all layers but the first (docs/theory.md).
+        overlap_share: of a prompt's last step, the share that may run before its loads are over. It
+            is that of all layers but the first (docs/theory.md).
     """
 
     prefill: PrefillCost
@@ -263,9 +263,9 @@ class Costs:
     others_s: float = 0.0
     backlog_s: float = 0.0
     pipelined: bool = False
-    overlap: float = 0.0
+    overlap_share: float = 0.0
 
-    def beside(self, others: StepWork) -> "Costs":
+    def beside(self, others: StepWork) -> "PromptCosts":
         """The costs of a prompt in steps that do `others` as well."""
         others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
         return replace(self, prefill=self.prefill.beside(others), others_s=others_s)
@@ -318,8 +318,8 @@ class LoadFit:
         weight = _NEWEST_LATENCY if cost.copy_s else 1.0
         self.cost = replace(cost, copy_s=cost.copy_s + weight * (took_s - cost.copy_s))
 
-    def came(self, took_s: float) -> None:
-        """A block's bytes came in `took_s`, from the first one to the last; 0: not known."""
+    def received(self, took_s: float) -> None:
+        """A block's bytes arrived in `took_s`, from the first one to the last; 0: not known."""
         cost = self.cost
         weight = _NEWEST_LATENCY if cost.coming_s else 1.0
         self.cost = replace(cost, coming_s=cost.coming_s + weight * (took_s - cost.coming_s))
@@ -337,14 +337,14 @@ class LoadFit:
 
 
 class LoadFits:
-    """A `LoadFit` for each source of a store that reads from several. `now_s` is of any steady
+    """A `LoadFit` for each tier of a store that reads from several. `now_s` is of any steady
     clock.
 
-    A block is charged to its source with the time since the previous block from any source. So
-    sources that are read in parallel share the elapsed time, and none of it counts twice.
+    A block is charged to its tier with the time since the previous block from any tier. So
+    tiers that are read in parallel share the elapsed time, and none of it counts twice.
 
     Args:
-        prior: cost of every source that nothing was read from yet.
+        prior: cost of every tier that nothing was read from yet.
         least_limit_s: every read may take that long.
     """
 
@@ -352,45 +352,45 @@ class LoadFits:
         self._prior = prior
         self._least_limit_s = least_limit_s
         self._fits = [LoadFit(prior)]
-        self._used_s = [-math.inf]  # by source, when a block came from it last
+        self._used_s = [-math.inf]  # by tier, when a block arrived from it last
         self._newest = self._fits[0]
 
     @property
     def newest(self) -> LoadCost:
-        """The cost of the source that was read last."""
+        """The cost of the tier that was read last."""
         return self._newest.cost
 
     @property
     def all(self) -> list[LoadCost | None]:
-        """The costs by source; None: not known."""
+        """The costs by tier; None: not known."""
         return [fit.cost if fit.measured else None for fit in self._fits]
 
-    def is_new(self, source: int) -> bool:
-        """Whether nothing was measured of the source."""
-        return not self._fits[self._index(source)].measured
+    def is_new(self, tier: int) -> bool:
+        """Whether nothing was measured of the tier."""
+        return not self._fits[self._index(tier)].measured
 
     def recall(self, costs: Sequence[LoadCost | None], now_s: float) -> None:
         """The costs that an earlier process learned (`all`) replace the prior."""
-        for source, cost in enumerate(costs[:MOST_SOURCES]):
+        for tier, cost in enumerate(costs[:MOST_TIERS]):
             if cost is not None:
-                self._used(source, now_s).recall(cost)
+                self._used(tier, now_s).recall(cost)
 
     def fetched(
-        self, source: int, took_s: float, now_s: float, *, first: bool, came_s: float = 0.0
+        self, tier: int, took_s: float, now_s: float, *, first: bool, coming_s: float = 0.0
     ) -> None:
-        """As `LoadFit.fetched` and `LoadFit.came`, of a block of `source`."""
-        self._newest = self._used(source, now_s)
+        """As `LoadFit.fetched` and `LoadFit.received`, of a block of `tier`."""
+        self._newest = self._used(tier, now_s)
         self._newest.fetched(took_s, first=first)
-        self._newest.came(came_s)
+        self._newest.received(coming_s)
 
     def copied(self, took_s: float) -> None:
-        """As `LoadFit.copied`, for every source: a copy does not know its block's source."""
+        """As `LoadFit.copied`, for every tier: a copy does not know its block's tier."""
         for fit in self._fits:
             fit.copied(took_s)
 
     def of(self, blocks: Mapping[int, int], now_s: float) -> LoadCost:
-        """The cost of an average block, given the number of blocks by source; without blocks, that
-        of the newest source. A source that was not read for DOUBT_S counts with its best time."""
+        """The cost of an average block, given the number of blocks by tier; without blocks, that
+        of the newest tier. A tier that was not read for DOUBT_S counts with its best time."""
         total = sum(blocks.values())
         if not total:
             return self.newest
@@ -405,30 +405,30 @@ class LoadFits:
         latency_s, block_s, copy_s, error, coming_s, _ = means
         return LoadCost(latency_s, block_s, copy_s, error, coming_s, self._prior.depth)
 
-    def limit_s(self, source: int, now_s: float) -> float:
-        """How long a read from a source may take, with all reads that share the link with it."""
-        if self.is_new(source):
+    def limit_s(self, tier: int, now_s: float) -> float:
+        """How long a read from a tier may take, with all reads that share the link with it."""
+        if self.is_new(tier):
             return FIRST_LIMIT_S
-        cost = self._cost(source, now_s)
+        cost = self._cost(tier, now_s)
         return max(self._least_limit_s, LIMIT_TIMES * (cost.latency_s + cost.depth * cost.block_s))
 
-    def _cost(self, source: int, now_s: float) -> LoadCost:
-        source = self._index(source)
-        fit = self._fits[source]
-        return fit.best if now_s - self._used_s[source] > DOUBT_S else fit.cost
+    def _cost(self, tier: int, now_s: float) -> LoadCost:
+        tier = self._index(tier)
+        fit = self._fits[tier]
+        return fit.best if now_s - self._used_s[tier] > DOUBT_S else fit.cost
 
-    def _used(self, source: int, now_s: float) -> LoadFit:
-        source = self._index(source)
-        self._used_s[source] = now_s
-        return self._fits[source]
+    def _used(self, tier: int, now_s: float) -> LoadFit:
+        tier = self._index(tier)
+        self._used_s[tier] = now_s
+        return self._fits[tier]
 
-    def _index(self, source: int) -> int:
-        """The index of the source; a new source gets an index."""
-        source = min(source, MOST_SOURCES - 1)
-        while len(self._fits) <= source:
+    def _index(self, tier: int) -> int:
+        """The index of the tier; a new tier gets an index."""
+        tier = min(tier, MOST_TIERS - 1)
+        while len(self._fits) <= tier:
             self._fits.append(LoadFit(self._prior))
             self._used_s.append(-math.inf)
-        return source
+        return tier
 
 
 def _vector(cost: PrefillCost) -> Matrix:

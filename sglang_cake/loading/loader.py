@@ -1,9 +1,9 @@
 """Reads stored blocks into host memory, last block first, for all prompts over one link.
 
-The scheduler thread says which prompts want which blocks (`begin`, `load_from`), which blocks are
-computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on without
-being asked again, so the link stays busy while the scheduler thread is in a prefill step. Events
-come back through `drain`.
+The scheduler thread says which prompts want which blocks (`begin`, `set_load_from`), which blocks
+are computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on
+without being asked again, so the link stays busy while the scheduler thread is in a prefill step.
+Events come back through `drain`.
 """
 
 import asyncio
@@ -23,8 +23,7 @@ from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
-from sglang_cake.loading.reading import Reading
-from sglang_cake.stores.base import Store, report_access, sources_of
+from sglang_cake.stores.base import Store, report_access, tiers_of
 from sglang_cake.stores.request_info import RequestFacts
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class StagedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookedUp:
     """The lookup has answered: which of a prompt's full blocks are stored."""
 
     load_id: str
@@ -101,7 +100,7 @@ class Lost:
     reason: str
 
 
-LoaderEvent = Found | Fetched | Lost
+LoaderEvent = LookedUp | Fetched | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +112,122 @@ class LoaderStats:
     staged_blocks: int
 
 
-# ---- the state of one prompt, and of one read ----
+# ---- the state of one read, and of one prompt ----
+
+
+class BlockRead:
+    """The read of one block, for a thread that uses its first bytes before the rest. Thread-safe:
+    the store reports how far it is, the loader when it is over, and one other thread waits.
+
+    Bytes are not checked until all have arrived. A thread that uses them before must wait for the
+    end of the read, and must be able to undo what it did with them.
+    """
+
+    def __init__(self, buffer: Buffer, changed: threading.Condition | None = None) -> None:
+        """
+        Args:
+            buffer: filled by the read, from its start. Its bytes are valid after
+                `end(whole=True)`; after `end(whole=False)` the buffer belongs to another read.
+            changed: guards the state, and is notified of its changes.
+        """
+        self.buffer = buffer
+        self._changed = threading.Condition() if changed is None else changed
+        self._bytes = 0
+        self._starts = 0  # how often the read started from its first byte
+        self._begun_s = 0.0  # when it did last
+        self._used: int | None = None  # the start whose bytes were used
+        self._whole: bool | None = None  # None: under way
+
+    def received(self, count: int) -> None:
+        """`count` leading bytes have arrived, unchecked (a `TellBytes`). 0: the read starts."""
+        with self._changed:
+            if count == 0:
+                self._starts += 1
+                self._begun_s = time.monotonic()
+            self._bytes = count
+            self._changed.notify_all()
+
+    def end(self, *, whole: bool) -> None:
+        """The read is over. Args: whole: all bytes have arrived and passed the check."""
+        with self._changed:
+            self._whole = whole
+            self._changed.notify_all()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the read is under way, and the store reports its progress."""
+        with self._changed:
+            return self._starts > 0 and self._whole is None
+
+    @property
+    def missing_share(self) -> float:
+        """The share of the bytes that has not arrived."""
+        with self._changed:
+            return 0.0 if self._whole else 1 - self._bytes / len(self.buffer.view)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the read has ended, well or not."""
+        with self._changed:
+            return self._whole is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes have arrived and passed the check."""
+        with self._changed:
+            return self._whole is True
+
+    def coming_s(self) -> float:
+        """Time since the first byte arrived; 0 if the store does not report its progress."""
+        with self._changed:
+            return time.monotonic() - self._begun_s if self._starts else 0.0
+
+    def has(self, count: int) -> bool:
+        """Whether `count` leading bytes have arrived."""
+        with self._changed:
+            return self._has(count)
+
+    def wait(self, count: int, until_s: float) -> bool:
+        """Block until `count` leading bytes have arrived, which the caller uses at once. Returns
+        False if the read failed, if it restarted after bytes had been used, or at `until_s`
+        (monotonic).
+        """
+        with self._changed:
+            while not self._has(count) and self._whole is None and self._tick(until_s):
+                pass
+            return self._has(count) and self._use()
+
+    def wait_whole(self, until_s: float) -> bool:
+        """Block until the read is over. Returns whether all bytes passed the check, and all bytes
+        that had been used are among them. False also at `until_s` (monotonic)."""
+        with self._changed:
+            while self._whole is None and self._tick(until_s):
+                pass
+            return self._whole is True and self._use()
+
+    def _tick(self, until_s: float) -> bool:
+        return self._changed.wait(until_s - time.monotonic())
+
+    def _has(self, count: int) -> bool:
+        return self._whole is True or (self._whole is None and self._bytes >= count > 0)
+
+    def _use(self) -> bool:
+        if self._used is None:
+            self._used = self._starts
+        return self._used == self._starts
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """The loader's view of a prompt.
+class LoadRequest:
+    """What the loader is asked for one prompt: to look its blocks up, and to read them.
 
     Attributes:
-        load_id: names this load, never another one.
+        load_id: names this request, never another one.
         tokens: 'q'; the loader only reads it.
         blocks: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
         should_load: whether to load at once, given the stored blocks and the cost of loading them.
-            `load_from` changes that decision later.
+            `set_load_from` changes that decision later.
         facts: what the store is told about the request.
         arrived: called with each block whose checked bytes are in host memory, on the I/O thread
             and before its `Fetched`. It must be quick. To keep the block it becomes a holder.
@@ -152,47 +253,47 @@ class _PromptQueue:
         load_from: no read of a block below it is worth starting. Written by the scheduler thread
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes from the end.
-        sources: for each key, the source that the block will be read from.
-        ahead: blocks still to come, by source.
-        readings: reads under way, by block. Written by the I/O thread.
+        tiers: for each key, the tier that the block will be read from.
+        ahead: blocks that have not arrived, by tier.
+        reads: reads under way, by block. Written by the I/O thread.
     """
 
-    prompt: Prompt
+    request: LoadRequest
     store: Store
     cost: LoadCost
     keys: list[BlockKey] = field(default_factory=list)
     fence: int = 0
     load_from: int = 0
     todo: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
+    tiers: list[int] = field(default_factory=list)
     ahead: Counter[int] = field(default_factory=Counter)
-    readings: dict[int, Reading] = field(default_factory=dict)
+    reads: dict[int, BlockRead] = field(default_factory=dict)
 
     def count_ahead(self) -> None:
-        """Count `ahead` again. Blocks that are being read count until they have come."""
-        if len(self.ahead) > 1:  # with one source, the number of blocks makes no difference
+        """Count `ahead` again. Blocks that are being read count until they have arrived."""
+        if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
             first = bisect_left(self.todo, max(self.fence, self.load_from))
-            self.ahead = Counter(self.sources[b] for b in self.todo[first:]) or self.ahead
+            self.ahead = Counter(self.tiers[b] for b in self.todo[first:]) or self.ahead
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
+class _SharedRead:
     """One block being read, for every prompt that wants it."""
 
     key: BlockKey
     store: Store
-    reading: Reading
+    block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
 
     def join(self, queue: _PromptQueue, block: int) -> None:
         self.waiters.append((queue, block))
-        queue.readings[block] = self.reading
+        queue.reads[block] = self.block_read
 
     def end(self, *, whole: bool) -> None:
         for queue, block in self.waiters:
-            queue.readings.pop(block, None)
-        self.reading.end(whole=whole)
+            queue.reads.pop(block, None)
+        self.block_read.end(whole=whole)
 
 
 class Loader:
@@ -225,7 +326,7 @@ class Loader:
         self._gate = threading.Lock()  # makes "fenced" and "being read" exclude each other
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
-        self._reads: dict[BlockKey, _Read] = {}
+        self._reads: dict[BlockKey, _SharedRead] = {}
         self._staged: dict[BlockKey, StagedBlock] = {}
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._closed = False
@@ -236,21 +337,21 @@ class Loader:
 
     # ---- scheduler thread ----
 
-    def begin(self, prompt: Prompt) -> None:
-        """Look the prompt up (answered by a Found) and load it at once, if it should be."""
+    def begin(self, request: LoadRequest) -> None:
+        """Look the prompt up (answered by a LookedUp) and load it at once, if it should be."""
         assert self._store is not None
-        queue = _PromptQueue(prompt, self._store, self.cost, fence=prompt.first_block)
-        self._by_id[prompt.load_id] = queue
+        queue = _PromptQueue(request, self._store, self.cost, fence=request.first_block)
+        self._by_id[request.load_id] = queue
         self._io.post(self._open, queue)
 
     @property
     def cost(self) -> LoadCost:
-        """The cost of loads from the source that was read last, as measured. Any thread."""
+        """The cost of loads from the tier that was read last, as measured. Any thread."""
         return self._fits.newest
 
     @property
     def costs(self) -> list[LoadCost | None]:
-        """The costs of loads by source; None: not known. Any thread."""
+        """The costs of loads by tier; None: not known. Any thread."""
         return self._fits.all
 
     def cost_of(self, load_id: str) -> LoadCost:
@@ -259,7 +360,7 @@ class Loader:
         return self.cost if queue is None else queue.cost
 
     def recall(self, costs: Sequence[LoadCost | None]) -> None:
-        """Start from the costs that an earlier process measured, by source."""
+        """Start from the costs that an earlier process measured, by tier."""
         self._io.post(self._fits.recall, costs, time.monotonic())
 
     def copied(self, took_s: float) -> None:
@@ -274,13 +375,13 @@ class Loader:
                 queue.fence = block
             self._io.post(self._trim, queue)
 
-    def load_from(self, load_id: str, block: int | None) -> None:
+    def set_load_from(self, load_id: str, block: int | None) -> None:
         """Reads of blocks below `block` are not worth starting now: they will be computed before.
         None: no read is, and reads under way for this prompt alone end. No block is lost by it."""
         queue = self._by_id.get(load_id)
         if queue is None:
             return
-        least = queue.prompt.blocks if block is None else block
+        least = queue.request.blocks if block is None else block
         before = queue.load_from
         if least != before:
             queue.load_from = least
@@ -289,10 +390,10 @@ class Loader:
             elif block < before:
                 self._io.post(self._pump)
 
-    def under_way(self, load_id: str) -> dict[int, Reading]:
+    def under_way(self, load_id: str) -> dict[int, BlockRead]:
         """The prompt's reads that have begun and are not over, by block."""
         queue = self._by_id.get(load_id)
-        return {} if queue is None else queue.readings.copy()
+        return {} if queue is None else queue.reads.copy()
 
     def order(self, load_ids: Sequence[str]) -> None:
         """The link serves these prompts in this order; the first may use every buffer."""
@@ -336,29 +437,29 @@ class Loader:
         lookup.add_done_callback(_log_failure)
 
     async def _look_up(self, queue: _PromptQueue) -> None:
-        prompt = queue.prompt
-        keys = prompt.chain.of(prompt.tokens)
+        request = queue.request
+        keys = request.chain.of(request.tokens)
         queue.keys = keys
         try:
             stored = await queue.store.contains(keys)
-            queue.sources = sources_of(queue.store, keys)
+            queue.tiers = tiers_of(queue.store, keys)
         except Exception as error:
             if not isinstance(error, StoreError):
                 logger.exception("a store broke its contract; the prompt will be computed")
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
-        todo = [b for b in range(prompt.first_block, min(prompt.blocks, len(keys))) if stored[b]]
-        queue.ahead = Counter(queue.sources[block] for block in todo)
+        todo = [b for b in range(request.first_block, min(request.blocks, len(keys))) if stored[b]]
+        queue.ahead = Counter(queue.tiers[block] for block in todo)
         queue.cost = self._fits.of(queue.ahead, time.monotonic())
         if todo and queue in self._queues:
             queue.todo = todo
-            if not prompt.should_load(stored, queue.cost):
-                queue.load_from = prompt.blocks
-        self._outbox.append(Found(prompt.load_id, tuple(stored)))
+            if not request.should_load(stored, queue.cost):
+                queue.load_from = request.blocks
+        self._outbox.append(LookedUp(request.load_id, tuple(stored)))
         self._pump()
-        if prompt.facts is not None:
+        if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
-                await report_access(queue.store, keys, prompt.facts)
+                await report_access(queue.store, keys, request.facts)
 
     def _pump(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
@@ -380,14 +481,14 @@ class Loader:
         scarce = self._staging.free <= self._staging.capacity // 4
         for queue in self._queues:
             if queue.todo and queue.todo[-1] >= queue.load_from:
-                first = self._ranks.get(queue.prompt.load_id) == 0
+                first = self._ranks.get(queue.request.load_id) == 0
                 return queue if first or not scarce else None
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
-        self._ranks = {queue.prompt.load_id: rank for rank, queue in enumerate(queues)}
+        self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
         last = len(queues)
-        self._queues.sort(key=lambda queue: self._ranks.get(queue.prompt.load_id, last))
+        self._queues.sort(key=lambda queue: self._ranks.get(queue.request.load_id, last))
         self._pump()
 
     def _start(self, queue: _PromptQueue, block: int) -> bool:
@@ -404,14 +505,14 @@ class Loader:
         buffer = self._staging.take()
         if buffer is None:
             return False
-        read = _Read(key, queue.store, Reading(buffer))
+        read = _SharedRead(key, queue.store, BlockRead(buffer))
         read.join(queue, block)
         self._reads[key] = read
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
 
-    async def _fetch(self, read: _Read, buffer: Buffer) -> None:
+    async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
         with self._gate:
             wanted = any(block >= queue.fence for queue, block in read.waiters)
         if not wanted:  # fenced since the read was started
@@ -420,9 +521,9 @@ class Loader:
             return
         started_s = time.monotonic()
         try:
-            (source,) = sources_of(read.store, [read.key])
-            async with asyncio.timeout(self._fits.limit_s(source, started_s)):
-                await read.store.get_into(read.key, buffer.view, read.reading.came)
+            (tier,) = tiers_of(read.store, [read.key])
+            async with asyncio.timeout(self._fits.limit_s(tier, started_s)):
+                await read.store.get_into(read.key, buffer.view, read.block_read.received)
         except TimeoutError:
             self._give_up(read, buffer, reason=LATE)
         except asyncio.CancelledError:
@@ -436,28 +537,28 @@ class Loader:
             logger.exception("a store broke its contract; the block will be computed")
             self._give_up(read, buffer, reason="internal")
         else:
-            self._fetched(read, buffer, started_s, source)
+            self._fetched(read, buffer, started_s, tier)
         finally:
             self._retire(read)
 
-    def _done(self, read: _Read, buffer: Buffer, task: "asyncio.Task[None]") -> None:
+    def _done(self, read: _SharedRead, buffer: Buffer, task: "asyncio.Task[None]") -> None:
         # Not in `_fetch`, which a task that is cancelled at once never enters.
         if task.cancelled():
             self._give_up(read, buffer, reason=None)
         self._retire(read)
         self._pump()
 
-    def _fetched(self, read: _Read, buffer: Buffer, started_s: float, source: int) -> None:
+    def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
         now_s = time.monotonic()
         idle_s = started_s - self._last_fetched_s
         took_s = now_s - max(self._last_fetched_s, started_s)
         self._last_fetched_s = now_s
-        if self._fits.is_new(source):  # blocks of other sources came meanwhile: not its time alone
+        if self._fits.is_new(tier):  # blocks of other tiers arrived meanwhile: not its time alone
             took_s = max(took_s, (now_s - started_s) / self._depth)
         # A read that found the link idle for a while pays its latency.
-        idle = idle_s > 2 * self._fits.of({source: 1}, now_s).block_s + IDLE_S
-        came_s = read.reading.coming_s()
-        self._fits.fetched(source, took_s, now_s, first=idle, came_s=came_s)
+        idle = idle_s > 2 * self._fits.of({tier: 1}, now_s).block_s + IDLE_S
+        coming_s = read.block_read.coming_s()
+        self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
         for queue in self._queues:
             queue.count_ahead()
             queue.cost = self._fits.of(queue.ahead, now_s)
@@ -471,20 +572,20 @@ class Loader:
         read.end(whole=True)
 
     def _arrived(self, queue: _PromptQueue, block: int, staged: StagedBlock) -> None:
-        prompt = queue.prompt
-        if prompt.arrived is not None:
-            prompt.arrived(block, staged)
-        self._outbox.append(Fetched(prompt.load_id, block, staged, time.monotonic()))
+        request = queue.request
+        if request.arrived is not None:
+            request.arrived(block, staged)
+        self._outbox.append(Fetched(request.load_id, block, staged, time.monotonic()))
 
-    def _give_up(self, read: _Read, buffer: Buffer, reason: str | None) -> None:
+    def _give_up(self, read: _SharedRead, buffer: Buffer, reason: str | None) -> None:
         if reason is not None:
             self._counters.add("load_failures", label=reason)
             for queue, block in read.waiters:
                 lost = [block]
-                if reason == LATE:  # the source is stuck: all blocks now, not one after another
+                if reason == LATE:  # the tier is stuck: all blocks now, not one after another
                     lost += queue.todo
                     queue.todo = []
-                self._outbox.extend(Lost(queue.prompt.load_id, each, reason) for each in lost)
+                self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
         self._staging.give(buffer)
 
@@ -505,10 +606,10 @@ class Loader:
 
     def _pause(self, queue: _PromptQueue) -> None:
         """Stop all reads of a prompt; they may begin again."""
-        if queue.load_from >= queue.prompt.blocks:  # `load_from` may have changed since
-            for block in queue.readings:
+        if queue.load_from >= queue.request.blocks:  # `load_from` may have changed since
+            for block in queue.reads:
                 insort(queue.todo, block)
-            self._stop(queue, queue.prompt.blocks)
+            self._stop(queue, queue.request.blocks)
 
     def _trim(self, queue: _PromptQueue) -> None:
         """Stop reads of blocks that are computed."""
@@ -516,8 +617,8 @@ class Loader:
 
     def _stop(self, queue: _PromptQueue, below: int) -> None:
         """The prompt waits for no block below `below` any more."""
-        for block in [b for b in queue.readings if b < below]:
-            del queue.readings[block]
+        for block in [b for b in queue.reads if b < below]:
+            del queue.reads[block]
         for read in list(self._reads.values()):
             before = len(read.waiters)
             read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b >= below]
@@ -526,7 +627,7 @@ class Loader:
                 read.task.cancel()
         self._pump()
 
-    def _retire(self, read: _Read) -> None:
+    def _retire(self, read: _SharedRead) -> None:
         if self._reads.get(read.key) is read:
             del self._reads[read.key]
 
@@ -534,7 +635,7 @@ class Loader:
         self._queues.remove(queue)
         queue.todo.clear()
         with self._gate:
-            queue.fence = queue.prompt.blocks
+            queue.fence = queue.request.blocks
         self._trim(queue)
 
 

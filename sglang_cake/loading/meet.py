@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 
 
 class BlockState(IntEnum):

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_cake.core.spans import Span
-from sglang_cake.loading.cost_model import Costs, StepWork, work_of
+from sglang_cake.core.token_span import Span
+from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
@@ -46,13 +46,14 @@ _PAD = bytes(256 - len(BlockState))
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """How the loads of a prompt come on.
 
     Attributes:
         since_s: time since the last block landed, or since the link began to serve the prompt.
         begun: whether a block has landed.
-        load_from: as of the last `Step`: only blocks from this one on are read; None: no block is.
+        load_from: as of the last `StepPlan`: only blocks from this one on are read; None: no block
+            is.
     """
 
     since_s: float = 0.0
@@ -80,7 +81,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepPlan:
     """What to do now.
 
     Attributes:
@@ -97,7 +98,9 @@ class Step:
     overdue: bool = False
 
 
-def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progress) -> Outlook:
+def look_ahead(
+    view: View, *, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
+) -> Outlook:
     """Predict the three ways (docs/theory.md, B): C(x) = l (n - x), over block borders x.
 
     Args: chunk_tokens: the most that one step computes.
@@ -106,11 +109,11 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     now = view.states.translate(_PRESENT + _PAD)
     later = view.states.translate(_TO_BE_PRESENT + _PAD)
 
-    def compute_s(held: bytes, start: int, stop: int) -> float:
+    def compute_s(marked: bytes, start: int, stop: int) -> float:
         total = 0.0
         at = start
         while at < stop:
-            begin, end = _next_held(view, held, at)
+            begin, end = _next_run(view, marked, at)
             total += costs.prefill.span_s(at, min(begin, stop), chunk_tokens)
             at = end
         return total
@@ -152,7 +155,7 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
                 best = border
                 least_s = took_s
     # Blocks that are not stored are computed in any case.
-    meet_token = min(_next_held(view, later, token(best))[0], token(borders[-1]))
+    meet_token = min(_next_run(view, later, token(best))[0], token(borders[-1]))
     return Outlook(
         compute_s=ahead_s(view.prompt_tokens),
         load_s=both_s(0),
@@ -161,7 +164,9 @@ def look_ahead(view: View, *, chunk_tokens: int, costs: Costs, progress: Progres
     )
 
 
-def _overlap_gain(view: View, later: bytes, chunk_tokens: int, costs: Costs) -> tuple[int, float]:
+def _overlap_gain(
+    view: View, later: bytes, chunk_tokens: int, costs: PromptCosts
+) -> tuple[int, float]:
     """The gain of an overlapped last step: (border from which on all blocks up to that step are
     stored, seconds that it may begin before the loads are over). Without other requests the step
     begins while the last block is read."""
@@ -170,10 +175,10 @@ def _overlap_gain(view: View, later: bytes, chunk_tokens: int, costs: Costs) -> 
     if not stop or costs.others_s or view.prompt_tokens - end > chunk_tokens:
         return 0, 0.0
     last_s = costs.prefill.step_s(end, view.prompt_tokens)
-    return later.rfind(0, 0, stop) + 1, costs.overlap * min(costs.load.last_s, last_s)
+    return later.rfind(0, 0, stop) + 1, costs.overlap_share * min(costs.load.last_s, last_s)
 
 
-def _to_next_step_s(link_s: float, device_s: float, costs: Costs) -> float:
+def _to_next_step_s(link_s: float, device_s: float, costs: PromptCosts) -> float:
     """Time from the end of loads to the end of the step that the device computes then for other
     requests. The first such step began when the device had computed its part of this prompt."""
     if link_s <= device_s or not costs.others_s:
@@ -189,43 +194,43 @@ def next_step(
     *,
     mode: Mode,
     chunk_tokens: int,
-    costs: Costs,
-    progress: Progress,
-) -> Step:
+    costs: PromptCosts,
+    progress: LoadProgress,
+) -> StepPlan:
     """Decide the step that starts at the front, which touches no island.
 
     Args:
         chunk_tokens: the most that the scheduler would compute in this step.
     """
-    reach = min(view.front + chunk_tokens, view.prompt_tokens)
-    edge = min(reach, island_start(view))
+    furthest = min(view.front + chunk_tokens, view.prompt_tokens)
+    edge = min(furthest, island_start(view))
     if BlockState.WANTED not in view.states:
-        return Step(edge)
+        return StepPlan(edge)
     if mode == "load":
-        return Step(view.front, wait=True)
+        return StepPlan(view.front, wait=True)
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
-        return Step(edge, load_from=None, overdue=is_overdue(view, costs, progress))
+        return StepPlan(edge, load_from=None, overdue=is_overdue(view, costs, progress))
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
         if mode == "auto" and costs.prefill.guessed:
             # A guess that is too high would never be corrected if nothing was computed.
-            return Step(_one_block(edge, view), load_from=view.first)
+            return StepPlan(_one_block(edge, view), load_from=view.first)
         # The wait ends: if no block lands, `since_s` grows, and with it the predicted load, until
         # computing is predicted to be quicker.
-        return Step(view.front, wait=True, load_from=view.first)
+        return StepPlan(view.front, wait=True, load_from=view.first)
     return _towards(meet, edge, view, costs)
 
 
 def island_start(view: View) -> int:
     """The start of the first landed block right of the front, where a step must end; the end of the
     prompt if there is none."""
-    return _next_held(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
+    return _next_run(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
 
 
 def should_load(
-    view: View, *, mode: Mode, chunk_tokens: int, costs: Costs, progress: Progress
+    view: View, *, mode: Mode, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
 ) -> bool:
     """Whether the stored blocks of a prompt should be loaded while it waits in the queue.
 
@@ -248,13 +253,13 @@ def device_work(view: View, load_from: int | None) -> StepWork:
     return work_of(view.front, max(view.front, stop))
 
 
-def is_overdue(view: View, costs: Costs, progress: Progress) -> bool:
+def is_overdue(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
     """Whether a block of the prompt was predicted to land by now, and has not."""
     overdue = costs.load.is_overdue(progress.since_s, begun=progress.begun)
     return overdue and _is_asked(view, progress)
 
 
-def _is_asked(view: View, progress: Progress) -> bool:
+def _is_asked(view: View, progress: LoadProgress) -> bool:
     """Whether a block of the prompt is being read, or is next on the link."""
     load_from = progress.load_from
     if load_from is None:
@@ -265,9 +270,9 @@ def _is_asked(view: View, progress: Progress) -> bool:
 def overlap_span(
     view: View,
     *,
-    coming: Mapping[int, float],
+    missing_shares: Mapping[int, float],
     chunk_tokens: int,
-    costs: Costs,
+    costs: PromptCosts,
 ) -> Span | None:
     """The stored tokens, from the front on, that an overlapped last step would find loaded or on
     their way if it began now (docs/theory.md). None: it must wait, or there will be no such step.
@@ -281,7 +286,7 @@ def overlap_span(
     request wants the device.
 
     Args:
-        coming: blocks whose bytes are coming, and the share of each that is still to come.
+        missing_shares: for each block whose bytes are arriving, the share that has not arrived.
         chunk_tokens: the most that the step may compute.
     """
     there = (BlockState.LANDED, BlockState.WANTED)
@@ -291,19 +296,19 @@ def overlap_span(
     wanted = [view.first + i for i in range(count) if view.states[i] == BlockState.WANTED]
     stop = min((view.first + count) * view.block_tokens, view.limit)
     fits = stop > view.front and view.prompt_tokens - stop <= chunk_tokens
-    if not wanted or not fits or not all(block in coming for block in wanted):
+    if not wanted or not fits or not all(block in missing_shares for block in wanted):
         return None
-    left_s = costs.load.block_s * sum(coming[block] for block in wanted)
+    left_s = costs.load.block_s * sum(missing_shares[block] for block in wanted)
     step_s = costs.prefill.step_s(stop, view.prompt_tokens)
     return Span(view.front, stop) if left_s <= step_s else None
 
 
-def _computing_wins(outlook: Outlook, progress: Progress) -> bool:
+def _computing_wins(outlook: Outlook, progress: LoadProgress) -> bool:
     slack = COMPUTE_SLACK if progress.load_from is None else TIE
     return outlook.compute_s < min(outlook.both_s, outlook.load_s) * (1 + slack)
 
 
-def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
+def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
     """A step towards the meeting point."""
     size = view.block_tokens
     smallest = _one_block(edge, view)
@@ -317,7 +322,7 @@ def _towards(meet: int, edge: int, view: View, costs: Costs) -> Step:
         # Whole blocks: a block that is begun cannot be loaded.
         sure = view.front + int((meet - view.front) * (1 - error))
         stop = max(smallest, sure - sure % size)
-    return Step(stop, load_from=load_from)
+    return StepPlan(stop, load_from=load_from)
 
 
 def _one_block(edge: int, view: View) -> int:
@@ -325,14 +330,14 @@ def _one_block(edge: int, view: View) -> int:
     return min(edge, (view.front // view.block_tokens + 1) * view.block_tokens)
 
 
-def _next_held(view: View, held: bytes, at: int) -> tuple[int, int]:
-    """Token span of the next run of held blocks at or after token `at`; past the prompt if there is
-    none."""
+def _next_run(view: View, marked: bytes, at: int) -> tuple[int, int]:
+    """Token span of the next run of marked blocks at or after token `at`; past the prompt if there
+    is none."""
     size = view.block_tokens
-    begin = held.find(1, at // size - view.first)
+    begin = marked.find(1, at // size - view.first)
     if begin < 0 or at >= view.limit:
         return view.prompt_tokens, view.prompt_tokens
-    stop = held.find(0, begin)
-    stop = len(held) if stop < 0 else stop
+    stop = marked.find(0, begin)
+    stop = len(marked) if stop < 0 else stop
     end = min((view.first + stop) * size, view.limit)
     return max(at, (view.first + begin) * size), end

@@ -35,7 +35,7 @@ MOST_TENANTS = 4096
 TURN_TOKENS = 4096
 
 # Level, turn, aged remaining time, not nearly done: the lowest is served first.
-Rank = tuple[int, int, float, bool]
+SortKey = tuple[int, int, float, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     """
     youngest_s: dict[tuple[int, int], float] = {}
 
-    def rank(each: QueueEntry) -> Rank:
+    def rank(each: QueueEntry) -> SortKey:
         if not each.only_computed:
             return _rank(each)
         group = (each.level, each.turn)
@@ -136,7 +136,7 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     return first and waiting.turn == running.turn
 
 
-def _rank(entry: QueueEntry) -> Rank:
+def _rank(entry: QueueEntry) -> SortKey:
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
     return entry.level, entry.turn, aged_s, not entry.nearly_done
 

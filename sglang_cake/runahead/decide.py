@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sglang_cake.core.spans import Span
-from sglang_cake.loading.cost_model import Costs as LoadingCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.core.token_span import Span
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import View
-from sglang_cake.loading.planner import Progress, island_start, look_ahead
+from sglang_cake.loading.planner import LoadProgress, island_start, look_ahead
 from sglang_cake.runahead.partition import Partition, balanced
 from sglang_cake.runahead.table import PartitionTable
 
@@ -67,7 +66,7 @@ class Loading:
     """The loads of the prompt's stored blocks, from the end of the prompt."""
 
     view: View
-    progress: Progress
+    progress: LoadProgress
     cost: LoadCost
 
 
@@ -109,7 +108,7 @@ def plan_beside_loader(
         outlook = look_ahead(
             view,
             chunk_tokens=step_tokens,
-            costs=LoadingCosts(prefill, loading.cost),
+            costs=PromptCosts(prefill, loading.cost),
             progress=loading.progress,
         )
         alone = outlook.compute_s <= min(outlook.both_s, outlook.load_s)

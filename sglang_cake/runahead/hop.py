@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Payload
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.hop import BIND_TIMEOUT_S, Hop, Inflow, Outflow, Rows, Source
 from sglang_cake.runahead.messages import (
     Accept,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 
 StepSeconds = Callable[[int, int], float]
 _HALVINGS = 40  # of a bisection: to one part in 10^12

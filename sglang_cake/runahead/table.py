@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.local_files import atomic_write
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, scaled
 
 _VERSION = 1

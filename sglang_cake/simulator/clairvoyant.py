@@ -25,7 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from sglang_cake.loading.cost_model import StepWork, pairs
-from sglang_cake.simulator.ideal import Ideal
+from sglang_cake.simulator.ideal_ttft import Ideal
 from sglang_cake.simulator.machine import Machine
 
 TOLERANCE = 2e-4
@@ -44,12 +44,12 @@ def clairvoyant(
     """The bound for one prompt that arrives at time 0, and how far it computes before that t.
 
     Args:
-        stored_blocks: how many of its first full blocks are stored; None: all. A block that a
-            source does not hold counts as held.
+        stored_blocks: how many of its first full blocks are stored; None: all. Every store counts
+            as having all of them, whatever `StoreLink.holds` says.
     """
     blocks = prompt_tokens // block_tokens
-    held = blocks if stored_blocks is None else min(stored_blocks, blocks)
-    stored = min(held * block_tokens, prompt_tokens - 1)
+    count = blocks if stored_blocks is None else min(stored_blocks, blocks)
+    stored = min(count * block_tokens, prompt_tokens - 1)
     device = _Device(machine, prompt_tokens, chunk_tokens)
     early = 1 - 1 / machine.layers if machine.others is None else 0.0
 
@@ -175,11 +175,11 @@ def _least(missing: Callable[[float], float], most: float) -> float:
 
 def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
     """Tokens that all links together can have delivered by then."""
-    sources = machine.sources
-    begin_s = min(source.load.latency_s for source in sources)
+    store_links = machine.store_links
+    begin_s = min(store_link.load.latency_s for store_link in store_links)
     if when_s <= begin_s:
         return 0.0
     return sum(
-        block_tokens * source.speed.work_s(begin_s, when_s) / source.load.block_s
-        for source in sources
+        block_tokens * store_link.speed.work_s(begin_s, when_s) / store_link.load.block_s
+        for store_link in store_links
     )

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from sglang_cake.loading.cost_model import Costs, LoadCost, LoadFit, PrefillCost, PrefillFit
+from sglang_cake.loading.cost_model import LoadCost, LoadFit, PrefillCost, PrefillFit, PromptCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Hub:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StoreLink:
     """A store and its link, with its true costs. One block crosses it at a time.
 
     Attributes:
@@ -119,7 +119,7 @@ class Machine:
     """The true costs of one server.
 
     Attributes:
-        load, link: of its first source; `further` sources are read at the same time.
+        load, link: of its first store; `further` stores are read at the same time.
         noise: `(step)` is a factor on the time of the step of that number.
         others: `(step)` is how many tokens of the step's budget other users take. The device is
             never idle then: it steps for them while the simulated prompts wait. None: the device
@@ -134,13 +134,13 @@ class Machine:
     link: Speed = field(default_factory=Speed)
     noise: Callable[[int], float] = lambda step: 1.0
     others: Callable[[int], int] | None = None
-    further: tuple[Source, ...] = ()
+    further: tuple[StoreLink, ...] = ()
     hub: Hub | None = None
     layers: int = 1
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return (Source(self.load, self.link, self.hub), *self.further)
+    def store_links(self) -> tuple[StoreLink, ...]:
+        return (StoreLink(self.load, self.link, self.hub), *self.further)
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Knowledge:
     @classmethod
     def of(cls, machine: Machine) -> "Knowledge":
         """The knowledge of a server that has run on this machine for long, at full speed."""
-        prefill, loads = machine.prefill, [source.load for source in machine.sources]
+        prefill, loads = machine.prefill, [store_link.load for store_link in machine.store_links]
         block_s = 1 / sum(1 / load.block_s for load in loads)
         latency_s = min(load.latency_s for load in loads)
         known = cls(
@@ -173,5 +173,5 @@ class Knowledge:
         return known
 
     @property
-    def costs(self) -> Costs:
-        return Costs(self.prefill.cost, self.load.cost)
+    def costs(self) -> PromptCosts:
+        return PromptCosts(self.prefill.cost, self.load.cost)

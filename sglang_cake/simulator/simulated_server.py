@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from sglang_cake.loading.cost_model import Costs, StepWork, work_of
+from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
+    LoadProgress,
     Mode,
-    Progress,
-    Step,
+    StepPlan,
     device_work,
     is_overdue,
     look_ahead,
@@ -30,7 +30,7 @@ from sglang_cake.loading.planner import (
     should_load,
 )
 from sglang_cake.loading.priority import QueueEntry, order
-from sglang_cake.simulator.machine import Clock, Knowledge, Machine, Source, layered_end_s
+from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
 NOTHING = StepWork(0, 0.0)
@@ -119,7 +119,7 @@ class LivePrompt:
 
     Attributes:
         ready_s: when its first block can begin to cross a link.
-        keep: blocks from this one on are worth loading; None: no block is.
+        load_from: blocks from this one on are worth loading; None: no block is.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
     """
@@ -128,7 +128,7 @@ class LivePrompt:
     meet: Meet
     stored: int
     ready_s: float
-    keep: int | None = None
+    load_from: int | None = None
     planned: bool = False  # in the step being formed
     since_s: float | None = None
     begun: bool = False
@@ -136,9 +136,9 @@ class LivePrompt:
     decoded: int = 0
     reading: set[int] = field(default_factory=set)
 
-    def progress(self, now: float) -> Progress:
+    def progress(self, now: float) -> LoadProgress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
-        return Progress(since_s, self.begun, self.keep)
+        return LoadProgress(since_s, self.begun, self.load_from)
 
     @property
     def in_prefill(self) -> bool:
@@ -147,24 +147,24 @@ class LivePrompt:
     @property
     def to_compute(self) -> StepWork:
         """The tokens that its loads leave to compute."""
-        return device_work(self.meet.view(), self.keep)
+        return device_work(self.meet.view(), self.load_from)
 
     @property
-    def to_land(self) -> int:
+    def missing_blocks(self) -> int:
         """Blocks that it waits for."""
         return self.meet.view().states.count(BlockState.WANTED)
 
-    def wanted(self, source: Source) -> int | None:
+    def wanted(self, store_link: StoreLink) -> int | None:
         """The block to read next, the last one first."""
-        if self.keep is None:
+        if self.load_from is None:
             return None
         view = self.meet.view()
         end = len(view.states)
         while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
             block, end = view.first + found, found
-            if block < self.keep:
+            if block < self.load_from:
                 return None
-            held = source.holds is None or block < source.holds
+            held = store_link.holds is None or block < store_link.holds
             if block not in self.reading and held:
                 return block
         return None
@@ -190,21 +190,21 @@ class Crossing:
 
     live: LivePrompt
     block: int
-    source: Source
+    store_link: StoreLink
     began_s: float
     work_s: float  # its time at full speed
     first: bool
 
-    def to_come(self, now: float) -> float:
+    def missing_share(self, now: float) -> float:
         """The share of its bytes that has not arrived."""
-        return 1 - min(1.0, self.source.speed.work_s(self.began_s, now) / self.work_s)
+        return 1 - min(1.0, self.store_link.speed.work_s(self.began_s, now) / self.work_s)
 
     def there_s(self, share: float = 1.0) -> float:
         """When the first `share` of its bytes has arrived: they cross evenly."""
-        return self.source.speed.done_s(self.began_s, self.work_s * share)
+        return self.store_link.speed.done_s(self.began_s, self.work_s * share)
 
 
-class Server:
+class SimulatedServer:
     """One device and its links. `submit` prompts, run the clock, then read `results` and `steps`.
 
     Args:
@@ -223,7 +223,7 @@ class Server:
         mode: Mode = "auto",
         policy: Policy = "adaptive",
         knowledge: Knowledge | None = None,
-        rule: Callable[..., Step] = next_step,
+        rule: Callable[..., StepPlan] = next_step,
     ) -> None:
         self.results: list[PromptResult] = []
         self.steps: list[StepRecord] = []
@@ -236,10 +236,10 @@ class Server:
         self._rule = rule
         self._known = knowledge or Knowledge.of(machine)
         # As in the real server: the modes for benchmarks do not overlap.
-        self._overlap = 1 - 1 / machine.layers if mode == "auto" else 0.0
+        self._overlap_share = 1 - 1 / machine.layers if mode == "auto" else 0.0
         self._lives: list[LivePrompt] = []
         self._ranks: list[LivePrompt] = []
-        self._links: list[tuple[Source, list[Crossing]]] = [(s, []) for s in machine.sources]
+        self._links: list[tuple[StoreLink, list[Crossing]]] = [(s, []) for s in machine.store_links]
         self._landed_s = 0.0  # when the last block landed
         self._busy = False
         self._free_s = 0.0  # the predicted end of the current step
@@ -274,14 +274,14 @@ class Server:
         self._step()
 
     def _known_latency_s(self) -> float:
-        return min(source.load.latency_s for source in self._machine.sources)
+        return min(store_link.load.latency_s for store_link in self._machine.store_links)
 
     def _landed(self, link: int, crossing: Crossing) -> None:
-        source, carried = self._links[link]
+        store_link, carried = self._links[link]
         if not carried or carried[0] is not crossing:
             return  # it was cancelled
         carried.clear()
-        self._left(source)
+        self._left(store_link)
         live, now = crossing.live, self._clock.now
         live.reading.discard(crossing.block)
         took_s = now - max(crossing.began_s, min(self._landed_s, now))
@@ -326,13 +326,13 @@ class Server:
 
     # ---- decisions ----
 
-    def _own_costs(self, others: StepWork) -> Costs:
+    def _own_costs(self, others: StepWork) -> PromptCosts:
         """The costs of a prompt in a step that also does `others`."""
         return self._costs.beside(others)
 
     @property
-    def _costs(self) -> Costs:
-        return replace(self._known.costs, overlap=self._overlap)
+    def _costs(self) -> PromptCosts:
+        return replace(self._known.costs, overlap_share=self._overlap_share)
 
     def _revise(self, waiting: Sequence[LivePrompt]) -> None:
         """Decide for each waiting prompt whether to load it, given the prompts ahead of it."""
@@ -342,7 +342,7 @@ class Server:
         chunk = max(1, self._chunk - taken - others.decodes)
         costs, ahead, changed = self._own_costs(others), StepWork(), False
         for live in self._ranks:
-            if live in waiting and live.to_land:
+            if live in waiting and live.missing_blocks:
                 backlog_s = max(0.0, self._free_s - now) + costs.prefill.queue_s(ahead, chunk)
                 loads = should_load(
                     live.meet.view(),
@@ -351,10 +351,10 @@ class Server:
                     costs=replace(costs, backlog_s=backlog_s),
                     progress=live.progress(now),
                 )
-                if loads != (live.keep is not None):
+                if loads != (live.load_from is not None):
                     changed = True
                     if loads:
-                        live.keep = 0
+                        live.load_from = 0
                     else:
                         self._stop(
                             live, overdue=is_overdue(live.meet.view(), costs, live.progress(now))
@@ -365,7 +365,7 @@ class Server:
 
     def _stop(self, live: LivePrompt, *, overdue: bool) -> None:
         """Stop its loads; for ever if the link is overdue."""
-        live.keep = None
+        live.load_from = None
         live.since_s = None
         if overdue:
             live.meet.give_up()
@@ -397,7 +397,7 @@ class Server:
         return QueueEntry.of(
             prompt.rid,
             view,
-            loads=live.keep is not None,
+            loads=live.load_from is not None,
             remaining_s=remaining_s,
             waited_s=waited_s,
             begun=live.begun,
@@ -405,52 +405,52 @@ class Server:
         )
 
     def _feed(self) -> None:
-        """Every idle link begins the most urgent block of its source."""
+        """Every idle link begins the most urgent block of its store."""
         now = self._clock.now
-        for number, (source, carried) in enumerate(self._links):
+        for number, (store_link, carried) in enumerate(self._links):
             if carried:
                 continue
             first = True  # the link owes a block only to the first prompt that it can serve
             for live in self._ranks:
-                block = live.wanted(source)
+                block = live.wanted(store_link)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
                 if block is None or carried:
                     continue
                 if now >= live.ready_s:
-                    self._read(number, source, live, block)
+                    self._read(number, store_link, live, block)
                 else:
                     self._clock.at(live.ready_s, self._feed)
                     if first and live.since_s is None:
                         live.since_s = now
                 first = False
 
-    def _read(self, number: int, source: Source, live: LivePrompt, block: int) -> None:
+    def _read(self, number: int, store_link: StoreLink, live: LivePrompt, block: int) -> None:
         now = self._clock.now
         first = not live.begun and not live.reading
         live.reading.add(block)
         live.since_s = now if live.since_s is None else live.since_s
-        work_s = source.load.block_s
-        if source.hub is not None:
-            source.hub.active += 1
-            work_s *= source.hub.slowdown
-        crossing = Crossing(live, block, source, now, work_s, first)
+        work_s = store_link.load.block_s
+        if store_link.hub is not None:
+            store_link.hub.active += 1
+            work_s *= store_link.hub.slowdown
+        crossing = Crossing(live, block, store_link, now, work_s, first)
         self._links[number][1].append(crossing)
         self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
 
     def _cancel(self, live: LivePrompt, below: int) -> None:
         """Cancel its reads of blocks below that one."""
-        for source, carried in self._links:
+        for store_link, carried in self._links:
             if carried and carried[0].live is live and carried[0].block < below:
                 live.reading.discard(carried[0].block)
                 live.result.wasted_blocks += 1
                 carried.clear()
-                self._left(source)
+                self._left(store_link)
 
     @staticmethod
-    def _left(source: Source) -> None:
-        if source.hub is not None:
-            source.hub.active -= 1
+    def _left(store_link: StoreLink) -> None:
+        if store_link.hub is not None:
+            store_link.hub.active -= 1
 
     def _step(self) -> None:
         """Form the next batch and begin it, unless a step is running."""
@@ -494,7 +494,7 @@ class Server:
         live.planned = True
         if step.load_from is None:
             self._stop(live, overdue=step.overdue)
-        live.keep = step.load_from
+        live.load_from = step.load_from
         live.waits(step.wait, now)
         return step.stop
 
@@ -523,20 +523,22 @@ class Server:
     def _begin_last_early(self, number: int) -> bool:
         """Begin the last step of a prompt while its last blocks are on their way, if that is
         faster. The step holds the device, so there must be no other prompt."""
-        if not self._overlap or len(self._lives) > 1:
+        if not self._overlap_share or len(self._lives) > 1:
             return False
         (live,), machine, now = self._lives, self._machine, self._clock.now
-        coming = {c.block: c for _, carried in self._links for c in carried}
+        crossings = {c.block: c for _, carried in self._links for c in carried}
         span = overlap_span(
             live.meet.view(),
-            coming={block: crossing.to_come(now) for block, crossing in coming.items()},
+            missing_shares={
+                block: crossing.missing_share(now) for block, crossing in crossings.items()
+            },
             chunk_tokens=self._chunk,
             costs=self._own_costs(NOTHING),
         )
         if span is None:
             return False
         live.waits(False, now)
-        tail = [c for c in coming.values() if c.block in live.meet.blocks_of(span)]
+        tail = [c for c in crossings.values() if c.block in live.meet.blocks_of(span)]
         start, stop = span.stop, live.result.prompt.prompt_tokens
         took_s = machine.prefill.work_s(work_of(start, stop)) * machine.noise(number)
         end_s = layered_end_s(
@@ -568,9 +570,9 @@ class Server:
 
     def _poll(self) -> None:
         # As often as a real server only where a few ms matter: while a last step may begin early.
-        alone = len(self._lives) == 1 and self._lives[0].to_land <= len(self._links)
-        block_s = min(source.load.block_s for source in self._machine.sources)
-        wait_s = 0.0 if self._overlap and alone else block_s
+        alone = len(self._lives) == 1 and self._lives[0].missing_blocks <= len(self._links)
+        block_s = min(store_link.load.block_s for store_link in self._machine.store_links)
+        wait_s = 0.0 if self._overlap_share and alone else block_s
         due_s = self._clock.now + max(POLL_S, wait_s)
         if due_s < self._poll_s:
             self._poll_s = due_s
@@ -586,11 +588,11 @@ def serve(
     mode: Mode = "auto",
     policy: Policy = "adaptive",
     knowledge: Knowledge | None = None,
-    rule: Callable[..., Step] = next_step,
-) -> Server:
+    rule: Callable[..., StepPlan] = next_step,
+) -> SimulatedServer:
     """Serve `prompts` until all are finished; returns the server with its results."""
     clock = Clock()
-    server = Server(
+    server = SimulatedServer(
         machine,
         clock,
         chunk_tokens=chunk_tokens,
@@ -615,7 +617,7 @@ def simulate_prompt(
     mode: Mode = "auto",
     stored_blocks: int | None = None,
     knowledge: Knowledge | None = None,
-    rule: Callable[..., Step] = next_step,
+    rule: Callable[..., StepPlan] = next_step,
 ) -> PromptResult:
     """Serve one prompt on an idle server. Its first `stored_blocks` full blocks (None: all) are
     stored."""

@@ -213,7 +213,7 @@ class TierHints(Protocol):
         ...
 
 
-def sources_of(store: object, keys: Sequence[BlockKey]) -> list[int]:
+def tiers_of(store: object, keys: Sequence[BlockKey]) -> list[int]:
     """The result of `TierHints.sources`; tier 0 for a store without tiers.
 
     Raises: ValueError for an answer of another length, and anything that a faulty store raises.

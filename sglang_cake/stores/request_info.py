@@ -33,6 +33,7 @@ class RequestFacts:
     def to_json(self) -> str:
         """One line of ASCII."""
         fields = asdict(self)
+        # Servers and clients of other versions call the benefit `worth`: a name of the protocol.
         fields["worth"] = fields.pop("benefit")
         return json.dumps(fields)
 

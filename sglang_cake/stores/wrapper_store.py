@@ -13,7 +13,7 @@ from sglang_cake.stores.base import (
     events_of,
     remove_description,
     report_access,
-    sources_of,
+    tiers_of,
 )
 from sglang_cake.stores.request_info import RequestFacts
 
@@ -39,7 +39,7 @@ class WrapperStore:
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         """As in `TierHints`."""
-        return sources_of(self.inner, keys)
+        return tiers_of(self.inner, keys)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

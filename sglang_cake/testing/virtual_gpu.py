@@ -557,7 +557,7 @@ class VirtualScheduler:
         self._live = [self._live[i] for i in order(entries)]
         with self.coordinator.timed():
             self.coordinator.poll([run.req.rid for run in self._live])
-            self.saving.polled(lambda load: self.coordinator.prompt_load(load.rid) is load)
+            self.saving.polled(lambda record: self.coordinator.record(record.rid) is record)
         for run in self._chunked:
             self._checkpoint(run, last=False)
         self._chunked = []
@@ -582,7 +582,7 @@ class VirtualScheduler:
         for run in self._live:
             req: Any = run.req
             left = self.model.chunk_tokens - work.tokens
-            if left <= 0 or self.coordinator.hold(req):
+            if left <= 0 or self.coordinator.awaits_lookup(req):
                 continue
             self.coordinator.settle(req, self._attach)
             step = self.coordinator.plan(req, left)
@@ -609,19 +609,19 @@ class VirtualScheduler:
             if _prefilled(run) and not run.ttft_s:
                 run.ttft_s = self.io.now_s - run.arrive_s
                 self._checkpoint(run, last=True)
-                load = self.coordinator.prompt_load(run.req.rid)
-                if load is not None:
-                    self.saving.released(load)
+                record = self.coordinator.record(run.req.rid)
+                if record is not None:
+                    self.saving.released(record)
                 run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
                 self.coordinator.end(run.req.rid)
                 self.allocator._free = torch.cat([self.allocator._free, *run.req.row])
                 run.req.row.clear()
 
     def _checkpoint(self, run: PromptRun, *, last: bool) -> None:
-        load = self.coordinator.prompt_load(run.req.rid)
-        if load is not None:
+        record = self.coordinator.record(run.req.rid)
+        if record is not None:
             tokens = run.req.origin_input_ids[: run.req.prefix_len]
-            self.saving.checkpointed(load, tokens, torch.cat(run.req.row), last=last)
+            self.saving.checkpointed(record, tokens, torch.cat(run.req.row), last=last)
 
     def _attach(self, req: Any, slots: torch.Tensor, stop: int) -> None:
         req.row.append(slots)

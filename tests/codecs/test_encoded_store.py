@@ -34,7 +34,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, put_first, report_access, sources_of
+from sglang_cake.stores.base import Store, put_first, report_access, tiers_of
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
@@ -389,7 +389,7 @@ def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -> None
             depth=1,
         )
         await report_access(store, [KEY], facts)
-        assert sources_of(store, [KEY]) == [3]
+        assert tiers_of(store, [KEY]) == [3]
         await store.close()
 
     asyncio.run(go())

@@ -16,6 +16,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.request_reporter import RequestReporter
@@ -107,7 +108,11 @@ class CoordinatorHarness:
         )
         self.step_costs = StepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
         self.device_slots = DeviceSlots(
-            self.kv, self.allocator, lambda tokens: None, self.counters, loader.copied
+            self.kv,
+            Copier(self.kv, loader.copied),
+            self.allocator,
+            lambda tokens: None,
+            self.counters,
         )
         self.coordinator = Coordinator(
             loader,
@@ -194,7 +199,7 @@ class CoordinatorHarness:
 
     def step(self, req: FakeReq) -> bool:
         """One scheduling step of a request that is served. True: its prefill is over."""
-        if self.coordinator.hold(req):
+        if self.coordinator.awaits_lookup(req):
             return False
         self.coordinator.settle(req, self.attach)
         plan = self.coordinator.plan(req, CHUNK)
@@ -227,7 +232,7 @@ class CoordinatorHarness:
         self.coordinator.poll([])
         self.settle_io()
         self.coordinator.poll([])
-        assert self.coordinator.held_tokens == 0
+        assert self.coordinator.placed_tokens == 0
         assert self.allocator.available_size() == self.size
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []

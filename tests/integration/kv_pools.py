@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
-from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
+from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
@@ -83,7 +83,7 @@ def allocator_of(pool: Any, page: int) -> Any:
     return PagedTokenToKVPoolAllocator(pool.size, page, pool.dtype, "cpu", pool, need_sort=False)
 
 
-def load_of(
+def record_of(
     blocks: int,
     *,
     block: int,
@@ -92,13 +92,13 @@ def load_of(
     limit: int | None = None,
     extra_tokens: int = 0,
     waited_s: float = 0.0,
-) -> PromptLoad:
+) -> PromptRecord:
     """A record of a prompt of whole blocks and `extra_tokens` behind them that arrived `waited_s`
     ago."""
     tokens = array("q", range(blocks * block + extra_tokens))
     cost = LoadCost(0.0, 0.01, depth=4)
     arrived_s = time.monotonic() - waited_s
-    return PromptLoad(
+    return PromptRecord(
         rid=rid,
         load_id=rid,
         tokens=tokens,
@@ -127,13 +127,13 @@ class Staging:
     def __post_init__(self) -> None:
         self.pool = BufferPool(64, self.kv.new_buffer)
 
-    def land(self, load: PromptLoad, block: int) -> bytes:
+    def land(self, record: PromptRecord, block: int) -> bytes:
         """`block` is in host memory, wanted; returns its bytes."""
         buffer = self.pool.take()
         assert isinstance(buffer, HostBuffer)
         generator = torch.Generator().manual_seed(block)
         size = len(buffer.tensor)
         buffer.tensor.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
-        assert load.meet.landed(block)
-        load.landed.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
+        assert record.meet.landed(block)
+        record.memory.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
         return bytes(buffer.view)

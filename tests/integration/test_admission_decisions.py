@@ -8,10 +8,10 @@ pytest.importorskip("sglang")
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.scheduler.prefill_adder import (
     AS_SGLANG,
-    Overlap,
+    OverlapLastStep,
     Park,
     Requeue,
     Run,
@@ -19,11 +19,11 @@ from sglang_cake.integration.scheduler.prefill_adder import (
     decide_chunked,
     decide_waiting,
 )
-from sglang_cake.loading.planner import Step
+from sglang_cake.loading.planner import StepPlan
 
 REQ: Any = object()
 SPAN = Span(0, 64)
-WAIT = Step(32, wait=True)
+WAIT = StepPlan(32, wait=True)
 SKIP = Skip(AddReqResult.CONTINUE)
 
 
@@ -36,8 +36,8 @@ def never() -> Any:
     [
         (REQ, never, never, never, Requeue(REQ)),
         (None, None, never, never, AS_SGLANG),
-        (None, Step(48), never, never, Run(48)),
-        (None, WAIT, SPAN, never, Overlap(SPAN)),
+        (None, StepPlan(48), never, never, Run(48)),
+        (None, WAIT, SPAN, never, OverlapLastStep(SPAN)),
         (None, WAIT, None, True, Requeue(None)),
         (None, WAIT, None, False, Park()),
     ],
@@ -49,7 +49,7 @@ def test_decide_chunked_each_situation_gives_its_decision(
         return value if value is never else lambda: value
 
     found = decide_chunked(
-        preemptor, plan=given(step), overlap=given(span), may_yield=given(may_yield)
+        preemptor, plan=given(step), begin_overlap=given(span), may_yield=given(may_yield)
     )
     assert found == decision
 
@@ -58,16 +58,16 @@ def test_decide_chunked_each_situation_gives_its_decision(
     ("step", "span", "chunk_taken", "decision"),
     [
         (None, never, True, AS_SGLANG),
-        (WAIT, SPAN, False, Overlap(SPAN)),
+        (WAIT, SPAN, False, OverlapLastStep(SPAN)),
         (WAIT, None, False, SKIP),
-        (Step(48), never, False, Run(48)),
-        (Step(48), never, True, SKIP),  # it would be a second chunked request
-        (Step(100), never, True, Run(100)),
+        (StepPlan(48), never, False, Run(48)),
+        (StepPlan(48), never, True, SKIP),  # it would be a second chunked request
+        (StepPlan(100), never, True, Run(100)),
     ],
 )
 def test_decide_waiting_each_situation_gives_its_decision(
     step: Any, span: Any, chunk_taken: bool, decision: Any
 ) -> None:
     overlap = span if span is never else lambda: span
-    found = decide_waiting(step, overlap=overlap, prompt_tokens=100, chunk_taken=chunk_taken)
+    found = decide_waiting(step, begin_overlap=overlap, prompt_tokens=100, chunk_taken=chunk_taken)
     assert found == decision

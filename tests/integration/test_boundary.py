@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 import sglang_cake
 from sglang_cake.core.config import ENABLED_ENV
 from sglang_cake.core.errors import ConfigError, RunaheadError
-from sglang_cake.integration import admin_api, plugin, response_hooks
+from sglang_cake.integration import admin_api, plugin, response_stats
 from sglang_cake.integration.boundary import (
     AMONG_REQUESTS,
     BOUNDARY,
@@ -58,7 +58,7 @@ class Tree:
 @pytest.fixture
 def tree() -> Tree:
     made = Tree()
-    BOUNDARY.attach(made, None)
+    BOUNDARY.set_handler(made, None)
     return made
 
 
@@ -74,7 +74,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> "dict[str, list[Any]]":
     monkeypatch.setattr("sglang.srt.mem_cache.registry._RADIX_CACHE_REGISTRY", {})
     monkeypatch.setenv(ENABLED_ENV, "1")
     plugin.register()
-    response_hooks.install()
+    response_stats.install_meta_info()
     admin_api.install(SimpleNamespace(store=None))  # type: ignore[arg-type]
     return hooks
 
@@ -111,7 +111,7 @@ def test_boundary_raising_hook_leaves_the_result_of_sglang(registry: Any, tree: 
     for target, hooks in registry.items():
         for kind, hook, _ in hooks:
             replace(hook, _raise)
-            BOUNDARY.attach(Tree(), None)
+            BOUNDARY.set_handler(Tree(), None)
             name = ".".join(target.split(".")[-2:])
             calls: list[Any] = []
             before = BOUNDARY.counts[name]
@@ -140,7 +140,7 @@ def test_boundary_raising_method_returns_a_false_value_and_counts() -> None:
             replace(guarded, _raise)
             try:
                 handler = Tree()
-                BOUNDARY.attach(handler, None)
+                BOUNDARY.set_handler(handler, None)
                 returned = guarded("self", SimpleNamespace(rid="r"))
                 assert not returned or returned == AS_SGLANG
                 assert BOUNDARY.counts[name] == before + 1
@@ -344,7 +344,7 @@ def test_boundary_failure_before_the_tree_exists_switches_off() -> None:
     boundary = Boundary()
     handler = Tree()
     boundary.failed("ModelRunner.load_model", Fault(), unsafe=True)
-    boundary.attach(handler, None)
+    boundary.set_handler(handler, None)
     assert handler.calls == ["off"]
 
 
@@ -416,14 +416,14 @@ def _run_with(bomb: Bomb) -> None:
                 sys.setprofile(None)
             owned = sum(len(each) for each in req.owned)
             free = harness.allocator.available_size()
-            assert owned + free + harness.coordinator.held_tokens == harness.size, bomb.where
+            assert owned + free + harness.coordinator.placed_tokens == harness.size, bomb.where
         for slots in req.owned:
             harness.allocator.free(slots)
         harness.settle_io()
         harness.coordinator.poll([])
         harness.settle_io()
         if "discard" not in bomb.where:  # that is what gives them back
-            assert harness.coordinator.held_tokens == 0, bomb.where
+            assert harness.coordinator.placed_tokens == 0, bomb.where
             assert harness.allocator.available_size() == harness.size, bomb.where
     finally:
         harness.io.close()

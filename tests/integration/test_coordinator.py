@@ -197,7 +197,7 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     keys = harness.fill(req.origin_input_ids, set(range(8)))
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
-    load = harness.coordinator.prompt_load(req.rid)
+    load = harness.coordinator.record(req.rid)
     assert load is not None
     load.queue.remaining_s = 99.0
     assert not harness.step(req)
@@ -231,7 +231,7 @@ def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
     req = req_of(4.5)
     harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req, matched=32)
-    load = harness.coordinator.prompt_load(req.rid)
+    load = harness.coordinator.record(req.rid)
     assert load is not None
     req.prefix_len = 0
     harness.coordinator.settle(
@@ -253,9 +253,9 @@ def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
         for _ in range(3):
             harness.coordinator.poll([req.rid])
             harness.settle_io()
-        assert harness.coordinator.held_tokens == 2 * BLOCK
+        assert harness.coordinator.placed_tokens == 2 * BLOCK
         assert harness.coordinator.reclaim(1) == BLOCK
-        assert harness.coordinator.held_tokens == BLOCK
+        assert harness.coordinator.placed_tokens == BLOCK
         harness.allocator.free(hog)
         while not harness.step(req):
             harness.coordinator.poll([req.rid])
@@ -275,11 +275,11 @@ def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.open(*keys)  # landed, and the coordinator does not know yet
-    load = harness.coordinator.prompt_load(req.rid)
+    load = harness.coordinator.record(req.rid)
     assert load is not None
     load.meet.claim(2 * BLOCK)
     harness.coordinator.poll([])
-    assert sorted(load.landed.staged) == [2, 3]
+    assert sorted(load.memory.staged) == [2, 3]
     harness.settle_io()
     assert (
         harness.counters.snapshot()["wasted_bytes", "overtaken"]
@@ -299,13 +299,13 @@ def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
         for _ in range(4):
             harness.coordinator.poll([])
             harness.settle_io()
-        load = harness.coordinator.prompt_load(req.rid)
+        load = harness.coordinator.record(req.rid)
         assert load is not None
-        assert sorted(load.landed.staged) == list(range(6))
+        assert sorted(load.memory.staged) == list(range(6))
         harness.coordinator.settle(req, harness.attach)
         assert req.prefix_len == 0
-        assert load.landed.staged == {}
-        assert sorted(load.landed.slots) == [2, 3, 4, 5]
+        assert load.memory.staged == {}
+        assert sorted(load.memory.slots) == [2, 3, 4, 5]
         assert harness.counters.snapshot()["wasted_bytes", "memory"] == (
             2 * harness.kv.layout.block_bytes
         )
@@ -337,8 +337,8 @@ def test_coordinator_request_with_more_than_tokens_is_ignored(
     for name, value in strange.items():
         setattr(req, name, value)
     harness.arrive(req)
-    assert harness.coordinator.prompt_load(req.rid) is None
-    assert not harness.coordinator.hold(req)
+    assert harness.coordinator.record(req.rid) is None
+    assert not harness.coordinator.awaits_lookup(req)
     assert harness.coordinator.plan(req, CHUNK) is None
     harness.coordinator.settle(req, harness.attach)
     harness.coordinator.claimed(req, 40)
@@ -351,7 +351,7 @@ def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorH
         for name, value in who.items():
             setattr(req, name, value)
         harness.arrive(req)
-        load = harness.coordinator.prompt_load(req.rid)
+        load = harness.coordinator.record(req.rid)
         assert load is not None
         return load.chain.of(load.tokens)[0]
 
@@ -376,12 +376,12 @@ def test_coordinator_new_weights_change_the_keys_and_may_suspend(
     harness.fill(req.origin_input_ids, {0, 1})
     harness.arrive(req)
     harness.coordinator.rebase(Digest(b"w" * 32), suspended=True)
-    assert harness.coordinator.prompt_load(req.rid) is None
+    assert harness.coordinator.record(req.rid) is None
     harness.arrive(req)
-    assert harness.coordinator.prompt_load(req.rid) is None
+    assert harness.coordinator.record(req.rid) is None
     harness.coordinator.emptied()
     harness.arrive(req)
-    load = harness.coordinator.prompt_load(req.rid)
+    load = harness.coordinator.record(req.rid)
     assert load is not None
     harness.coordinator.poll([req.rid])
     assert load.agreed.stored == (False, False)
@@ -397,11 +397,11 @@ def test_coordinator_without_a_namespace_skips_and_counts_requests(
     harness.coordinator.rebase(None, suspended=False)
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
-    assert harness.coordinator.prompt_load(req.rid) is None
+    assert harness.coordinator.record(req.rid) is None
     assert harness.counters.snapshot()["unnamed_requests", ""] == 1
     harness.coordinator.rebase(NAMESPACE, suspended=False)
     harness.arrive(req)
-    assert harness.coordinator.prompt_load(req.rid) is not None
+    assert harness.coordinator.record(req.rid) is not None
     harness.coordinator.end_all()
     harness.all_back()
 
@@ -426,13 +426,13 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         harness.open(*keys)
     if reached >= 4:
         harness.coordinator.poll([])  # not served: stays on the host
-        load = harness.coordinator.prompt_load(req.rid)
+        load = harness.coordinator.record(req.rid)
         assert load is not None
-        assert sorted(load.landed.staged) == [0, 1, 2, 3]
+        assert sorted(load.memory.staged) == [0, 1, 2, 3]
         assert harness.staging.free == harness.staging.capacity - 4
     if reached >= 5:
         harness.coordinator.poll([req.rid])
-        assert harness.coordinator.held_tokens == 4 * BLOCK
+        assert harness.coordinator.placed_tokens == 4 * BLOCK
     if reached >= 6:
         harness.coordinator.settle(req, harness.attach)
         assert req.prefix_len == 4 * BLOCK
@@ -458,11 +458,11 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.coordinator.poll([req.rid])
-    assert harness.coordinator.held_tokens == 4 * BLOCK
+    assert harness.coordinator.placed_tokens == 4 * BLOCK
     req.prefix_len = 40
     harness.coordinator.settle(req, harness.attach)
     assert req.prefix_len == 64
-    assert harness.coordinator.held_tokens == 0
+    assert harness.coordinator.placed_tokens == 0
     assert sum(len(s) for s in req.owned) == 24
     assert (
         harness.counters.snapshot()["wasted_bytes", "in_tree"] == 2 * harness.kv.layout.block_bytes
@@ -489,10 +489,10 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     two.arrive(req)
     for _ in range(3):
         two.coordinator.poll([req.rid])
-    load = two.coordinator.prompt_load(req.rid)
+    load = two.coordinator.record(req.rid)
     assert load is not None
     assert sorted(load.local.fetched) == [0, 1, 2, 3]
-    assert two.coordinator.held_tokens == 0
+    assert two.coordinator.placed_tokens == 0
     two.coordinator.settle(req, two.attach)
     two.coordinator.claimed(req, 32)
     req.prefix_len = 32
@@ -500,7 +500,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     assert two.counters.snapshot()["wasted_bytes", "overtaken"] == 2 * two.kv.layout.block_bytes
     two.peer = None
     two.coordinator.poll([req.rid])
-    assert sorted(load.landed.slots) == [2, 3]
+    assert sorted(load.memory.slots) == [2, 3]
     two.peer = lags
     two.leave(req)
     two.all_back()
@@ -630,7 +630,7 @@ def drive_coordinator(
                 harness.leave(live.pop())
         owned = sum(len(s) for r in reqs for s in r.owned)
         assert (
-            harness.allocator.available_size() + harness.coordinator.held_tokens + owned
+            harness.allocator.available_size() + harness.coordinator.placed_tokens + owned
             == harness.size
         )
     harness.open(*keys)

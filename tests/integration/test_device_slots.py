@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_pools import Staging, allocator_of, as_bytes, buffers_of, load_of, mha, scramble
+from kv_pools import Staging, allocator_of, as_bytes, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
+from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 
 BLOCK = 64
@@ -35,7 +36,7 @@ class SlotsHarness:
         self.asked: list[int] = []
         self.took_s: list[float] = []
         self.device_slots = DeviceSlots(
-            self.kv, self.allocator, self.evict, self.counters, lambda took_s: None
+            self.kv, Copier(self.kv, self.took_s.append), self.allocator, self.evict, self.counters
         )
 
     def evict(self, tokens: int) -> None:
@@ -45,8 +46,8 @@ class SlotsHarness:
             self.allocator.free(slots)
             tokens -= len(slots)
 
-    def prompt_load(self, blocks: int, *, limit: int | None = None, rid: str = "r") -> PromptLoad:
-        made = load_of(blocks, block=self.block, page=self.page, limit=limit, rid=rid)
+    def record(self, blocks: int, *, limit: int | None = None, rid: str = "r") -> PromptRecord:
+        made = record_of(blocks, block=self.block, page=self.page, limit=limit, rid=rid)
         made.meet.found([True] * blocks)
         return made
 
@@ -78,23 +79,23 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
 ) -> None:
     harness = SlotsHarness(page=page)
     offset, cut = offset * page % BLOCK, cut * page % BLOCK
-    load = harness.prompt_load(3, limit=3 * BLOCK - cut)
-    data = {b: harness.staging.land(load, b) for b in (2, 1, 0)}
+    record = harness.record(3, limit=3 * BLOCK - cut)
+    data = {b: harness.staging.land(record, b) for b in (2, 1, 0)}
     before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
-    assert harness.device_slots.place(load, [0, 1, 2])
+    assert harness.device_slots.place(record, [0, 1, 2])
     assert harness.free == harness.size - 3 * BLOCK
-    assert harness.device_slots.held_tokens == 3 * BLOCK
-    placed = torch.cat(list(load.landed.slots.values()))
+    assert harness.device_slots.placed_tokens == 3 * BLOCK
+    placed = torch.cat(list(record.memory.slots.values()))
     assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in harness.staging.freed)
-    load.meet.advance(offset)
-    span = load.meet.island()
+    record.meet.advance(offset)
+    span = record.meet.island()
     assert span == Span(offset, 3 * BLOCK - cut)
-    slots = harness.device_slots.take(load, span)
+    slots = harness.device_slots.take(record, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert harness.free == harness.size - span.tokens
-    assert harness.device_slots.held_tokens == 0
-    assert load.landed.slots == {}
+    assert harness.device_slots.placed_tokens == 0
+    assert record.memory.slots == {}
     for b in range(3):
         start, stop = max(span.start, b * BLOCK), min(span.stop, (b + 1) * BLOCK)
         there = harness.bytes_at(slots[start - span.start : stop - span.start])
@@ -110,22 +111,22 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
 
 def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     harness = SlotsHarness(blocks=2)
-    load = harness.prompt_load(4)
+    record = harness.record(4)
     for b in range(4):
-        harness.staging.land(load, b)
-    assert not harness.device_slots.place(load, range(4))
-    assert sorted(load.landed.slots) == [2, 3]
-    assert sorted(load.landed.staged) == [0, 1]
+        harness.staging.land(record, b)
+    assert not harness.device_slots.place(record, range(4))
+    assert sorted(record.memory.slots) == [2, 3]
+    assert sorted(record.memory.staged) == [0, 1]
     assert harness.free == 0
-    assert not harness.device_slots.place(load, range(4))
-    assert harness.device_slots.held_tokens == 2 * BLOCK
-    harness.device_slots.discard(load, range(4), "ended")
+    assert not harness.device_slots.place(record, range(4))
+    assert harness.device_slots.placed_tokens == 2 * BLOCK
+    harness.device_slots.discard(record, range(4), "ended")
     assert harness.free == harness.size
-    assert harness.device_slots.held_tokens == 0
+    assert harness.device_slots.placed_tokens == 0
     assert harness.staging.pool.free == 64
     # Staged bytes are counted by whoever frees the staging, slots here; the request counts both.
     assert harness.wasted() == {"ended": 2 * harness.device_slots.block_bytes}
-    assert load.landed.wasted_bytes == 4 * harness.device_slots.block_bytes
+    assert record.memory.wasted_bytes == 4 * harness.device_slots.block_bytes
     assert [s.used for s in harness.staging.freed] == [True, True, False, False]
     # Encoded blocks, of which two were read: what crossed the link counts.
     harness.counters.add("read_blocks", 2)
@@ -137,36 +138,36 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
 def test_device_slots_evict_the_tree_only_as_far_as_needed() -> None:
     harness = SlotsHarness(blocks=3)
     harness.tree = [harness.allocator.alloc(BLOCK), harness.allocator.alloc(BLOCK)]
-    load = harness.prompt_load(2)
-    harness.staging.land(load, 1)
-    assert harness.device_slots.place(load, [1])
+    record = harness.record(2)
+    harness.staging.land(record, 1)
+    assert harness.device_slots.place(record, [1])
     assert harness.asked == []
-    harness.staging.land(load, 0)
-    assert harness.device_slots.place(load, [0])
+    harness.staging.land(record, 0)
+    assert harness.device_slots.place(record, [0])
     assert harness.asked == [BLOCK]
     assert len(harness.tree) == 1
-    assert harness.device_slots.place(load, [0, 1])  # both are placed: nothing to do
+    assert harness.device_slots.place(record, [0, 1])  # both are placed: nothing to do
     assert harness.free == 0
 
 
 def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     harness = SlotsHarness(blocks=6)
-    first, last = harness.prompt_load(3, rid="first"), harness.prompt_load(3, rid="last")
-    for load in (first, last):
+    first, last = harness.record(3, rid="first"), harness.record(3, rid="last")
+    for record in (first, last):
         for b in range(3):
-            harness.staging.land(load, b)
-        assert harness.device_slots.place(load, range(3))
+            harness.staging.land(record, b)
+        assert harness.device_slots.place(record, range(3))
     assert harness.free == 0
     assert harness.device_slots.reclaim([first, last], 1) == BLOCK
     assert harness.free == BLOCK
-    assert sorted(last.landed.slots) == [1, 2]
+    assert sorted(last.memory.slots) == [1, 2]
     assert last.meet.state(0) is BlockState.GONE
     assert harness.device_slots.reclaim([first, last], 2 * BLOCK + 1) == 3 * BLOCK
-    assert last.landed.slots == {}
-    assert sorted(first.landed.slots) == [1, 2]
+    assert last.memory.slots == {}
+    assert sorted(first.memory.slots) == [1, 2]
     assert harness.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
     assert harness.free == harness.size
-    assert harness.device_slots.held_tokens == 0
+    assert harness.device_slots.placed_tokens == 0
     assert harness.wasted() == {"memory": 6 * harness.device_slots.block_bytes}
 
 
@@ -195,12 +196,12 @@ def test_device_slots_staging_is_held_until_the_copy_completes(
         return copies[-1]
 
     monkeypatch.setattr(harness.kv, "load", slow)
-    load = harness.prompt_load(3)
+    record = harness.record(3)
     for b in (2, 1):
-        harness.staging.land(load, b)
-        assert harness.device_slots.place(load, [b])
+        harness.staging.land(record, b)
+        assert harness.device_slots.place(record, [b])
     assert harness.staging.pool.free == 62
-    harness.device_slots.discard(load, [2], "overtaken")  # slots go back; the host bytes later
+    harness.device_slots.discard(record, [2], "overtaken")  # slots go back; the host bytes later
     assert harness.free == harness.size - BLOCK
     assert harness.staging.pool.free == 62
     copies[1].complete = True
@@ -227,37 +228,37 @@ def test_device_slots_random_actions_lose_no_slot(
     page: int, actions: list[tuple[str, int, int]]
 ) -> None:
     harness = SlotsHarness(blocks=7, page=page, block=16)
-    loads = [harness.prompt_load(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
+    records = [harness.record(6, rid=str(n), limit=6 * 16 - 1) for n in range(2)]
     given_on = 0
     for action, who, number in actions:
-        load = loads[who]
-        meet, device_slots = load.meet, harness.device_slots
+        record = records[who]
+        meet, device_slots = record.meet, harness.device_slots
         if action == "land" and number < meet.blocks:
             if meet.state(number) is BlockState.WANTED:
-                harness.staging.land(load, number)
+                harness.staging.land(record, number)
         elif action == "place":
-            device_slots.place(load, list(load.landed.staged))
+            device_slots.place(record, list(record.memory.staged))
         elif action == "take" and (span := meet.island()) is not None:
-            if device_slots.place(load, meet.blocks_of(span)):
-                given_on += len(device_slots.take(load, span))
+            if device_slots.place(record, meet.blocks_of(span)):
+                given_on += len(device_slots.take(record, span))
                 meet.attach(span)
         elif action == "discard":
-            here = [b for b in (number,) if b in load.landed.staged or b in load.landed.slots]
-            device_slots.discard(load, here, "memory")
+            here = [b for b in (number,) if b in record.memory.staged or b in record.memory.slots]
+            device_slots.discard(record, here, "memory")
             for b in here:
                 meet.dropped(b)
         elif action == "reclaim":
-            device_slots.reclaim(loads, number * 5)
+            device_slots.reclaim(records, number * 5)
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
-            device_slots.discard(load, meet.advance(front), "in_tree")
-        held = sum(len(s) for r in loads for s in r.landed.slots.values())
-        assert device_slots.held_tokens == held
+            device_slots.discard(record, meet.advance(front), "in_tree")
+        held = sum(len(s) for r in records for s in r.memory.slots.values())
+        assert device_slots.placed_tokens == held
         assert harness.free == harness.size - held - given_on
-        in_staging = sum(len(r.landed.staged) for r in loads)
+        in_staging = sum(len(r.memory.staged) for r in records)
         assert harness.staging.pool.free == 64 - in_staging
-    for load in loads:
-        harness.device_slots.discard(load, {*load.landed.staged, *load.landed.slots}, "ended")
-    assert harness.device_slots.held_tokens == 0
+    for record in records:
+        harness.device_slots.discard(record, {*record.memory.staged, *record.memory.slots}, "ended")
+    assert harness.device_slots.placed_tokens == 0
     assert harness.free == harness.size - given_on
     assert harness.staging.pool.free == 64

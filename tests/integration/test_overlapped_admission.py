@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import AddReqResult
 from test_requeueing import ChunkedAdmission
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 
@@ -29,17 +29,17 @@ class FakeOverlappedStep:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.overlap: Any = None
+        self.overlapped: Any = None
 
-    def overlap_of(self, rid: str) -> Any:
-        return self.overlap
+    def step_of(self, rid: str) -> Any:
+        return self.overlapped
 
     def begin(self, req: Any, chunk_tokens: int) -> Span:
         self.calls.append("begin")
         return EARLY
 
-    def keep(self, req: Any) -> torch.Tensor:
-        self.calls.append("keep")
+    def confirm(self, req: Any) -> torch.Tensor:
+        self.calls.append("confirm")
         return torch.arange(100, 100 + EARLY.tokens)
 
     def give_up(self, req: Any) -> None:
@@ -59,7 +59,7 @@ class OverlapAdmission:
         self.step = FakeOverlappedStep()
         self.admits = True
         self.tree: Any = BareTree(self.coordinator)
-        self.tree.overlapped_step = self.step
+        self.tree.overlap_runner = self.step
         self.tree.req_to_token_pool = SimpleNamespace(write=self.rows.__setitem__)
         self.adder = prefill_adder(self.chunked.scheduler, self.tree, chunk_tokens=64)
 
@@ -101,7 +101,7 @@ def test_early_admission_chunked_request_gets_the_slots_into_its_row(
     admission: OverlapAdmission,
 ) -> None:
     assert admission.adder.add_chunked_req(admission.req) is None
-    assert admission.step.calls == ["begin", "keep"]
+    assert admission.step.calls == ["begin", "confirm"]
     assert admission.rows[1, : EARLY.stop].tolist() == list(range(100, 100 + EARLY.tokens))
     assert admission.adder.rem_chunk_tokens == 0  # nobody joins
     assert admission.req.prefix_len == EARLY.stop
@@ -111,7 +111,7 @@ def test_early_admission_queued_request_is_admitted_alone(admission: OverlapAdmi
     admission.chunked.queue.append(admission.req)
     result = admission.adder.add_one_req(admission.req, False, None)
     assert result == AddReqResult.OTHER
-    assert admission.step.calls == ["begin", "keep"]
+    assert admission.step.calls == ["begin", "confirm"]
     assert admission.adder.rem_chunk_tokens == 0
 
 
@@ -155,7 +155,7 @@ def decoding_is_mixed_in(admission: OverlapAdmission) -> None:
 
 
 def it_is_not_to_be_had(admission: OverlapAdmission) -> None:
-    admission.tree.overlapped_step = None
+    admission.tree.overlap_runner = None
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_early_admission_beside_a_chunked_request_is_not_begun(admission: Overla
 def test_early_admission_unhooked_step_aborts_the_request_and_switches_off(
     admission: OverlapAdmission, finished: bool
 ) -> None:
-    admission.step.overlap = SimpleNamespace(slots=None)
+    admission.step.overlapped = SimpleNamespace(slots=None)
     tree, req, off = admission.tree, admission.req, []
-    BOUNDARY.attach(SimpleNamespace(switch_off=lambda: off.append(True)), None)
+    BOUNDARY.set_handler(SimpleNamespace(switch_off=lambda: off.append(True)), None)
     req.finished = lambda: finished
     req.finished_reason = req.to_finish = None
     tree.checkpoint(req, up_to=10)
@@ -219,7 +219,7 @@ def test_cake_radix_cache_prefix_indices_include_the_lent_slots(
     tree = admission.tree
     admission.req.prefix_len = 6
     assert tree.prefix_device_indices(admission.req).tolist() == [0, 1, 2, 3, 4, 5]
-    admission.step.overlap = SimpleNamespace(span=Span(4, 7), slots=torch.tensor([70, 71, 72]))
+    admission.step.overlapped = SimpleNamespace(span=Span(4, 7), slots=torch.tensor([70, 71, 72]))
     admission.req.prefix_len = 7
     assert tree.prefix_device_indices(admission.req).tolist() == [0, 1, 2, 3, 70, 71, 72]
     assert admission.req.prefix_len == 7

@@ -20,11 +20,11 @@ from kv_pools import as_bytes, buffers_of
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.overlapped_step import OverlappedStep
+from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.testing.faulty import PassingStore
 
@@ -88,10 +88,10 @@ class LastStepHarness:
             store=PieceStore,
         )
         base = self.base
-        base.step_costs.overlap = 1 - 1 / LAYERS
+        base.step_costs.overlap_share = 1 - 1 / LAYERS
         self.gate = LayerGate(base.pool)
         self.rows = PoolRows(base.kv)
-        self.last = OverlappedStep(
+        self.last = OverlapRunner(
             base.coordinator,
             base.loader,
             base.device_slots,
@@ -139,7 +139,7 @@ class LastStepHarness:
     def schedule(self, span: Span) -> Any:
         req: Any = self.req
         req.prefix_len = span.stop
-        slots = self.last.keep(req)
+        slots = self.last.confirm(req)
         assert len(slots) == span.tokens
         req.owned.append(slots)
         total = len(req.origin_input_ids)
@@ -304,7 +304,7 @@ def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harne
     harness.base.counters.add = fail  # type: ignore[method-assign]
     harness.run(batch)
     assert (harness.bad, harness.sampled) == (0, 1)
-    assert harness.base.coordinator.prompt_load(req.rid) is None
+    assert harness.base.coordinator.record(req.rid) is None
     harness.base.leave(req)
     harness.base.all_back()
 
@@ -405,13 +405,13 @@ def test_overlapped_step_given_up_restores_slots_and_held_tokens(
     harness.give(1.0, 3, 2)
     harness.base.coordinator.poll([req.rid])
     free = harness.base.allocator.available_size()
-    assert harness.base.coordinator.held_tokens == 2 * BLOCK
+    assert harness.base.coordinator.placed_tokens == 2 * BLOCK
     for _ in range(3):
         assert harness.begin() == (0, 4 * BLOCK)
-        assert harness.base.coordinator.held_tokens == 0  # nobody may count on them
+        assert harness.base.coordinator.placed_tokens == 0  # nobody may count on them
         harness.last.give_up(req)
         assert harness.base.allocator.available_size() == free
-        assert harness.base.coordinator.held_tokens == 2 * BLOCK
+        assert harness.base.coordinator.placed_tokens == 2 * BLOCK
     harness.give(1.0, 0, 1)
     harness.base.coordinator.poll([req.rid])
     assert harness.base.step(req)
@@ -470,7 +470,7 @@ def test_overlapped_step_silent_link_is_given_up_after_its_patience(
     req: Any = harness.arrive(2.5)
     span = harness.begin()
     assert span is not None
-    overlap = harness.last.overlap_of(req.rid)
+    overlap = harness.last.step_of(req.rid)
     # One step, and by how much predictions miss: not what is loaded, computed, which is 32 tokens.
     assert 8 * TOKEN_S <= overlap.patience_s <= 1.25 * 8.2 * TOKEN_S
     overlap.patience_s = 0.05
@@ -527,9 +527,9 @@ def test_overlapped_step_random_block_fates_give_right_kv(
         req: Any = harness.arrive(2 + tail / BLOCK, matched, fates=fates)
         span = harness.begin()
         assert span == (matched, 2 * BLOCK)
-        overlap = harness.last.overlap_of(req.rid)
+        overlap = harness.last.step_of(req.rid)
         overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
-        coming = sorted(overlap.readings)
+        coming = sorted(overlap.reads)
         batch = harness.schedule(span)
 
         def on_layer(layer: int) -> None:
@@ -602,7 +602,7 @@ def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
     harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
     harness.run(batch)
     assert len(waited) == 1
-    load = harness.base.coordinator.prompt_load("r")
+    load = harness.base.coordinator.record("r")
     assert load is not None
     step_s = harness.base.step_costs.costs(load).others_s  # of the step that will be observed
     assert step_s == pytest.approx(TOKEN_S * BLOCK / 2)

@@ -12,10 +12,10 @@ pytest.importorskip("sglang")
 from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, req_of
 
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.planner import Step
+from sglang_cake.loading.planner import StepPlan
 
 BUDGET, STEPS = 40, 400
 
@@ -43,7 +43,7 @@ class PrefillLoop:
         req.in_tree = 0
         self.base.arrive(req)
         blocks = len(req.origin_input_ids) // BLOCK
-        load = self.base.coordinator.prompt_load(rid)
+        load = self.base.coordinator.record(rid)
         assert load is not None
         if self.chance.random() < 0.6:
             self.base.coordinator.end(rid)
@@ -82,10 +82,10 @@ class PrefillLoop:
     def admit(self, req: Any, adder: Any) -> None:
         """What `add_one_req` does, without SGLang's memory."""
         coordinator = self.base.coordinator
-        if coordinator.hold(req):
+        if coordinator.awaits_lookup(req):
             return
         req.prefix_len = req.in_tree
-        load = coordinator.prompt_load(req.rid)
+        load = coordinator.record(req.rid)
         if load is not None and load.meet.front > req.in_tree:
             self.progress += 1  # the tree forgot: whoever was put back for it could not know
         coordinator.settle(req, self.attach)
@@ -116,7 +116,7 @@ class PrefillLoop:
         self.progress += 1
         self.base.attach(req, slots, stop)
 
-    def waits(self, load: PromptLoad) -> bool:
+    def waits(self, load: PromptRecord) -> bool:
         """Half of the time a prompt that is being loaded has nothing better to do."""
         odd = random.Random(f"{self.number} {load.rid}").random() < 0.5
         return odd and BlockState.WANTED in load.meet.view().states
@@ -154,14 +154,14 @@ def test_queue_order_random_loads_every_request_finishes(
         adder.can_run_list.append(req)
         return req if req.extend_end < total else None
 
-    def next_step(load: PromptLoad, *args: Any) -> Step:
+    def next_step(load: PromptRecord, *args: Any) -> StepPlan:
         view = load.meet.view()
         if loop.waits(load):
-            return Step(view.front, wait=True, load_from=view.first)
+            return StepPlan(view.front, wait=True, load_from=view.first)
         return planned(load, *args)
 
-    planned = PromptLoad.next_step
-    monkeypatch.setattr(PromptLoad, "next_step", next_step)
+    planned = PromptRecord.next_step
+    monkeypatch.setattr(PromptRecord, "next_step", next_step)
     monkeypatch.setattr(queue_order, "release_kv_cache", release)
     monkeypatch.setattr("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", compute)
     try:

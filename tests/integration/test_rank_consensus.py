@@ -7,9 +7,9 @@ import time
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_pools import load_of
+from kv_pools import record_of
 
-from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
@@ -19,22 +19,22 @@ BLOCK = 4
 ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 
-def reach(
-    ranks: list[list[PromptLoad]], own: list[PrefillCost]
+def agree(
+    ranks: list[list[PromptRecord]], own: list[PrefillCost]
 ) -> list[tuple[list[LoadUpdate], PrefillCost]]:
     """The result of each rank. A first call collects the numbers of all, a second reduces them."""
     said: list[torch.Tensor] = []
-    for loads, mine in zip(ranks, own, strict=True):
-        RankConsensus(lambda tensor: said.append(tensor.clone())).reach(loads, mine)
+    for records, mine in zip(ranks, own, strict=True):
+        RankConsensus(lambda tensor: said.append(tensor.clone())).agree(records, mine)
     assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
     least = torch.stack(said).min(dim=0).values
     return [
-        RankConsensus(lambda tensor: tensor.copy_(least)).reach(loads, mine)
-        for loads, mine in zip(ranks, own, strict=True)
+        RankConsensus(lambda tensor: tensor.copy_(least)).agree(records, mine)
+        for records, mine in zip(ranks, own, strict=True)
     ]
 
 
-def load(
+def record(
     blocks: int,
     *,
     arrived: tuple[int, ...] = (),
@@ -43,8 +43,8 @@ def load(
     known: bool = False,
     extra: int = 0,
     waited_s: float = 0.0,
-) -> PromptLoad:
-    made = load_of(blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s)
+) -> PromptRecord:
+    made = record_of(blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s)
     made.local.fetched = dict.fromkeys(arrived)  # type: ignore[assignment]
     made.local.failed = set(failed)
     made.local.stored = answer
@@ -55,29 +55,29 @@ def load(
 def test_rank_consensus_landed_needs_all_ranks_and_lost_any_rank() -> None:
     yes = (True,) * 4
     ranks = [
-        [load(4, arrived=(0, 2, 3), answer=yes)],
-        [load(4, arrived=(2, 3), failed=(1,), answer=yes)],
-        [load(4, arrived=(3, 0), answer=yes)],
+        [record(4, arrived=(0, 2, 3), answer=yes)],
+        [record(4, arrived=(2, 3), failed=(1,), answer=yes)],
+        [record(4, arrived=(3, 0), answer=yes)],
     ]
-    results = reach(ranks, [ANY] * 3)
+    results = agree(ranks, [ANY] * 3)
     for facts, _ in results:
-        assert facts[0].landed == (3,)
+        assert facts[0].fetched == (3,)
         assert facts[0].lost == (1,)
         assert facts[0].stored == (True,) * 4
 
 
 def test_rank_consensus_lookup_needs_an_answer_of_every_rank() -> None:
-    quick, slow = load(2, answer=(True, True)), load(2)
-    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
+    quick, slow = record(2, answer=(True, True)), record(2)
+    for facts, _ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
     slow.local.stored = (True, False)
-    for facts, _ in reach([[quick], [slow]], [ANY] * 2):
+    for facts, _ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
 
 
 def test_rank_consensus_known_answer_is_not_given_again() -> None:
-    told = load(2, answer=(True, True), known=True)
-    for facts, _ in reach([[told]], [ANY]):
+    told = record(2, answer=(True, True), known=True)
+    for facts, _ in agree([[told]], [ANY]):
         assert facts[0].stored is None
 
 
@@ -85,27 +85,27 @@ def test_rank_consensus_costs_are_the_minimum_of_all_ranks() -> None:
     one = PrefillCost(0.3, 2e-5, 5e-9, 0.0, 1e-300)
     two = PrefillCost(0.1, 3e-5, 4e-9, 1.0, 1e300)
     least = PrefillCost(0.1, 2e-5, 4e-9, 0.0, 1e-300)
-    assert [agreed for _, agreed in reach([[], []], [one, two])] == [least, least]
+    assert [agreed for _, agreed in agree([[], []], [one, two])] == [least, least]
 
 
 def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
-    one = load(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
-    facts, agreed = RankConsensus(None).reach([one], ANY)
-    assert (facts[0].stored, facts[0].landed, facts[0].lost) == ((True,) * 3, (1,), (2,))
+    one = record(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
+    facts, agreed = RankConsensus(None).agree([one], ANY)
+    assert (facts[0].stored, facts[0].fetched, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
 
 
 def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
     before_s = time.monotonic()
-    ranks = [[load(1, waited_s=5000.0)], [load(1, waited_s=2000.0)]]
-    one, other = (updates[0] for updates, _ in reach(ranks, [ANY] * 2))
+    ranks = [[record(1, waited_s=5000.0)], [record(1, waited_s=2000.0)]]
+    one, other = (updates[0] for updates, _ in agree(ranks, [ANY] * 2))
     assert (one.elapsed_s, one.now_s) == (other.elapsed_s, other.now_s)
     assert 2000.0 <= one.elapsed_s < 5000.0
     assert int(before_s) <= one.now_s <= time.monotonic()
 
 
 @st.composite
-def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
+def views(draw: st.DrawFn) -> list[list[PromptRecord]]:
     """The same requests as several ranks see them."""
     shapes = draw(
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=4)
@@ -118,7 +118,7 @@ def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
             stored = tuple(draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks)))
             answer = stored if known or draw(st.booleans()) else None
             rank.append(
-                load(
+                record(
                     blocks,
                     arrived=tuple(b for b, s in enumerate(state) if s == "l"),
                     failed=tuple(b for b, s in enumerate(state) if s == "f"),
@@ -134,11 +134,11 @@ def views(draw: st.DrawFn) -> list[list[PromptLoad]]:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
 def test_rank_consensus_random_views_give_equal_and_true_facts(
-    ranks: list[list[PromptLoad]], numbers: list[float]
+    ranks: list[list[PromptRecord]], numbers: list[float]
 ) -> None:
     own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
-    results = reach(copy.copy(ranks), own)
-    plain = [[(f.stored, f.landed, f.lost) for f in facts] for facts, _ in results]
+    results = agree(copy.copy(ranks), own)
+    plain = [[(f.stored, f.fetched, f.lost) for f in facts] for facts, _ in results]
     assert all(p == plain[0] for p in plain)
     assert len({agreed for _, agreed in results}) == 1
     for n, (stored, landed, lost) in enumerate(plain[0]):
@@ -155,16 +155,16 @@ def test_rank_consensus_random_views_give_equal_and_true_facts(
 
 
 def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
-    ranks = [[load(2), load(3, extra=1)] for _ in range(2)]
+    ranks = [[record(2), record(3, extra=1)] for _ in range(2)]
     for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
         for made, slower in zip(rank, (1, 100), strict=True):
             made.local.cost = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
-    for facts, _ in reach(ranks, [ANY] * 2):
+    for facts, _ in agree(ranks, [ANY] * 2):
         assert [fact.cost for fact in facts] == [
             LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
             LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
         ]
-    alone, _ = RankConsensus(None).reach(ranks[0], ANY)
+    alone, _ = RankConsensus(None).agree(ranks[0], ANY)
     assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
 
 
@@ -187,15 +187,15 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
     order = [b for b in arrived if b < blocks]
     seed.shuffle(order)
     stored = tuple(b % 3 != 0 for b in range(blocks))
-    alone = load(
+    alone = record(
         blocks,
         arrived=tuple(order),
         failed=tuple(b for b in failed if b < blocks),
         answer=stored if answered else None,
         known=known,
     )
-    own, agreed = RankConsensus(None).reach([alone], ANY)
-    among, agreed_among = RankConsensus(lambda tensor: None).reach([alone], ANY)
+    own, agreed = RankConsensus(None).agree([alone], ANY)
+    among, agreed_among = RankConsensus(lambda tensor: None).agree([alone], ANY)
     assert agreed == agreed_among == ANY
-    for field in ("stored", "landed", "lost"):
+    for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

@@ -75,7 +75,7 @@ def test_ranks_stored_prompt_lands_on_both(ranks: TwoRanks) -> None:
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
-    assert [harness.coordinator.held_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
 
 
 def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> None:
@@ -90,7 +90,7 @@ def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> Non
     for _ in range(3):
         assert ranks.poll("other", "r") == [None, None]
     assert ranks.live() == [["other"], ["other"]]
-    assert [harness.coordinator.held_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
     assert isinstance(raised[0], Fault)
     assert raised[1] is None
     assert ranks.live() == [[], []]
-    assert [harness.coordinator.held_tokens for harness in ranks.harnesses] == [0, 0]
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
 
 
 def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    one = ranks.harnesses[0].coordinator.prompt_load("r")
+    one = ranks.harnesses[0].coordinator.record("r")
     assert one is not None
     one.local.failed = None  # type: ignore[assignment]
     raised = ranks.poll("r")
@@ -159,7 +159,7 @@ def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")
-    one = ranks.harnesses[0].coordinator.prompt_load("r")
+    one = ranks.harnesses[0].coordinator.record("r")
     assert one is not None
     one.stats.prefill_s = 1.0  # for this rank its prefill is over
     assert ranks.poll("r") == [None, None]

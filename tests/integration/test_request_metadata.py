@@ -7,10 +7,10 @@ import pytest
 
 from sglang_cake.core.keys import Digest, KeySeed
 from sglang_cake.integration.request.request_metadata import facts_of, tenant_key
-from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.eviction import Benefit
 
-COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
+COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
 
 def facts(custom=None, salt=None, extra=None, costs=COSTS):
@@ -77,5 +77,5 @@ def test_request_metadata_salts_with_surrogates_have_own_numbers_and_seeds():
 def test_request_metadata_benefit_is_the_measured_cost():
     assert facts().benefit == Benefit(16, 1e-4, 1e-9, 0.005)
     assert facts().tokens == 100
-    never = Costs(PrefillCost(0.01, 0.0, 0.0), LoadCost(0.0, 0.0, depth=1))
+    never = PromptCosts(PrefillCost(0.01, 0.0, 0.0), LoadCost(0.0, 0.0, depth=1))
     assert facts(costs=never).benefit is None

@@ -129,7 +129,7 @@ def test_chunked_request_waiting_for_loads_yields_to_others(
     assert admission.budget == 64  # for others, in this very step
     assert {req.rid for req in admission.queue} == {"stored", "other"}
     assert admission.queue[0].rid == ("stored" if priority == "fcfs" else "other")
-    assert admission.base.coordinator.prompt_load("stored") is not None  # and its loads go on
+    assert admission.base.coordinator.record("stored") is not None  # and its loads go on
     assert admission.returns == 1
 
 
@@ -203,7 +203,7 @@ def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Ma
     assert admission.chunk(stored) is None
     # What is still to come is here before a step would end.
     admission.queue[:] = [other]
-    load = admission.base.coordinator.prompt_load("stored")
+    load = admission.base.coordinator.record("stored")
     assert load is not None
     load.agreed.cost = LoadCost(0.0, 0.015)
     load.agreed.elapsed_s = 0.0
@@ -253,8 +253,8 @@ def test_queue_order_link_serves_the_shorter_rest_first(
     coordinator, policy = admission.base.coordinator, admission.scheduler.policy
     long, short = (admission.req(rid, stored=True) for rid in ("long", "short"))
     other = admission.req("other")
-    coordinator.prompt_load("long").queue.remaining_s = 2.0
-    coordinator.prompt_load("short").queue.remaining_s = 1.0
+    coordinator.record("long").queue.remaining_s = 2.0
+    coordinator.record("short").queue.remaining_s = 1.0
     queue = [other, short]
     assert (
         queue_order.find_preemptor(long, [short], coordinator, policy, ROOM) is None
@@ -292,7 +292,7 @@ def test_coordinator_link_serving_another_prompt_is_not_silent(
     coordinator = admission.base.coordinator
     first, second = (admission.req(rid, stored=True) for rid in ("first", "second"))
     coordinator.poll([first.rid, second.rid])
-    loads = [coordinator.prompt_load(req.rid) for req in (first, second)]
+    loads = [coordinator.record(req.rid) for req in (first, second)]
     for load in loads:
         assert load is not None
         load.local.served_since_s -= 1000.0
@@ -307,7 +307,7 @@ def test_coordinator_newly_served_prompt_restarts_its_clock(
     coordinator = admission.base.coordinator
     first, second = (admission.req(rid, stored=True) for rid in ("first", "second"))
     coordinator.poll([first.rid, second.rid])
-    late = coordinator.prompt_load("second")
+    late = coordinator.record("second")
     assert late is not None
     late.local.served_since_s -= 1000.0
     coordinator.poll([second.rid, first.rid])

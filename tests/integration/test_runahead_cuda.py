@@ -9,7 +9,7 @@ import torch
 from fake_cuda import FakeCuda, install
 from kv_pools import as_bytes, buffers_of, mha
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
 from sglang_cake.runahead.hop import Broken, Hop, Inflow, Late, Outflow, Source

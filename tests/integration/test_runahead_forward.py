@@ -17,8 +17,8 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.boundary import OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.runahead import runahead_owner as module
-from sglang_cake.integration.runahead.runahead_owner import Runahead
+from sglang_cake.integration.runahead import runahead_scheduler as module
+from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.member import MemberSettings
 from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
@@ -108,7 +108,7 @@ class Setup:
             step_costs=step_costs,
             counters=self.counters,
             namespace=lambda: "00",
-            prompt_load=lambda rid: None,
+            record_of=lambda rid: None,
             loads_only=False,
             least_tokens=0,
             page_tokens=16,
@@ -211,7 +211,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
         each.transports[HELPER].close()
 
 
-def test_runahead_owner_shared_step_computes_only_the_last_span(
+def test_runahead_scheduler_shared_step_computes_only_the_last_span(
     setup: Callable[..., Setup],
 ) -> None:
     one = setup(send_all)
@@ -221,11 +221,11 @@ def test_runahead_owner_shared_step_computes_only_the_last_span(
     assert one.failures() == {}
 
 
-def test_runahead_owner_helper_failure_is_computed_in_the_same_step(
+def test_runahead_scheduler_helper_failure_is_computed_in_the_same_step(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = setup(fail_after_one_layer, left_out_s=(60.0, 120.0))
-    monkeypatch.setattr(module, "run_part", lambda worker, part: one.compute(worker, part))
+    monkeypatch.setattr(module, "run_forward", lambda worker, part: one.compute(worker, part))
     assert one.run() == (SPLIT, STOP)
     assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
     assert one.failures() == {"broken": 1}
@@ -235,7 +235,7 @@ def test_runahead_owner_helper_failure_is_computed_in_the_same_step(
 
 @pytest.mark.parametrize("abort", [AbortReq(rid="mine"), AbortReq(abort_all=True)])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_runahead_owner_abort_while_waiting_ends_the_step(
+def test_runahead_scheduler_abort_while_waiting_ends_the_step(
     setup: Callable[..., Setup], abort: AbortReq, chunked: bool
 ) -> None:
     one = setup(send_nothing)
@@ -254,7 +254,7 @@ def test_runahead_owner_abort_while_waiting_ends_the_step(
     assert one.owner.member.helpers() == (HELPER,)  # nobody is to blame
 
 
-def test_runahead_owner_abort_before_the_step_ends_it_though_kv_has_come(
+def test_runahead_scheduler_abort_before_the_step_ends_it_though_kv_has_come(
     setup: Callable[..., Setup],
 ) -> None:
     one = setup(send_all)
@@ -263,7 +263,7 @@ def test_runahead_owner_abort_before_the_step_ends_it_though_kv_has_come(
     assert one.failures() == {"aborted": 1}
 
 
-def test_runahead_owner_abort_of_another_request_is_deferred(
+def test_runahead_scheduler_abort_of_another_request_is_deferred(
     setup: Callable[..., Setup],
 ) -> None:
     one = setup(send_all)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq
-from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.keys import BlockKey
@@ -26,6 +25,7 @@ from sglang_cake.simulator.machine import Machine
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.throttled import ThrottledStore
 from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 CHUNK, POLL_S, DEPTH = 128, 0.0005, 8
 MODES: tuple[Mode, ...] = ("auto", "compute", "load")
@@ -117,7 +117,7 @@ class SharedDevice:
 
     def _stop(self, req: FakeReq, left: int) -> int:
         coordinator, total = self.base.coordinator, len(req.origin_input_ids)
-        if left <= 0 or coordinator.hold(req):
+        if left <= 0 or coordinator.awaits_lookup(req):
             return req.prefix_len
         coordinator.settle(req, self._attach)
         step = coordinator.plan(req, left)

@@ -4,14 +4,14 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from kv_pools import load_of
-from sglang_cake.testing.virtual_time import virtual_time
+from kv_pools import record_of
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost, StepWork
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
+from sglang_cake.testing.virtual_time import virtual_time
 
-LIVE = load_of(4, block=16)
+LIVE = record_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)
 
 
@@ -37,7 +37,7 @@ def test_step_costs_next_step_starts_empty(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     step_costs.claimed(0, 100)
     step_costs.polled()
-    assert step_costs.costs(LIVE) == Costs(step_costs.agreed, LIVE.agreed.cost)
+    assert step_costs.costs(LIVE) == PromptCosts(step_costs.agreed, LIVE.agreed.cost)
     assert step_costs.measured
 
 
@@ -47,7 +47,7 @@ NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
 
 def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepCosts) -> None:
     """0.05 s a block, and 0.074 s for all four to be computed: alone it is computed."""
-    live = load_of(4, block=16)
+    live = record_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
     assert step_costs.should_load_at_arrival(live, AUTO, QUEUE)(stored, load)
@@ -60,7 +60,7 @@ def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepC
 
 
 def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCosts) -> None:
-    live = load_of(4, block=16)
+    live = record_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     step_costs.scheduling(decodes=60)
     step_costs.polled()
@@ -69,7 +69,7 @@ def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCost
 
 def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
     step_costs = StepCosts(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=640, pipelined=True)
-    live = load_of(4, block=16)
+    live = record_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
     step_costs.claimed(0, 640)
@@ -81,7 +81,7 @@ def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
 
 
 def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(step_costs: StepCosts) -> None:
-    live = load_of(4, block=16)
+    live = record_of(4, block=16)
     least = replace(AUTO, min_load_tokens=48)
     assert not step_costs.should_load_at_arrival(live, least, QUEUE)(
         (False, False, True, True), LIVE.agreed.cost

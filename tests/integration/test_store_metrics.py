@@ -10,7 +10,7 @@ from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
-from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
@@ -20,7 +20,7 @@ from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 LABELS = {"model": "m"}
-COSTS = Costs(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
+COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
 
 class Unwritable(PassingStore):

@@ -11,10 +11,10 @@ from fake_cuda import FakeCuda, install
 from test_runahead_cuda import LAYERS, Rows, Worker, truth
 
 from sglang_cake.core.errors import OverlapError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
 from sglang_cake.integration.overlap.overlapped_step import StreamedBlock, StreamedBlocks
-from sglang_cake.loading.reading import Reading
+from sglang_cake.loading.loader import BlockRead
 
 BLOCK, PATIENCE_S = 16, 60.0
 PREFIX = 2 * BLOCK
@@ -33,7 +33,7 @@ class Coming:
             self.data.append(torch.cat(planes))
             buffer = HostBuffer(torch.full_like(self.data[-1], 9))
             slots = self.worker.slots[block * BLOCK : (block + 1) * BLOCK]
-            self.pieces.append(StreamedBlock(block, Reading(buffer), slots, 0))
+            self.pieces.append(StreamedBlock(block, BlockRead(buffer), slots, 0))
         until_s = time.monotonic() + PATIENCE_S
         self.tail = StreamedBlocks(
             self.worker.rows, self.pieces, block_tokens=BLOCK, until_s=until_s
@@ -43,14 +43,14 @@ class Coming:
         """As a store and the loader do, in their thread."""
         size = len(self.data[0]) // LAYERS
         for piece in self.pieces:
-            piece.reading.came(0)
+            piece.block_read.received(0)
         for layer in range(LAYERS):
             for piece, data in zip(self.pieces, self.data, strict=True):
                 part = slice(layer * size, (layer + 1) * size)
-                piece.reading.buffer.tensor[part] = data[part]  # type: ignore[attr-defined]
-                piece.reading.came((layer + 1) * size)
+                piece.block_read.buffer.tensor[part] = data[part]  # type: ignore[attr-defined]
+                piece.block_read.received((layer + 1) * size)
         for piece in self.pieces:
-            piece.reading.end(whole=whole)
+            piece.block_read.end(whole=whole)
 
     def forward(self) -> None:
         """As FlashInfer: asks for K and for V, attends, and writes its own after that."""
@@ -67,7 +67,7 @@ class Coming:
     def reuse(self) -> None:
         """The buffers are somebody else's."""
         for piece in self.pieces:
-            piece.reading.buffer.tensor.fill_(9)  # type: ignore[attr-defined]
+            piece.block_read.buffer.tensor.fill_(9)  # type: ignore[attr-defined]
 
 
 def run(cuda: FakeCuda, rows: type[Rows] = Rows, *, before: bool = False) -> Sequence[str]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.loading.cost_model import DOUBT_S, MOST_SOURCES, LoadCost, LoadFit, LoadFits
+from sglang_cake.loading.cost_model import DOUBT_S, MOST_TIERS, LoadCost, LoadFit, LoadFits
 
 PRIOR = LoadCost(0.0, 1.0, depth=4)
 times = st.floats(1e-4, 10.0)
@@ -61,7 +61,7 @@ def test_load_fits_number_of_sources_is_bounded() -> None:
     for source in range(100):
         fits.fetched(source, 0.1, 1.0, first=False)
     fits.recall([PRIOR] * 100, 1.0)
-    assert len(fits.all) == MOST_SOURCES
+    assert len(fits.all) == MOST_TIERS
     assert fits.of({0: 1, 99: 1}, 1.0).block_s > 0
 
 

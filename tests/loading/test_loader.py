@@ -18,16 +18,16 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost
 from sglang_cake.loading.loader import (
+    BlockRead,
     Fetched,
-    Found,
     Loader,
     LoaderEvent,
     LoaderStats,
+    LoadRequest,
+    LookedUp,
     Lost,
-    Prompt,
     StagedBlock,
 )
-from sglang_cake.loading.reading import Reading
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
@@ -154,7 +154,7 @@ class LoaderHarness:
     def begin(
         self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
     ) -> None:
-        prompt = Prompt(
+        prompt = LoadRequest(
             load_id=rid,
             chain=KeyChain(SEED, BLOCK),
             tokens=tokens,
@@ -270,7 +270,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[4], keys[3]]
-    assert harness.news() == [Found("a", (True,) * 5)]
+    assert harness.news() == [LookedUp("a", (True,) * 5)]
     harness.open(keys[3])
     assert harness.waiting() == [keys[4], keys[2]]
     harness.open(*keys)
@@ -308,7 +308,7 @@ def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness)
         asked.append(cost)
         return True
 
-    harness.loader.begin(Prompt("a", KeyChain(SEED, BLOCK), tokens, 6, 0, should_load))
+    harness.loader.begin(LoadRequest("a", KeyChain(SEED, BLOCK), tokens, 6, 0, should_load))
     harness.settle()
     assert asked[0].block_s == pytest.approx((4 * 0.5 + 2 * 30.0) / 6)
     assert harness.loader.cost_of("a") == asked[0]  # nothing has landed yet
@@ -331,7 +331,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     harness.loader = harness.new_loader(Broken(harness.store))
     harness.fill(tokens_of(0, 6))
     harness.begin("a", tokens_of(0, 6))
-    assert harness.news() == [Found("a", (False,) * 6)]
+    assert harness.news() == [LookedUp("a", (False,) * 6)]
     assert harness.failures() == {"lookup": 1}
 
 
@@ -355,7 +355,7 @@ def test_loader_reads_only_stored_blocks_from_the_first_allowed(harness: LoaderH
     keys = harness.fill(tokens, without=[3])
     harness.open(*keys)
     harness.begin("a", tokens, first=2)
-    assert harness.news()[0] == Found("a", (True, True, True, False, True, True))
+    assert harness.news()[0] == LookedUp("a", (True, True, True, False, True, True))
     assert harness.read_keys() == [keys[5], keys[4], keys[2]]
 
 
@@ -366,7 +366,7 @@ def test_loader_fewer_blocks_than_the_least_are_not_read(
     tokens = tokens_of(0, 6)
     harness.open(*harness.fill(tokens, without=[0]))
     harness.begin("a", tokens, first=2, least=least)
-    assert harness.news()[0] == Found("a", (False, *[True] * 5))
+    assert harness.news()[0] == LookedUp("a", (False, *[True] * 5))
     assert len(harness.read_keys()) == (4 if load else 0)
 
 
@@ -374,7 +374,7 @@ def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> Non
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     harness.begin("a", tokens, load=False)
-    assert harness.news() == [Found("a", (True,) * 3)]
+    assert harness.news() == [LookedUp("a", (True,) * 3)]
     assert harness.read_keys() == []
 
 
@@ -516,7 +516,7 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     assert entered.wait(PATIENCE_S)
     # The I/O thread does both in one iteration of its loop.
     harness.loader.end("a")
-    harness.loader.load_from("b", 0)
+    harness.loader.set_load_from("b", 0)
     go_on.set()
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
@@ -533,7 +533,7 @@ def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
     store = HookedStore(harness.store)
     harness.loader = harness.new_loader(store)
     # The other prompt wants the block before the loader handles the end of the read.
-    store.at_end[keys[0]] = lambda: harness.loader.load_from("b", 0)
+    store.at_end[keys[0]] = lambda: harness.loader.set_load_from("b", 0)
     harness.begin("a", tokens)
     harness.begin("b", tokens, load=False)
     assert harness.waiting() == keys
@@ -616,7 +616,7 @@ def test_loader_prompt_joining_a_read_sees_its_bytes(harness: LoaderHarness) -> 
 class End:
     """What the thread finds that is woken by the end of a read."""
 
-    reading: Reading
+    reading: BlockRead
     whole: bool
     news: list[LoaderEvent]
     free: int  # buffers
@@ -624,13 +624,13 @@ class End:
 
 @pytest.fixture
 def ends(harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch) -> list[End]:
-    def end(reading: Reading, *, whole: bool) -> None:
+    def end(reading: BlockRead, *, whole: bool) -> None:
         real(reading, whole=whole)
         found.append(End(reading, whole, harness.loader.drain(), harness.pool.free))
 
     found: list[End] = []
-    real = Reading.end
-    monkeypatch.setattr(Reading, "end", end)
+    real = BlockRead.end
+    monkeypatch.setattr(BlockRead, "end", end)
     return found
 
 
@@ -745,11 +745,11 @@ def test_loader_keep_limits_new_reads_to_later_blocks(
     tokens = tokens_of(0, 6)
     harness.open(*harness.fill(tokens)[4:])
     harness.begin("a", tokens)
-    harness.loader.load_from("a", 3)
+    harness.loader.set_load_from("a", 3)
     assert harness.waiting() == [keys_of(tokens)[3]]  # block 3 is under way
     harness.open(*keys_of(tokens))
     assert harness.landed() == [("a", 5), ("a", 4), ("a", 3)]
-    harness.loader.load_from("a", 1)  # compute turned out to be slower
+    harness.loader.set_load_from("a", 1)  # compute turned out to be slower
     assert harness.landed() == [("a", 2), ("a", 1)]
 
 
@@ -761,11 +761,11 @@ def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
-    harness.loader.load_from("a", None)
+    harness.loader.set_load_from("a", None)
     assert harness.waiting() == []
     assert harness.pool.free == harness.pool.capacity
     harness.loader.fence("a", 2)
-    harness.loader.load_from("a", 0)
+    harness.loader.set_load_from("a", 0)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 2), ("a", 3), ("a", 4), ("a", 5)]
@@ -777,8 +777,8 @@ def test_loader_keep_none_then_zero_at_once_lands_every_block(harness: LoaderHar
     harness.begin("a", tokens)
     assert harness.waiting() == keys[::-1]
     began = list(harness.loader.under_way("a").values())
-    harness.loader.load_from("a", None)
-    harness.loader.load_from("a", 0)
+    harness.loader.set_load_from("a", None)
+    harness.loader.set_load_from("a", 0)
     harness.settle()
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
@@ -791,7 +791,7 @@ def test_loader_keep_none_leaves_a_shared_read_to_the_other_prompt(harness: Load
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
-    harness.loader.load_from("a", None)
+    harness.loader.set_load_from("a", None)
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
 
@@ -829,7 +829,7 @@ def test_loader_failed_shared_read_is_reported_to_every_prompt(harness: LoaderHa
     assert harness.failures() == {"missing": 1}
     # Whoever comes now is told anew; nobody boards a read that has failed.
     harness.begin("c", tokens)
-    assert harness.news() == [Found("c", (False,))]
+    assert harness.news() == [LookedUp("c", (False,))]
 
 
 def test_store_breaking_its_contract_loses_only_its_blocks(harness: LoaderHarness) -> None:
@@ -851,7 +851,7 @@ def test_loader_failed_lookup_finds_no_blocks(harness: LoaderHarness, broken: bo
     else:
         harness.io.run(harness.memory.close(), PATIENCE_S)
     harness.begin("a", tokens)
-    assert harness.news() == [Found("a", (False,) * 3)]
+    assert harness.news() == [LookedUp("a", (False,) * 3)]
     assert harness.failures() == {"lookup": 1}
 
 
@@ -945,7 +945,7 @@ def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness)
     other = RecordingStore(MemoryStore())
     harness.loader.use(other)
     harness.begin("b", tokens)
-    assert Found("b", (False, False)) in harness.news()
+    assert LookedUp("b", (False, False)) in harness.news()
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
     assert other.keys_of("get") == []
@@ -991,7 +991,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
     keys = [harness.fill(tokens) for tokens in prompts]
     live: set[int] = set()
     fence = [0, 0, 0]
-    readings: set[Reading] = set()
+    readings: set[BlockRead] = set()
     for action, who, number in actions:
         rid = str(who)
         if action == "begin" and who not in live:
@@ -1004,7 +1004,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
         elif action == "order":
             harness.loader.order([rid, *map(str, live - {who})])
         elif action == "keep":
-            harness.loader.load_from(rid, number)
+            harness.loader.set_load_from(rid, number)
         elif action == "end":
             live.discard(who)
             harness.loader.end(rid)
@@ -1022,7 +1022,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
     for tokens_keys in keys:
         harness.open(*tokens_keys)
     for who in live:
-        harness.loader.load_from(str(who), 0)
+        harness.loader.set_load_from(str(who), 0)
     for _ in range(20):
         harness.news()
         harness.release()
@@ -1031,7 +1031,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
             assert event.load_id in "012"
     for who in live:
         told = {
-            e.block for e in harness.events if not isinstance(e, Found) and e.load_id == str(who)
+            e.block for e in harness.events if not isinstance(e, LookedUp) and e.load_id == str(who)
         }
         assert set(range(fence[who], 6)) <= told
     for who in live:
@@ -1044,10 +1044,10 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
     assert all(reading.is_over for reading in readings), "a thread would wait forever"
 
 
-def seen_under_way(harness: LoaderHarness, rids: Iterable[str]) -> set[Reading]:
+def seen_under_way(harness: LoaderHarness, rids: Iterable[str]) -> set[BlockRead]:
     """All reads that are under way for these prompts; none of them is over."""
 
-    async def look() -> set[Reading]:
+    async def look() -> set[BlockRead]:
         found = {each for rid in rids for each in harness.loader.under_way(rid).values()}
         assert not any(reading.is_over for reading in found)
         assert len(found) <= harness.loader.stats.reads

@@ -13,29 +13,31 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_cake.core.spans import Span
-from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.core.token_span import Span
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
-from sglang_cake.loading.planner import Progress, Step, next_step
+from sglang_cake.loading.planner import LoadProgress, StepPlan, next_step
 
 S, E = BlockState, Event
 
 
-def costs(fixed_s: float, token_s: float, block_s: float) -> Costs:
-    return Costs(PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0))
+def costs(fixed_s: float, token_s: float, block_s: float) -> PromptCosts:
+    return PromptCosts(
+        PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)
+    )
 
 
 COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]
 
 
-def plan(meet: Meet, chunk: int, known: Costs = COSTS[0], since_s: float = 0.0) -> Step:
+def plan(meet: Meet, chunk: int, known: PromptCosts = COSTS[0], since_s: float = 0.0) -> StepPlan:
     """`next_step` of a settled meet."""
     return next_step(
         meet.view(),
         mode="both",
         chunk_tokens=chunk,
         costs=known,
-        progress=Progress(since_s, since_s > 0, load_from=0),
+        progress=LoadProgress(since_s, since_s > 0, load_from=0),
     )
 
 
@@ -167,7 +169,7 @@ class Race(RuleBasedStateMachine):
 
     @precondition(lambda self: self.meet.front < self.prompt)
     @rule(known=st.sampled_from(COSTS), since_s=st.sampled_from([0.0, 1.0, 100.0]))
-    def step(self, known: Costs, since_s: float) -> None:
+    def step(self, known: PromptCosts, since_s: float) -> None:
         self.attach()
         if self.meet.front == self.prompt:
             return
@@ -367,7 +369,7 @@ def test_meet_prompt_shorter_than_a_block_has_no_blocks() -> None:
     assert meet.blocks == 0
     assert meet.island() is None
     assert not meet.pending
-    assert plan(meet, 32) == Step(32)
+    assert plan(meet, 32) == StepPlan(32)
     assert meet.claim(57) == 0
     assert meet.front == 57
 
@@ -386,7 +388,7 @@ def test_meet_wholly_stored_prompt_leaves_its_last_page_to_compute(
     assert meet.front == attached
     assert not meet.pending
     assert meet.island() is None
-    assert plan(meet, 512) == Step(256)
+    assert plan(meet, 512) == StepPlan(256)
     meet.claim(256)
     assert meet.front == 256
 
@@ -403,7 +405,7 @@ def test_meet_hole_makes_two_islands_and_is_claimed_alone() -> None:
     meet.attach(Span(128, 192))
     assert meet.pending
     assert meet.island() is None
-    assert plan(meet, 512) == Step(256)  # up to the second island, however large the chunk
+    assert plan(meet, 512) == StepPlan(256)  # up to the second island, however large the chunk
     assert meet.claim(256) == 4
     assert meet.island() == Span(256, 384)
     meet.attach(Span(256, 384))
@@ -501,7 +503,7 @@ def test_meet_evicted_attached_block_is_computed() -> None:
     meet.attach(Span(0, 128))
     meet.advance(64)
     assert states(meet) == [S.ATTACHED, S.GONE]
-    assert plan(meet, 160, 512) == Step(160)
+    assert plan(meet, 160, 512) == StepPlan(160)
 
 
 def test_meet_invalid_transition_raises() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.core.spans import Span
-from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
+from sglang_cake.core.token_span import Span
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import overlap_span
 
@@ -28,15 +28,17 @@ def early(
     chunk: int = 100,
     block_s: float = 1.0,
     step_s: float = 100.0,
-    to_come: float = 1.0,
+    missing_share: float = 1.0,
 ) -> Span | None:
     """`states` are those of all blocks, from the first one of the prompt."""
     first, total = front // BLOCK, len(states) * BLOCK + rest
     return overlap_span(
         View(front, first, bytes(states[first:]), BLOCK, total, limit=total - 1),
-        coming=dict.fromkeys(coming, to_come),
+        missing_shares=dict.fromkeys(coming, missing_share),
         chunk_tokens=chunk,
-        costs=Costs(PrefillCost(step_s, 0.0, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)),
+        costs=PromptCosts(
+            PrefillCost(step_s, 0.0, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)
+        ),
     )
 
 
@@ -81,8 +83,8 @@ def test_early_last_step_begins_only_if_loads_end_within_its_step() -> None:
     assert early(two, {0, 1}, block_s=1.0, step_s=2.0) == (0, 20)
     assert early(two, {0, 1}, block_s=1.0, step_s=1.9) is None
     # As much as is still to come of each, one after the other or side by side.
-    assert early(two, {0, 1}, block_s=1.0, step_s=1.0, to_come=0.5) == (0, 20)
-    assert early(two, {0, 1}, block_s=1.0, step_s=0.9, to_come=0.5) is None
+    assert early(two, {0, 1}, block_s=1.0, step_s=1.0, missing_share=0.5) == (0, 20)
+    assert early(two, {0, 1}, block_s=1.0, step_s=0.9, missing_share=0.5) is None
 
 
 def test_early_last_step_of_whole_blocks_leaves_one_token_to_compute() -> None:
@@ -92,7 +94,7 @@ def test_early_last_step_of_whole_blocks_leaves_one_token_to_compute() -> None:
         view,
         coming={0: 1.0},
         chunk_tokens=1,
-        costs=Costs(PrefillCost(1.0, 0.0, 0.0), LoadCost(0.0, 0.1)),
+        costs=PromptCosts(PrefillCost(1.0, 0.0, 0.0), LoadCost(0.0, 0.1)),
     )
     assert span == (0, 19)
 

@@ -8,20 +8,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.loading.cost_model import (
-    Costs,
     LoadCost,
     LoadFit,
     PrefillCost,
     PrefillFit,
+    PromptCosts,
     StepWork,
 )
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import (
     COMPUTE_SLACK,
+    LoadProgress,
     Mode,
     Outlook,
-    Progress,
-    Step,
+    StepPlan,
     device_work,
     look_ahead,
     next_step,
@@ -46,8 +46,8 @@ def costs(
     fixed_s: float = 0.0,
     error: float = 0.0,
     coming_s: float = 0.0,
-) -> Costs:
-    return Costs(
+) -> PromptCosts:
+    return PromptCosts(
         PrefillCost(fixed_s, token_s, 0.0, error=error),
         LoadCost(0.0, block_s, error=error, coming_s=coming_s),
     )
@@ -62,19 +62,19 @@ def view_of(states: list[BlockState], *, front: int = 0, block: int = 100, rest:
 
 def decide(
     states: list[BlockState],
-    known: Costs,
+    known: PromptCosts,
     *,
     mode: Mode = "auto",
     chunk: int = 10_000,
     front: int = 0,
-    progress: Progress | None = None,
-) -> Step:
+    progress: LoadProgress | None = None,
+) -> StepPlan:
     return next_step(
         view_of(states, front=front),
         mode=mode,
         chunk_tokens=chunk,
         costs=known,
-        progress=progress or Progress(),
+        progress=progress or LoadProgress(),
     )
 
 
@@ -83,7 +83,10 @@ def decide(
 
 def test_planner_outlook_gives_compute_load_and_split_times() -> None:
     outlook = look_ahead(
-        view_of([WANTED] * 10), chunk_tokens=500, costs=costs(100, fixed_s=10), progress=Progress()
+        view_of([WANTED] * 10),
+        chunk_tokens=500,
+        costs=costs(100, fixed_s=10),
+        progress=LoadProgress(),
     )
     assert outlook.compute_s == 1050 + 3 * 10
     assert outlook.load_s == 10 * 100 + 60
@@ -95,7 +98,7 @@ def test_planner_outlook_gives_compute_load_and_split_times() -> None:
 def test_planner_outlook_landed_blocks_are_free_and_gone_ones_computed() -> None:
     states = [WANTED, WANTED, LANDED, GONE, LANDED, WANTED]
     outlook = look_ahead(
-        view_of(states), chunk_tokens=500, costs=costs(100), progress=Progress(begun=True)
+        view_of(states), chunk_tokens=500, costs=costs(100), progress=LoadProgress(begun=True)
     )
     assert outlook.compute_s == 200 + 100 + 150
     assert outlook.load_s == 300 + 100 + 50
@@ -106,33 +109,35 @@ def test_planner_outlook_with_overlap_shortens_the_load_time() -> None:
         load = replace(costs(100).load, coming_s=settings.pop("coming_s", 100))
         known = replace(costs(100), load=load, **settings)
         view = view_of([WANTED] * 10, rest=last)
-        return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+        return look_ahead(view, chunk_tokens=500, costs=known, progress=LoadProgress())
 
     # Compute and load meet in the middle as before, the last step being a border's time at most.
     assert outlook(40).load_s == 1000 + 40
-    assert outlook(40, overlap=0.75).load_s == 1000 - 30 + 40
-    assert outlook(300, overlap=0.75).load_s == 1000 - 75 + 300  # while one block comes
-    assert outlook(300, overlap=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
-    assert outlook(40, overlap=0.75, coming_s=0).load_s == 1000 + 40  # nobody knows how far it is
-    assert outlook(40, overlap=0.75, coming_s=4).load_s == 1000 - 3 + 40  # it comes all at once
-    assert outlook(600, overlap=0.75).load_s == 1000 + 600  # two steps
-    assert outlook(40, overlap=0.75, others_s=1.0).load_s == 1040  # others want the device
-    assert outlook(40, overlap=0.75).compute_s == outlook(40).compute_s
+    assert outlook(40, overlap_share=0.75).load_s == 1000 - 30 + 40
+    assert outlook(300, overlap_share=0.75).load_s == 1000 - 75 + 300  # while one block comes
+    assert outlook(300, overlap_share=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
+    assert (
+        outlook(40, overlap_share=0.75, coming_s=0).load_s == 1000 + 40
+    )  # progress is not reported
+    assert outlook(40, overlap_share=0.75, coming_s=4).load_s == 1000 - 3 + 40  # all at once
+    assert outlook(600, overlap_share=0.75).load_s == 1000 + 600  # two steps
+    assert outlook(40, overlap_share=0.75, others_s=1.0).load_s == 1040  # others want the device
+    assert outlook(40, overlap_share=0.75).compute_s == outlook(40).compute_s
     # 500 tokens computed, 500 loaded. Nothing would be won by beginning early: compute ends then.
-    assert outlook(40, overlap=0.75).both_s == 500 + 40
+    assert outlook(40, overlap_share=0.75).both_s == 500 + 40
     odd = view_of([WANTED] * 11, rest=40)
     plain, early = (
-        look_ahead(odd, chunk_tokens=500, costs=known, progress=Progress())
-        for known in (costs(100), replace(costs(100, coming_s=100), overlap=0.75))
+        look_ahead(odd, chunk_tokens=500, costs=known, progress=LoadProgress())
+        for known in (costs(100), replace(costs(100, coming_s=100), overlap_share=0.75))
     )
     assert (plain.meet_token, plain.both_s) in [(500, 640), (600, 640)]
     assert (early.meet_token, early.both_s) == (500, 570 + 40)
 
 
 def test_planner_outlook_beside_others_rounds_loads_up_to_their_step() -> None:
-    def loading_s(known: Costs) -> float:
+    def loading_s(known: PromptCosts) -> float:
         view = view_of([WANTED] * 10)
-        return look_ahead(view, chunk_tokens=500, costs=known, progress=Progress()).load_s
+        return look_ahead(view, chunk_tokens=500, costs=known, progress=LoadProgress()).load_s
 
     others = StepWork(tokens=30)  # of every step; ours ends with 50 tokens
     assert loading_s(costs(100)) == 1000 + 50
@@ -153,7 +158,7 @@ def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject
     overlap = data.draw(st.sampled_from([0.0, 0.75]))
     coming_s = data.draw(st.sampled_from([0.0, 0.1, 1.0, 4.0])) * block_s
     load = LoadCost(0.0, block_s, error=0.0, coming_s=coming_s)
-    known = Costs(alone, load, pipelined=pipelined, overlap=overlap)
+    known = PromptCosts(alone, load, pipelined=pipelined, overlap_share=overlap)
     known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
     prefill = known.prefill
 
@@ -187,7 +192,7 @@ def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject
 
     last = max(b for b, state in enumerate(states) if state is WANTED)
     best_s = min(both_s(border) for border in range(last + 2))
-    outlook = look_ahead(view_of(states), chunk_tokens=chunk, costs=known, progress=Progress())
+    outlook = look_ahead(view_of(states), chunk_tokens=chunk, costs=known, progress=LoadProgress())
     # A hole right of the meeting point may be better computed earlier than bisection sees.
     slack_s = prefill.step_s(0, 1250) if GONE in states or LANDED in states else 1e-6
     assert best_s - 1e-6 <= outlook.both_s <= best_s + slack_s
@@ -214,12 +219,12 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
     return {
         "view": view,
         "chunk_tokens": draw(st.integers(1, 8 * block)),
-        "costs": Costs(
+        "costs": PromptCosts(
             PrefillCost(draw(cost), draw(cost), draw(cost), error=error),
             LoadCost(draw(cost), draw(cost), draw(cost), error),
-            overlap=draw(st.sampled_from([0.0, 0.9])),
+            overlap_share=draw(st.sampled_from([0.0, 0.9])),
         ),
-        "progress": Progress(draw(st.floats(0, 5)), draw(st.booleans())),
+        "progress": LoadProgress(draw(st.floats(0, 5)), draw(st.booleans())),
     }
 
 
@@ -250,7 +255,7 @@ def test_planner_random_situations_very_late_loads_are_not_waited_for(
     now: dict, mode: Mode, begun: bool
 ) -> None:
     least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
-    now["progress"] = Progress(1e6 * (1 + least_s), begun, load_from=0)
+    now["progress"] = LoadProgress(1e6 * (1 + least_s), begun, load_from=0)
     assert not next_step(mode=mode, **now).wait
 
 
@@ -265,23 +270,23 @@ def test_planner_mode_load_waits_while_a_block_is_wanted(now: dict) -> None:
 def test_planner_without_wanted_blocks_takes_a_full_step(now: dict, mode: Mode) -> None:
     view = now["view"]
     now["view"] = replace(view, states=view.states.replace(bytes([WANTED]), bytes([GONE])))
-    assert next_step(mode=mode, **now) == Step(edge_of(now))
+    assert next_step(mode=mode, **now) == StepPlan(edge_of(now))
 
 
 def test_planner_split_follows_the_costs() -> None:
-    assert decide([WANTED] * 10, costs(400)) == Step(800, load_from=8)
-    assert decide([WANTED] * 10, costs(100, token_s=4)) == Step(200, load_from=2)
-    assert decide([WANTED] * 10, costs(400), chunk=250) == Step(250, load_from=8)
-    assert decide([WANTED] * 10, costs(400), chunk=50) == Step(50, load_from=8)
+    assert decide([WANTED] * 10, costs(400)) == StepPlan(800, load_from=8)
+    assert decide([WANTED] * 10, costs(100, token_s=4)) == StepPlan(200, load_from=2)
+    assert decide([WANTED] * 10, costs(400), chunk=250) == StepPlan(250, load_from=8)
+    assert decide([WANTED] * 10, costs(400), chunk=50) == StepPlan(50, load_from=8)
 
 
 def test_planner_uncertain_costs_shorten_the_step() -> None:
-    assert decide([WANTED] * 10, costs(400, error=0.25)) == Step(600, load_from=8)
+    assert decide([WANTED] * 10, costs(400, error=0.25)) == StepPlan(600, load_from=8)
     # Unless another step costs more than being wrong.
     assert decide([WANTED] * 10, costs(400, error=0.25, fixed_s=150), mode="both").stop == 800
     # Loads below the meeting point may be worth it after all.
     far = decide([WANTED] * 10, costs(400, error=0.25), chunk=200)
-    assert far == Step(200, load_from=7)
+    assert far == StepPlan(200, load_from=7)
 
 
 def test_planner_landed_blocks_are_left_out_of_the_split() -> None:
@@ -293,21 +298,23 @@ def test_planner_landed_blocks_are_left_out_of_the_split() -> None:
 
 def test_planner_fast_link_is_waited_for_until_it_is_late() -> None:
     quick = costs(1)
-    wait = Step(0, wait=True)
+    wait = StepPlan(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
-    assert decide([WANTED] * 10, quick, progress=Progress(10, begun=True, load_from=0)) == wait
-    assert not decide([WANTED] * 10, quick, progress=Progress(100, begun=True, load_from=0)).wait
+    assert decide([WANTED] * 10, quick, progress=LoadProgress(10, begun=True, load_from=0)) == wait
+    assert not decide(
+        [WANTED] * 10, quick, progress=LoadProgress(100, begun=True, load_from=0)
+    ).wait
 
 
 def test_planner_small_gain_neither_begins_nor_ends_loading() -> None:
     blocks, hopeless = [WANTED] * 10, costs(990)  # one block is saved, at the very end
-    assert decide(blocks, hopeless) == Step(1050, load_from=None)
-    assert decide(blocks, hopeless, progress=Progress(load_from=0)).load_from == 9
+    assert decide(blocks, hopeless) == StepPlan(1050, load_from=None)
+    assert decide(blocks, hopeless, progress=LoadProgress(load_from=0)).load_from == 9
     short = [ABSENT] * 99 + [WANTED]
     gain = 100 / (99 * 100 + 150)
     assert gain < COMPUTE_SLACK
-    assert decide(short, costs(1)) == Step(10_000, load_from=None)
-    assert decide(short, costs(1), progress=Progress(load_from=0)).load_from is not None
+    assert decide(short, costs(1)) == StepPlan(10_000, load_from=None)
+    assert decide(short, costs(1), progress=LoadProgress(load_from=0)).load_from is not None
     assert decide(short, costs(1), mode="both").load_from is not None
 
 
@@ -316,19 +323,21 @@ def test_planner_guessed_compute_cost_is_measured_with_one_step() -> None:
     blocks = [WANTED] * 10
     guess, quick = PrefillCost(0.0, 1.0, 0.0), LoadCost(0.0, 0.1, error=0.0)
     assert guess.guessed
-    assert decide(blocks, Costs(guess, quick)) == Step(100, load_from=0)
-    assert decide(blocks, Costs(guess, quick), front=100) == Step(200, load_from=1)
-    assert decide(blocks, Costs(guess, quick), chunk=30) == Step(30, load_from=0)
+    assert decide(blocks, PromptCosts(guess, quick)) == StepPlan(100, load_from=0)
+    assert decide(blocks, PromptCosts(guess, quick), front=100) == StepPlan(200, load_from=1)
+    assert decide(blocks, PromptCosts(guess, quick), chunk=30) == StepPlan(30, load_from=0)
     known = replace(guess, error=0.25)
-    assert decide(blocks, Costs(known, quick)).wait
-    assert decide(blocks, Costs(guess, quick), mode="load").wait
-    assert decide(blocks, Costs(guess, quick), mode="both").wait
+    assert decide(blocks, PromptCosts(known, quick)).wait
+    assert decide(blocks, PromptCosts(guess, quick), mode="load").wait
+    assert decide(blocks, PromptCosts(guess, quick), mode="both").wait
 
 
 def test_planner_slow_load_or_small_gain_is_not_worth_loading() -> None:
-    def worth(states: list[bool], known: Costs, front: int = 0) -> bool:
+    def worth(states: list[bool], known: PromptCosts, front: int = 0) -> bool:
         view = view_of([ABSENT] * len(states), front=front).found(states)
-        return should_load(view, mode="auto", chunk_tokens=500, costs=known, progress=Progress())
+        return should_load(
+            view, mode="auto", chunk_tokens=500, costs=known, progress=LoadProgress()
+        )
 
     assert worth([True] * 10, costs(100))
     assert not worth([True] * 10, costs(1100))
@@ -343,8 +352,10 @@ def test_planner_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
     known = costs(1100)
     known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
 
-    def worth(known: Costs) -> bool:
-        return should_load(view, mode="auto", chunk_tokens=100, costs=known, progress=Progress())
+    def worth(known: PromptCosts) -> bool:
+        return should_load(
+            view, mode="auto", chunk_tokens=100, costs=known, progress=LoadProgress()
+        )
 
     assert not worth(known)
     assert worth(known.beside(busy))
@@ -353,13 +364,13 @@ def test_planner_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
 
 def test_planner_backlog_moves_the_meeting_point_to_the_left() -> None:
     view, known = view_of([WANTED] * 10), replace(costs(100, fixed_s=10), backlog_s=700.0)
-    outlook = look_ahead(view, chunk_tokens=500, costs=known, progress=Progress())
+    outlook = look_ahead(view, chunk_tokens=500, costs=known, progress=LoadProgress())
     assert outlook.compute_s == 700 + 1050 + 3 * 10
     assert outlook.load_s == 1000 + 60
     # A hundred tokens computed after 700 s, while nine blocks come.
     assert (outlook.meet_token, outlook.both_s) == (100, 900 + 60)
     late = replace(known, backlog_s=5000.0)
-    assert look_ahead(view, chunk_tokens=500, costs=late, progress=Progress()).best_s == 5060
+    assert look_ahead(view, chunk_tokens=500, costs=late, progress=LoadProgress()).best_s == 5060
 
 
 @SLOW
@@ -369,17 +380,17 @@ def test_planner_worth_loading_with_equal_costs_does_not_change(
 ) -> None:
     """Whichever it was before: with the same costs the next poll says the same again."""
     now["costs"] = replace(now["costs"], backlog_s=backlog_s)
-    now["progress"] = Progress(load_from=load_from)
+    now["progress"] = LoadProgress(load_from=load_from)
     loads = should_load(mode="auto", **now)
-    now["progress"] = Progress(load_from=0 if loads else None)
+    now["progress"] = LoadProgress(load_from=0 if loads else None)
     assert should_load(mode="auto", **now) == loads
 
 
 def test_planner_silent_link_is_marked_late_and_a_slow_link_is_not() -> None:
     blocks, quick = [WANTED] * 10, costs(1)
-    silent = decide(blocks, quick, progress=Progress(5000, begun=True, load_from=0))
+    silent = decide(blocks, quick, progress=LoadProgress(5000, begun=True, load_from=0))
     assert (silent.load_from, silent.overdue) == (None, True)
-    slow = decide(blocks, costs(1100), progress=Progress(5, begun=True, load_from=0))
+    slow = decide(blocks, costs(1100), progress=LoadProgress(5, begun=True, load_from=0))
     assert (slow.load_from, slow.overdue) == (None, False)
 
 

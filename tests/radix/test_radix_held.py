@@ -26,7 +26,7 @@ from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
+from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
@@ -46,10 +46,10 @@ class TreeWithLandedBlocks(TreeWithSlots):
             kv, self.allocator, self.tree.evict_own, self.counters, lambda took_s: None
         )
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
-        self.loads: list[PromptLoad] = []
+        self.records: list[PromptRecord] = []
         self.tree.coordinator = FakeCoordinator()
-        self.tree.coordinator.held = lambda: self.device_slots.held_tokens
-        self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.loads, n)
+        self.tree.coordinator.held = lambda: self.device_slots.placed_tokens
+        self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.records, n)
 
     def land(self, blocks: int) -> bool:
         """Have `blocks` blocks of a new prompt in device slots; False: no memory for all."""
@@ -60,7 +60,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
         chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
         rid = f"r{len(self.loads)}"
         cost = LoadCost(0.0, 0.01)
-        load = PromptLoad(
+        record = PromptRecord(
             rid=rid,
             load_id=rid,
             tokens=tokens,
@@ -71,22 +71,22 @@ class TreeWithLandedBlocks(TreeWithSlots):
             agreed=AgreedLoads(cost),
             arrived_s=0.0,
         )
-        self.loads.append(load)
+        self.records.append(record)
         for block in range(blocks):
             buffer = self.pool.take()
             if buffer is None:
                 return False
             meet.landed(block)
-            load.landed.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
-        return self.device_slots.place(load, list(load.landed.staged))
+            record.memory.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
+        return self.device_slots.place(record, list(record.memory.staged))
 
     def drop(self, index: int) -> None:
-        load = self.loads.pop(index)
-        self.device_slots.discard(load, {*load.landed.staged, *load.landed.slots}, "ended")
+        record = self.records.pop(index)
+        self.device_slots.discard(record, {*record.memory.staged, *record.memory.slots}, "ended")
 
     @property
     def held(self) -> int:
-        return self.device_slots.held_tokens
+        return self.device_slots.placed_tokens
 
     def own_evictable(self) -> int:
         return int(UnifiedRadixCache.evictable_size(self.tree))
@@ -120,10 +120,10 @@ class LandedBlocksMachine(RuleBasedStateMachine):
     def land(self, blocks: int) -> None:
         self.side.land(blocks)
 
-    @precondition(lambda self: self.side.loads)
+    @precondition(lambda self: self.side.records)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        self.side.drop(data.draw(st.integers(0, len(self.side.loads) - 1)))
+        self.side.drop(data.draw(st.integers(0, len(self.side.records) - 1)))
 
     @rule(tokens=st.integers(1, 60))
     def evict(self, tokens: int) -> None:
@@ -150,7 +150,7 @@ class LandedBlocksMachine(RuleBasedStateMachine):
         assert free + evictable + protected == SLOTS
         assert evictable == side.own_evictable() + side.held
         assert side.tree.full_evictable_size() == evictable
-        assert side.held == sum(len(s) for r in side.loads for s in r.landed.slots.values())
+        assert side.held == sum(len(s) for r in side.records for s in r.memory.slots.values())
         side.tree.sanity_check()
 
 
@@ -172,9 +172,11 @@ def test_radix_cache_eviction_takes_the_tree_before_landed_blocks(core: str) -> 
     assert (side.own_evictable(), side.held) == (0, 4 * BLOCK)
     result = side.tree.evict(EvictParams(num_tokens=BLOCK + 1))
     assert result.num_tokens_evicted == 2 * BLOCK
-    load = side.loads[0]
-    assert sorted(load.landed.slots) == [2, 3]  # the leftmost go: compute would reach them first
-    assert [load.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [BlockState.LANDED] * 2
+    record = side.records[0]
+    assert sorted(record.memory.slots) == [2, 3]  # the leftmost go: compute would reach them first
+    assert [record.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [
+        BlockState.LANDED
+    ] * 2
     assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.device_slots.block_bytes
     assert side.pool.free == side.pool.capacity
 
@@ -188,4 +190,4 @@ def test_radix_cache_landing_evicts_the_tree_but_no_landed_block(core: str) -> N
     assert side.held == 11 * BLOCK
     assert not side.land(2)  # there is room for one
     assert side.held == 12 * BLOCK
-    assert len(side.loads[0].landed.slots) == 6
+    assert len(side.records[0].memory.slots) == 6

@@ -98,7 +98,7 @@ class FakeCoordinator:
         self.reclaim: Callable[[int], int] = lambda tokens: 0
 
     @property
-    def held_tokens(self) -> int:
+    def placed_tokens(self) -> int:
         return self.held()
 
     def end(self, rid: str) -> None:

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState, Meet, View
-from sglang_cake.loading.planner import Progress
+from sglang_cake.loading.planner import LoadProgress
 from sglang_cake.runahead.decide import (
     PAYS,
     Costs,
@@ -39,7 +39,7 @@ def stored(tokens: int, stored_tokens: int, landed_tokens: int = 0) -> View:
 
 
 def loading(view: View, block_s: float) -> Loading:
-    return Loading(view, Progress(), LoadCost(0.0, block_s))
+    return Loading(view, LoadProgress(), LoadCost(0.0, block_s))
 
 
 def test_plan_chain_long_prompt_takes_all_helpers_and_a_short_one_none() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from members import GROUPS, WAIT_S, Ear, until
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.hop import Broken, Inflow, Late, Source
 from sglang_cake.runahead.member import Member, Owned
 from sglang_cake.runahead.messages import Cancel, Failed, LayerPart, Offer, Refuse, new_job

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.search import Journal, Searched, grid_points, grid_search
 from sglang_cake.runahead.table import PartitionTable, load_table, save_table, table_path

@@ -8,7 +8,7 @@ import pytest
 from sglang_cake.cli import main
 from sglang_cake.cli import runahead as command
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead import table as table_module
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.table import PartitionTable, WatchedTable, load_table, save_table

@@ -18,7 +18,13 @@ from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, find_medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Knowledge, Machine
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.simulator.simulated_server import Policy, Prompt, Server, serve, simulate_prompt
+from sglang_cake.simulator.simulated_server import (
+    Policy,
+    Prompt,
+    SimulatedServer,
+    serve,
+    simulate_prompt,
+)
 
 BLOCK = 128
 
@@ -116,7 +122,7 @@ def test_mode_auto_on_an_eighth_of_a_device_equals_the_better_mode(ktokens: int)
 
 def queue(
     rate: float, *, noise: float = 0.0, policy: Policy = "adaptive", mode: Mode = "auto"
-) -> Server:
+) -> SimulatedServer:
     """Prompts of 2k tokens at random moments, all of them stored."""
     draw, at_s, prompts = random.Random(1), 0.0, []
     for _ in range(200):

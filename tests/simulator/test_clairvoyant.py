@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import TOLERANCE, clairvoyant
-from sglang_cake.simulator.machine import Machine, Source, Speed
+from sglang_cake.simulator.machine import Machine, Speed, StoreLink
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
 costs = st.builds(
@@ -67,7 +67,7 @@ def test_clairvoyant_random_races_are_never_faster(
         link,
         noise=lambda step: noises[step % len(noises)],
         others=taken and (lambda step: int(chunk * taken[step % len(taken)])),
-        further=(Source(load),) if further else (),
+        further=(StoreLink(load),) if further else (),
         layers=layers,
     )
     stored = None if share is None else int(share * (tokens // 128))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_cake.loading.meet import BlockState, View
-from sglang_cake.loading.planner import Step, island_start
+from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
 ROOT = Path(__file__).parents[2]
@@ -66,11 +66,11 @@ def test_paper_tables_nearby_meeting_points_are_not_faster(util: float) -> None:
     machine, ours = costs.machine(setting), round(cell["computed_share"] * setting.tokens / 128)
     target = 0
 
-    def fixed(view: View, *, chunk_tokens: int, **_: object) -> Step:
+    def fixed(view: View, *, chunk_tokens: int, **_: object) -> StepPlan:
         edge = min(view.front + chunk_tokens, view.prompt_tokens, island_start(view))
         if BlockState.WANTED not in view.states:
-            return Step(edge)
-        return Step(max(view.front, min(edge, target)), wait=view.front >= target)
+            return StepPlan(edge)
+        return StepPlan(max(view.front, min(edge, target)), wait=view.front >= target)
 
     for border in range(ours - 12, ours + 13):
         target = 128 * border

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import AGEING
-from sglang_cake.simulator.machine import Clock, Hub, Machine, Source, Speed
-from sglang_cake.simulator.simulated_server import Policy, Prompt, Server, serve, simulate_prompt
+from sglang_cake.simulator.machine import Clock, Hub, Machine, Speed, StoreLink
+from sglang_cake.simulator.simulated_server import (
+    Policy,
+    Prompt,
+    SimulatedServer,
+    serve,
+    simulate_prompt,
+)
 
 PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 1e-4)
 MACHINE = Machine(PREFILL, LoadCost(0.02, 0.015))
@@ -68,14 +74,14 @@ def test_simulated_server_link_carries_one_block_at_a_time() -> None:
 
 
 def test_simulated_server_two_sources_are_read_at_once() -> None:
-    both = Machine(PREFILL, MACHINE.load, further=(Source(MACHINE.load),))
+    both = Machine(PREFILL, MACHINE.load, further=(StoreLink(MACHINE.load),))
     one_s = simulate_prompt(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     two_s = simulate_prompt(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     assert two_s < 0.55 * one_s
 
 
 def test_simulated_server_source_gives_only_the_blocks_it_holds() -> None:
-    near = Source(LoadCost(0.02, 0.001), holds=10)
+    near = StoreLink(LoadCost(0.02, 0.001), holds=10)
     machine = Machine(PREFILL, MACHINE.load, further=(near,))
     result = simulate_prompt(machine, 8192, chunk_tokens=CHUNK, mode="load")
     # The near one brings its 10 at once, the far one the other 54.
@@ -171,7 +177,9 @@ def test_simulated_server_hub_slows_the_servers_that_share_it() -> None:
     def load_s(servers: int) -> float:
         clock, hub = Clock(), Hub(links=2.0)
         machine = Machine(PREFILL, MACHINE.load, hub=hub)
-        fleet = [Server(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)]
+        fleet = [
+            SimulatedServer(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)
+        ]
         results = [server.submit(Prompt(4096)) for server in fleet]
         clock.run()
         assert hub.active == 0

@@ -15,7 +15,7 @@ from sglang_cake.core.errors import (
     ConfigError,
     StoreUnavailable,
 )
-from sglang_cake.loading.reading import Reading
+from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, PlainBuffer
@@ -295,10 +295,10 @@ class TellsNothing(PassingStore):
 def reading_of(tiers, name):
     """A block's read as the loader makes it; `await read()` ends it."""
     buffer = PlainBuffer(BLOCK)
-    reading = Reading(buffer)
+    reading = BlockRead(buffer)
 
     async def read():
-        size_bytes = await tiers.store.get_into(key_of(name), buffer.view, reading.came)
+        size_bytes = await tiers.store.get_into(key_of(name), buffer.view, reading.received)
         assert buffer.view[:size_bytes] == block_of(name)
         reading.end(whole=True)
 
@@ -355,11 +355,11 @@ def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_path):
     key_file = write_key_file(tmp_path)
     urls = f"file://{tmp_path}/a?min_free=0,file://{tmp_path}/b?min_free=0&key_file={key_file}"
     buffer = PlainBuffer(BLOCK)
-    reading = Reading(buffer)
+    reading = BlockRead(buffer)
     taken = []
 
     def came(count):
-        reading.came(count)
+        reading.received(count)
         if reading.wait(BLOCK, 0.0):
             taken.append(bytes(buffer.view))
 

@@ -10,7 +10,7 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
 
@@ -46,11 +46,11 @@ class BlockSaving:
         self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
-        self._requests: WeakKeyDictionary[PromptLoad, _Unsaved] = WeakKeyDictionary()
+        self._requests: WeakKeyDictionary[PromptRecord, _Unsaved] = WeakKeyDictionary()
         self._released: list[Save] = []  # of requests whose slots the tree may free
 
     def checkpointed(
-        self, load: PromptLoad, tokens: "array[int]", row: torch.Tensor, *, last: bool
+        self, record: PromptRecord, tokens: "array[int]", row: torch.Tensor, *, last: bool
     ) -> None:
         """The tree holds the KV of `tokens`.
 
@@ -59,30 +59,30 @@ class BlockSaving:
             row: device slot of each of these tokens, `[len(tokens)]`.
             last: no further checkpoint of this request will come.
         """
-        if not load.agreed.lookup_done and not last:
+        if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
-        unsaved = self._requests.setdefault(load, _Unsaved())
+        unsaved = self._requests.setdefault(record, _Unsaved())
         full = len(tokens) // self._block_tokens
         new = range(unsaved.next_block, full)
-        unsaved.blocks += [block for block in new if self._is_new(load, block)]
+        unsaved.blocks += [block for block in new if self._is_new(record, block)]
         unsaved.next_block = max(unsaved.next_block, full)
         unsaved.tokens = tokens
         unsaved.row = row
-        self._save(load, unsaved)
+        self._save(record, unsaved)
         if last:
             self._writer.give_up(len(unsaved.blocks))
             unsaved.blocks.clear()
 
-    def polled(self, is_live: Callable[[PromptLoad], bool]) -> None:
+    def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """A step is about to be scheduled: save what had no buffer before, as far as there are
         buffers now. Args: is_live: whether the request still has its slots."""
-        for load, unsaved in list(self._requests.items()):
-            if unsaved.blocks and is_live(load):
-                self._save(load, unsaved)
+        for record, unsaved in list(self._requests.items()):
+            if unsaved.blocks and is_live(record):
+                self._save(record, unsaved)
 
-    def released(self, load: PromptLoad) -> None:
+    def released(self, record: PromptRecord) -> None:
         """The request ends: the tree may free its slots from now on."""
-        unsaved = self._requests.pop(load, None)
+        unsaved = self._requests.pop(record, None)
         if unsaved is not None:
             self._writer.give_up(len(unsaved.blocks))
             self._released += [save for save in unsaved.saves if not save.ended.done()]
@@ -96,7 +96,7 @@ class BlockSaving:
                 self._kv.order_forwards_after(save.launched.result())
         self._released.clear()
 
-    def _save(self, load: PromptLoad, unsaved: _Unsaved) -> None:
+    def _save(self, record: PromptRecord, unsaved: _Unsaved) -> None:
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in unsaved.blocks:
@@ -118,20 +118,20 @@ class BlockSaving:
         end = (blocks[-1] + 1) * size
         self._writer.offer(
             WriteJob(
-                chain=load.chain,
+                chain=record.chain,
                 tokens=unsaved.tokens[:end],
                 blocks=tuple(blocks),
                 buffers=tuple(buffers),
                 copied=save.ended,
                 # The lookup told the store of the prompt's blocks; later blocks are new to it.
-                facts=load.facts if end > len(load.tokens) else None,
+                facts=record.facts if end > len(record.tokens) else None,
             )
         )
 
-    def _is_new(self, load: PromptLoad, block: int) -> bool:
-        if block in load.local.failed:
+    def _is_new(self, record: PromptRecord, block: int) -> bool:
+        if block in record.local.failed:
             return True  # the store could not deliver it: put it there again
-        if block < load.meet.blocks and load.meet.state(block) is BlockState.ATTACHED:
+        if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
             return False
-        stored = load.agreed.stored
+        stored = record.agreed.stored
         return not (block < len(stored) and stored[block])

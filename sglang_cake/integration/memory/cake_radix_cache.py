@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sglang_cake.integration.identity.content import Files
     from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
-    from sglang_cake.integration.overlap.overlapped_step import Overlap, OverlappedStep
-    from sglang_cake.integration.runahead.runahead_owner import Runahead
+    from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
 logger = logging.getLogger("sglang_cake")
@@ -49,11 +49,11 @@ class Service(Protocol):
         """The server's weights have changed."""
         ...
 
-    def attach(self, setting: str) -> None:
+    def attach_store(self, setting: str) -> None:
         """Use another store for new requests. Raises: ConfigError."""
         ...
 
-    def detach(self) -> None:
+    def detach_store(self) -> None:
         """Use no store."""
         ...
 
@@ -73,24 +73,24 @@ class CakeRadixCache(UnifiedRadixCache):
     saving: "BlockSaving | None" = None
     service: Service | None = None
     runahead: "Runahead | None" = None
-    overlapped_step: "OverlappedStep | None" = None
+    overlap_runner: "OverlapRunner | None" = None
     releasing: str | None = None
 
     # ---- what SGLang calls: each method calls SGLang's own once, outside of the guarded part ----
 
     def prefix_device_indices(self, req: "Req") -> torch.Tensor:
-        overlap = self._overlap(req)
-        if overlap is None or overlap.slots is None:
+        step = self._overlapped_step(req)
+        if step is None or step.slots is None:
             own: torch.Tensor = super().prefix_device_indices(req)
             return own
         prefix_len = req.prefix_len
-        req.prefix_len = overlap.span.start
+        req.prefix_len = step.span.start
         matched = super().prefix_device_indices(req)
         req.prefix_len = prefix_len
-        return torch.cat([matched, overlap.slots])
+        return torch.cat([matched, step.slots])
 
     def checkpoint(self, req: "Req", *, up_to: int, **kwargs: Any) -> None:
-        if self._overlap(req) is not None:
+        if self._overlapped_step(req) is not None:
             self._ran_past(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
@@ -109,10 +109,10 @@ class CakeRadixCache(UnifiedRadixCache):
         super().reset()
 
     def evictable_size(self) -> int:
-        return int(super().evictable_size()) + self._held_tokens()
+        return int(super().evictable_size()) + self._placed_tokens()
 
     def full_evictable_size(self) -> int:
-        return int(super().full_evictable_size()) + self._held_tokens()
+        return int(super().full_evictable_size()) + self._placed_tokens()
 
     def evict(self, params: EvictParams) -> EvictResult:
         self._before_slots_are_freed()
@@ -133,7 +133,7 @@ class CakeRadixCache(UnifiedRadixCache):
     def forget(self, rid: str) -> None:
         """Compute this request without cake, and return all that it holds. If its overlapped last
         step is scheduled, that happens after the step."""
-        if self.overlapped_step is not None and not self.overlapped_step.leave(rid):
+        if self.overlap_runner is not None and not self.overlap_runner.leave(rid):
             return
         if self.coordinator is not None:
             self.coordinator.end(rid)
@@ -163,11 +163,11 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def let_go(self) -> None:
         """Drop cake, if all ranks know that it is off and no overlapped step is under way."""
-        busy = self.overlapped_step is not None and self.overlapped_step.due
+        busy = self.overlap_runner is not None and self.overlap_runner.due
         if self.coordinator is not None and self.coordinator.off_everywhere and not busy:
             self.coordinator = None
             self.service = None
-            self.overlapped_step = None
+            self.overlap_runner = None
 
     # ---- what cake calls ----
 
@@ -228,24 +228,24 @@ class CakeRadixCache(UnifiedRadixCache):
             req.finished_reason = reason
         else:
             req.to_finish = reason
-        if self.overlapped_step is not None:
-            self.overlapped_step.due = None
+        if self.overlap_runner is not None:
+            self.overlap_runner.due = None
         error = OverlapError(f"the step of {req.rid} ran past cake, without all of its KV", "lost")
         BOUNDARY.failed("CakeRadixCache.checkpoint", error, unsafe=True)
 
-    def _overlap(self, req: "Req") -> "Overlap | None":
-        return None if self.overlapped_step is None else self.overlapped_step.overlap_of(req.rid)
+    def _overlapped_step(self, req: "Req") -> "OverlappedStep | None":
+        return None if self.overlap_runner is None else self.overlap_runner.step_of(req.rid)
 
     @guarded("CakeRadixCache.checkpoint")
     def _save(self, req: "Req", up_to: int) -> None:
         if self.coordinator is None or self.saving is None:
             return
-        load = self.coordinator.prompt_load(req.rid)
-        if load is not None and req.kv.holds_kv:
+        record = self.coordinator.record(req.rid)
+        if record is not None and req.kv.holds_kv:
             with self.coordinator.timed():
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
                 tokens = req.full_untruncated_fill_ids[:up_to]
-                self.saving.checkpointed(load, tokens, row, last=req.finished())
+                self.saving.checkpointed(record, tokens, row, last=req.finished())
 
     @guarded("CakeRadixCache.evict")
     def _before_slots_are_freed(self) -> None:
@@ -255,9 +255,9 @@ class CakeRadixCache(UnifiedRadixCache):
     @guarded("CakeRadixCache.on_release")
     def _released(self, req: "Req") -> None:
         if self.coordinator is not None and self.saving is not None:
-            load = self.coordinator.prompt_load(req.rid)
-            if load is not None:
-                self.saving.released(load)
+            record = self.coordinator.record(req.rid)
+            if record is not None:
+                self.saving.released(record)
         if self.coordinator is not None and req.rid != self.releasing:
             self.coordinator.end(req.rid)
         if self.runahead is not None:
@@ -273,12 +273,12 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.coordinator is not None:
             self.coordinator.emptied()
 
-    def _held_tokens(self) -> int:
-        return 0 if self.coordinator is None else self.coordinator.held_tokens
+    def _placed_tokens(self) -> int:
+        return 0 if self.coordinator is None else self.coordinator.placed_tokens
 
     @guarded("CakeRadixCache.evict", 0)
     def _reclaim(self, missing: int) -> int:
         """Free slots of landed blocks. Returns the tokens freed."""
-        if missing <= 0 or self.coordinator is None or not self.coordinator.held_tokens:
+        if missing <= 0 or self.coordinator is None or not self.coordinator.placed_tokens:
             return 0
         return self.coordinator.reclaim(missing)

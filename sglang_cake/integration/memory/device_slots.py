@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState
 
 
 class DeviceSlots:
-    """The only writer of `PromptLoad.landed`. The scheduler thread owns it, but for `arrived`.
+    """The only writer of `PromptRecord.memory`. The scheduler thread owns it, but for `arrived`.
 
     Args:
         allocator: SGLang's slot allocator (`alloc`, `free_segment`, `available_size`).
@@ -47,7 +47,7 @@ class DeviceSlots:
         self._counters = counters
         self._block_tokens = kv.layout.block_tokens
         self.block_bytes = kv.layout.block_bytes
-        self.held_tokens = 0  # of reserved slots, and of slots that hold landed blocks
+        self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
     @property
     def link_bytes(self) -> int:
@@ -56,56 +56,56 @@ class DeviceSlots:
 
     # ---- from the loader to slots ----
 
-    def reserve(self, load: PromptLoad, blocks: Iterable[int]) -> None:
+    def reserve(self, record: PromptRecord, blocks: Iterable[int]) -> None:
         """Reserve slots for `blocks`, which are to be loaded, in this order, as far as there is
         memory."""
-        landed = load.landed
-        todo = [b for b in blocks if b not in landed.reserved and b not in landed.slots]
-        landed.reserved |= self._allocate(todo)
+        memory = record.memory
+        todo = [b for b in blocks if b not in memory.reserved and b not in memory.slots]
+        memory.reserved |= self._allocate(todo)
 
-    def arrived(self, load: PromptLoad, block: int, staged: StagedBlock) -> None:
+    def arrived(self, record: PromptRecord, block: int, staged: StagedBlock) -> None:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
         I/O thread. The caller is a holder of `staged`."""
-        copy = load.landed.reserved.get(block)
+        copy = record.memory.reserved.get(block)
         if copy is not None and copy.claim():
             staged.hold()
             self._copier.load(copy, staged)
 
-    def stage(self, load: PromptLoad, block: int, staged: StagedBlock) -> None:
+    def stage(self, record: PromptRecord, block: int, staged: StagedBlock) -> None:
         """The block has landed: it is in host memory of every rank, and belongs to the prompt."""
-        copy = load.landed.reserved.pop(block, None)
+        copy = record.memory.reserved.pop(block, None)
         if copy is None:
-            load.landed.staged[block] = staged
+            record.memory.staged[block] = staged
             return
-        load.landed.slots[block] = copy
+        record.memory.slots[block] = copy
         if copy.claim():  # the slots were reserved after the bytes had come
             self._copier.load(copy, staged)
         else:
             staged.release(used=True)
 
-    def refuse(self, load: PromptLoad, staged: StagedBlock, reason: str) -> None:
+    def refuse(self, record: PromptRecord, staged: StagedBlock, reason: str) -> None:
         """The prompt has no use for a block that was loaded for it. Its bytes count as wasted."""
-        load.landed.wasted_bytes += self.link_bytes
+        record.memory.wasted_bytes += self.link_bytes
         staged.release(used=False, reason=reason)
 
-    def unreserve(self, load: PromptLoad, blocks: Iterable[int]) -> None:
+    def unreserve(self, record: PromptRecord, blocks: Iterable[int]) -> None:
         """These blocks will not land, or have come in vain: free slots that are reserved for
         them."""
-        reserved = load.landed.reserved
+        reserved = record.memory.reserved
         self._free([reserved.pop(block) for block in blocks if block in reserved])
 
-    def place(self, load: PromptLoad, blocks: Iterable[int]) -> bool:
+    def place(self, record: PromptRecord, blocks: Iterable[int]) -> bool:
         """Allocate slots for staged `blocks` and copy them. False: not enough memory for all.
 
         Rightmost blocks come first, since they stay landed longest.
         """
-        landed = load.landed
-        todo = sorted((b for b in blocks if b not in landed.slots), reverse=True)
+        memory = record.memory
+        todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
         for block, copy in self._allocate(todo).items():
-            landed.slots[block] = copy
+            memory.slots[block] = copy
             copy.claim()
-            self._copier.load(copy, landed.staged.pop(block))
-        return all(block in landed.slots for block in todo)
+            self._copier.load(copy, memory.staged.pop(block))
+        return all(block in memory.slots for block in todo)
 
     def check_copies(self) -> None:
         """Raises: the first error of a copy since the last call."""
@@ -113,49 +113,49 @@ class DeviceSlots:
 
     # ---- from slots to the tree ----
 
-    def take(self, load: PromptLoad, span: Span) -> torch.Tensor:
+    def take(self, record: PromptRecord, span: Span) -> torch.Tensor:
         """Slots of `span`, all of whose blocks are placed. The caller owns them from now on.
 
         Slots of these blocks outside of the span are freed. The forwards that follow see the copies
         complete. Raises: the error of a copy.
         """
         blocks = self._blocks_of(span)
-        copies = {b: load.landed.slots[b] for b in blocks}
+        copies = {b: record.memory.slots[b] for b in blocks}
         for copy in copies.values():
             self._kv.order_forwards_after(copy.launched())
         for block in blocks:
-            del load.landed.slots[block]
-        self.held_tokens -= len(copies) * self._block_tokens
-        return self.keep({b: copy.slots for b, copy in copies.items()}, span)
+            del record.memory.slots[block]
+        self.placed_tokens -= len(copies) * self._block_tokens
+        return self.trim({b: copy.slots for b, copy in copies.items()}, span)
 
     # ---- from slots to an overlapped last step, and back ----
 
     def lend(
-        self, load: PromptLoad, span: Span, coming: Collection[int]
+        self, record: PromptRecord, span: Span, being_read: Collection[int]
     ) -> dict[int, torch.Tensor] | None:
         """Slots of the blocks of `span`, by block: those of landed blocks, and others for blocks
-        that are `coming`, which the caller fills. The caller owns them until `keep` or `take_back`.
+        in `being_read`, which the caller fills. The caller owns them until `trim` or `take_back`.
         None: not enough memory."""
         blocks = self._blocks_of(span)
-        landed = [b for b in blocks if b not in coming]
-        if not self.place(load, landed):
+        landed = [b for b in blocks if b not in being_read]
+        if not self.place(record, landed):
             return None
-        self.unreserve(load, coming)
-        fresh = self._allocate(coming)
-        self.held_tokens -= len(fresh) * self._block_tokens
-        if len(fresh) < len(coming):
+        self.unreserve(record, being_read)
+        fresh = self._allocate(being_read)
+        self.placed_tokens -= len(fresh) * self._block_tokens
+        if len(fresh) < len(being_read):
             for copy in fresh.values():
                 self.free(copy.slots)
             return None
-        copies = {b: load.landed.slots[b] for b in landed}
+        copies = {b: record.memory.slots[b] for b in landed}
         for copy in copies.values():
             self._kv.order_forwards_after(copy.launched())
         for block in landed:
-            del load.landed.slots[block]
-        self.held_tokens -= len(landed) * self._block_tokens
+            del record.memory.slots[block]
+        self.placed_tokens -= len(landed) * self._block_tokens
         return {b: copy.slots for b, copy in (fresh | copies).items()}
 
-    def keep(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
+    def trim(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
         """Of lent slots, those of `span`, which the caller owns from now on; the others are
         freed."""
         slots = torch.cat([lent[b] for b in self._blocks_of(span)])
@@ -165,15 +165,15 @@ class DeviceSlots:
         return slots[offset : offset + span.tokens]
 
     def take_back(
-        self, load: PromptLoad, lent: dict[int, torch.Tensor], coming: Collection[int]
+        self, record: PromptRecord, lent: dict[int, torch.Tensor], being_read: Collection[int]
     ) -> None:
-        """Lent slots are not needed now: those of blocks that are `coming` are freed."""
+        """Lent slots are not needed now: those of blocks in `being_read` are freed."""
         for block, slots in lent.items():
-            if block in coming:
+            if block in being_read:
                 self.free(slots)
             else:
-                load.landed.slots[block] = SlotCopy.complete(slots)
-                self.held_tokens += len(slots)
+                record.memory.slots[block] = SlotCopy.complete(slots)
+                self.placed_tokens += len(slots)
 
     def free(self, slots: torch.Tensor) -> None:
         """Free slots that nothing writes to. They begin and end with a page."""
@@ -183,43 +183,43 @@ class DeviceSlots:
 
     # ---- giving up ----
 
-    def discard(self, load: PromptLoad, blocks: Iterable[int], reason: str) -> None:
+    def discard(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
         """Give up landed blocks, staged or placed. Their bytes count as wasted."""
         blocks = set(blocks)
-        landed = load.landed
+        memory = record.memory
         link_bytes = self.link_bytes
-        copies = [landed.slots.pop(b) for b in blocks & landed.slots.keys()]
+        copies = [memory.slots.pop(b) for b in blocks & memory.slots.keys()]
         self._free(copies)
         if copies:
-            landed.wasted_bytes += len(copies) * link_bytes
+            memory.wasted_bytes += len(copies) * link_bytes
             self._counters.add("wasted_bytes", len(copies) * link_bytes, label=reason)
-        for block in blocks & landed.staged.keys():
-            self.refuse(load, landed.staged.pop(block), reason)
+        for block in blocks & memory.staged.keys():
+            self.refuse(record, memory.staged.pop(block), reason)
 
-    def discard_all(self, load: PromptLoad, reason: str) -> None:
+    def discard_all(self, record: PromptRecord, reason: str) -> None:
         """Give up all that the prompt has here."""
-        self.unreserve(load, list(load.landed.reserved))
-        self.discard(load, {*load.landed.staged, *load.landed.slots}, reason)
+        self.unreserve(record, list(record.memory.reserved))
+        self.discard(record, {*record.memory.staged, *record.memory.slots}, reason)
 
-    def reclaim(self, loads: Sequence[PromptLoad], tokens: int) -> int:
+    def reclaim(self, records: Sequence[PromptRecord], tokens: int) -> int:
         """Give up slots until `tokens` are freed: last request first, its leftmost block first, and
         reserved slots before those of landed blocks. Returns the tokens freed.
 
         Computing would reach the leftmost block soonest.
         """
         freed = 0
-        for load in reversed(loads):
-            for block in sorted(load.landed.reserved):
+        for record in reversed(records):
+            for block in sorted(record.memory.reserved):
                 if freed >= tokens:
                     return freed
-                self.unreserve(load, [block])
+                self.unreserve(record, [block])
                 freed += self._block_tokens
-            for block in sorted(load.landed.slots):
+            for block in sorted(record.memory.slots):
                 if freed >= tokens:
                     return freed
-                self.discard(load, [block], "memory")
-                if load.meet.state(block) is BlockState.LANDED:
-                    load.meet.dropped(block)
+                self.discard(record, [block], "memory")
+                if record.meet.state(block) is BlockState.LANDED:
+                    record.meet.dropped(block)
                 freed += self._block_tokens
         return freed
 
@@ -238,7 +238,7 @@ class DeviceSlots:
         slots = self._allocator.alloc(count * size) if count else None
         if slots is None:
             return {}
-        self.held_tokens += len(slots)
+        self.placed_tokens += len(slots)
         after = self._kv.fence()
         return {
             block: SlotCopy(part, after)
@@ -251,5 +251,5 @@ class DeviceSlots:
             launched = copy.withdraw()
             if launched is not None:
                 self._kv.order_forwards_after(launched)
-            self.held_tokens -= len(copy.slots)
+            self.placed_tokens -= len(copy.slots)
             self.free(copy.slots)

@@ -62,9 +62,9 @@ def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **
     tree = ForwardProcess.tree
     if tree is None or args or getattr(worker, "is_draft_worker", False):
         return original(worker, batch, *args, **kwargs)
-    if tree.overlapped_step is not None and tree.overlapped_step.is_due(batch):
+    if tree.overlap_runner is not None and tree.overlap_runner.is_due(batch):
         try:
-            return tree.overlapped_step.forward(original, worker, batch, **kwargs)
+            return tree.overlap_runner.forward(original, worker, batch, **kwargs)
         finally:
             tree.let_go()
     if tree.runahead is not None:

@@ -6,7 +6,7 @@ present. The slots of that prefix belong to the request alone, like those of the
 step computes. They join the tree together, when the step is over and every byte has passed its
 check.
 
-The forward waits at each layer for the KV that it reads there. If a block does not come, or fails
+The forward waits at each layer for the KV that it reads there. If a block does not arrive, or fails
 its check, the same forward computes it and then repeats the step; SGLang sees one step.
 """
 
@@ -20,44 +20,43 @@ import torch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_batch import part_before, run_part
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.overlap.partial_forward import preceding_batch, run_forward
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.runahead.runahead_request import drop_answer
 from sglang_cake.integration.scheduler.coordinator import Coordinator
-from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.loader import BlockRead, Loader
 from sglang_cake.loading.planner import overlap_span
-from sglang_cake.loading.reading import Reading
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger("sglang_cake")
-MOST_SLACK = 0.25  # of a step, for loads that come a little later than predicted
+MOST_SLACK = 0.25  # of a step, for loads that end a little later than predicted
 LAYERS = "layers"  # reason of a failure: this model's attention cannot be followed by layer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
 
 @dataclass(slots=True, eq=False)
-class Overlap:
+class OverlappedStep:
     """One overlapped last step, from before it is scheduled until it has run.
 
     Attributes:
-        span: stored tokens that the step finds, or that come while it runs.
-        readings: the blocks of `span` that are being read.
-        patience_s: how long the step may take before blocks that have not come are computed.
+        span: stored tokens that the step finds, or that arrive while it runs.
+        reads: the blocks of `span` that are being read.
+        patience_s: how long the step may take before blocks that have not arrived are computed.
         lent: slots of the blocks of `span`, until the step is scheduled.
         slots: slots of `span`, int64 `[span.tokens]`, once the step is scheduled.
     """
 
-    load: PromptLoad
+    record: PromptRecord
     span: Span
-    readings: dict[int, Reading]
+    reads: dict[int, BlockRead]
     patience_s: float
     lent: dict[int, torch.Tensor]
     slots: torch.Tensor | None = None
@@ -73,7 +72,7 @@ class StreamedBlock:
     """
 
     block: int
-    reading: Reading
+    block_read: BlockRead
     slots: torch.Tensor
     skip: int
 
@@ -112,9 +111,9 @@ class StreamedBlocks:
 
     def has(self, layer: int) -> bool:
         if self._is_last(layer):
-            return all(piece.reading.is_whole for piece in self.pieces)
+            return all(piece.block_read.is_whole for piece in self.pieces)
         needed_bytes = (layer + 1) * self._layer_bytes
-        return all(piece.reading.has(needed_bytes) for piece in self.pieces)
+        return all(piece.block_read.has(needed_bytes) for piece in self.pieces)
 
     def wait(self, layer: int) -> None:
         """Return when the layer is in its slots. At the last layer, every byte has passed its check
@@ -125,7 +124,7 @@ class StreamedBlocks:
             raise OverlapError(f"attention skipped layer {self._written}", LAYERS)
         began_s = time.monotonic()
         for piece in self.pieces:
-            if not self._came(piece.reading, layer):
+            if not self._arrived(piece.block_read, layer):
                 late = time.monotonic() >= self._until_s
                 what = "did not come in time" if late else "did not come, or came anew"
                 raise OverlapError(f"block {piece.block} {what}", "late" if late else "lost")
@@ -153,24 +152,24 @@ class StreamedBlocks:
     def _write(self, pieces: Sequence[StreamedBlock], layer: int) -> None:
         size = self._layer_bytes
         for piece in pieces:
-            buffer = piece.reading.buffer
+            buffer = piece.block_read.buffer
             assert isinstance(buffer, HostBuffer)
             part = buffer.view[layer * size : (layer + 1) * size]
             self._copies.append(self._rows.write(layer, piece.slots, part, piece.skip))
 
-    def _came(self, reading: Reading, layer: int) -> bool:
+    def _arrived(self, block_read: BlockRead, layer: int) -> bool:
         if self._is_last(layer):
-            return reading.wait_whole(self._until_s)
-        return reading.wait((layer + 1) * self._layer_bytes, self._until_s)
+            return block_read.wait_whole(self._until_s)
+        return block_read.wait((layer + 1) * self._layer_bytes, self._until_s)
 
     def _is_last(self, layer: int) -> bool:
         return layer == self._rows.layers - 1
 
 
-class OverlappedStep:
-    """Overlapped last steps, one at a time. The scheduler thread owns it.
+class OverlapRunner:
+    """Runs overlapped last steps, one at a time. The scheduler thread owns it.
 
-    A step goes through `begin`, then `keep` (it is scheduled) or `give_up` (it is not), then
+    A step goes through `begin`, then `confirm` (it is scheduled) or `give_up` (it is not), then
     `forward`, or `abandon` if it is taken out of the step again.
 
     Args: forward_part: `(worker, batch)` runs a forward that writes KV and samples nothing.
@@ -185,7 +184,7 @@ class OverlappedStep:
         gate: LayerGate,
         counters: Counters,
         *,
-        forward_part: Callable[[Any, Any], None] = run_part,
+        forward_part: Callable[[Any, Any], None] = run_forward,
     ) -> None:
         self._coordinator = coordinator
         self._loader = loader
@@ -195,57 +194,57 @@ class OverlappedStep:
         self._counters = counters
         self._forward_part = forward_part
         self._block_tokens = coordinator.block_tokens
-        self._overlap: Overlap | None = None
+        self._step: OverlappedStep | None = None
         self.due: Req | None = None  # its step is scheduled, and has not run
 
     # ---- while a step is scheduled ----
 
-    def overlap_of(self, rid: str) -> Overlap | None:
+    def step_of(self, rid: str) -> OverlappedStep | None:
         """The step that was begun for this request and has not run, if there is one."""
-        overlap = self._overlap
-        if overlap is None or self._coordinator.prompt_load(rid) is not overlap.load:
+        step = self._step
+        if step is None or self._coordinator.record(rid) is not step.record:
             return None
-        return overlap
+        return step
 
     def begin(self, req: "Req", chunk_tokens: int) -> Span | None:
         """The stored tokens that count as present for a last step of `req`, which is settled and
-        alone on the device. `keep` or `give_up` must follow. None: the step must wait, since loads
-        would take too long or there is no memory."""
-        load = self._coordinator.prompt_load(req.rid)
-        if load is None or self.due is not None:
+        alone on the device. `confirm` or `give_up` must follow. None: the step must wait, since
+        loads would take too long or there is no memory."""
+        record = self._coordinator.record(req.rid)
+        if record is None or self.due is not None:
             return None
-        costs = self._coordinator.step_costs.costs(load)
-        if not costs.overlap:
+        costs = self._coordinator.step_costs.costs(record)
+        if not costs.overlap_share:
             return None
-        readings = self._loader.under_way(load.load_id)
-        coming = {block: reading for block, reading in readings.items() if reading.begun}
+        reads = self._loader.under_way(record.load_id)
+        begun = {block: block_read for block, block_read in reads.items() if block_read.begun}
         span = overlap_span(
-            load.meet.view(),
-            coming={block: reading.to_come for block, reading in coming.items()},
+            record.meet.view(),
+            missing_shares={block: block_read.missing_share for block, block_read in begun.items()},
             chunk_tokens=chunk_tokens,
             costs=costs,
         )
         if span is None:
             return None
-        wanted = {b: coming[b] for b in load.meet.blocks_of(span) if b in coming}
-        lent = self._device_slots.lend(load, span, wanted)
+        needed = {b: begun[b] for b in record.meet.blocks_of(span) if b in begun}
+        lent = self._device_slots.lend(record, span, needed)
         if lent is None:
             return None
-        step_s = costs.prefill.step_s(span.stop, len(load.tokens))
+        step_s = costs.prefill.step_s(span.stop, len(record.tokens))
         # The loads should be over within a step, as far as predictions hold. A longer wait could
         # cost more than a step on top of the time without a store.
         patience_s = step_s * (1 + min(costs.load.error, MOST_SLACK))
-        self._overlap = Overlap(load, span, wanted, patience_s, lent)
+        self._step = OverlappedStep(record, span, needed, patience_s, lent)
         return span
 
-    def keep(self, req: "Req") -> torch.Tensor:
+    def confirm(self, req: "Req") -> torch.Tensor:
         """The step is scheduled. Returns the slots of the tokens that count as present (int64
         `[tokens]`), which the request owns from now on."""
-        overlap = self._begun(req)
-        overlap.slots = self._device_slots.keep(overlap.lent, overlap.span)
-        overlap.lent = {}
+        step = self._begun(req)
+        step.slots = self._device_slots.trim(step.lent, step.span)
+        step.lent = {}
         self.due = req
-        return overlap.slots
+        return step.slots
 
     def give_up(self, req: "Req") -> None:
         """The step is not scheduled."""
@@ -255,18 +254,18 @@ class OverlappedStep:
         """The request is computed without cake. False: not yet, its step is scheduled."""
         if self.due is not None and self.due.rid == rid:
             return False
-        overlap = self.overlap_of(rid)
-        if overlap is not None:
-            self._take_back(overlap)
+        step = self.step_of(rid)
+        if step is not None:
+            self._take_back(step)
         return True
 
     def abandon(self, req: "Req") -> None:
         """The step was scheduled, and is not any more: free its slots."""
-        overlap = self.overlap_of(req.rid)
-        if self.due is req and overlap is not None:
-            assert overlap.slots is not None
-            self._device_slots.free(overlap.slots)
-            self._overlap = None
+        step = self.step_of(req.rid)
+        if self.due is req and step is not None:
+            assert step.slots is not None
+            self._device_slots.free(step.slots)
+            self._step = None
             self.due = None
 
     # ---- the forward ----
@@ -278,8 +277,8 @@ class OverlappedStep:
     def forward(self, original: OriginalFunction, worker: Any, batch: Any, **kwargs: Any) -> Any:
         """AROUND a worker's `forward_batch_generation`, of a batch that is due.
 
-        An exception of cake makes it compute the blocks that were to come. If that fails too, the
-        request ends without an answer. Raises: what SGLang raises.
+        After an exception of cake it computes the blocks that were being read. If that fails too,
+        the request ends without an answer. Raises: what SGLang raises.
         """
         (req,) = batch.reqs
         reported = False
@@ -294,8 +293,8 @@ class OverlappedStep:
             result = original(worker, batch, **kwargs)
         finally:
             self.due = None
-        if not reported and self._coordinator.prompt_load(req.rid) is not None:
-            self._overlap = None  # its slots are the row's
+        if not reported and self._coordinator.record(req.rid) is not None:
+            self._step = None  # its slots are the row's
             self._coordinator.end(req.rid)
         return result
 
@@ -304,12 +303,12 @@ class OverlappedStep:
     def _overlapped(
         self, original: OriginalFunction, worker: Any, batch: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StreamedBlocks, Collection[int]]:
-        """Run the step, and once more if a block did not come. Returns its result, and the blocks
-        that came and were used."""
+        """Run the step, and once more if a block did not arrive. Returns its result, and the blocks
+        that arrived and were used."""
         (req,) = batch.reqs
-        overlap = self._begun(req)
-        pieces = self._pieces(overlap)
-        until_s = time.monotonic() + overlap.patience_s
+        step = self._begun(req)
+        pieces = self._pieces(step)
+        until_s = time.monotonic() + step.patience_s
         streamed = StreamedBlocks(
             self._rows, pieces, block_tokens=self._block_tokens, until_s=until_s
         )
@@ -326,28 +325,28 @@ class OverlappedStep:
                 raise
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
         used = self._write_fetched(req, streamed, pieces)
-        self._compute(worker, batch, overlap, [p for p in pieces if p.block not in used])
+        self._compute(worker, batch, step, [p for p in pieces if p.block not in used])
         return original(worker, batch, **kwargs), streamed, used
 
-    def _begun(self, req: "Req") -> Overlap:
-        overlap = self.overlap_of(req.rid)
-        assert overlap is not None
-        return overlap
+    def _begun(self, req: "Req") -> OverlappedStep:
+        step = self.step_of(req.rid)
+        assert step is not None
+        return step
 
-    def _take_back(self, overlap: Overlap) -> None:
-        self._device_slots.take_back(overlap.load, overlap.lent, overlap.readings)
-        self._overlap = None
+    def _take_back(self, step: OverlappedStep) -> None:
+        self._device_slots.take_back(step.record, step.lent, step.reads)
+        self._step = None
 
-    def _pieces(self, overlap: Overlap) -> list[StreamedBlock]:
-        assert overlap.slots is not None
+    def _pieces(self, step: OverlappedStep) -> list[StreamedBlock]:
+        assert step.slots is not None
         size = self._block_tokens
-        start, stop = overlap.span
+        start, stop = step.span
         pieces = []
-        for block, reading in overlap.readings.items():
+        for block, block_read in step.reads.items():
             first = max(start, block * size)
             last = min(stop, (block + 1) * size)
-            slots = overlap.slots[first - start : last - start]
-            pieces.append(StreamedBlock(block, reading, slots, first - block * size))
+            slots = step.slots[first - start : last - start]
+            pieces.append(StreamedBlock(block, block_read, slots, first - block * size))
         return pieces
 
     @guarded(_HOOK, False)
@@ -355,16 +354,16 @@ class OverlappedStep:
         self, req: "Req", batch: Any, streamed: StreamedBlocks, used: Collection[int]
     ) -> bool:
         """The step has run: bring the request's record up to date. Returns True."""
-        overlap = self._begun(req)
+        step = self._begun(req)
         self._coordinator.inbox.take()
         self._coordinator.step_costs.waited(streamed.waited_s)
-        self._overlap = None
-        self._coordinator.overlapped(
+        self._step = None
+        self._coordinator.overlapped_step_ran(
             req,
             batch.prefix_lens[0] + batch.extend_lens[0],
-            span=overlap.span,
-            used=[block for block in overlap.readings if block in used],
-            missing=[block for block in overlap.readings if block not in used],
+            span=step.span,
+            used=[block for block in step.reads if block in used],
+            missing=[block for block in step.reads if block not in used],
             tokens=sum(len(piece.slots) for piece in streamed.pieces if piece.block in used),
         )
         return True
@@ -375,26 +374,26 @@ class OverlappedStep:
     ) -> Collection[int]:
         """Write the blocks that have been fetched by now to their slots, whatever was written
         before. Returns these blocks."""
-        load = self._begun(req).load
+        record = self._begun(req).record
         streamed.settle()
         self._coordinator.inbox.take()
-        fetched = {piece.block for piece in pieces if piece.block in load.local.fetched}
+        fetched = {piece.block for piece in pieces if piece.block in record.local.fetched}
         streamed.write_whole([piece for piece in pieces if piece.block in fetched])
         return fetched
 
     def _compute(
-        self, worker: Any, batch: Any, overlap: Overlap, pieces: Sequence[StreamedBlock]
+        self, worker: Any, batch: Any, step: OverlappedStep, pieces: Sequence[StreamedBlock]
     ) -> None:
-        """Compute blocks that did not come, into their slots."""
+        """Compute blocks that did not arrive, into their slots."""
         limit_tokens = self._coordinator.step_costs.chunk_tokens
-        first = overlap.span.start
-        assert overlap.slots is not None
+        first = step.span.start
+        assert step.slots is not None
         for missing in self._runs(pieces):
             for start in range(missing.start, missing.stop, limit_tokens):
                 span = Span(start, min(start + limit_tokens, missing.stop))
-                slots = overlap.slots[span.start - first : span.stop - first]
-                tokens = overlap.load.tokens[span.start : span.stop]
-                self._forward_part(worker, part_before(batch, tokens, slots, span))
+                slots = step.slots[span.start - first : span.stop - first]
+                tokens = step.record.tokens[span.start : span.stop]
+                self._forward_part(worker, preceding_batch(batch, tokens, slots, span))
 
     def _runs(self, pieces: Sequence[StreamedBlock]) -> list[Span]:
         """The token spans of pieces, from left to right; adjacent ones are joined."""
@@ -413,4 +412,4 @@ class OverlappedStep:
         self._counters.add("overlap_failures", label=reason)
         logger.warning("cake: request %s, last step once more: %s", req.rid, error)
         if reason == LAYERS:  # it would fail every time
-            self._coordinator.step_costs.overlap = 0.0
+            self._coordinator.step_costs.overlap_share = 0.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.keys import Digest, KeySeed
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
-from sglang_cake.loading.cost_model import Costs
+from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.stores.eviction import Benefit
 from sglang_cake.stores.request_info import MOST_WORKLOAD, RequestFacts
 
@@ -82,12 +82,12 @@ def may_overlap_last_step(req: "Req") -> bool:
 
 
 def facts_of(
-    req: "Req", load_id: str, tokens: "array[int]", costs: Costs, block_tokens: int
+    req: "Req", load_id: str, tokens: "array[int]", costs: PromptCosts, block_tokens: int
 ) -> RequestFacts:
     """What the store is told. Ids and salts are hashed: the store can compare them and not read
     them.
 
-    Args: load_id: names this load in this process.
+    Args: load_id: names this request in this process.
     """
     given = req.sampling_params.custom_params
     workload = given.get(FIELD) if isinstance(given, dict) else None
@@ -100,7 +100,7 @@ def facts_of(
     )
 
 
-def _benefit(costs: Costs, block_tokens: int) -> Benefit | None:
+def _benefit(costs: PromptCosts, block_tokens: int) -> Benefit | None:
     prefill = costs.prefill
     try:
         return Benefit(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)

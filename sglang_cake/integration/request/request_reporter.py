@@ -7,8 +7,8 @@ from typing import IO
 
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.metrics import Metrics
-from sglang_cake.integration.request.prompt_load import PromptLoad
-from sglang_cake.loading.cost_model import Costs
+from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.loading.cost_model import PromptCosts
 
 logger = logging.getLogger("sglang_cake")
 
@@ -33,54 +33,54 @@ class RequestReporter:
             self._trace = open(trace_path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def trace(
-        self, load: PromptLoad, event: str, *, at_s: float | None = None, **fields: object
+        self, record: PromptRecord, event: str, *, at_s: float | None = None, **fields: object
     ) -> None:
         """Write one trace line, if a trace is wanted. `at_s`: when it happened, if not now."""
         if self._trace is not None:
-            line = {"t_s": at_s or time.monotonic(), "rid": load.rid, "event": event, **fields}
+            line = {"t_s": at_s or time.monotonic(), "rid": record.rid, "event": event, **fields}
             try:
                 self._trace.write(json.dumps(line) + "\n")
             except OSError as error:
                 BOUNDARY.failed(_TRACE, error, rid="")
                 self._trace = None  # a trace with a gap would mislead
 
-    def stepped(self, *, overhead_s: float | None, costs: Costs) -> None:
+    def stepped(self, *, overhead_s: float | None, costs: PromptCosts) -> None:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
             self._metrics.publish(step_overhead_s=overhead_s, costs=costs)
 
-    def prefilled(self, load: PromptLoad) -> None:
+    def prefilled(self, record: PromptRecord) -> None:
         """The last prefill step of the request is scheduled."""
-        stats = load.stats
+        stats = record.stats
         self.trace(
-            load,
+            record,
             "done",
             computed_tokens=stats.computed_tokens,
             loaded_tokens=stats.loaded_tokens,
-            wasted_bytes=load.landed.wasted_bytes,
+            wasted_bytes=record.memory.wasted_bytes,
         )
-        if self._metrics is not None and any(load.agreed.stored):
-            meet = len(load.tokens) if stats.meet_token is None else stats.meet_token
-            self._metrics.observe_meet(meet / max(1, len(load.tokens)))
+        if self._metrics is not None and any(record.agreed.stored):
+            meet = len(record.tokens) if stats.meet_token is None else stats.meet_token
+            self._metrics.observe_meet(meet / max(1, len(record.tokens)))
             if stats.predicted_s and stats.prefill_s:
                 self._metrics.observe_prediction(stats.predicted_s, stats.prefill_s)
 
-    def ended(self, load: PromptLoad) -> None:
+    def ended(self, record: PromptRecord) -> None:
         """The request is over. It gets one log line if any of its blocks were stored."""
         if self._metrics is not None:
             self._metrics.publish_next_step()
-        if not self._speaks or not any(load.agreed.stored):
+        if not self._speaks or not any(record.agreed.stored):
             return
-        stats = load.stats
+        stats = record.stats
         logger.info(
             "cake rid=%s prompt=%d matched=%d computed=%d loaded=%d meet=%s prefill_s=%s "
             "wasted_bytes=%d",
-            load.rid,
-            len(load.tokens),
+            record.rid,
+            len(record.tokens),
             stats.matched_tokens,
             stats.computed_tokens,
             stats.loaded_tokens,
             "none" if stats.meet_token is None else stats.meet_token,
             "none" if stats.prefill_s is None else f"{stats.prefill_s:.3f}",
-            load.landed.wasted_bytes,
+            record.memory.wasted_bytes,
         )

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from sglang_cake.core.local_files import cache_folder
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
-from sglang_cake.integration.runahead.runahead_owner import Runahead
+from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.runahead.messages import Message
@@ -72,7 +72,7 @@ def start(
         step_costs=host.step_costs,
         counters=host.counters,
         namespace=host.namespace_hex,
-        prompt_load=host.coordinator.prompt_load,
+        record_of=host.coordinator.record,
         loads_only=config.mode == "load",
         least_tokens=config.min_load_tokens,
         page_tokens=ctx.params.page_size,

@@ -23,11 +23,11 @@ import torch
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain
-from sglang_cake.core.spans import Span
-from sglang_cake.integration import cached_tokens
+from sglang_cake.core.token_span import Span
+from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.request.prompt_load import AgreedLoads, LocalLoads, PromptLoad
+from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.integration.request.request_metadata import (
     facts_of,
     keyable,
@@ -40,15 +40,15 @@ from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
-from sglang_cake.loading.loader import Loader, Prompt
+from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.planner import Step, island_start
+from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-Attach = Callable[["Req", torch.Tensor, int], None]
+AttachSlots = Callable[["Req", torch.Tensor, int], None]
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
@@ -66,7 +66,7 @@ class Coordinator:
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
-        detached: no store is in use, so no request is loaded.
+        store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         step_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
@@ -95,7 +95,7 @@ class Coordinator:
         self._counters = counters
         self._reporter = reporter
         self._namespace: Digest | None = None  # seeds every key; None: no request is loaded
-        self._loads: dict[str, PromptLoad] = {}  # in order of arrival, the same on every rank
+        self._records: dict[str, PromptRecord] = {}  # in order of arrival, the same on every rank
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         # The shared clock when a request that has no record was first looked at.
@@ -104,7 +104,7 @@ class Coordinator:
         self.step_costs = step_costs
         self.inbox = LoaderInbox(loader, device_slots, config, reporter)
         self.suspended = False
-        self.detached = False
+        self.store_detached = False
         self.off_here = False
         self.off_everywhere = False
         self.waiting = False
@@ -128,7 +128,7 @@ class Coordinator:
         Args:
             matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
         """
-        if self.detached or self.off_here or not keyable(req):
+        if self.store_detached or self.off_here or not keyable(req):
             return
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
@@ -142,7 +142,7 @@ class Coordinator:
         load_id = f"{req.rid}#{next(self._numbers)}"
         cost = self._loader.cost
         arrived_s = time.monotonic()
-        load = PromptLoad(
+        record = PromptRecord(
             rid=req.rid,
             load_id=load_id,
             tokens=tokens,
@@ -162,36 +162,36 @@ class Coordinator:
             lossy=self._config.lossy,
         )
         ahead = sum((live.device_work for live in self._ahead_of_arrival()), StepWork())
-        self._loads[req.rid] = load
-        self.inbox.expect(load)
-        self._tenants.arrives(load.facts.tenant)
+        self._records[req.rid] = record
+        self.inbox.expect(record)
+        self._tenants.arrives(record.facts.tenant)
         self._loader.begin(
-            Prompt(
-                load_id=load.load_id,
-                chain=load.chain,
+            LoadRequest(
+                load_id=record.load_id,
+                chain=record.chain,
                 tokens=tokens,
-                blocks=load.meet.blocks,
-                first_block=load.meet.fence,
-                facts=load.facts,
-                should_load=self.step_costs.should_load_at_arrival(load, self._config, ahead),
-                arrived=partial(self._device_slots.arrived, load),
+                blocks=record.meet.blocks,
+                first_block=record.meet.fence,
+                facts=record.facts,
+                should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
+                arrived=partial(self._device_slots.arrived, record),
             )
         )
-        self._reporter.trace(load, "arrive", tokens=len(tokens), block_tokens=block_tokens)
+        self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=block_tokens)
 
     def end(self, rid: str) -> None:
         """The request is over, aborted or retracted: return all that it holds. Unknown ids are
         fine."""
-        if (load := self._loads.pop(rid, None)) is not None:
+        if (record := self._records.pop(rid, None)) is not None:
             with contextlib.ExitStack() as steps:  # each of them runs, even if another one raises
-                steps.callback(self._reporter.ended, load)
-                steps.callback(self._tenants.leaves, load.facts.tenant)
-                steps.callback(self.inbox.forget, load)
-                steps.callback(self._device_slots.discard_all, load, "ended")
+                steps.callback(self._reporter.ended, record)
+                steps.callback(self._tenants.leaves, record.facts.tenant)
+                steps.callback(self.inbox.forget, record)
+                steps.callback(self._device_slots.discard_all, record, "ended")
 
     def end_all(self) -> None:
         """End every request: the tree is being emptied, or the weights change."""
-        for rid in list(self._loads):
+        for rid in list(self._records):
             self.end(rid)
 
     def emptied(self) -> None:
@@ -211,14 +211,14 @@ class Coordinator:
         self._namespace = namespace
         self.suspended = suspended
 
-    def prompt_load(self, rid: str) -> PromptLoad | None:
+    def record(self, rid: str) -> PromptRecord | None:
         """The record of a live request, if it has one."""
-        return self._loads.get(rid)
+        return self._records.get(rid)
 
     @property
     def live(self) -> list[str]:
         """Ids of all requests that have a record, in order of arrival."""
-        return list(self._loads)
+        return list(self._records)
 
     # ---- on and off ----
 
@@ -259,93 +259,93 @@ class Coordinator:
         self.step_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
-        open_loads = self._vote(serving)
-        if open_loads:  # the reduction comes first, and takes place whatever fails
-            self._attempt(failures, lambda: self._reconsider(self._agree(open_loads), serving))
+        open_records = self._vote(serving)
+        if open_records:  # the reduction comes first, and takes place whatever fails
+            self._attempt(failures, lambda: self._reconsider(self._agree(open_records), serving))
         self._attempt(failures, lambda: self._serve(serving))
-        if open_loads:
+        if open_records:
             self._vote(serving)  # a request that has failed on another rank is not scheduled
         if failures:
             raise failures[0]
 
     def reclaim(self, tokens: int) -> int:
         """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
-        return self._device_slots.reclaim(list(self._loads.values()), tokens)
+        return self._device_slots.reclaim(list(self._records.values()), tokens)
 
     @property
-    def held_tokens(self) -> int:
+    def placed_tokens(self) -> int:
         """Slots that hold landed blocks."""
-        return self._device_slots.held_tokens
+        return self._device_slots.placed_tokens
 
     # ---- one request of the step ----
 
-    def hold(self, req: "Req") -> bool:
+    def awaits_lookup(self, req: "Req") -> bool:
         """Whether a waiting request stays in the queue while its lookup is under way."""
-        load = self._loads.get(req.rid)
-        held = load is not None and load.awaits_lookup(self._config.mode)
-        self.waiting |= held
-        return held
+        record = self._records.get(req.rid)
+        waits = record is not None and record.awaits_lookup(self._config.mode)
+        self.waiting |= waits
+        return waits
 
-    def settle(self, req: "Req", attach: Attach) -> None:
+    def settle(self, req: "Req", attach: AttachSlots) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
         Args:
             attach: `(req, slots, stop)` makes `slots` the KV of `[req.prefix_len, stop)`, gives
                 them to the tree and moves `req.prefix_len` to `stop`.
         """
-        if (load := self._loads.get(req.rid)) is None:
+        if (record := self._records.get(req.rid)) is None:
             return
-        stats = load.stats
+        stats = record.stats
         if not stats.computed_tokens + stats.loaded_tokens:
             stats.matched_tokens = req.prefix_len
-        self._advance(load, req)
-        while (span := load.meet.island()) is not None:
-            blocks = load.meet.blocks_of(span)
-            if not self._device_slots.place(load, blocks):
+        self._advance(record, req)
+        while (span := record.meet.island()) is not None:
+            blocks = record.meet.blocks_of(span)
+            if not self._device_slots.place(record, blocks):
                 # No memory for the whole island: blocks without slots are computed.
-                unplaced = [b for b in blocks if b not in load.landed.slots]
-                self._device_slots.discard(load, unplaced, "memory")
+                unplaced = [b for b in blocks if b not in record.memory.slots]
+                self._device_slots.discard(record, unplaced, "memory")
                 for block in unplaced:
-                    load.meet.dropped(block)
+                    record.meet.dropped(block)
                 continue
-            self._attached(load, span)
-            attach(req, self._device_slots.take(load, span), span.stop)
-            cached_tokens.loaded(req, span)
-            self._advance(load, req)  # the tree may have matched more by now
-        self.inbox.fence(load, load.meet.fence)
+            self._attached(record, span)
+            attach(req, self._device_slots.take(record, span), span.stop)
+            response_stats.loaded(req, span)
+            self._advance(record, req)  # the tree may have matched more by now
+        self.inbox.fence(record, record.meet.fence)
 
-    def plan(self, req: "Req", chunk_tokens: int) -> Step | None:
+    def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a settled request; None: compute as usual, no block is to come."""
-        load = self._loads.get(req.rid)
-        if load is None or not load.meet.pending:
+        record = self._records.get(req.rid)
+        if record is None or not record.meet.pending:
             return None
-        load.queue.remaining_s = self.step_costs.remaining_s(load)
-        if load.stats.predicted_s is None:
-            load.stats.predicted_s = load.local_waited_s() + load.queue.remaining_s
-        step = load.next_step(self._config.mode, chunk_tokens, self.step_costs.costs(load))
+        record.queue.remaining_s = self.step_costs.remaining_s(record)
+        if record.stats.predicted_s is None:
+            record.stats.predicted_s = record.local_waited_s() + record.queue.remaining_s
+        step = record.next_step(self._config.mode, chunk_tokens, self.step_costs.costs(record))
         self.waiting |= step.wait
-        load.queue.yielded |= step.wait
-        load.queue.planned = True
-        self.inbox.load_from(load, step.load_from, overdue=step.overdue)
-        return step if load.loading else None
+        record.queue.yielded |= step.wait
+        record.queue.planned = True
+        self.inbox.set_load_from(record, step.load_from, overdue=step.overdue)
+        return step if record.loading else None
 
     def claimed(self, req: "Req", stop: int, *, overlapped: bool = False) -> None:
         """The step being scheduled computes `[req.prefix_len, stop)`.
 
         Args:
-            overlapped: it is an overlapped last step; `overlapped` follows when it has run.
+            overlapped: it is an overlapped last step; `overlapped_step_ran` follows.
         """
         start = req.prefix_len
         self.step_costs.claimed(start, stop)
-        if (load := self._loads.get(req.rid)) is None:
+        if (record := self._records.get(req.rid)) is None:
             return
-        load.queue.yielded = False
-        self._computed(load, Span(start, stop))
+        record.queue.yielded = False
+        self._computed(record, Span(start, stop))
         if not overlapped:
-            self._advance(load, req)
-            self._claim(req, load, stop)
+            self._advance(record, req)
+            self._claim(req, record, stop)
 
-    def overlapped(
+    def overlapped_step_ran(
         self,
         req: "Req",
         stop: int,
@@ -360,28 +360,28 @@ class Coordinator:
         Args:
             stop: end of what the step computed.
             span: stored tokens before it.
-            used: blocks of `span` that came while the step ran, and were used.
-            missing: blocks of `span` that did not come, and were computed.
+            used: blocks of `span` that arrived while the step ran, and were used.
+            missing: blocks of `span` that did not arrive, and were computed.
             tokens: of `span`, those in `used` blocks.
         """
-        load = self._loads[req.rid]
-        load.stats.overlapped_tokens += tokens
+        record = self._records[req.rid]
+        record.stats.overlapped_tokens += tokens
         self._counters.add("overlapped_tokens", tokens)
         for block in used:
-            load.meet.landed(block)
-            self.inbox.used_while_read(load, block)
+            record.meet.landed(block)
+            self.inbox.used_while_read(record, block)
         for block in missing:
-            load.meet.lost(block)
-        while (front := load.meet.front) < span.stop:
-            if (island := load.meet.island()) is not None:
-                self._attached(load, island)
-                cached_tokens.loaded(req, island)
+            record.meet.lost(block)
+        while (front := record.meet.front) < span.stop:
+            if (island := record.meet.island()) is not None:
+                self._attached(record, island)
+                response_stats.loaded(req, island)
             else:
-                computed = Span(front, min(island_start(load.meet.view()), span.stop))
-                load.meet.claim(computed.stop)
-                self._computed(load, computed)
-                cached_tokens.computed(req, computed.tokens)
-        self._claim(req, load, stop)
+                computed = Span(front, min(island_start(record.meet.view()), span.stop))
+                record.meet.claim(computed.stop)
+                self._computed(record, computed)
+                response_stats.computed(req, computed.tokens)
+        self._claim(req, record, stop)
 
     # ---- what the order of the queue depends on ----
 
@@ -402,37 +402,37 @@ class Coordinator:
 
     def loading(self, rid: str) -> bool:
         """Whether a block of this request is being loaded, or has landed and waits."""
-        load = self._loads.get(rid)
-        return load is not None and load.agreed.lookup_done and load.loading
+        record = self._records.get(rid)
+        return record is not None and record.agreed.lookup_done and record.loading
 
     def uses_store(self, rid: str) -> bool:
         """Whether a block of this request came from the store, or is being loaded."""
-        load = self._loads.get(rid)
-        return load is not None and (load.agreed.begun or self.loading(rid))
+        record = self._records.get(rid)
+        return record is not None and (record.agreed.begun or self.loading(rid))
 
     def would_wait(self, rid: str, chunk_tokens: int) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now."""
-        if (load := self._loads.get(rid)) is None:
+        if (record := self._records.get(rid)) is None:
             return False
-        return load.would_wait(self._config.mode, chunk_tokens, self.step_costs.costs(load))
+        return record.would_wait(self._config.mode, chunk_tokens, self.step_costs.costs(record))
 
     def requeued(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
-        self._loads[rid].queue.times_requeued += 1
-        self._reporter.trace(self._loads[rid], "yield")
+        self._records[rid].queue.times_requeued += 1
+        self._reporter.trace(self._records[rid], "yield")
 
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
-        load = self._loads.get(req.rid)
+        record = self._records.get(req.rid)
         now_s = self.inbox.now_s
-        if load is not None:
-            entry = load.queue_entry(self.step_costs.chunk_tokens, now_s)
+        if record is not None:
+            entry = record.queue_entry(self.step_costs.chunk_tokens, now_s)
         else:
             since_s = self._unrecorded_since_s.setdefault(req, now_s)
             entry = QueueEntry(req.rid, None, now_s - since_s)
         turn = 0
         if self.fair:
-            turn = self._tenants.turn(load.facts.tenant if load else tenant_of(req))
+            turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
         return replace(entry, turn=turn, level=level)
 
     # ---- parts of `poll` ----
@@ -447,109 +447,109 @@ class Coordinator:
     def _take_events(self, step_s: float) -> None:
         self.step_costs.polled()
         self._reporter.stepped(
-            overhead_s=step_s if self._loads else None,  # an idle poll is no step
+            overhead_s=step_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
         self.inbox.take()
         self._device_slots.check_copies()
-        self.inbox.measure([load for load in self._loads.values() if load.awaits_loader])
+        self.inbox.measure([record for record in self._records.values() if record.awaits_loader])
 
-    def _vote(self, serving: Sequence[str]) -> list[PromptLoad]:
+    def _vote(self, serving: Sequence[str]) -> list[PromptRecord]:
         """The requests that await the loader, in the same order on every rank. Requests that are
         not in the same state on every rank end on all."""
         if self._consensus.alone:
-            return [load for load in self._loads.values() if load.awaits_loader]
+            return [record for record in self._records.values() if record.awaits_loader]
         rids = sorted(serving)
-        loads = [self._loads.get(rid) for rid in rids]
-        for rid, same in zip(rids, self._consensus.vote(loads), strict=True):
+        records = [self._records.get(rid) for rid in rids]
+        for rid, same in zip(rids, self._consensus.vote(records), strict=True):
             if not same:
                 self.end(rid)
-        live = (self._loads.get(rid) for rid in rids)
-        return [load for load in live if load is not None and load.awaits_loader]
+        live = (self._records.get(rid) for rid in rids)
+        return [record for record in live if record is not None and record.awaits_loader]
 
-    def _agree(self, open_loads: Sequence[PromptLoad]) -> list[PromptLoad]:
+    def _agree(self, open_records: Sequence[PromptRecord]) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
-        updates = self.step_costs.agree(open_loads, self._consensus)
-        for load, update in zip(open_loads, updates, strict=True):
-            self.inbox.apply(load, update)
-            if (update.stored or update.landed or update.lost) and load.loading:
-                load.queue.remaining_s = self.step_costs.remaining_s(load)
+        updates = self.step_costs.agree(open_records, self._consensus)
+        for record, update in zip(open_records, updates, strict=True):
+            self.inbox.apply(record, update)
+            if (update.stored or update.fetched or update.lost) and record.loading:
+                record.queue.remaining_s = self.step_costs.remaining_s(record)
         return [
-            load
-            for load, update in zip(open_loads, updates, strict=True)
+            record
+            for record, update in zip(open_records, updates, strict=True)
             if update.stored is not None
         ]
 
-    def _reconsider(self, found: Sequence[PromptLoad], serving: Sequence[str]) -> None:
+    def _reconsider(self, found: Sequence[PromptRecord], serving: Sequence[str]) -> None:
         """Decide whether to load requests that wait in the queue, given what goes before them:
         those whose lookup has just answered, and some of the others, in rotation. A request that
         was planned in the last step was decided on there."""
-        live = [load for load in map(self._loads.get, serving) if load is not None]
-        live = [load for load in live if load.stats.prefill_s is None]
+        live = [record for record in map(self._records.get, serving) if record is not None]
+        live = [record for record in live if record.stats.prefill_s is None]
         waiting = [
-            load
-            for load in live
-            if load.agreed.lookup_done and load.meet.pending and not load.queue.planned
+            record
+            for record in live
+            if record.agreed.lookup_done and record.meet.pending and not record.queue.planned
         ]
         start = self._reconsidered % max(1, len(waiting))
         rotated = waiting[start:] + waiting[:start]
-        chosen = {load.rid for load in [*found, *rotated[:RECONSIDERED]]}
+        chosen = {record.rid for record in [*found, *rotated[:RECONSIDERED]]}
         self._reconsidered += RECONSIDERED
         ahead = StepWork()
-        for load in live:
-            if load.rid in chosen and load.meet.pending:
-                loads = self.step_costs.should_load(load, self._config.mode, ahead)
-                if load in found or loads != (load.agreed.load_from is not None):
-                    overdue = self.step_costs.is_overdue(load)
-                    self.inbox.load_from(load, 0 if loads else None, overdue=overdue)
-                    load.queue.remaining_s = self.step_costs.remaining_s(load)
-            load.queue.planned = False
-            ahead += load.device_work
+        for record in live:
+            if record.rid in chosen and record.meet.pending:
+                loads = self.step_costs.should_load(record, self._config.mode, ahead)
+                if record in found or loads != (record.agreed.load_from is not None):
+                    overdue = self.step_costs.is_overdue(record)
+                    self.inbox.set_load_from(record, 0 if loads else None, overdue=overdue)
+                    record.queue.remaining_s = self.step_costs.remaining_s(record)
+            record.queue.planned = False
+            ahead += record.device_work
 
     def _serve(self, serving: Sequence[str]) -> None:
-        live = (self._loads.get(rid) for rid in serving)
-        served = [load for load in live if load is not None and load.uses_link]
+        live = (self._records.get(rid) for rid in serving)
+        served = [record for record in live if record is not None and record.uses_link]
         self.inbox.serve(served)
         if served:
             first = served[0]
-            self._device_slots.place(first, list(first.landed.staged))
+            self._device_slots.place(first, list(first.memory.staged))
             self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
 
-    def _ahead_of_arrival(self) -> list[PromptLoad]:
+    def _ahead_of_arrival(self) -> list[PromptRecord]:
         """Prompts that are computed before a request that has just arrived. Where priorities adapt,
         prompts that are being loaded let it go first."""
-        live = [load for load in self._loads.values() if load.stats.prefill_s is None]
-        return [load for load in live if not (self.adaptive and load.loading)]
+        live = [record for record in self._records.values() if record.stats.prefill_s is None]
+        return [record for record in live if not (self.adaptive and record.loading)]
 
-    def _advance(self, load: PromptLoad, req: "Req") -> None:
-        self._device_slots.discard(load, load.meet.advance(req.prefix_len), "in_tree")
+    def _advance(self, record: PromptRecord, req: "Req") -> None:
+        self._device_slots.discard(record, record.meet.advance(req.prefix_len), "in_tree")
 
-    def _attached(self, load: PromptLoad, span: Span) -> None:
-        load.meet.attach(span)
-        if load.stats.meet_token is None:
-            load.stats.meet_token = span.start
-        load.stats.loaded_tokens += span.tokens
-        self._tenants.charge(load.facts.tenant, span.tokens)
+    def _attached(self, record: PromptRecord, span: Span) -> None:
+        record.meet.attach(span)
+        if record.stats.meet_token is None:
+            record.stats.meet_token = span.start
+        record.stats.loaded_tokens += span.tokens
+        self._tenants.charge(record.facts.tenant, span.tokens)
         self._counters.add("loaded_tokens", span.tokens)
-        self._reporter.trace(load, "attach", start=span.start, stop=span.stop)
+        self._reporter.trace(record, "attach", start=span.start, stop=span.stop)
 
-    def _computed(self, load: PromptLoad, span: Span) -> None:
-        load.stats.computed_tokens += span.tokens
-        self._tenants.charge(load.facts.tenant, span.tokens)
+    def _computed(self, record: PromptRecord, span: Span) -> None:
+        record.stats.computed_tokens += span.tokens
+        self._tenants.charge(record.facts.tenant, span.tokens)
         self._counters.add("computed_tokens", span.tokens)
-        self._reporter.trace(load, "claim", start=span.start, stop=span.stop)
+        self._reporter.trace(record, "claim", start=span.start, stop=span.stop)
 
-    def _claim(self, req: "Req", load: PromptLoad, stop: int) -> None:
-        self.inbox.fence(load, load.meet.claim(stop))
-        if stop >= len(load.tokens):
-            self._prefilled(req, load)
+    def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
+        self.inbox.fence(record, record.meet.claim(stop))
+        if stop >= len(record.tokens):
+            self._prefilled(req, record)
 
-    def _prefilled(self, req: "Req", load: PromptLoad) -> None:
-        load.stats.prefill_s = load.local_waited_s()
-        self.inbox.stop_loading(load, "overtaken")
-        if load.fallback is not None:
-            self._counters.add("fallback", label=load.fallback)
-        self._reporter.prefilled(load)
-        req.customized_info = {**(req.customized_info or {}), "cake": [load.report()]}
+    def _prefilled(self, req: "Req", record: PromptRecord) -> None:
+        record.stats.prefill_s = record.local_waited_s()
+        self.inbox.stop_loading(record, "overtaken")
+        if record.fallback is not None:
+            self._counters.add("fallback", label=record.fallback)
+        self._reporter.prefilled(record)
+        req.customized_info = {**(req.customized_info or {}), "cake": [record.report()]}

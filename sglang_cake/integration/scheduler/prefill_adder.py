@@ -1,9 +1,9 @@
 """What each step prefills: SGLang's admission, which attaches landed blocks and leaves the rest to
 the loader.
 
-Each method that SGLang calls decides in a guarded part (`Run`, `Share`, `Overlap`, `Requeue`,
-`Park` or `Skip`), acts on it around one call of SGLang's own method, and updates cake's records in
-a guarded part. If a part fails, the request is computed as SGLang would.
+Each method that SGLang calls decides in a guarded part (`Run`, `Share`, `OverlapLastStep`,
+`Requeue`, `Park` or `Skip`), acts on it around one call of SGLang's own method, and updates cake's
+records in a guarded part. If a part fails, the request is computed as SGLang would.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.scheduler import queue_order
-from sglang_cake.loading.planner import Step
+from sglang_cake.loading.planner import StepPlan
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -50,7 +50,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class OverlapLastStep:
     """The last step begins while the last of the stored tokens `span` are being read."""
 
     span: Span
@@ -81,16 +81,16 @@ AS_SGLANG = Run()
 def decide_chunked(
     preemptor: "Req | None",
     *,
-    plan: Callable[[], Step | None],
-    overlap: Callable[[], Span | None],
+    plan: Callable[[], StepPlan | None],
+    begin_overlap: Callable[[], Span | None],
     may_yield: Callable[[], bool],
-) -> Requeue | Run | Overlap | Park:
+) -> Requeue | Run | OverlapLastStep | Park:
     """What becomes of the chunked request.
 
     Args: each function is called in this order, and only if the decision depends on it.
         preemptor: a waiting request that goes before it.
         plan: its next step; None: no stored block is to come.
-        overlap: begins an overlapped last step, if it is time for that.
+        begin_overlap: begins an overlapped last step, if it is time for that.
         may_yield: whether other requests may have the device while it waits for its loads.
     """
     if preemptor is not None:
@@ -100,32 +100,32 @@ def decide_chunked(
         return AS_SGLANG
     if not step.wait:
         return Run(step.stop)
-    span = overlap()
+    span = begin_overlap()
     if span is not None:
-        return Overlap(span)
+        return OverlapLastStep(span)
     return Requeue(None) if may_yield() else Park()
 
 
 def decide_waiting(
-    step: Step | None,
+    step: StepPlan | None,
     *,
-    overlap: Callable[[], Span | None],
+    begin_overlap: Callable[[], Span | None],
     prompt_tokens: int,
     chunk_taken: bool,
-) -> Run | Overlap | Skip:
+) -> Run | OverlapLastStep | Skip:
     """What becomes of a waiting request.
 
     Args:
         step: its next step; None: no stored block is to come.
-        overlap: begins an overlapped last step, if it is time for that.
+        begin_overlap: begins an overlapped last step, if it is time for that.
         chunk_taken: SGLang has a chunked request. It knows one, and a step that ends before the
             prompt does makes its request the chunked one.
     """
     if step is None:
         return AS_SGLANG
     if step.wait:
-        span = overlap()
-        return Skip(AddReqResult.CONTINUE) if span is None else Overlap(span)
+        span = begin_overlap()
+        return Skip(AddReqResult.CONTINUE) if span is None else OverlapLastStep(span)
     if chunk_taken and step.stop < prompt_tokens:
         return Skip(AddReqResult.CONTINUE)
     return Run(step.stop)
@@ -162,7 +162,7 @@ class CakePrefillAdder(PrefillAdder):
                 req.extend_end = req.prefix_len
                 self.rem_chunk_tokens = 0
                 return req
-            case Overlap(span):
+            case OverlapLastStep(span):
                 return self._overlap_chunked(req, span)
             case Run(stop) if stop is not None:
                 limit = stop - req.prefix_len
@@ -180,7 +180,7 @@ class CakePrefillAdder(PrefillAdder):
         match decision:
             case Skip(skipped):
                 return skipped
-            case Overlap(span):
+            case OverlapLastStep(span):
                 return self._overlap_waiting(req, span, truncation_align_size)
             case Share(stop, helped_tokens):
                 self._stop = stop
@@ -209,7 +209,7 @@ class CakePrefillAdder(PrefillAdder):
             coordinator.step_costs.scheduling(decodes=self._decodes)
 
     @guarded(_CHUNKED, AS_SGLANG)
-    def _decide_chunked(self, req: "Req") -> Requeue | Run | Overlap | Park:
+    def _decide_chunked(self, req: "Req") -> Requeue | Run | OverlapLastStep | Park:
         tree, coordinator = self._cake()
         if coordinator is None:
             return AS_SGLANG
@@ -221,14 +221,14 @@ class CakePrefillAdder(PrefillAdder):
                 policy = self._scheduler.policy
                 preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
 
-            def plan() -> Step | None:
+            def plan() -> StepPlan | None:
                 coordinator.settle(req, tree.attach_running)
                 return coordinator.plan(req, self.rem_chunk_tokens)
 
             return decide_chunked(
                 preemptor,
                 plan=plan,
-                overlap=lambda: self._begin_overlap(req),
+                begin_overlap=lambda: self._begin_overlap(req),
                 may_yield=lambda: (
                     budget is not None and queue_order.may_yield(req, queue, coordinator, budget)
                 ),
@@ -258,14 +258,16 @@ class CakePrefillAdder(PrefillAdder):
                 queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
 
     @guarded(_WAITING, AS_SGLANG)
-    def _decide_waiting(self, req: "Req", has_chunked_req: bool) -> Run | Share | Overlap | Skip:
+    def _decide_waiting(
+        self, req: "Req", has_chunked_req: bool
+    ) -> Run | Share | OverlapLastStep | Skip:
         tree, coordinator = self._cake()
         if coordinator is None:
             return AS_SGLANG
-        if coordinator.hold(req):
+        if coordinator.awaits_lookup(req):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
-            recorded = coordinator.prompt_load(req.rid) is not None
+            recorded = coordinator.record(req.rid) is not None
             if recorded:
                 with lock_node(self, req.last_node):
                     coordinator.settle(req, tree.attach_waiting)
@@ -275,7 +277,7 @@ class CakePrefillAdder(PrefillAdder):
             if not recorded:
                 return AS_SGLANG
 
-            def overlap() -> Span | None:
+            def begin_overlap() -> Span | None:
                 if has_chunked_req:
                     return None
                 with lock_node(self, req.last_node):
@@ -283,7 +285,7 @@ class CakePrefillAdder(PrefillAdder):
 
             return decide_waiting(
                 coordinator.plan(req, self.rem_chunk_tokens),
-                overlap=overlap,
+                begin_overlap=begin_overlap,
                 prompt_tokens=len(req.full_untruncated_fill_ids),
                 chunk_taken=has_chunked_req or self.new_chunked_req is not None,
             )
@@ -307,14 +309,14 @@ class CakePrefillAdder(PrefillAdder):
     def _begin_overlap(self, req: "Req") -> Span | None:
         """Begin an overlapped last step of a request that waits for its loads, if it is time for
         that. The step holds the device, so no other request may want it."""
-        step = self._cake()[0].overlapped_step
-        if step is None or self.can_run_list or self._decodes:
+        runner = self._cake()[0].overlap_runner
+        if runner is None or self.can_run_list or self._decodes:
             return None
         if any(other is not req for other in self._scheduler.waiting_queue):
             return None
         if any(not other.finished() for other in self.running_batch.reqs):
             return None
-        return step.begin(req, self.rem_chunk_tokens)
+        return runner.begin(req, self.rem_chunk_tokens)
 
     @guarded("CakePrefillAdder._select_prefill_admission")
     def _shorten(self, req: "Req", admission: Any, has_chunked_req: bool) -> Any:
@@ -337,7 +339,7 @@ class CakePrefillAdder(PrefillAdder):
         """Admit the overlapped last step of the chunked request."""
         req.prefix_len = span.stop
         rest = super().add_chunked_req(req)
-        if not self._keep_overlap(req, lend_from=span.start):
+        if not self._confirm_overlap(req, lend_from=span.start):
             req.prefix_len = span.start
             req.extend_end = span.start
             self._undo_overlap(req)
@@ -353,7 +355,7 @@ class CakePrefillAdder(PrefillAdder):
         req.prefix_len = span.stop
         result: AddReqResult = super().add_one_req(req, False, truncation_align_size)
         admitted = req in self.can_run_list
-        if self._keep_overlap(req):
+        if self._confirm_overlap(req):
             return self._alone(result)
         req.prefix_len = span.start
         if not admitted:
@@ -366,16 +368,16 @@ class CakePrefillAdder(PrefillAdder):
         return self._alone(result)
 
     @guarded(_CHUNKED, False)
-    def _keep_overlap(self, req: "Req", lend_from: int | None = None) -> bool:
+    def _confirm_overlap(self, req: "Req", lend_from: int | None = None) -> bool:
         """Whether the step is scheduled and has its slots.
 
         Args: lend_from: of the chunked request, the first token whose slot goes into its row.
         """
         tree, coordinator = self._cake()
-        step = tree.overlapped_step
-        if req not in self.can_run_list or step is None or coordinator is None:
+        runner = tree.overlap_runner
+        if req not in self.can_run_list or runner is None or coordinator is None:
             return False
-        slots = step.keep(req)
+        slots = runner.confirm(req)
         if lend_from is not None:
             tree.lend_running(req, slots, lend_from)
             coordinator.claimed(req, req.extend_end, overlapped=True)
@@ -392,8 +394,8 @@ class CakePrefillAdder(PrefillAdder):
             self.new_chunked_req = None
         tree, coordinator = self._cake()
         try:
-            if tree.overlapped_step is not None and coordinator is not None:
-                tree.overlapped_step.abandon(req)
+            if tree.overlap_runner is not None and coordinator is not None:
+                tree.overlap_runner.abandon(req)
                 coordinator.end(req.rid)
         except Exception as error:
             BOUNDARY.failed(_WAITING, error, unsafe=True)
@@ -401,9 +403,9 @@ class CakePrefillAdder(PrefillAdder):
 
     @guarded(_WAITING)
     def _give_up_overlap(self, req: "Req") -> None:
-        step = self._cake()[0].overlapped_step
-        if step is not None:
-            step.give_up(req)
+        runner = self._cake()[0].overlap_runner
+        if runner is not None:
+            runner.give_up(req)
 
     # ---- after SGLang's own method ----
 
@@ -416,8 +418,8 @@ class CakePrefillAdder(PrefillAdder):
     def _claimed(self, req: "Req") -> None:
         tree, coordinator = self._cake()
         if coordinator is not None:
-            step = tree.overlapped_step
-            overlapped = step is not None and step.overlap_of(req.rid) is not None
+            runner = tree.overlap_runner
+            overlapped = runner is not None and runner.step_of(req.rid) is not None
             coordinator.claimed(req, req.extend_end, overlapped=overlapped)
 
     def _cake(self) -> "tuple[CakeRadixCache, Coordinator | None]":

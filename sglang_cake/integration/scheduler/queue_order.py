@@ -107,8 +107,8 @@ def find_preemptor(
         # In SGLang's order, only an earlier request that yielded the device goes first.
         if not waiting.yielded or waiting.level > running.level:
             return False
-        one = coordinator.prompt_load(each.rid)
-        other = coordinator.prompt_load(req.rid)
+        one = coordinator.record(each.rid)
+        other = coordinator.record(req.rid)
         return one is not None and other is not None and one.arrived_s < other.arrived_s
 
     return next(_able(filter(goes_first, queue), coordinator, budget), None)
@@ -123,8 +123,8 @@ def may_yield(
     It must not be late when its loads are over. So they must last at least as long as the step that
     the others would begin now, and none of the others may keep the device for longer than that.
     """
-    load = coordinator.prompt_load(req.rid)
-    if load is None:
+    record = coordinator.record(req.rid)
+    if record is None:
         return False
     others_tokens = 0
     for each in _able(queue, coordinator, budget):
@@ -132,9 +132,9 @@ def may_yield(
         if tokens > budget.chunk_tokens and not may_requeue(each, coordinator):
             return False
         others_tokens += tokens
-    prefill = coordinator.step_costs.costs(load).prefill
+    prefill = coordinator.step_costs.costs(record).prefill
     step_s = prefill.step_s(0, min(others_tokens, budget.chunk_tokens))
-    return 0 < step_s <= load.rest_of_loads_s
+    return 0 < step_s <= record.rest_of_loads_s
 
 
 def requeue(
@@ -169,11 +169,11 @@ def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
     Logprobs of a prompt are gathered chunk by chunk, so a request that returns them cannot start
     over. A request without a record may have other parts that cannot.
     """
-    load = coordinator.prompt_load(req.rid)
-    if req.return_logprob or load is None:
+    record = coordinator.record(req.rid)
+    if req.return_logprob or record is None:
         return False
     # A prompt that is only computed keeps its place after a few interruptions.
-    interrupted = load.queue.times_requeued
+    interrupted = record.queue.times_requeued
     return coordinator.loading(req.rid) or interrupted < MOST_INTERRUPTIONS
 
 

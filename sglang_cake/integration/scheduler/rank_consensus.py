@@ -13,12 +13,12 @@ from dataclasses import astuple
 
 import torch
 
-from sglang_cake.integration.request.prompt_load import LoadUpdate, PromptLoad
+from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 _NS = 1e9
 _LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
-_HEAD = 3 + _LOAD_NUMBERS  # numbers of a load before those of its blocks
+_HEAD = 3 + _LOAD_NUMBERS  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = 2**63 - 1  # leaves the numbers of the other ranks as they are
 
@@ -46,41 +46,41 @@ class RankConsensus:
         self._reduce_min(tensor)
         return bool(tensor.item())
 
-    def vote(self, loads: Sequence[PromptLoad | None]) -> list[bool]:
+    def vote(self, records: Sequence[PromptRecord | None]) -> list[bool]:
         """For each request, whether all ranks have a record of it in the same state. It keeps ranks
         whose records differ from reducing different lists.
 
         Every rank must call this at the same point of the same step with the same requests.
 
         Args:
-            loads: for each request, this rank's record.
+            records: for each request, this rank's record.
         """
-        if self._reduce_min is None or not loads:
-            return [load is not None for load in loads]
-        own = [_GONE if load is None else int(load.awaits_loader) for load in loads]
+        if self._reduce_min is None or not records:
+            return [record is not None for record in records]
+        own = [_GONE if record is None else int(record.awaits_loader) for record in records]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.int64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
         return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
 
-    def reach(
-        self, loads: Sequence[PromptLoad], prefill: PrefillCost, busy_s: float
+    def agree(
+        self, records: Sequence[PromptRecord], prefill: PrefillCost, busy_s: float
     ) -> tuple[list[LoadUpdate], PrefillCost, float]:
-        """An update for each load, and what to decide on: the cost of steps, and the time until
+        """An update for each record, and what to decide on: the cost of steps, and the time until
         the device is free.
 
-        Every rank must call this at the same point of the same step with the same loads. A rank
+        Every rank must call this at the same point of the same step with the same requests. A rank
         that raises takes part in the reduction all the same, with neutral numbers.
         """
         if self._reduce_min is None:
-            return [_own(load) for load in loads], prefill, busy_s
+            return [_own(record) for record in records], prefill, busy_s
         shared = len(astuple(prefill)) + 1
-        sizes = [_size(load) for load in loads]
+        sizes = [_size(record) for record in records]
         tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.int64)
         try:
             numbers = _bits(*astuple(prefill), busy_s)
-            for load in loads:
-                numbers += _pack(load)
+            for record in records:
+                numbers += _pack(record)
             tensor = torch.tensor(numbers, dtype=torch.int64)
         finally:
             self._reduce_min(tensor)
@@ -88,22 +88,22 @@ class RankConsensus:
         *costs, agreed_busy_s = _floats(numbers[:shared])
         updates = []
         position = shared
-        for load, size in zip(loads, sizes, strict=True):
-            updates.append(_unpack(load, numbers[position : position + size]))
+        for record, size in zip(records, sizes, strict=True):
+            updates.append(_unpack(record, numbers[position : position + size]))
             position += size
         return updates, PrefillCost(*costs), agreed_busy_s
 
 
-def _own(load: PromptLoad) -> LoadUpdate:
+def _own(record: PromptRecord) -> LoadUpdate:
     """The update of a single rank."""
-    blocks = load.meet.blocks
+    blocks = record.meet.blocks
     return LoadUpdate(
-        stored=None if load.agreed.lookup_done else load.local.stored,
-        landed=tuple(sorted(b for b in load.local.fetched if b < blocks)),
-        lost=tuple(sorted(b for b in load.local.failed if b < blocks)),
-        elapsed_s=load.local_elapsed_s(),
+        stored=None if record.agreed.lookup_done else record.local.stored,
+        fetched=tuple(sorted(b for b in record.local.fetched if b < blocks)),
+        lost=tuple(sorted(b for b in record.local.failed if b < blocks)),
+        elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
-        cost=load.local.cost,
+        cost=record.local.cost,
     )
 
 
@@ -125,39 +125,40 @@ def _floats(bits: Sequence[int]) -> tuple[float, ...]:
     return struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
 
 
-def _full_blocks(load: PromptLoad) -> int:
-    return len(load.tokens) // load.meet.block_tokens
+def _full_blocks(record: PromptRecord) -> int:
+    return len(record.tokens) // record.meet.block_tokens
 
 
-def _size(load: PromptLoad) -> int:
-    return _HEAD + 2 * load.meet.blocks + (0 if load.agreed.lookup_done else _full_blocks(load))
+def _size(record: PromptRecord) -> int:
+    stored = 0 if record.agreed.lookup_done else _full_blocks(record)
+    return _HEAD + 2 * record.meet.blocks + stored
 
 
-def _pack(load: PromptLoad) -> list[int]:
+def _pack(record: PromptRecord) -> list[int]:
     """[elapsed, now, lookup answered, cost of loads, fetched..., not failed..., stored...]. The
     stored blocks are left out once the lookup is done."""
-    local = load.local
-    blocks = range(load.meet.blocks)
-    clocks = [int(s * _NS) for s in (load.local_elapsed_s(), time.monotonic())]
+    local = record.local
+    blocks = range(record.meet.blocks)
+    clocks = [int(s * _NS) for s in (record.local_elapsed_s(), time.monotonic())]
     numbers = [*clocks, local.stored is not None, *_pack_cost(local.cost)]
     numbers += [b in local.fetched for b in blocks]
     numbers += [b not in local.failed for b in blocks]
-    if not load.agreed.lookup_done:
-        numbers += local.stored or [0] * _full_blocks(load)
+    if not record.agreed.lookup_done:
+        numbers += local.stored or [0] * _full_blocks(record)
     return [int(n) for n in numbers]
 
 
-def _unpack(load: PromptLoad, numbers: list[int]) -> LoadUpdate:
+def _unpack(record: PromptRecord, numbers: list[int]) -> LoadUpdate:
     elapsed, now, answered = numbers[:3]
-    blocks = load.meet.blocks
+    blocks = record.meet.blocks
     fetched = numbers[_HEAD : _HEAD + blocks]
     not_failed = numbers[_HEAD + blocks : _HEAD + 2 * blocks]
     stored = tuple(bool(n) for n in numbers[_HEAD + 2 * blocks :])
     return LoadUpdate(
-        stored=stored if answered and not load.agreed.lookup_done else None,
-        landed=tuple(b for b in range(blocks) if fetched[b]),
+        stored=stored if answered and not record.agreed.lookup_done else None,
+        fetched=tuple(b for b in range(blocks) if fetched[b]),
         lost=tuple(b for b in range(blocks) if not not_failed[b]),
         elapsed_s=elapsed / _NS,
         now_s=now / _NS,
-        cost=_unpack_cost(numbers[3:_HEAD], load.local.cost),
+        cost=_unpack_cost(numbers[3:_HEAD], record.local.cost),
     )

@@ -33,8 +33,8 @@ def install() -> None:
     register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
-    register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach, HookType.AROUND)
-    register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach, HookType.AROUND)
+    register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
+    register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
 
 
 def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
@@ -74,7 +74,7 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
             serving = waiting if chunked is None else [chunked.rid, *waiting]
         coordinator.poll(serving)
         if tree.saving is not None:
-            tree.saving.polled(lambda load: coordinator.prompt_load(load.rid) is load)
+            tree.saving.polled(lambda record: coordinator.record(record.rid) is record)
     if tree.runahead is not None:
         tree.runahead.poll(scheduler)
 
@@ -110,7 +110,7 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         time.sleep(_POLL_PAUSE_S)
 
 
-def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+def _attach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 
     tree = scheduler.tree_cache
@@ -119,13 +119,13 @@ def _attach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     if tree.service is None:
         return AttachHiCacheStorageReqOutput(success=False, message=_OFF)
     try:
-        tree.service.attach(request.hicache_storage_backend)
+        tree.service.attach_store(request.hicache_storage_backend)
     except CakeError as error:
         return AttachHiCacheStorageReqOutput(success=False, message=str(error))
     return AttachHiCacheStorageReqOutput(success=True, message="")
 
 
-def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
+def _detach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
 
     tree = scheduler.tree_cache
@@ -133,5 +133,5 @@ def _detach(original: Any, scheduler: "Scheduler", request: Any) -> Any:
         return original(scheduler, request)
     if tree.service is None:
         return DetachHiCacheStorageReqOutput(success=False, message=_OFF)
-    tree.service.detach()
+    tree.service.detach_store()
     return DetachHiCacheStorageReqOutput(success=True, message="")

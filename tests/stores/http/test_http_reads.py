@@ -9,7 +9,7 @@ from http_servers import FRAMED_BYTES, A, framed, opened
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
-from sglang_cake.loading.reading import Reading
+from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.http.http_transport import HEDGE_FLOOR_S
 from sglang_cake.stores.tiers.tier import PlainBuffer
 from sglang_cake.stores.timing import Hedging
@@ -226,7 +226,7 @@ def test_http_store_retried_read_restarts_its_progress(used):
     async def test(store, server):
         def came(count):
             counts.append(count)
-            reading.came(count)
+            reading.received(count)
 
         await store.get_into(A, buffer.view, came)
         reading.end(whole=True)
@@ -240,7 +240,7 @@ def test_http_store_retried_read_restarts_its_progress(used):
         assert reading.wait_whole(0.0) is not used
 
     tries, counts, buffer = [], [], PlainBuffer(LAYOUT.block_bytes)
-    reading = Reading(buffer)
+    reading = BlockRead(buffer)
     against(answer, test)
 
 

@@ -16,7 +16,7 @@ from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.loader import Fetched, Loader, Lost, Prompt
+from sglang_cake.loading.loader import Fetched, Loader, LoadRequest, Lost
 from sglang_cake.stores.circuit import FAILURES, FIRST_S, LAST_S, Fault
 from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
@@ -231,7 +231,7 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
         # A busy machine may be too slow for IMPATIENT at first.
         while not isinstance(io.run(outcome(store.contains(KEYS)), WAIT_S), list):
             clock.now_s += LAST_S
-        loader.begin(Prompt("rid", chain, TOKENS, BLOCKS, 0, worth))
+        loader.begin(LoadRequest("rid", chain, TOKENS, BLOCKS, 0, worth))
         events = news()
         landed = [event for event in events if isinstance(event, Fetched)]
         lost = [event for event in events if isinstance(event, Lost)]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 
 
-def part_of(batch: Any, start: int, stop: int) -> Any:
+def cut_batch(batch: Any, start: int, stop: int) -> Any:
     """A batch of one request that computes tokens `[start, stop)` of those that `batch` computes.
 
     Slots, sampling and all else are shared with `batch`. A part that ends before `batch` returns no
@@ -37,7 +37,7 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     return part
 
 
-def part_before(batch: Any, tokens: "array[int]", slots: torch.Tensor, span: Span) -> Any:
+def preceding_batch(batch: Any, tokens: "array[int]", slots: torch.Tensor, span: Span) -> Any:
     """A batch of one request that computes `span`, which lies before the tokens of `batch`.
 
     Args:
@@ -60,7 +60,7 @@ def part_before(batch: Any, tokens: "array[int]", slots: torch.Tensor, span: Spa
     return part
 
 
-def run_part(worker: Any, part: Any) -> None:
+def run_forward(worker: Any, part: Any) -> None:
     """Run the forward alone: KV is written, and no token is sampled."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 

@@ -1,4 +1,5 @@
-"""Loaded tokens count as `storage` in SGLang's own statistics, like those that HiCache reads.
+"""What responses say of cake: `meta_info["cake"]`, a dictionary with statistics of the request, and
+loaded tokens in SGLang's own statistics, where they count as `storage`, like those of HiCache.
 
 SGLang counts the tokens before the first one that a step computes as cached (`Req.cached_tokens`),
 and splits them by where they were. Responses, their streams, OpenAI's `sglext` and
@@ -8,21 +9,30 @@ and splits them by where they were. Responses, their streams, OpenAI's `sglext` 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import register
-from sglang_cake.integration.compat import has_split_cached_tokens
+from sglang_cake.integration.compat import has_split_cached_tokens, is_hooked
 from sglang_cake.stores.url import split_urls
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+_META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
-def install() -> None:
-    """Register the hook. Call while plugins are being loaded."""
+def install_meta_info() -> None:
+    """Install the hook in the process that answers requests. Called late: when plugins are loaded,
+    a process does not know yet whether it answers requests."""
+    if not is_hooked(_META_INFO):
+        register(_META_INFO, _unwrap, HookType.AFTER)
+        HookRegistry.apply_hooks()
+
+
+def install_cached_tokens() -> None:
+    """Register the hook of the scheduler's statistics. Call while plugins are being loaded."""
     register(f"{_STREAMER}.get_cached_tokens_details", _details, HookType.AFTER)
 
 
@@ -41,6 +51,16 @@ def computed(req: "Req", tokens: int) -> None:
     """Tokens that SGLang counted as cached when it scheduled an overlapped step were computed."""
     if not req.retracted_stain:
         req.cached_tokens -= tokens
+
+
+def _unwrap(_: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any) -> None:
+    # SGLang transports extra information as a list with an item per output token. This one has a
+    # single item.
+    statistics = state.customized_info_accumulated.get("cake")
+    if statistics:
+        meta_info["cake"] = statistics[0]
+        # Incremental streams must not slice the list by output tokens.
+        state.customized_info_reported_keys.discard("cake")
 
 
 def _details(found: Any, streamer: Any, req: "Req") -> dict[str, Any] | None:

@@ -2,11 +2,11 @@
 
 | part | holds | writer |
 |---|---|---|
-| `PromptLoad` | what the request brought with it | the coordinator, at arrival |
-| `PromptLoad.meet` | the state of each block | the coordinator, the inbox, the device slots |
+| `PromptRecord` | what the request brought with it | the coordinator, at arrival |
+| `PromptRecord.meet` | the state of each block | the coordinator, the inbox, the device slots |
 | `LocalLoads` | what this rank's loader delivered | `LoaderInbox` |
 | `AgreedLoads` | what all ranks know | `LoaderInbox` |
-| `LandedBlocks` | the memory of landed blocks | `DeviceSlots` |
+| `BlockMemory` | the memory of landed blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are only reported | `Coordinator` |
 
@@ -14,8 +14,8 @@ A block on its way from the store to the tree is in these places, one after anot
 an overlapped last step uses go from the first to the last:
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
-2. `LandedBlocks.staged`: every rank has its part of the block. The meet calls it landed.
-3. `LandedBlocks.slots`: the block has device slots, and is copied there.
+2. `BlockMemory.staged`: every rank has its part of the block. The block is `LANDED`.
+3. `BlockMemory.slots`: the block has device slots, and is copied there.
 4. SGLang's tree.
 
 Blocks of the prompt that is served first have slots reserved before they come
@@ -28,10 +28,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.keys import KeyChain
-from sglang_cake.loading.cost_model import Costs, LoadCost, StepWork
+from sglang_cake.loading.cost_model import LoadCost, PromptCosts, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.planner import Mode, Progress, Step, device_work, next_step
+from sglang_cake.loading.planner import LoadProgress, Mode, StepPlan, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
 from sglang_cake.stores.request_info import RequestFacts
 
@@ -49,15 +49,15 @@ class LoadUpdate:
 
     Attributes:
         stored: which full blocks are stored; None: known before, or a rank's lookup is under way.
-        landed: blocks that every rank has fetched, ascending.
+        fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
-        elapsed_s: the shortest wait of all ranks, see `PromptLoad.local_elapsed_s`.
+        elapsed_s: the shortest wait of all ranks, see `PromptRecord.local_elapsed_s`.
         now_s: a clock that all ranks share.
         cost: of the loads that the prompt has ahead of it, on the fastest rank.
     """
 
     stored: tuple[bool, ...] | None
-    landed: tuple[int, ...]
+    fetched: tuple[int, ...]
     lost: tuple[int, ...]
     elapsed_s: float
     now_s: float
@@ -117,14 +117,14 @@ class AgreedLoads:
         self.cost = update.cost
         self.elapsed_s = update.elapsed_s
         self.first_poll_s = self.first_poll_s or update.now_s
-        self.begun |= bool(update.landed)
+        self.begun |= bool(update.fetched)
         if update.stored is not None:
             self.lookup_done = True
             self.stored = update.stored
 
 
 @dataclass(slots=True, eq=False)
-class LandedBlocks:
+class BlockMemory:
     """The memory of landed blocks that have not joined the tree. Writer: `DeviceSlots`.
 
     Attributes:
@@ -166,7 +166,7 @@ class PromptStats:
         predicted_s: time to first token, as predicted when the first step was planned.
         prefill_s: from arrival to the last prefill step; None: prefill is not over.
         matched_tokens: tokens that the tree held at the first step.
-        overlapped_tokens: loaded tokens that came while the last step ran.
+        overlapped_tokens: loaded tokens that arrived while the last step ran.
         meet_token: where the front met the first island.
         helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
@@ -182,12 +182,12 @@ class PromptStats:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class PromptLoad:
+class PromptRecord:
     """A live request's record. The scheduler thread owns it.
 
     Attributes:
         rid: SGLang's request id; the same again after a retraction.
-        load_id: names this load in the loader, never another one.
+        load_id: names this request in the loader, never another one.
         tokens: token ids of the prompt, 'q'.
         facts: what the store is told about the request.
         arrived_s: `time.monotonic()` of this rank.
@@ -206,7 +206,7 @@ class PromptLoad:
     arrived_s: float
     may_overlap: bool = True
     lossy: bool = False
-    landed: LandedBlocks = field(default_factory=LandedBlocks)
+    memory: BlockMemory = field(default_factory=BlockMemory)
     queue: QueueState = field(default_factory=QueueState)
     stats: PromptStats = field(default_factory=PromptStats)
 
@@ -235,9 +235,9 @@ class PromptLoad:
         return device_work(self.meet.view(), self.agreed.load_from)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> LoadProgress:
         """How its loads come on, as agreed."""
-        return Progress(self.agreed.elapsed_s, self.agreed.begun, self.agreed.load_from)
+        return LoadProgress(self.agreed.elapsed_s, self.agreed.begun, self.agreed.load_from)
 
     @property
     def rest_of_loads_s(self) -> float:
@@ -264,7 +264,7 @@ class PromptLoad:
         within_patience = mode == "load" or self.agreed.elapsed_s < LOOKUP_PATIENCE_S
         return not self.agreed.lookup_done and within_patience
 
-    def next_step(self, mode: Mode, chunk_tokens: int, costs: Costs) -> Step:
+    def next_step(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
         """What to do now; its front touches no island."""
         return next_step(
             self.meet.view(),
@@ -274,7 +274,7 @@ class PromptLoad:
             progress=self.progress,
         )
 
-    def would_wait(self, mode: Mode, chunk_tokens: int, costs: Costs) -> bool:
+    def would_wait(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now."""
         if not self.agreed.lookup_done or not self.loading:
             return self.awaits_lookup(mode)
@@ -304,7 +304,7 @@ class PromptLoad:
 
     # ---- what is asked of the link; called by `LoaderInbox` ----
 
-    def load_from(self, block: int | None) -> None:
+    def set_load_from(self, block: int | None) -> None:
         """From now on blocks from `block` on are worth loading; None: no block is."""
         view = self.meet.view()
         last_wanted = view.first + view.states.rfind(BlockState.WANTED)

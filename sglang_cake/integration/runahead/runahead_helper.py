@@ -16,7 +16,7 @@ import torch
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.overlap.partial_batch import part_of, run_part
+from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
 from sglang_cake.runahead.member import Helping, Member
 from sglang_cake.runahead.messages import Offer
 
@@ -140,7 +140,7 @@ class SpanRunner:
         assert hop.outflow is not None
         hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
         with self._gate(hop):
-            run_part(scheduler.tp_worker, part_of(batch, start, helping.span.stop))
+            run_forward(scheduler.tp_worker, cut_batch(batch, start, helping.span.stop))
 
     def _count(self, helping: Helping) -> None:
         sent = helping.hop.outflow

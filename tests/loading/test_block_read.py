@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_cake.loading.reading import Reading
+from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.tiers.tier import PlainBuffer
 
 BYTES, PATIENCE_S = 64, 60.0
@@ -28,7 +28,7 @@ class WatchedCondition(threading.Condition):
         return super().wait(timeout)
 
 
-class WatchedReading(Reading):
+class WatchedReading(BlockRead):
     def __init__(self) -> None:
         self.condition = WatchedCondition()
         super().__init__(PlainBuffer(BYTES), self.condition)
@@ -75,16 +75,16 @@ def whole_waiter(reading: WatchedReading) -> Waiter:
 # ---- bytes as they come ----
 
 
-def test_reading_wait_returns_once_the_bytes_have_come() -> None:
+def test_block_read_wait_returns_once_the_bytes_have_come() -> None:
     reading = new_reading()
     first = waiter(reading, 16)
-    reading.came(0)
-    reading.came(15)
+    reading.received(0)
+    reading.received(15)
     assert first.still_waits
-    reading.came(16)
+    reading.received(16)
     assert first.ended()
     second = waiter(reading, 17)
-    reading.came(64)
+    reading.received(64)
     assert second.ended()
     assert reading.wait(64, NOW_S), "it is there already"
     whole = whole_waiter(reading)
@@ -92,7 +92,7 @@ def test_reading_wait_returns_once_the_bytes_have_come() -> None:
     assert whole.ended()
 
 
-def test_reading_without_progress_reports_wait_returns_at_the_end() -> None:
+def test_block_read_without_progress_reports_wait_returns_at_the_end() -> None:
     reading = new_reading()
     assert not reading.begun
     one = waiter(reading, 1)
@@ -102,23 +102,23 @@ def test_reading_without_progress_reports_wait_returns_at_the_end() -> None:
     assert reading.wait_whole(NOW_S)
 
 
-def test_reading_has_and_begun_follow_the_bytes_that_came() -> None:
+def test_block_read_has_and_begun_follow_the_bytes_that_came() -> None:
     reading = new_reading()
     assert (reading.begun, reading.has(1)) == (False, False)
-    reading.came(0)
+    reading.received(0)
     assert (reading.begun, reading.has(1)) == (True, False)
-    reading.came(10)
+    reading.received(10)
     assert (reading.begun, reading.has(10), reading.has(11)) == (True, True, False)
-    reading.came(0)
+    reading.received(0)
     assert (reading.begun, reading.has(1)) == (True, False)
     reading.end(whole=True)
     assert (reading.begun, reading.has(BYTES)) == (False, True)
 
 
-def test_reading_that_failed_has_no_bytes() -> None:
+def test_block_read_that_failed_has_no_bytes() -> None:
     reading = new_reading()
-    reading.came(0)
-    reading.came(BYTES)
+    reading.received(0)
+    reading.received(BYTES)
     reading.end(whole=False)
     assert (reading.begun, reading.has(1)) == (False, False)
     assert not reading.wait(1, NOW_S)
@@ -126,7 +126,7 @@ def test_reading_that_failed_has_no_bytes() -> None:
 
 
 @pytest.mark.parametrize("count", [None, 1, BYTES])
-def test_reading_failure_wakes_waiting_threads_with_false(count: int | None) -> None:
+def test_block_read_failure_wakes_waiting_threads_with_false(count: int | None) -> None:
     reading = new_reading()
     one = whole_waiter(reading) if count is None else waiter(reading, count)
     reading.end(whole=False)
@@ -134,14 +134,14 @@ def test_reading_failure_wakes_waiting_threads_with_false(count: int | None) -> 
 
 
 @pytest.mark.parametrize("come", [0, 15])
-def test_reading_wait_returns_false_at_its_deadline(come: int) -> None:
+def test_block_read_wait_returns_false_at_its_deadline(come: int) -> None:
     reading = new_reading()
-    reading.came(0)
-    reading.came(come)
+    reading.received(0)
+    reading.received(come)
     for until_s in (NOW_S, time.monotonic() + 0.01):
         assert not reading.wait(16, until_s)
         assert not reading.wait_whole(until_s)
-    reading.came(16)
+    reading.received(16)
     assert reading.wait(16, NOW_S), "to have waited in vain is no harm"
     reading.end(whole=True)
     assert reading.wait_whole(NOW_S)
@@ -150,13 +150,13 @@ def test_reading_wait_returns_false_at_its_deadline(come: int) -> None:
 # ---- bytes that come anew ----
 
 
-def test_reading_restarted_after_use_is_never_valid() -> None:
+def test_block_read_restarted_after_use_is_never_valid() -> None:
     reading = new_reading()
-    reading.came(0)
-    reading.came(32)
+    reading.received(0)
+    reading.received(32)
     assert reading.wait(16, NOW_S)
-    reading.came(0)
-    reading.came(BYTES)
+    reading.received(0)
+    reading.received(BYTES)
     for count in (1, 16, BYTES):
         assert not reading.wait(count, NOW_S)
     reading.end(whole=True)
@@ -164,14 +164,14 @@ def test_reading_restarted_after_use_is_never_valid() -> None:
     assert not reading.wait_whole(NOW_S)
 
 
-def test_reading_restarted_during_a_wait_after_use_is_never_valid() -> None:
+def test_block_read_restarted_during_a_wait_after_use_is_never_valid() -> None:
     reading = new_reading()
-    reading.came(0)
-    reading.came(16)
+    reading.received(0)
+    reading.received(16)
     assert reading.wait(16, NOW_S)
     more = waiter(reading, 32)
-    reading.came(0)
-    reading.came(32)
+    reading.received(0)
+    reading.received(32)
     assert not more.ended()
     whole = whole_waiter(reading)
     reading.end(whole=True)
@@ -179,15 +179,15 @@ def test_reading_restarted_during_a_wait_after_use_is_never_valid() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_reading_restarted_before_use_is_valid(waits: bool) -> None:
+def test_block_read_restarted_before_use_is_valid(waits: bool) -> None:
     reading = new_reading()
-    reading.came(0)
-    reading.came(32)
+    reading.received(0)
+    reading.received(32)
     assert reading.has(16), "to look at it is not to use it"
     assert not reading.wait(33, NOW_S)
     one = waiter(reading, BYTES) if waits else None
-    reading.came(0)
-    reading.came(BYTES)
+    reading.received(0)
+    reading.received(BYTES)
     assert one is None or one.ended()
     assert reading.wait(BYTES, NOW_S)
     reading.end(whole=True)
@@ -204,7 +204,7 @@ class Uses(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.buffer = PlainBuffer(BYTES)
-        self.reading = Reading(self.buffer)
+        self.reading = BlockRead(self.buffer)
         self.turn = self.come = 0
         self.whole: bool | None = None
         self.used: set[int] = set()  # the turns of which bytes were to be used
@@ -221,14 +221,14 @@ class Uses(RuleBasedStateMachine):
     @rule()
     def comes_anew(self) -> None:
         self.turn, self.come = self.turn + 1, 0
-        self.reading.came(0)
+        self.reading.received(0)
 
     @precondition(lambda self: self._is_under_way() and self.turn and self.come < BYTES)
     @rule(data=st.data())
     def comes(self, data: st.DataObject) -> None:
         before, self.come = self.come, data.draw(st.integers(self.come + 1, BYTES))
         self._fill(before, self.come)
-        self.reading.came(self.come)
+        self.reading.received(self.come)
 
     @precondition(_is_under_way)
     @rule()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.simulator.ideal import ComputeCurve, ideal_meet
+from sglang_cake.simulator.ideal_ttft import ComputeCurve, ideal_meet
 
 chunks = st.lists(
     st.tuples(st.integers(1, 2048), st.floats(1e-4, 10, allow_subnormal=False)),

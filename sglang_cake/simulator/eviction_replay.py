@@ -147,7 +147,7 @@ SHAPES = {
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayCounts:
     """The counts of a replay."""
 
     refs: int = 0
@@ -235,9 +235,9 @@ class Replay:
         self._conversations = ConversationTracker()
         self._next_block = 0
         self._written: set[int] = set()
-        self.outcome = Outcome(saved_s=[0.0] * len(clocks))
+        self.outcome = ReplayCounts(saved_s=[0.0] * len(clocks))
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplayCounts:
         """Replay the whole trace."""
         for _ in self.steps():
             pass

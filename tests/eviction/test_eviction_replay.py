@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.loading.cost_model import PrefillCost
-from sglang_cake.simulator.replay import (
+from sglang_cake.simulator.eviction_replay import (
     SHAPES,
     BeladyPolicy,
     Replay,

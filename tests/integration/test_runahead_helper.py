@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.integration.runahead.runahead_span import SpanRunner, forward_stream
+from sglang_cake.integration.runahead.runahead_helper import SpanRunner, forward_stream
 from sglang_cake.runahead.messages import Offer, new_job
 
 RANK, OWNER = 0, 1

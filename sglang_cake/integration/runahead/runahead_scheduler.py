@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.spans import Span
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_batch import part_of, run_part
-from sglang_cake.integration.request.prompt_load import PromptLoad
+from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
+from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
     asked_for,
@@ -30,7 +31,6 @@ from sglang_cake.integration.runahead.runahead_request import (
     give_up,
     is_plain,
 )
-from sglang_cake.integration.runahead.runahead_span import SpanRunner
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.decide import (
@@ -88,7 +88,7 @@ class Runahead:
 
     Args:
         namespace: hex digest; None while the tree also holds KV of another namespace.
-        prompt_load: `(rid)` gives the live record of a request, if it has one.
+        record_of: `(rid)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
         least_tokens: shorter spans are not shared.
         limit_tokens: most tokens of one forward, here and on every member.
@@ -105,7 +105,7 @@ class Runahead:
         step_costs: StepCosts,
         counters: Counters,
         namespace: Callable[[], str | None],
-        prompt_load: Callable[[str], PromptLoad | None],
+        record_of: Callable[[str], PromptRecord | None],
         loads_only: bool,
         least_tokens: int,
         page_tokens: int,
@@ -117,7 +117,7 @@ class Runahead:
         self._step_costs = step_costs
         self._counters = counters
         self._namespace = namespace
-        self._prompt_load = prompt_load
+        self._record_of = record_of
         self._loads_only = loads_only
         self._page_tokens = page_tokens
         self._limit_tokens = limit_tokens
@@ -222,14 +222,14 @@ class Runahead:
             owned.hop.inflow.bind(slots, span.start)
             self._step_costs.do_not_measure()
             with self._gate(owned.hop):
-                result = original(worker, part_of(batch, owned.split, span.stop), **kwargs)
+                result = original(worker, cut_batch(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
             self._counters.add("runahead_failures", label=error.reason)
             self._end(mine, "cancelled", str(error))
             assert scheduler is not None
             give_up(scheduler, req)
             # The least that a step may compute; its result is dropped.
-            return original(worker, part_of(batch, span.stop - 1, span.stop), **kwargs)
+            return original(worker, cut_batch(batch, span.stop - 1, span.stop), **kwargs)
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
@@ -251,10 +251,10 @@ class Runahead:
     # ---- inside ----
 
     def _loading(self, req: "Req") -> Loading | None:
-        load = self._prompt_load(req.rid)
-        if load is None or not load.loading:
+        record = self._record_of(req.rid)
+        if record is None or not record.loading:
             return None
-        return Loading(load.meet.view(), load.progress, load.agreed.cost)
+        return Loading(record.meet.view(), record.progress, record.agreed.cost)
 
     def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
         helpers = self.member.helpers()
@@ -335,9 +335,9 @@ class Runahead:
         """Compute the whole span here, in forwards of at most `limit_tokens`."""
         start = span.start
         while span.stop - start > self._limit_tokens:
-            run_part(worker, part_of(batch, start, start + self._limit_tokens))
+            run_forward(worker, cut_batch(batch, start, start + self._limit_tokens))
             start += self._limit_tokens
-        return original(worker, part_of(batch, start, span.stop), **kwargs)
+        return original(worker, cut_batch(batch, start, span.stop), **kwargs)
 
     @guarded(_HOOK)
     def _shared(self, req: "Req", mine: Mine, took_s: float) -> None:
@@ -369,19 +369,19 @@ class Runahead:
         self._counters.add("runahead_hops", len(mine.owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
         self._counters.add("runahead_bytes", inflow.bytes)
-        load = self._prompt_load(req.rid)
-        if load is None:
+        record = self._record_of(req.rid)
+        if record is None:
             return
-        load.stats.helped = {"helped_tokens": helped_tokens}
+        record.stats.helped = {"helped_tokens": helped_tokens}
         if asked_for(req) is not None:  # a search or a benchmark
-            load.stats.helped |= {
+            record.stats.helped |= {
                 "bounds": list(mine.owned.partition.bounds),
                 "received_bytes": inflow.bytes,
                 "waited_s": round(inflow.waited_s, 6),
                 "table": None if self._table.path is None else self._table.path.name,
             }
         if req.customized_info and "cake" in req.customized_info:  # told before the forward
-            req.customized_info["cake"] = [load.report()]
+            req.customized_info["cake"] = [record.report()]
 
     def _wake(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Half-open token spans."""
+"""A half-open span of tokens."""
 
 from typing import NamedTuple
 

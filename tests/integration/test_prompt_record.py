@@ -1,0 +1,56 @@
+"""When a block of a prompt is due: only while one is asked of the link."""
+
+import time
+
+from kv_pools import record_of
+
+from sglang_cake.integration.request.prompt_record import PromptRecord
+
+
+def waiting() -> PromptRecord:
+    """No block came for long; blocks 0 to 3 are wanted."""
+    record = record_of(4, block=16)
+    record.meet.found([True] * 4)
+    record.agreed.lookup_done = True
+    record.local.served_since_s = time.monotonic() - 1000.0
+    record.agreed.elapsed_s = record.local_elapsed_s()
+    return record
+
+
+def test_restore_loads_wanted_again_restart_the_clock() -> None:
+    record = waiting()
+    record.agreed.load_from = 4  # what lies right of the meeting point has landed
+    record.set_load_from(2)
+    assert record.progress.since_s == 0.0
+    assert record.local_elapsed_s() < 500.0
+    assert record.agreed.load_from == 2
+
+
+def test_restore_first_wanted_loads_start_the_clock() -> None:
+    record = waiting()
+    record.agreed.load_from = None
+    assert not record.loading
+    assert record.device_work.tokens == 64
+    record.set_load_from(0)
+    assert record.loading
+    assert record.device_work.tokens == 0
+    assert record.progress.since_s == 0.0
+    assert record.local_elapsed_s() < 500.0
+
+
+def test_restore_pending_read_keeps_the_clock() -> None:
+    record = waiting()
+    record.agreed.load_from = 3
+    record.set_load_from(2)
+    assert record.progress.since_s >= 1000.0
+    assert record.local_elapsed_s() >= 1000.0
+
+
+def test_restore_prompt_not_served_restarts_the_clock() -> None:
+    record = waiting()
+    record.link_serves_others_first()
+    assert record.progress.since_s == 0.0
+    record.agreed.lookup_done = False
+    record.agreed.elapsed_s = 1000.0
+    record.link_serves_others_first()  # a lookup is for nobody else
+    assert record.agreed.elapsed_s == 1000.0
