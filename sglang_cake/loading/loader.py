@@ -83,11 +83,12 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A block's checked bytes are in host memory. The receiver releases `staged` once."""
+    """A block's checked bytes are in host memory. The receiver releases `staged` once; None: it was
+    taken over (`LoadRequest.take`)."""
 
     load_id: str
     block: int
-    staged: StagedBlock
+    staged: StagedBlock | None
     at_s: float  # `time.monotonic()`
 
 
@@ -229,8 +230,9 @@ class LoadRequest:
         should_load: whether to load at once, given the stored blocks and the cost of loading them.
             `set_load_from` changes that decision later.
         facts: what the store is told about the request.
-        arrived: called with each block whose checked bytes are in host memory, on the I/O thread
-            and before its `Fetched`. It must be quick. To keep the block it becomes a holder.
+        take: called with each block whose checked bytes are in host memory, on the I/O thread and
+            before its `Fetched`. It must be quick. It returns whether it takes the block over; then
+            it releases it once, and the `Fetched` has no bytes.
     """
 
     load_id: str
@@ -240,7 +242,7 @@ class LoadRequest:
     first_block: int
     should_load: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None
-    arrived: Callable[[int, StagedBlock], None] | None = None
+    take: Callable[[int, StagedBlock], bool] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -423,7 +425,7 @@ class Loader:
         self._store = store
 
     def drain(self) -> list[LoaderEvent]:
-        """Events since the last call, in order. The caller releases every Fetched's `staged`."""
+        """Events since the last call, in order. The caller releases the bytes of every Fetched."""
         events = []
         while self._outbox:
             events.append(self._outbox.popleft())
@@ -573,9 +575,9 @@ class Loader:
 
     def _arrived(self, queue: _PromptQueue, block: int, staged: StagedBlock) -> None:
         request = queue.request
-        if request.arrived is not None:
-            request.arrived(block, staged)
-        self._outbox.append(Fetched(request.load_id, block, staged, time.monotonic()))
+        taken = request.take is not None and request.take(block, staged)
+        event = Fetched(request.load_id, block, None if taken else staged, time.monotonic())
+        self._outbox.append(event)
 
     def _give_up(self, read: _SharedRead, buffer: Buffer, reason: str | None) -> None:
         if reason is not None:

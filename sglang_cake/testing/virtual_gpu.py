@@ -261,9 +261,10 @@ class VirtualKV:
             self._out.tail_s = gpu.to_host.run(pool_s, count * self._dma_s)
         return VirtualCopy(gpu, self._out.tail_s, pool_s, self._out.tail_s - begin_s)
 
-    def order_forwards_after(self, copy: VirtualCopy) -> None:
-        self.gpu.launch(1, EVENT_S)
-        self.gpu.forward_stream.wait(copy.pool_s)
+    def order_forwards_after(self, copies: Sequence[VirtualCopy]) -> None:
+        if copies:
+            self.gpu.launch(1, EVENT_S)
+            self.gpu.forward_stream.wait(max(copy.pool_s for copy in copies))
 
     def _launch(self, count: int, took_s: float) -> None:
         self.gpu.copier.launches += count
@@ -568,7 +569,7 @@ class VirtualScheduler:
             end_s = self.gpu.forward(self.model.prefill.work_s(work))
             self.step_costs.launched(VirtualTimer(self.io, *self.gpu.forwards[-1]))
             self.gpu.schedule.wait(end_s)  # `_apply_war_barrier` of fa3
-            self._in_flight.append((end_s, batch))
+            self._in_flight.append((end_s, [run for run in batch if _prefilled(run)]))
             self._live = [run for run in self._live if not _prefilled(run)]
             self._chunked = [run for run in batch if not _prefilled(run)]
         if self._in_flight and (len(self._in_flight) > 1 or not launched or not self.overlap):
@@ -603,19 +604,18 @@ class VirtualScheduler:
         return work, batch
 
     def _process(self) -> None:
-        end_s, batch = self._in_flight.popleft()
+        end_s, ended = self._in_flight.popleft()
         self.io.until(max(end_s, self.io.now_s))
-        for run in batch:
-            if _prefilled(run) and not run.ttft_s:
-                run.ttft_s = self.io.now_s - run.arrive_s
-                self._checkpoint(run, last=True)
-                record = self.coordinator.record(run.req.rid)
-                if record is not None:
-                    self.saving.released(record)
-                run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
-                self.coordinator.end(run.req.rid)
-                self.allocator._free = torch.cat([self.allocator._free, *run.req.row])
-                run.req.row.clear()
+        for run in ended:
+            run.ttft_s = self.io.now_s - run.arrive_s
+            self._checkpoint(run, last=True)
+            record = self.coordinator.record(run.req.rid)
+            if record is not None:
+                self.saving.released(record)
+            run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
+            self.coordinator.end(run.req.rid)
+            self.allocator._free = torch.cat([self.allocator._free, *run.req.row])
+            run.req.row.clear()
 
     def _checkpoint(self, run: PromptRun, *, last: bool) -> None:
         record = self.coordinator.record(run.req.rid)

@@ -91,10 +91,9 @@ class BlockSaving:
         """The tree is about to free slots: forwards that write to them start after they were
         read. The scheduler thread waits until these copies are launched, which takes under a
         millisecond."""
-        for save in self._released:
-            if not save.ended.done():
-                self._kv.order_forwards_after(save.launched.result())
+        saves = [save for save in self._released if not save.ended.done()]
         self._released.clear()
+        self._kv.order_forwards_after([save.launched.result() for save in saves])
 
     def _save(self, record: PromptRecord, unsaved: _Unsaved) -> None:
         blocks: list[int] = []

@@ -87,6 +87,12 @@ class SlotCopy:
                 raise self._error
             return self._copy
 
+    def cancel(self) -> bool:
+        """Withdraw the slots, unless the bytes have come. Returns whether it did."""
+        with self._changed:
+            self._withdrawn |= not self._claimed
+            return not self._claimed
+
     def withdraw(self) -> Copy | None:
         """The slots get another owner. Returns the copy that was launched, which may still write to
         them; None: none was, and none will be."""

@@ -25,7 +25,7 @@ from sglang_cake.loading.meet import BlockState
 
 
 class DeviceSlots:
-    """The only writer of `PromptRecord.memory`. The scheduler thread owns it, but for `arrived`.
+    """The only writer of `PromptRecord.memory`. The scheduler thread owns it, but for `take_bytes`.
 
     Args:
         allocator: SGLang's slot allocator (`alloc`, `free_segment`, `available_size`).
@@ -63,36 +63,44 @@ class DeviceSlots:
         todo = [b for b in blocks if b not in memory.reserved and b not in memory.slots]
         memory.reserved |= self._allocate(todo)
 
-    def arrived(self, record: PromptRecord, block: int, staged: StagedBlock) -> None:
+    def take_bytes(self, record: PromptRecord, block: int, staged: StagedBlock) -> bool:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
-        I/O thread. The caller is a holder of `staged`."""
+        I/O thread. Returns whether `staged` was taken over."""
         copy = record.memory.reserved.get(block)
-        if copy is not None and copy.claim():
-            staged.hold()
-            self._copier.load(copy, staged)
+        if copy is None or not copy.claim():
+            return False
+        self._copier.load(copy, staged)
+        return True
 
-    def stage(self, record: PromptRecord, block: int, staged: StagedBlock) -> None:
-        """The block has landed: it is in host memory of every rank, and belongs to the prompt."""
+    def stage(self, record: PromptRecord, block: int, staged: StagedBlock | None) -> None:
+        """The block has landed: every rank has its part of it. Args: staged: the bytes; None: they
+        are being copied into the reserved slots."""
         copy = record.memory.reserved.pop(block, None)
         if copy is None:
+            assert staged is not None
             record.memory.staged[block] = staged
             return
         record.memory.slots[block] = copy
-        if copy.claim():  # the slots were reserved after the bytes had come
+        if staged is not None:  # the slots were reserved after the bytes had come
+            copy.claim()
             self._copier.load(copy, staged)
-        else:
-            staged.release(used=True)
 
-    def refuse(self, record: PromptRecord, staged: StagedBlock, reason: str) -> None:
-        """The prompt has no use for a block that was loaded for it. Its bytes count as wasted."""
-        record.memory.wasted_bytes += self.link_bytes
-        staged.release(used=False, reason=reason)
+    def refuse(self, record: PromptRecord, staged: StagedBlock | None, reason: str) -> None:
+        """The prompt has no use for a block that was loaded for it. Its bytes count as wasted.
 
-    def unreserve(self, record: PromptRecord, blocks: Iterable[int]) -> None:
-        """These blocks will not land, or have come in vain: free slots that are reserved for
-        them."""
+        Args: staged: None: the copier has them; `unreserve` counts them.
+        """
+        if staged is not None:
+            record.memory.wasted_bytes += self.link_bytes
+            staged.release(used=False, reason=reason)
+
+    def unreserve(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
+        """These blocks are computed: free the slots that are reserved for them. With several ranks,
+        every rank gives up the same blocks for good, since one may have copied them."""
         reserved = record.memory.reserved
-        self._free([reserved.pop(block) for block in blocks if block in reserved])
+        copies = [reserved.pop(block) for block in blocks if block in reserved]
+        self._free(copies)
+        self._waste(record, sum(copy.claimed for copy in copies), reason)
 
     def place(self, record: PromptRecord, blocks: Iterable[int]) -> bool:
         """Allocate slots for staged `blocks` and copy them. False: not enough memory for all.
@@ -121,8 +129,7 @@ class DeviceSlots:
         """
         blocks = self._blocks_of(span)
         copies = {b: record.memory.slots[b] for b in blocks}
-        for copy in copies.values():
-            self._kv.order_forwards_after(copy.launched())
+        self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
         for block in blocks:
             del record.memory.slots[block]
         self.placed_tokens -= len(copies) * self._block_tokens
@@ -140,7 +147,12 @@ class DeviceSlots:
         landed = [b for b in blocks if b not in being_read]
         if not self.place(record, landed):
             return None
-        self.unreserve(record, being_read)
+        for block in being_read:
+            reserved = record.memory.reserved.get(block)
+            if reserved is not None:
+                if not reserved.cancel():
+                    return None  # it has come since: it will have landed at the next poll
+                self.unreserve(record, [block], "in_tree")
         fresh = self._allocate(being_read)
         self.placed_tokens -= len(fresh) * self._block_tokens
         if len(fresh) < len(being_read):
@@ -148,8 +160,7 @@ class DeviceSlots:
                 self.free(copy.slots)
             return None
         copies = {b: record.memory.slots[b] for b in landed}
-        for copy in copies.values():
-            self._kv.order_forwards_after(copy.launched())
+        self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
         for block in landed:
             del record.memory.slots[block]
         self.placed_tokens -= len(landed) * self._block_tokens
@@ -187,18 +198,15 @@ class DeviceSlots:
         """Give up landed blocks, staged or placed. Their bytes count as wasted."""
         blocks = set(blocks)
         memory = record.memory
-        link_bytes = self.link_bytes
         copies = [memory.slots.pop(b) for b in blocks & memory.slots.keys()]
         self._free(copies)
-        if copies:
-            memory.wasted_bytes += len(copies) * link_bytes
-            self._counters.add("wasted_bytes", len(copies) * link_bytes, label=reason)
+        self._waste(record, len(copies), reason)
         for block in blocks & memory.staged.keys():
             self.refuse(record, memory.staged.pop(block), reason)
 
     def discard_all(self, record: PromptRecord, reason: str) -> None:
         """Give up all that the prompt has here."""
-        self.unreserve(record, list(record.memory.reserved))
+        self.unreserve(record, list(record.memory.reserved), reason)
         self.discard(record, {*record.memory.staged, *record.memory.slots}, reason)
 
     def reclaim(self, records: Sequence[PromptRecord], tokens: int) -> int:
@@ -212,7 +220,9 @@ class DeviceSlots:
             for block in sorted(record.memory.reserved):
                 if freed >= tokens:
                     return freed
-                self.unreserve(record, [block])
+                self.unreserve(record, [block], "memory")
+                if record.meet.state(block) is BlockState.WANTED:
+                    record.meet.lost(block)
                 freed += self._block_tokens
             for block in sorted(record.memory.slots):
                 if freed >= tokens:
@@ -245,11 +255,16 @@ class DeviceSlots:
             for block, part in zip(blocks, slots.split(size), strict=False)
         }
 
+    def _waste(self, record: PromptRecord, blocks: int, reason: str) -> None:
+        if blocks:
+            wasted_bytes = blocks * self.link_bytes
+            record.memory.wasted_bytes += wasted_bytes
+            self._counters.add("wasted_bytes", wasted_bytes, label=reason)
+
     def _free(self, copies: Sequence[SlotCopy]) -> None:
         """Free slots. A copy that has been launched is over before the next forward starts."""
-        for copy in copies:
-            launched = copy.withdraw()
-            if launched is not None:
-                self._kv.order_forwards_after(launched)
-            self.placed_tokens -= len(copy.slots)
-            self.free(copy.slots)
+        if copies:
+            launched = [copy.withdraw() for copy in copies]
+            self._kv.order_forwards_after([copy for copy in launched if copy is not None])
+            self.placed_tokens -= len(copies) * self._block_tokens
+            self.free(torch.cat([copy.slots for copy in copies]))

@@ -1,6 +1,7 @@
 """SGLang's KV pools as rows of bytes: the layout of a block, and copies in and out of the pool."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Copy:
         keep: device memory that must live until the copies are complete.
         begin: recorded before the copies, if they are timed.
         took_s: time of copies that were complete at once.
+        number: copies in one direction are launched, and end, in the order of their numbers.
     """
 
     event: torch.cuda.Event | None = None
@@ -53,6 +55,7 @@ class Copy:
     keep: tuple[torch.Tensor, ...] = ()
     begin: torch.cuda.Event | None = None
     took_s: float = 0.0
+    number: int = 0
 
     def done(self) -> bool:
         """Whether the copies are complete, so that the host buffers may be reused."""
@@ -137,8 +140,9 @@ class DeviceKV:
         self._gather(slots, [_tensor(block) for block in blocks])
         return Copy()
 
-    def order_forwards_after(self, copy: Copy) -> None:
-        """Forwards that are launched from now on start after a copy has left the KV pool."""
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        """Forwards that are launched from now on start after these copies, all in one direction,
+        have left the KV pool."""
 
     @property
     def _load_bytes(self) -> int:
@@ -215,6 +219,7 @@ class CudaKV(DeviceKV):
         self._ring_in = torch.empty((1, stride), dtype=torch.uint8, device=self.device)
         self._ring_out = torch.empty((count, stride), dtype=torch.uint8, device=self.device)
         self._index = torch.arange(count, device=self.device)
+        self._numbers = itertools.count()
         self._kernel = RowKernel(self._rows, self.layout)
 
     def here(self) -> contextlib.AbstractContextManager[object]:
@@ -238,7 +243,7 @@ class CudaKV(DeviceKV):
                 ring[0, : self.layout.block_bytes].copy_(_tensor(block), non_blocking=True)
             self._kernel.scatter(ring, self._index[:1], slots)
             end = _recorded(self._in, timed=True)
-            return Copy(end, end, (ring, slots), begin)
+            return Copy(end, end, (ring, slots), begin, number=next(self._numbers))
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
         tokens = self.layout.block_tokens
@@ -254,11 +259,13 @@ class CudaKV(DeviceKV):
                 for block, place in zip(part, self._ring_out, strict=False):
                     source = place[: self.layout.block_bytes]
                     _tensor(block).copy_(source, non_blocking=True)
-            return Copy(_recorded(self._out), pool, (slots,))
+            return Copy(_recorded(self._out), pool, (slots,), number=next(self._numbers))
 
-    def order_forwards_after(self, copy: Copy) -> None:
-        if copy.pool is not None:
-            (self._forward or torch.cuda.current_stream(self.device)).wait_event(copy.pool)
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        if copies:
+            last = max(copies, key=lambda copy: copy.number)
+            assert last.pool is not None
+            (self._forward or torch.cuda.current_stream(self.device)).wait_event(last.pool)
 
     @property
     def _launching(self) -> list[torch.cuda.Stream]:

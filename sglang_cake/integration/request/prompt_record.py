@@ -72,7 +72,8 @@ class LocalLoads:
     Attributes:
         cost: of the loads that the prompt has ahead of it, as measured here.
         served_since_s: when the link began to serve this prompt first.
-        fetched: blocks in host memory that have not landed on every rank yet.
+        fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
+            None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
         stored: the answer of the lookup; None: under way.
         last_fetched_s: when the last block was fetched.
@@ -80,7 +81,7 @@ class LocalLoads:
 
     cost: LoadCost
     served_since_s: float
-    fetched: dict[int, StagedBlock] = field(default_factory=dict)
+    fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     stored: tuple[bool, ...] | None = None
     last_fetched_s: float = 0.0

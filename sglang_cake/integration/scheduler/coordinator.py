@@ -174,7 +174,7 @@ class Coordinator:
                 first_block=record.meet.fence,
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
-                arrived=partial(self._device_slots.arrived, record),
+                take=partial(self._device_slots.take_bytes, record),
             )
         )
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=block_tokens)

@@ -68,9 +68,9 @@ class LoaderInbox:
             if record.meet.landed(block):
                 self._device_slots.stage(record, block, staged)
             else:
-                self._device_slots.unreserve(record, [block])
+                self._device_slots.unreserve(record, [block], "overtaken")
                 self._device_slots.refuse(record, staged, "overtaken")
-        self._device_slots.unreserve(record, update.lost)
+        self._device_slots.unreserve(record, update.lost, "peer")
         for block in update.lost:
             if record.meet.state(block) is BlockState.WANTED:
                 record.meet.lost(block)
@@ -79,7 +79,9 @@ class LoaderInbox:
 
     def used_while_read(self, record: PromptRecord, block: int) -> None:
         """An overlapped last step used this block, which has been fetched since."""
-        record.local.fetched.pop(block).release(used=True)
+        staged = record.local.fetched.pop(block)
+        assert staged is not None  # no slots were reserved for it
+        staged.release(used=True)
 
     # ---- requests to the loader ----
 
@@ -89,18 +91,18 @@ class LoaderInbox:
         """From now on blocks from `block` on are worth loading; None: no block is. If a block is
         overdue as well, none will be asked for again."""
         record.set_load_from(block)
-        least = record.meet.blocks if block is None else block
-        self._device_slots.unreserve(record, [b for b in record.memory.reserved if b < least])
         if overdue and block is None:
             self._loader.fence(record.load_id, record.meet.blocks)
             record.meet.give_up()
+            self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
         else:
             self._loader.set_load_from(record.load_id, block)
 
     def fence(self, record: PromptRecord, fence: int) -> None:
         """Blocks below `fence` are computed: none of them is read any more."""
         self._loader.fence(record.load_id, fence)
-        self._device_slots.unreserve(record, [b for b in record.memory.reserved if b < fence])
+        computed = [b for b in record.memory.reserved if b < fence]
+        self._device_slots.unreserve(record, computed, "overtaken")
         for block in [b for b in record.local.fetched if b < fence]:
             self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
 
@@ -126,7 +128,7 @@ class LoaderInbox:
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
         if record is None or record.stats.prefill_s is not None:
-            if isinstance(event, Fetched):
+            if isinstance(event, Fetched) and event.staged is not None:
                 event.staged.release(used=False, reason="ended")
         elif isinstance(event, LookedUp):
             record.local.stored = event.stored
