@@ -397,7 +397,8 @@ class VirtualStore:
 
     async def _until(self, when_s: float) -> None:
         future: Any = self._io.loop.create_future()
-        self._io.loop.call_at(when_s, future.set_result, None)
+        # A read may be cancelled meanwhile.
+        self._io.loop.call_at(when_s, lambda: future.done() or future.set_result(None))
         await future
 
 
