@@ -135,6 +135,7 @@ class VirtualGpu:
 
     Attributes:
         forwards: (begin, end) of each.
+        held_back_s: how long forwards waited for copies, in all.
         scratch_bytes, peak_scratch_bytes: device memory that copies hold.
     """
 
@@ -146,7 +147,8 @@ class VirtualGpu:
         self.to_host = Engine()
         self.scheduler = HostTime()
         self.copier = HostTime()
-        self.kernels_s = 0.0  # of copies, which forwards wait for
+        self.kernels_s = 0.0  # of copies since the last forward, which the next one pays for
+        self.held_back_s = 0.0
         self.forwards: list[tuple[float, float]] = []
         self.scratch_bytes = 0
         self.peak_scratch_bytes = 0
@@ -174,7 +176,9 @@ class VirtualGpu:
 
     def forward(self, work_s: float) -> float:
         """Launch a forward. Returns when it ends."""
-        begin_s = max(self.io.now_s, self.forward_stream.tail_s, self.schedule.tail_s)
+        free_s = max(self.io.now_s, self.forwards[-1][1] if self.forwards else 0.0)
+        begin_s = max(free_s, self.forward_stream.tail_s, self.schedule.tail_s)
+        self.held_back_s += begin_s - free_s
         end_s = begin_s + work_s + self.kernels_s
         self.kernels_s = 0.0
         self.forward_stream.tail_s = end_s
@@ -453,6 +457,10 @@ class VirtualScheduler:
     Args:
         link_bytes_per_s: of the store, in each direction.
         overlap: SGLang's overlap scheduler; otherwise it waits for each step before the next.
+        decodes: other requests, which decode one token in every step while there are prompts.
+
+    Attributes:
+        polls: iterations of the loop.
     """
 
     def __init__(
@@ -467,6 +475,7 @@ class VirtualScheduler:
         page_tokens: int = 1,
         config: CakeConfig | None = None,
         pool_tokens: int = 400_000,
+        decodes: int = 0,
     ) -> None:
         self.io = io
         self.model = model
@@ -479,11 +488,12 @@ class VirtualScheduler:
         self.store: Any = VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s)
         self.counters = Counters()
         depth = config.queue_depth
-        staging = max(depth + 4, config.staging_bytes // layout.block_bytes)
+        staged_blocks = max(depth + 4, config.staging_bytes // layout.block_bytes)
+        self.staging = BufferPool(staged_blocks, VirtualBuffer)
         any_io: Any = io
         self.loader = Loader(
             self.store,
-            BufferPool(staging, VirtualBuffer),
+            self.staging,
             any_io,
             self.counters,
             queue_depth=depth,
@@ -513,6 +523,8 @@ class VirtualScheduler:
             reporter=RequestReporter(None, speaks=False, metrics=None),
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
+        self.polls = 0
+        self._decodes = decodes
         self._live: list[PromptRun] = []
         self._in_flight: deque[tuple[float, list[PromptRun]]] = deque()
         self._chunked: list[PromptRun] = []  # of the step launched last
@@ -557,6 +569,7 @@ class VirtualScheduler:
         """Plan and launch a step, and process the one before. False: no step was launched."""
         entries = [self.coordinator.queue_entry(run.req) for run in self._live]  # type: ignore[arg-type]
         self._live = [self._live[i] for i in order(entries)]
+        self.polls += 1
         with self.coordinator.timed():
             self.coordinator.poll([run.req.rid for run in self._live])
             self.saving.polled(lambda record: self.coordinator.record(record.rid) is record)
@@ -564,8 +577,8 @@ class VirtualScheduler:
             self._checkpoint(run, last=False)
         self._chunked = []
         work, batch = self._form()
-        launched = bool(batch)
-        if batch:
+        launched = work != StepWork()
+        if launched:
             self.io.until(self.io.now_s + PLAN_S)
             end_s = self.gpu.forward(self.model.prefill.work_s(work))
             self.step_costs.launched(VirtualTimer(self.io, *self.gpu.forwards[-1]))
@@ -578,12 +591,13 @@ class VirtualScheduler:
         return launched
 
     def _form(self) -> tuple[StepWork, list[PromptRun]]:
-        work = StepWork()
+        decodes = self._decodes if self._live else 0
+        work = StepWork(decodes=decodes)
         batch = []
-        self.step_costs.scheduling(decodes=0)
+        self.step_costs.scheduling(decodes=decodes)
         for run in self._live:
             req: Any = run.req
-            left = self.model.chunk_tokens - work.tokens
+            left = self.model.chunk_tokens - work.tokens - decodes
             if left <= 0 or self.coordinator.awaits_lookup(req):
                 continue
             self.coordinator.settle(req, self._attach)

@@ -127,13 +127,18 @@ class Staging:
     def __post_init__(self) -> None:
         self.pool = BufferPool(64, self.kv.new_buffer)
 
-    def land(self, record: PromptRecord, block: int) -> bytes:
-        """`block` is in host memory, wanted; returns its bytes."""
+    def fetch(self, block: int) -> tuple[bytes, StagedBlock]:
+        """The bytes of `block`, in host memory."""
         buffer = self.pool.take()
         assert isinstance(buffer, HostBuffer)
         generator = torch.Generator().manual_seed(block)
         size = len(buffer.tensor)
         buffer.tensor.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
+        return bytes(buffer.view), StagedBlock(buffer, self.pool, self.freed.append)
+
+    def land(self, record: PromptRecord, block: int) -> bytes:
+        """`block` is in host memory, wanted; returns its bytes."""
+        data, staged = self.fetch(block)
         assert record.meet.landed(block)
-        record.memory.staged[block] = StagedBlock(buffer, self.pool, self.freed.append)
-        return bytes(buffer.view)
+        record.memory.staged[block] = staged
+        return data

@@ -11,6 +11,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.stores.memory_store import MemoryStore
@@ -31,7 +32,7 @@ class SavingHarness:
         self.counters = Counters()
         self.buffers = BufferPool(buffers, self.kv.new_buffer)
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
-        self.saving = BlockSaving(self.kv, self.writer)
+        self.saving = BlockSaving(self.kv, Copier(self.kv, lambda took_s: None), self.writer)
         # SGLang's rows of slots are int32, and slots come in no order.
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
         self.row = order.to(torch.int32)
@@ -43,6 +44,14 @@ class SavingHarness:
         self.io.run(self.writer.drained(), PATIENCE_S)
         keys = record.chain.of(record.tokens)
         assert self.buffers.free == self.buffers.capacity
+        return sorted(keys.index(key) for _, key in self.store.calls[before:])
+
+    def poll(self, record: PromptRecord, *, live: bool = True) -> list[int]:
+        """The same of a poll."""
+        before = len(self.store.calls)
+        self.saving.polled(lambda each: live and each is record)
+        self.io.run(self.writer.drained(), PATIENCE_S)
+        keys = record.chain.of(record.tokens)
         return sorted(keys.index(key) for _, key in self.store.calls[before:])
 
     def expect(self, record: PromptRecord, block: int) -> None:
@@ -118,13 +127,44 @@ def test_block_saving_output_tokens_make_blocks_beyond_the_prompt(harness: Savin
     assert set(harness.memory.blocks) == set(keys[2:])
 
 
-def test_block_saving_full_queue_skips_blocks_for_good() -> None:
+def test_block_saving_blocks_without_a_buffer_are_saved_at_later_checkpoints_and_polls() -> None:
+    harness = SavingHarness(buffers=2)
+    try:
+        record = known(6)
+        assert harness.checkpoint(record, 4 * BLOCK) == [0, 1]
+        assert harness.checkpoint(record, 5 * BLOCK) == [2, 3]
+        assert harness.poll(record) == [4]
+        assert harness.poll(record) == []
+        assert harness.checkpoint(record, 6 * BLOCK, last=True) == [5]
+        for block in range(6):
+            harness.expect(record, block)
+        assert not harness.counters.snapshot()["unstored_blocks", "queue_full"]
+    finally:
+        harness.io.close()
+
+
+def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counted() -> None:
     harness = SavingHarness(buffers=2)
     try:
         record = known(5)
-        assert harness.checkpoint(record, 4 * BLOCK) == [0, 1]
-        assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 2
-        assert harness.checkpoint(record, 5 * BLOCK) == [4]
+        assert harness.checkpoint(record, 5 * BLOCK, last=True) == [0, 1]
+        assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 3
+        assert harness.poll(record) == []
+        released = known(5)
+        assert harness.checkpoint(released, 5 * BLOCK) == [0, 1]
+        harness.saving.released(released)
+        assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 6
+        assert harness.poll(released) == []
+    finally:
+        harness.io.close()
+
+
+def test_block_saving_request_that_is_not_live_is_not_saved_at_a_poll() -> None:
+    harness = SavingHarness(buffers=2)
+    try:
+        record = known(5)
+        harness.checkpoint(record, 5 * BLOCK)
+        assert harness.poll(record, live=False) == []
     finally:
         harness.io.close()
 

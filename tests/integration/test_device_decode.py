@@ -185,7 +185,7 @@ def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
             on_device=on_device,
         )
         saved = [kv.new_buffer(), kv.new_buffer()]
-        kv.save(slots, saved).wait()
+        kv.save(slots, saved, ()).wait()
         loaded = [kv.new_load_buffer() if on_device else kv.new_buffer() for _ in keys]
         for key, source, target in zip(keys, saved, loaded, strict=True):
             await store.put(key, source.view)
@@ -200,7 +200,8 @@ def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
     buffers = [kv.new_load_buffer() for _ in keys]
     for buffer, tensor in zip(buffers, asyncio.run(go(on_device=True)), strict=True):
         buffer.tensor.copy_(tensor)
-    assert kv.load(buffers, slots).done()
+    for buffer, part in zip(buffers, slots.split(kv.layout.block_tokens), strict=True):
+        assert kv.load(buffer, part, ()).done()
     found = torch.cat([as_bytes(b)[slots].view(len(slots), -1) for b in buffers_of(pool)], 1)
     assert torch.equal(found, wanted)
 

@@ -1,8 +1,5 @@
 """Slots of landed blocks are allocated, filled, and passed on or freed, with SGLang's allocator."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -85,7 +82,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     assert harness.device_slots.place(record, [0, 1, 2])
     assert harness.free == harness.size - 3 * BLOCK
     assert harness.device_slots.placed_tokens == 3 * BLOCK
-    placed = torch.cat(list(record.memory.slots.values()))
+    placed = torch.cat([copy.slots for copy in record.memory.slots.values()])
     assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in harness.staging.freed)
     record.meet.advance(offset)
@@ -171,45 +168,85 @@ def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     assert harness.wasted() == {"memory": 6 * harness.device_slots.block_bytes}
 
 
-class Unfinished:
-    """A copy that the device has not completed."""
-
-    complete = False
-
-    def done(self) -> bool:
-        return self.complete
-
-    def seconds(self) -> float:
-        return 0.5
+# ---- slots that are reserved before the bytes come ----
 
 
-def test_device_slots_staging_is_held_until_the_copy_completes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_slots_reserved_block_is_copied_when_its_bytes_come() -> None:
     harness = SlotsHarness()
-    copies: list[Unfinished] = []
-    copy_in: Callable[..., Any] = harness.kv.load
+    record = harness.prompt_record(4)
+    harness.device_slots.reserve(record, [3, 2])
+    assert sorted(record.memory.reserved) == [2, 3]
+    assert harness.device_slots.placed_tokens == 2 * BLOCK
+    data, staged = harness.staging.fetch(3)
+    assert harness.device_slots.take_bytes(record, 3, staged)
+    assert harness.staging.pool.free == 64  # its host memory is free before the block lands
+    assert record.meet.landed(3)
+    harness.device_slots.stage(record, 3, None)
+    assert sorted(record.memory.reserved) == [2]
+    assert harness.bytes_at(record.memory.slots[3].slots) == data
+    _, other = harness.staging.fetch(1)
+    assert not harness.device_slots.take_bytes(record, 1, other)  # no slots for it
+    harness.device_slots.refuse(record, other, "overtaken")
+    harness.device_slots.discard_all(record, "ended")
+    assert harness.free == harness.size
+    assert harness.device_slots.placed_tokens == 0
+    # Block 2 never came, and counts for nothing. Staged bytes are counted by the loader.
+    assert harness.wasted() == {"ended": harness.device_slots.block_bytes}
 
-    def slow(*args: Any) -> Unfinished:
-        copy_in(*args)
-        copies.append(Unfinished())
-        return copies[-1]
 
-    monkeypatch.setattr(harness.kv, "load", slow)
-    record = harness.record(3)
-    for b in (2, 1):
-        harness.staging.land(record, b)
-        assert harness.device_slots.place(record, [b])
-    assert harness.staging.pool.free == 62
-    harness.device_slots.discard(record, [2], "overtaken")  # slots go back; the host bytes later
-    assert harness.free == harness.size - BLOCK
-    assert harness.staging.pool.free == 62
-    copies[1].complete = True
-    harness.device_slots.release_copied()
-    assert harness.staging.pool.free == 62  # copies complete in order
-    copies[0].complete = True
-    harness.device_slots.release_copied()
+def test_device_slots_reserved_after_the_bytes_came_is_copied_when_it_lands() -> None:
+    harness = SlotsHarness()
+    record = harness.prompt_record(2)
+    data, staged = harness.staging.fetch(1)
+    assert not harness.device_slots.take_bytes(record, 1, staged)
+    harness.device_slots.reserve(record, [1])
+    assert record.meet.landed(1)
+    harness.device_slots.stage(record, 1, staged)
     assert harness.staging.pool.free == 64
+    assert harness.bytes_at(record.memory.slots[1].slots) == data
+
+
+def test_device_slots_reserve_takes_what_memory_there_is_in_the_given_order() -> None:
+    harness = SlotsHarness(blocks=3)
+    harness.tree = [harness.allocator.alloc(BLOCK)]
+    record = harness.prompt_record(6)
+    harness.device_slots.reserve(record, [5, 4, 3, 2])
+    assert sorted(record.memory.reserved) == [3, 4, 5]
+    assert harness.asked == [2 * BLOCK]
+    harness.device_slots.reserve(record, [5, 4, 3, 2])
+    assert sorted(record.memory.reserved) == [3, 4, 5]
+    harness.device_slots.unreserve(record, [4, 5, 9], "overtaken")
+    assert sorted(record.memory.reserved) == [3]
+    assert harness.free == 2 * BLOCK
+    assert harness.wasted() == {}
+
+
+def test_device_slots_reclaim_takes_reserved_slots_first_and_computes_their_blocks() -> None:
+    harness = SlotsHarness()
+    record = harness.prompt_record(4)
+    harness.staging.land(record, 3)
+    assert harness.device_slots.place(record, [3])
+    harness.device_slots.reserve(record, [2, 1])
+    assert harness.device_slots.reclaim([record], 1) == BLOCK
+    assert record.meet.state(1) is BlockState.GONE  # its bytes may have been copied on one rank
+    assert harness.device_slots.reclaim([record], 2 * BLOCK) == 2 * BLOCK
+    assert record.meet.state(3) is BlockState.GONE
+    assert harness.free == harness.size
+    assert harness.device_slots.placed_tokens == 0
+
+
+def test_device_slots_block_that_comes_after_its_slots_are_withdrawn_is_not_copied() -> None:
+    harness = SlotsHarness()
+    record = harness.prompt_record(2)
+    harness.device_slots.reserve(record, [1])
+    copy = record.memory.reserved[1]
+    harness.device_slots.unreserve(record, [1], "overtaken")
+    assert copy.withdraw() is None
+    before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
+    _, staged = harness.staging.fetch(1)
+    assert not harness.device_slots.take_bytes(record, 1, staged)
+    for buffer, old in zip(buffers_of(harness.pool), before, strict=True):
+        assert torch.equal(as_bytes(buffer), old)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -217,7 +254,9 @@ def test_device_slots_staging_is_held_until_the_copy_completes(
     page=st.sampled_from([1, 4, 16]),
     actions=st.lists(
         st.tuples(
-            st.sampled_from(["land", "place", "take", "discard", "reclaim", "advance"]),
+            st.sampled_from(
+                ["reserve", "come", "land", "place", "take", "discard", "reclaim", "advance"]
+            ),
             st.integers(0, 1),
             st.integers(0, 5),
         ),
@@ -233,9 +272,16 @@ def test_device_slots_random_actions_lose_no_slot(
     for action, who, number in actions:
         record = records[who]
         meet, device_slots = record.meet, harness.device_slots
-        if action == "land" and number < meet.blocks:
-            if meet.state(number) is BlockState.WANTED:
-                harness.staging.land(record, number)
+        wanted = number < meet.blocks and meet.state(number) is BlockState.WANTED
+        if action == "reserve" and wanted:
+            device_slots.reserve(record, [number])
+        elif action == "come" and wanted:
+            _, staged = harness.staging.fetch(number)
+            taken = device_slots.take_bytes(record, number, staged)
+            assert meet.landed(number)
+            device_slots.stage(record, number, None if taken else staged)
+        elif action == "land" and wanted and number not in record.memory.reserved:
+            harness.staging.land(record, number)
         elif action == "place":
             device_slots.place(record, list(record.memory.staged))
         elif action == "take" and (span := meet.island()) is not None:
@@ -252,13 +298,19 @@ def test_device_slots_random_actions_lose_no_slot(
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
             device_slots.discard(record, meet.advance(front), "in_tree")
-        held = sum(len(s) for r in records for s in r.memory.slots.values())
+            device_slots.unreserve(record, range(meet.fence), "overtaken")
+        held = sum(
+            len(copy.slots)
+            for r in records
+            for copies in (r.memory.slots, r.memory.reserved)
+            for copy in copies.values()
+        )
         assert device_slots.placed_tokens == held
         assert harness.free == harness.size - held - given_on
         in_staging = sum(len(r.memory.staged) for r in records)
         assert harness.staging.pool.free == 64 - in_staging
     for record in records:
-        harness.device_slots.discard(record, {*record.memory.staged, *record.memory.slots}, "ended")
+        harness.device_slots.discard_all(record, "ended")
     assert harness.device_slots.placed_tokens == 0
     assert harness.free == harness.size - given_on
     assert harness.staging.pool.free == 64

@@ -36,10 +36,11 @@ def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(
     order = torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1
     taken, given = order[: 2 * BLOCK], order[2 * BLOCK : 4 * BLOCK]  # scattered, not the same
     blocks = [kv_out.new_buffer(), kv_out.new_buffer()]
-    saved = kv_out.save(taken, blocks)
+    saved = kv_out.save(taken, blocks, kv_out.fence())
     saved.wait()
     assert saved.done()
-    assert kv_in.load(blocks, given).done()
+    for block, part in zip(blocks, given.split(BLOCK), strict=True):
+        assert kv_in.load(block, part, kv_in.fence()).done()
     others = torch.ones(97, dtype=torch.bool)
     others[given] = False
     for a, b, old in zip(buffers_of(source), buffers_of(target), before, strict=True):
@@ -56,7 +57,7 @@ def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
     assert kv.layout.dtype == "bfloat16"
     assert len(block.view) == kv.layout.block_bytes
     slots = torch.arange(5, 5 + BLOCK)
-    kv.save(slots, [block]).wait()
+    kv.save(slots, [block], ()).wait()
     # Planes one after the other, each row by row: as `layout` promises to every reader.
     planes = [bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(pool)]
     assert bytes(block.view) == b"".join(planes)
@@ -76,14 +77,15 @@ def test_kv_pool_buffer_view_shares_memory_and_is_page_aligned() -> None:
     assert bool((block.tensor == 7).all())
 
 
-def test_kv_pool_unknown_pool_class_is_refused() -> None:
-    class Scaled(type(mha(1))):  # type: ignore[misc]
-        pass
-
+@pytest.mark.parametrize("name", ["k_scale_buffer", "native_k_scale_buffer", "index_k_buffer"])
+def test_kv_pool_with_more_than_k_and_v_for_a_slot_is_refused(name: str) -> None:
     pool = mha(32)
-    pool.__class__ = Scaled
-    with pytest.raises(ConfigError, match="Scaled"):
+    setattr(pool, name, [torch.zeros(33, 2, 1)] * 2)
+    with pytest.raises(ConfigError, match=name):
         DeviceKV(pool, block_tokens=BLOCK)
+
+
+def test_kv_pool_without_known_buffers_is_refused() -> None:
     with pytest.raises(ConfigError, match="object"):
         DeviceKV(object(), block_tokens=BLOCK)
 

@@ -21,15 +21,15 @@ ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 def agree(
     ranks: list[list[PromptRecord]], own: list[PrefillCost]
-) -> list[tuple[list[LoadUpdate], PrefillCost]]:
+) -> list[tuple[list[LoadUpdate], PrefillCost, float]]:
     """The result of each rank. A first call collects the numbers of all, a second reduces them."""
     said: list[torch.Tensor] = []
     for records, mine in zip(ranks, own, strict=True):
-        RankConsensus(lambda tensor: said.append(tensor.clone())).agree(records, mine)
+        RankConsensus(lambda tensor: said.append(tensor.clone())).agree(records, mine, 0.5)
     assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
     least = torch.stack(said).min(dim=0).values
     return [
-        RankConsensus(lambda tensor: tensor.copy_(least)).agree(records, mine)
+        RankConsensus(lambda tensor: tensor.copy_(least)).agree(records, mine, 0.5)
         for records, mine in zip(ranks, own, strict=True)
     ]
 
@@ -68,16 +68,16 @@ def test_rank_consensus_landed_needs_all_ranks_and_lost_any_rank() -> None:
 
 def test_rank_consensus_lookup_needs_an_answer_of_every_rank() -> None:
     quick, slow = record(2, answer=(True, True)), record(2)
-    for facts, _ in agree([[quick], [slow]], [ANY] * 2):
+    for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
     slow.local.stored = (True, False)
-    for facts, _ in agree([[quick], [slow]], [ANY] * 2):
+    for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
 
 
 def test_rank_consensus_known_answer_is_not_given_again() -> None:
     told = record(2, answer=(True, True), known=True)
-    for facts, _ in agree([[told]], [ANY]):
+    for facts, *_ in agree([[told]], [ANY]):
         assert facts[0].stored is None
 
 
@@ -85,12 +85,12 @@ def test_rank_consensus_costs_are_the_minimum_of_all_ranks() -> None:
     one = PrefillCost(0.3, 2e-5, 5e-9, 0.0, 1e-300)
     two = PrefillCost(0.1, 3e-5, 4e-9, 1.0, 1e300)
     least = PrefillCost(0.1, 2e-5, 4e-9, 0.0, 1e-300)
-    assert [agreed for _, agreed in agree([[], []], [one, two])] == [least, least]
+    assert [agreed for _, agreed, _ in agree([[], []], [one, two])] == [least, least]
 
 
 def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
     one = record(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
-    facts, agreed = RankConsensus(None).agree([one], ANY)
+    facts, agreed, _ = RankConsensus(None).agree([one], ANY, 0.0)
     assert (facts[0].stored, facts[0].fetched, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
 
@@ -98,7 +98,7 @@ def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
 def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
     before_s = time.monotonic()
     ranks = [[record(1, waited_s=5000.0)], [record(1, waited_s=2000.0)]]
-    one, other = (updates[0] for updates, _ in agree(ranks, [ANY] * 2))
+    one, other = (updates[0] for updates, *_ in agree(ranks, [ANY] * 2))
     assert (one.elapsed_s, one.now_s) == (other.elapsed_s, other.now_s)
     assert 2000.0 <= one.elapsed_s < 5000.0
     assert int(before_s) <= one.now_s <= time.monotonic()
@@ -159,12 +159,12 @@ def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
     for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
         for made, slower in zip(rank, (1, 100), strict=True):
             made.local.cost = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
-    for facts, _ in agree(ranks, [ANY] * 2):
+    for facts, *_ in agree(ranks, [ANY] * 2):
         assert [fact.cost for fact in facts] == [
             LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
             LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
         ]
-    alone, _ = RankConsensus(None).agree(ranks[0], ANY)
+    alone, *_ = RankConsensus(None).agree(ranks[0], ANY, 0.0)
     assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
 
 
@@ -194,8 +194,8 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
         answer=stored if answered else None,
         known=known,
     )
-    own, agreed = RankConsensus(None).agree([alone], ANY)
-    among, agreed_among = RankConsensus(lambda tensor: None).agree([alone], ANY)
+    own, agreed, _ = RankConsensus(None).agree([alone], ANY, 0.0)
+    among, agreed_among, _ = RankConsensus(lambda tensor: None).agree([alone], ANY, 0.0)
     assert agreed == agreed_among == ANY
     for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

@@ -1,12 +1,13 @@
 """What a step does for others counts as a fixed cost of the part that it leaves to a prompt."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest.mock import Mock
 
 import pytest
 from kv_pools import record_of
 
 from sglang_cake.core.config import CakeConfig
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
 from sglang_cake.testing.virtual_time import virtual_time
@@ -67,17 +68,73 @@ def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCost
     assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
+@dataclass
+class Timer:
+    """A forward that ends when the test says."""
+
+    took_s: float
+    ended: bool = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def seconds(self) -> float:
+        return self.took_s
+
+
+def pipelined(chunk_tokens: int = 640) -> StepCosts:
+    loader = Mock(cost=LoadCost(0.0, 0.05))
+    return StepCosts(loader, COST, chunk_tokens=chunk_tokens, pipelined=True)
+
+
 def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
-    step_costs = StepCosts(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=640, pipelined=True)
+    step_costs = pipelined()
     live = record_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
-    assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
-    step_costs.claimed(0, 640)
-    assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
-    step_costs.polled()
-    assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
-    step_costs.polled()
-    assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+    with virtual_time():
+        assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        step_costs.claimed(0, 640)
+        timer = Timer(0.85)
+        step_costs.launched(timer)
+        assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        step_costs.polled()
+        assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        timer.ended = True
+        step_costs.polled()
+        assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+
+
+def test_step_costs_pipelined_busy_time_is_the_rest_of_the_launched_steps() -> None:
+    step_costs = pipelined()
+    timers = [Timer(0.0), Timer(0.0)]
+    with virtual_time() as io:
+        for start, timer in zip((0, 100), timers, strict=True):
+            step_costs.claimed(start, start + 100)
+            step_costs.launched(timer)
+            step_costs.polled()
+        first_s, second_s = COST.step_s(0, 100), COST.step_s(100, 200)
+        assert step_costs.busy_s == pytest.approx(first_s + second_s)
+        io.now_s += first_s / 2
+        assert step_costs.busy_s == pytest.approx(first_s / 2 + second_s)
+        io.now_s += first_s  # later than predicted: the second one begins when it is seen
+        assert step_costs.busy_s == pytest.approx(second_s - first_s / 2)
+        timers[0].ended = True
+        timers[0].took_s = first_s
+        step_costs.polled()
+        assert step_costs.busy_s == pytest.approx(second_s)
+        io.now_s += 10 * second_s
+        assert step_costs.busy_s == 0.0
+
+
+def test_step_costs_plan_is_made_for_the_moment_at_which_the_device_is_free() -> None:
+    step_costs = pipelined()
+    with virtual_time():
+        assert step_costs.costs(LIVE).backlog_s == 0.0
+        step_costs.claimed(0, 640)
+        step_costs.launched(Timer(0.85))
+        step_costs.polled()
+        step_costs.agree([], RankConsensus(None))
+        assert step_costs.costs(LIVE).backlog_s == pytest.approx(COST.step_s(0, 640))
 
 
 def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(step_costs: StepCosts) -> None:
@@ -97,14 +154,35 @@ def test_step_costs_decode_only_step_is_not_measured(step_costs: StepCosts) -> N
     assert not step_costs.measured
 
 
-def test_step_costs_pipelined_first_step_is_not_measured() -> None:
-    step_costs = StepCosts(Mock(cost=LoadCost(0.0, 0.05)), COST, chunk_tokens=64, pipelined=True)
-    step_costs.claimed(0, 64)
+def test_step_costs_pipelined_steps_are_measured_by_their_own_timers() -> None:
+    """Unequal steps, each seen to be over only when the next one is launched (gpu.md, A3)."""
+    step_costs = pipelined(8192)
+    true = PrefillCost(0.02, 2e-5, 1e-9)
+    under_way: Timer | None = None
+    with virtual_time() as io:
+        for number in range(60):
+            start = number % 5 * 8192
+            tokens = 8192 if number % 5 < 4 else 700
+            step_costs.claimed(start, start + tokens)
+            timer = Timer(true.step_s(start, start + tokens))
+            step_costs.launched(timer)
+            if under_way is not None:
+                io.now_s += under_way.took_s
+                under_way.ended = True
+            step_costs.polled()
+            under_way = timer
+    for start, stop in ((0, 8192), (24576, 32768), (32768, 33280)):
+        assert step_costs.own.prefill.step_s(start, stop) == pytest.approx(
+            true.step_s(start, stop), rel=0.1
+        )
+    assert step_costs.own.prefill.error < 0.05
+
+
+def test_step_costs_pipelined_decode_step_is_not_measured() -> None:
+    step_costs = pipelined()
+    step_costs.launched(Timer(0.01, ended=True))
     step_costs.polled()
     assert not step_costs.measured
-    step_costs.claimed(64, 128)
-    step_costs.polled()
-    assert step_costs.measured
 
 
 def test_step_costs_waiting_for_kv_is_not_part_of_the_cost(

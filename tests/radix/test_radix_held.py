@@ -24,6 +24,7 @@ from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
@@ -43,7 +44,11 @@ class TreeWithLandedBlocks(TreeWithSlots):
         kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
         self.counters = Counters()
         self.device_slots = DeviceSlots(
-            kv, self.allocator, self.tree.evict_own, self.counters, lambda took_s: None
+            kv,
+            Copier(kv, lambda took_s: None),
+            self.allocator,
+            self.tree.evict_own,
+            self.counters,
         )
         self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
         self.records: list[PromptRecord] = []
@@ -58,7 +63,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
         meet = Meet(block_tokens=BLOCK, page_tokens=1, limit_tokens=count, prompt_tokens=count)
         meet.found([True] * blocks)
         chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
-        rid = f"r{len(self.loads)}"
+        rid = f"r{len(self.records)}"
         cost = LoadCost(0.0, 0.01)
         record = PromptRecord(
             rid=rid,
@@ -82,7 +87,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
 
     def drop(self, index: int) -> None:
         record = self.records.pop(index)
-        self.device_slots.discard(record, {*record.memory.staged, *record.memory.slots}, "ended")
+        self.device_slots.discard_all(record, "ended")
 
     @property
     def held(self) -> int:
@@ -150,7 +155,8 @@ class LandedBlocksMachine(RuleBasedStateMachine):
         assert free + evictable + protected == SLOTS
         assert evictable == side.own_evictable() + side.held
         assert side.tree.full_evictable_size() == evictable
-        assert side.held == sum(len(s) for r in side.records for s in r.memory.slots.values())
+        copies = [copy for r in side.records for copy in r.memory.slots.values()]
+        assert side.held == sum(len(copy.slots) for copy in copies)
         side.tree.sanity_check()
 
 

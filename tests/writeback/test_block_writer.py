@@ -3,7 +3,8 @@
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
@@ -66,7 +67,7 @@ class Desk:
         self,
         tokens: array,
         blocks: tuple[int, ...],
-        ready: Callable[[], None] = lambda: None,
+        copied: "Future[None] | None" = None,
         facts: RequestFacts | None = None,
     ) -> None:
         buffers = []
@@ -77,7 +78,12 @@ class Desk:
             buffers.append(buffer)
         self.writer.offer(
             WriteJob(
-                KeyChain(SEED, BLOCK), tokens, blocks, tuple[Buffer, ...](buffers), ready, facts
+                KeyChain(SEED, BLOCK),
+                tokens,
+                blocks,
+                tuple[Buffer, ...](buffers),
+                done() if copied is None else copied,
+                facts,
             )
         )
 
@@ -99,6 +105,12 @@ class Desk:
             return found
 
         return self.io.run(read(), PATIENCE_S)
+
+
+def done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 @pytest.fixture
@@ -153,43 +165,37 @@ def test_block_writer_block_offered_twice_is_counted_once(desk: Desk) -> None:
 
 
 def test_block_writer_full_queue_is_counted_and_drains(desk: Desk) -> None:
-    go_on = threading.Event()
-    desk.offer(TOKENS, (0, 1, 2, 3, 4), ready=lambda: bool(go_on.wait(PATIENCE_S)) and None)
+    copied: Future[None] = Future()
+    desk.offer(TOKENS, (0, 1, 2, 3, 4), copied)
     assert desk.writer.take() is not None
     assert desk.writer.take() is None
     assert desk.writer.take() is None
+    desk.writer.give_up(2)
     assert desk.count("unstored_blocks", "queue_full") == 2
-    go_on.set()
+    copied.set_result(None)
     desk.drain()
     assert desk.pool.free == CAPACITY - 1
     assert desk.count("stored_blocks") == 5
 
 
 def test_block_writer_block_is_not_stored_before_its_copy_completes(desk: Desk) -> None:
-    waiting, go_on = threading.Event(), threading.Event()
-
-    def ready() -> None:
-        waiting.set()
-        assert go_on.wait(PATIENCE_S)
-
-    desk.offer(TOKENS, (0, 1), ready)
-    assert waiting.wait(PATIENCE_S)
+    copied: Future[None] = Future()
+    desk.offer(TOKENS, (0, 1), copied)
     desk.offer(TOKENS, (2,))  # a job that is ready does not wait for one that is not
     while not desk.stored():
         desk.io.run(desk.store.contains([]), PATIENCE_S)
     desk.io.run(desk.store.contains([]), PATIENCE_S)  # its buffer is given back in the same turn
     assert list(desk.stored()) == [KEYS[2]]
     assert desk.writer.pending_blocks == 2
-    go_on.set()
+    copied.set_result(None)
     desk.drain()
     assert len(desk.stored()) == 3
 
 
 def test_block_writer_failed_copy_is_not_stored(desk: Desk) -> None:
-    def ready() -> None:
-        raise RuntimeError("the device is gone")
-
-    desk.offer(TOKENS, (0, 1), ready)
+    copied: Future[None] = Future()
+    copied.set_exception(RuntimeError("the device is gone"))
+    desk.offer(TOKENS, (0, 1), copied)
     desk.offer(TOKENS, (2,))
     desk.drain()
     assert list(desk.stored()) == [KEYS[2]]

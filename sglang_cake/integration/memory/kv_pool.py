@@ -295,26 +295,45 @@ def _tensor(buffer: Buffer) -> torch.Tensor:
 def _planes(
     pool: Any,
 ) -> tuple[list[torch.Tensor], tuple[tuple[str, tuple[int, ...]], ...], torch.dtype]:
-    """The pool's buffers in block order, the planes of a layer, and the dtype of the KV."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    """The pool's buffers in block order, the planes of a layer, and the dtype of the KV.
 
-    # Exactly these classes: subclasses have scales, indexes or other layouts beside the buffers.
+    Raises: ConfigError for a pool with anything else for each slot (scales, an index), or with
+    buffers of another form.
+    """
     parts: tuple[tuple[str, tuple[int, ...]], ...]
-    if type(pool) is MHATokenToKVPool:
-        pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        buffers = [buffer for pair in pairs for buffer in pair]
-        parts = (("k", _token_shape(pool.k_buffer[0])), ("v", _token_shape(pool.v_buffer[0])))
-    elif type(pool) is MLATokenToKVPool:
-        buffers = list(pool.kv_buffer)
-        parts = (("kv", _token_shape(pool.kv_buffer[0])),)
+    if (k_buffer := getattr(pool, "k_buffer", None)) and (v_buffer := pool.v_buffer):
+        known = {"k_buffer", "v_buffer"}
+        buffers = [buffer for pair in zip(k_buffer, v_buffer, strict=True) for buffer in pair]
+        parts = (("k", _token_shape(k_buffer[0])), ("v", _token_shape(v_buffer[0])))
+    elif kv_buffer := getattr(pool, "kv_buffer", None):
+        known = {"kv_buffer"}
+        buffers = list(kv_buffer)
+        parts = (("kv", _token_shape(kv_buffer[0])),)
     else:
         raise ConfigError(
             f"cake cannot store a {type(pool).__name__}: it supports plain MHA, GQA and MLA pools"
+        )
+    slots = len(buffers[0])
+    further = sorted(
+        name
+        for name, value in vars(pool).items()
+        if name not in known and _is_of_slots(value, slots)
+    )
+    if further:
+        raise ConfigError(
+            f"cake cannot store a {type(pool).__name__}: it keeps {', '.join(further)} beside K "
+            "and V; use another --kv-cache-dtype or model"
         )
     shapes = {_token_shape(b) for b in buffers[:: len(parts)]}
     if len(shapes) != 1 or any(b.dim() != 3 or not b.is_contiguous() for b in buffers):
         raise ConfigError("cake needs KV buffers of [slots, heads, dim] with equal layers")
     return buffers, parts, pool.dtype
+
+
+def _is_of_slots(value: object, slots: int) -> bool:
+    """Whether a member of a pool is memory with an entry for each slot, in one or all layers."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, torch.Tensor) and first.dim() > 1 and len(first) == slots
 
 
 def _token_shape(buffer: torch.Tensor) -> tuple[int, ...]:

@@ -1,0 +1,212 @@
+"""Copies are launched when their bytes are there, by a thread of their own."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.integration.memory.copier import Copier, CopyThread, SlotCopy
+from sglang_cake.loading.loader import StagedBlock
+
+PATIENCE_S = 60.0
+SLOTS = torch.arange(4)
+
+
+class SlowKV:
+    """Launches copies that go on until `let_end`."""
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.error: Exception | None = None
+        self.thread: threading.Thread | None = None
+        self.changed = threading.Condition()
+        self.ended: set[Any] = set()
+
+    def here(self) -> AbstractContextManager[object]:
+        self.thread = threading.current_thread()
+        return nullcontext()
+
+    def load(self, block: Any, slots: torch.Tensor, after: Any) -> Any:
+        return self._launch(("load", block, after))
+
+    def save(self, slots: torch.Tensor, blocks: Sequence[Any], after: Any) -> Any:
+        return self._launch(("save", tuple(blocks), after))
+
+    def _launch(self, what: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        with self.changed:
+            self.launched.append(what)
+            self.changed.notify_all()
+        return SlowCopy(self, what)
+
+    def let_end(self, what: Any) -> None:
+        with self.changed:
+            self.ended.add(what)
+            self.changed.notify_all()
+
+    def wait_launched(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.launched) >= count, PATIENCE_S)
+
+
+class SlowCopy:
+    def __init__(self, kv: SlowKV, what: Any) -> None:
+        self._kv = kv
+        self.what = what
+
+    def done(self) -> bool:
+        return self.what in self._kv.ended
+
+    def seconds(self) -> float:
+        return 0.25
+
+    def wait(self) -> None:
+        with self._kv.changed:
+            assert self._kv.changed.wait_for(self.done, PATIENCE_S)
+
+
+class Bytes:
+    view = memoryview(bytearray(8))
+
+
+class CopierHarness:
+    """A `CopyThread` over copies that end when the test says."""
+
+    def __init__(self) -> None:
+        self.kv = SlowKV()
+        self.pool = BufferPool(8, Bytes)
+        self.took_s: list[float] = []
+        self.freed = threading.Semaphore(0)
+        self.reasons: list[tuple[bool, str]] = []
+        kv: Any = self.kv
+        self.copier = CopyThread(kv, self.took_s.append)
+
+    def staged(self) -> StagedBlock:
+        buffer = self.pool.take()
+        assert buffer is not None
+        return StagedBlock(buffer, self.pool, self._freed)
+
+    def _freed(self, staged: StagedBlock) -> None:
+        self.reasons.append((staged.used, staged.reason))
+        self.freed.release()
+
+    def wait_freed(self) -> None:
+        assert self.freed.acquire(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def harness() -> Iterator[CopierHarness]:
+    made = CopierHarness()
+    yield made
+    for what in list(made.kv.launched):
+        made.kv.let_end(what)
+    made.copier.close()
+
+
+def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: CopierHarness) -> None:
+    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    assert copy.claim()
+    assert not copy.claim()
+    harness.copier.load(copy, staged)
+    assert copy.launched().what == ("load", staged.buffer, ())  # type: ignore[attr-defined]
+    assert harness.pool.free == 7
+    harness.kv.let_end(harness.kv.launched[0])
+    harness.wait_freed()
+    assert harness.reasons == [(True, "unused")]
+    assert harness.took_s == [0.25]
+    assert harness.kv.thread is not threading.current_thread()
+
+
+def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> None:
+    save = harness.copier.save(SLOTS, [Bytes()], ())
+    assert save.launched.result(PATIENCE_S) is not None
+    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    assert copy.claim()
+    harness.copier.load(copy, staged)
+    harness.kv.wait_launched(2)
+    harness.kv.let_end(harness.kv.launched[1])
+    harness.wait_freed()
+    assert not save.ended.done()
+    harness.kv.let_end(harness.kv.launched[0])
+    assert save.ended.result(PATIENCE_S) is None
+
+
+def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
+    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    assert copy.claim()
+    assert copy.withdraw() is None
+    harness.copier.load(copy, staged)
+    harness.wait_freed()
+    assert harness.kv.launched == []
+    assert harness.reasons == [(False, "cancelled")]
+    harness.copier.check()
+
+
+def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness) -> None:
+    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    assert copy.claim()
+    harness.copier.load(copy, staged)
+    harness.kv.wait_launched(1)
+    assert copy.withdraw() is copy.launched()
+
+
+def test_copier_cancel_leaves_claimed_slots_alone() -> None:
+    waiting, claimed = SlotCopy(SLOTS, ()), SlotCopy(SLOTS, ())
+    assert claimed.claim()
+    assert not claimed.cancel()
+    assert waiting.cancel()
+    assert not waiting.claim()
+
+
+def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: CopierHarness) -> None:
+    harness.kv.error = torch.OutOfMemoryError("no memory")
+    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    assert copy.claim()
+    harness.copier.load(copy, staged)
+    harness.wait_freed()
+    with pytest.raises(torch.OutOfMemoryError):
+        copy.launched()
+    with pytest.raises(torch.OutOfMemoryError):
+        harness.copier.check()
+    harness.copier.check()
+    harness.kv.error = None
+    assert harness.copier.save(SLOTS, [Bytes()], ()).launched.result(PATIENCE_S)  # it goes on
+
+
+def test_copier_failed_save_is_told_to_the_writer(harness: CopierHarness) -> None:
+    harness.kv.error = RuntimeError("the device is gone")
+    save = harness.copier.save(SLOTS, [Bytes()], ())
+    with pytest.raises(RuntimeError, match="gone"):
+        save.ended.result(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="gone"):
+        save.launched.result(PATIENCE_S)
+    harness.copier.check()
+
+
+def test_copier_close_completes_what_it_was_given() -> None:
+    harness = CopierHarness()
+    save = harness.copier.save(SLOTS, [Bytes()], ())
+    harness.kv.wait_launched(1)
+    harness.kv.let_end(harness.kv.launched[0])
+    harness.copier.close()
+    assert save.ended.done()
+    assert harness.kv.thread is not None
+    assert not harness.kv.thread.is_alive()
+
+
+def test_copier_of_the_same_thread_completes_at_once() -> None:
+    kv: Any = SlowKV()
+    staged_pool = BufferPool(1, Bytes)
+    buffer = staged_pool.take()
+    assert buffer is not None
+    staged = StagedBlock(buffer, staged_pool, lambda _: None)
+    kv.ended.add(("load", buffer, ()))
+    copy = SlotCopy(SLOTS, ())
+    assert copy.claim()
+    Copier(kv, lambda took_s: None).load(copy, staged)
+    assert staged_pool.free == 1

@@ -1,0 +1,138 @@
+"""The server's decisions, copies and writes on a virtual GPU under SGLang's overlap scheduler.
+
+The numbers before this path was built stand in `benchmarks/reports/gpu.md`.
+"""
+
+import math
+import statistics
+
+import pytest
+
+from sglang_cake.loading.cost_model import LoadCost, StepWork
+from sglang_cake.loading.planner import Mode
+from sglang_cake.simulator.clairvoyant import clairvoyant
+from sglang_cake.simulator.machine import Machine
+from sglang_cake.testing.virtual_gpu import (
+    BLOCK_TOKENS,
+    DMA_BYTES_PER_S,
+    HBM_BYTES_PER_S,
+    LLAMA_8B,
+    MODELS,
+    GpuModel,
+    PromptRun,
+    VirtualScheduler,
+    prompt,
+    virtual_scheduler,
+)
+
+LATENCY_S = 0.0005
+GB = 1e9
+models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+
+
+def restored(scheduler: VirtualScheduler, tokens: int, *, prompts_before: int = 3) -> PromptRun:
+    """A wholly stored prompt, after some from which costs were learned."""
+    for number in range(prompts_before + 1):
+        req = prompt(number, tokens)
+        scheduler.store.keys |= set(scheduler.keys(req.origin_input_ids))
+        (run,) = scheduler.serve([(0.0, req)])
+    return run
+
+
+def ttft_s(model: GpuModel, tokens: int, link_bytes_per_s: float, mode: Mode) -> float:
+    with virtual_scheduler(model, link_bytes_per_s=link_bytes_per_s, mode=mode) as scheduler:
+        return restored(scheduler, tokens).ttft_s
+
+
+def ideal_s(model: GpuModel, tokens: int, link_bytes_per_s: float) -> float:
+    load = LoadCost(LATENCY_S, model.layout.block_bytes / link_bytes_per_s)
+    machine = Machine(model.prefill, load)
+    return clairvoyant(
+        machine, tokens, chunk_tokens=model.chunk_tokens, block_tokens=BLOCK_TOKENS
+    ).ttft_s
+
+
+@models
+def test_virtual_gpu_cold_prompt_is_stored_whole(model: GpuModel) -> None:
+    with virtual_scheduler(model, link_bytes_per_s=4 * GB) as scheduler:
+        req = prompt(0, 32768)
+        scheduler.serve([(0.0, req)])
+        scheduler.settle()
+        assert scheduler.store.keys == set(scheduler.keys(req.origin_input_ids))
+
+
+@models
+def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_single_way(
+    model: GpuModel,
+) -> None:
+    over = []
+    for tokens, link in ((16384, 4), (32768, 2), (32768, 8), (32768, 25)):
+        auto, compute, load = (
+            ttft_s(model, tokens, link * GB, mode) for mode in ("auto", "compute", "load")
+        )
+        assert auto <= 1.02 * min(compute, load), (tokens, link)
+        over.append(auto / ideal_s(model, tokens, link * GB))
+    assert statistics.median(over) <= 1.05
+    assert min(over) >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("link", [8, 25])
+def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(link: int) -> None:
+    with virtual_scheduler(LLAMA_8B, link_bytes_per_s=link * GB) as scheduler:
+        restored(scheduler, 32768)
+        reads = scheduler.store.read_s[-100:]  # of the last prompt
+        carried_bytes = (len(reads) - 1) * LLAMA_8B.layout.block_bytes
+        assert carried_bytes / (reads[-1] - reads[0]) >= 0.9 * link * GB
+        assert scheduler.staging.capacity * LLAMA_8B.layout.block_bytes <= 2**30
+
+
+def test_virtual_gpu_costs_are_those_of_the_step_that_ran() -> None:
+    with virtual_scheduler(LLAMA_8B, link_bytes_per_s=GB, mode="compute") as scheduler:
+        for number, tokens in enumerate((9_000, 33_000, 17_000, 28_700) * 4):
+            (run,) = scheduler.serve([(0.0, prompt(number, tokens))])
+        for predicted_s, true_s in run.predictions:
+            assert predicted_s == pytest.approx(true_s, rel=0.05)
+
+
+@models
+@pytest.mark.parametrize("page_tokens", [1, 64])
+def test_virtual_gpu_scheduler_thread_never_waits_and_launches_little(
+    model: GpuModel, page_tokens: int
+) -> None:
+    with virtual_scheduler(model, link_bytes_per_s=8 * GB, page_tokens=page_tokens) as scheduler:
+        restored(scheduler, 32768, prompts_before=1)
+        host = scheduler.gpu.scheduler
+        before, polls = host.launches, scheduler.polls
+        copied = scheduler.gpu.copier.launches
+        restored(scheduler, 32768, prompts_before=0)  # stored and known by now
+        assert host.syncs == 0
+        assert (host.launches - before) / (scheduler.polls - polls) <= 10
+        blocks = (scheduler.gpu.copier.launches - copied) / 2
+        assert scheduler.gpu.copier.launch_s / scheduler.gpu.copier.launches * 2 <= 60e-6
+        assert blocks > 0
+        assert scheduler.gpu.peak_scratch_bytes <= 128 * 2**20
+
+
+def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() -> None:
+    decodes = 64
+    with virtual_scheduler(
+        LLAMA_8B, link_bytes_per_s=25 * GB, mode="load", decodes=decodes
+    ) as scheduler:
+        restored(scheduler, 32768, prompts_before=0)
+        gpu = scheduler.gpu
+        plain_s = LLAMA_8B.prefill.work_s(StepWork(decodes=decodes))
+        *steps, _ = [end - begin for begin, end in gpu.forwards]  # the last one prefills a token
+        kernel_s = 2 * LLAMA_8B.layout.block_bytes / HBM_BYTES_PER_S
+        blocks = math.ceil(max(steps) * 25 * GB / LLAMA_8B.layout.block_bytes) + 1
+        assert max(steps) <= plain_s + blocks * kernel_s
+        assert gpu.held_back_s <= LLAMA_8B.layout.block_bytes / DMA_BYTES_PER_S + kernel_s
+
+
+def test_virtual_gpu_ends_with_all_its_memory_back() -> None:
+    with virtual_scheduler(LLAMA_8B, link_bytes_per_s=8 * GB) as scheduler:
+        free = scheduler.allocator.available_size()
+        restored(scheduler, 16384)
+        scheduler.settle()
+        assert scheduler.allocator.available_size() == free
+        assert scheduler.coordinator.placed_tokens == 0
+        assert scheduler.staging.free == scheduler.staging.capacity
