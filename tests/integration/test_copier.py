@@ -70,6 +70,12 @@ class SlowCopy:
             assert self._kv.changed.wait_for(self.done, PATIENCE_S)
 
 
+def slot_copy() -> SlotCopy:
+    copy = SlotCopy(())
+    copy.slots = SLOTS
+    return copy
+
+
 class Bytes:
     view = memoryview(bytearray(8))
 
@@ -109,7 +115,7 @@ def harness() -> Iterator[CopierHarness]:
 
 
 def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: CopierHarness) -> None:
-    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
     assert not copy.claim()
     harness.copier.load(copy, staged)
@@ -125,7 +131,7 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
 def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> None:
     save = harness.copier.save(SLOTS, [Bytes()], ())
     assert save.launched.result(PATIENCE_S) is not None
-    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(2)
@@ -137,7 +143,7 @@ def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> No
 
 
 def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
-    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
     assert copy.withdraw() is None
     harness.copier.load(copy, staged)
@@ -148,7 +154,7 @@ def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
 
 
 def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness) -> None:
-    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(1)
@@ -156,7 +162,7 @@ def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness
 
 
 def test_copier_cancel_leaves_claimed_slots_alone() -> None:
-    waiting, claimed = SlotCopy(SLOTS, ()), SlotCopy(SLOTS, ())
+    waiting, claimed = slot_copy(), slot_copy()
     assert claimed.claim()
     assert not claimed.cancel()
     assert waiting.cancel()
@@ -165,7 +171,7 @@ def test_copier_cancel_leaves_claimed_slots_alone() -> None:
 
 def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: CopierHarness) -> None:
     harness.kv.error = torch.OutOfMemoryError("no memory")
-    copy, staged = SlotCopy(SLOTS, ()), harness.staged()
+    copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
     harness.copier.load(copy, staged)
     harness.wait_freed()
@@ -206,7 +212,7 @@ def test_copier_of_the_same_thread_completes_at_once() -> None:
     assert buffer is not None
     staged = StagedBlock(buffer, staged_pool, lambda _: None)
     kv.ended.add(("load", buffer, ()))
-    copy = SlotCopy(SLOTS, ())
+    copy = slot_copy()
     assert copy.claim()
     Copier(kv, lambda took_s: None).load(copy, staged)
     assert staged_pool.free == 1

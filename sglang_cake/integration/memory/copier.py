@@ -29,12 +29,13 @@ class SlotCopy:
     """The copy of one block into device slots, from the reservation of the slots on. Thread-safe.
 
     Attributes:
-        slots: int64 `[block_tokens]`, on the device.
+        slots: int64 `[block_tokens]`, on the device; set once, by who reserves them.
         after: the slots may be written behind this point.
     """
 
-    def __init__(self, slots: torch.Tensor, after: Fence) -> None:
-        self.slots = slots
+    slots: torch.Tensor
+
+    def __init__(self, after: Fence) -> None:
         self.after = after
         self._changed = threading.Condition()
         self._claimed = False
@@ -45,7 +46,8 @@ class SlotCopy:
     @classmethod
     def complete(cls, slots: torch.Tensor) -> "SlotCopy":
         """Of slots that hold their block."""
-        copy = cls(slots, ())
+        copy = cls(())
+        copy.slots = slots
         copy._claimed = True
         copy._copy = Copy()
         return copy

@@ -61,7 +61,9 @@ class DeviceSlots:
         memory."""
         memory = record.memory
         todo = [b for b in blocks if b not in memory.reserved and b not in memory.slots]
-        memory.reserved |= self._allocate(todo)
+        copies = self._allocate(todo)
+        memory.reserved |= copies
+        self.placed_tokens += len(copies) * self._block_tokens
 
     def take_bytes(self, record: PromptRecord, block: int, staged: StagedBlock) -> bool:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
@@ -97,9 +99,7 @@ class DeviceSlots:
     def unreserve(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
         """These blocks are computed: free the slots that are reserved for them. With several ranks,
         every rank gives up the same blocks for good, since one may have copied them."""
-        reserved = record.memory.reserved
-        copies = [reserved.pop(block) for block in blocks if block in reserved]
-        self._free(copies)
+        copies = self._free(record.memory.reserved, blocks)
         self._waste(record, sum(copy.claimed for copy in copies), reason)
 
     def place(self, record: PromptRecord, blocks: Iterable[int]) -> bool:
@@ -109,10 +109,13 @@ class DeviceSlots:
         """
         memory = record.memory
         todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
-        for block, copy in self._allocate(todo).items():
-            memory.slots[block] = copy
+        copies = self._allocate(todo)
+        memory.slots |= copies
+        self.placed_tokens += len(copies) * self._block_tokens
+        for block, copy in copies.items():
             copy.claim()
-            self._copier.load(copy, memory.staged.pop(block))
+            self._copier.load(copy, memory.staged[block])
+            del memory.staged[block]
         return all(block in memory.slots for block in todo)
 
     def check_copies(self) -> None:
@@ -130,10 +133,11 @@ class DeviceSlots:
         blocks = self._blocks_of(span)
         copies = {b: record.memory.slots[b] for b in blocks}
         self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
+        slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
         for block in blocks:
             del record.memory.slots[block]
         self.placed_tokens -= len(copies) * self._block_tokens
-        return self.trim({b: copy.slots for b, copy in copies.items()}, span)
+        return slots
 
     # ---- from slots to an overlapped last step, and back ----
 
@@ -153,14 +157,13 @@ class DeviceSlots:
                 if not reserved.cancel():
                     return None  # it has come since: it will have landed at the next poll
                 self.unreserve(record, [block], "in_tree")
+        copies = {b: record.memory.slots[b] for b in landed}
+        self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
         fresh = self._allocate(being_read)
-        self.placed_tokens -= len(fresh) * self._block_tokens
         if len(fresh) < len(being_read):
             for copy in fresh.values():
                 self.free(copy.slots)
             return None
-        copies = {b: record.memory.slots[b] for b in landed}
-        self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
         for block in landed:
             del record.memory.slots[block]
         self.placed_tokens -= len(landed) * self._block_tokens
@@ -171,20 +174,18 @@ class DeviceSlots:
         freed."""
         slots = torch.cat([lent[b] for b in self._blocks_of(span)])
         offset = span.start % self._block_tokens
-        self.free(slots[:offset])
-        self.free(slots[offset + span.tokens :])
-        return slots[offset : offset + span.tokens]
+        stop = offset + span.tokens
+        self.free(torch.cat([slots[:offset], slots[stop:]]))
+        return slots[offset:stop]
 
     def take_back(
         self, record: PromptRecord, lent: dict[int, torch.Tensor], being_read: Collection[int]
     ) -> None:
         """Lent slots are not needed now: those of blocks in `being_read` are freed."""
-        for block, slots in lent.items():
-            if block in being_read:
-                self.free(slots)
-            else:
-                record.memory.slots[block] = SlotCopy.complete(slots)
-                self.placed_tokens += len(slots)
+        landed = {b: SlotCopy.complete(slots) for b, slots in lent.items() if b not in being_read}
+        self.free(torch.cat([slots[:0] for slots in lent.values()] + [lent[b] for b in being_read]))
+        record.memory.slots |= landed
+        self.placed_tokens += len(landed) * self._block_tokens
 
     def free(self, slots: torch.Tensor) -> None:
         """Free slots that nothing writes to. They begin and end with a page."""
@@ -198,9 +199,7 @@ class DeviceSlots:
         """Give up landed blocks, staged or placed. Their bytes count as wasted."""
         blocks = set(blocks)
         memory = record.memory
-        copies = [memory.slots.pop(b) for b in blocks & memory.slots.keys()]
-        self._free(copies)
-        self._waste(record, len(copies), reason)
+        self._waste(record, len(self._free(memory.slots, blocks)), reason)
         for block in blocks & memory.staged.keys():
             self.refuse(record, memory.staged.pop(block), reason)
 
@@ -239,21 +238,24 @@ class DeviceSlots:
         return range(span.start // self._block_tokens, -(-span.stop // self._block_tokens))
 
     def _allocate(self, blocks: Collection[int]) -> dict[int, SlotCopy]:
-        """Slots for these blocks, in this order, as far as there is memory."""
+        """Slots for these blocks, in this order, as far as there is memory. The caller counts
+        them."""
         size = self._block_tokens
         short = len(blocks) * size - self._allocator.available_size()
         if short > 0:
             self._evict(short)
         count = min(len(blocks), self._allocator.available_size() // size)
-        slots = self._allocator.alloc(count * size) if count else None
+        if not count:
+            return {}
+        # Whatever can fail comes before the allocation, so that no slot is lost.
+        after = self._kv.fence()
+        copies = {b: SlotCopy(after) for b, _ in zip(blocks, range(count), strict=False)}
+        slots = self._allocator.alloc(count * size)
         if slots is None:
             return {}
-        self.placed_tokens += len(slots)
-        after = self._kv.fence()
-        return {
-            block: SlotCopy(part, after)
-            for block, part in zip(blocks, slots.split(size), strict=False)
-        }
+        for copy, part in zip(copies.values(), slots.split(size), strict=True):
+            copy.slots = part
+        return copies
 
     def _waste(self, record: PromptRecord, blocks: int, reason: str) -> None:
         if blocks:
@@ -261,10 +263,18 @@ class DeviceSlots:
             record.memory.wasted_bytes += wasted_bytes
             self._counters.add("wasted_bytes", wasted_bytes, label=reason)
 
-    def _free(self, copies: Sequence[SlotCopy]) -> None:
-        """Free slots. A copy that has been launched is over before the next forward starts."""
-        if copies:
-            launched = [copy.withdraw() for copy in copies]
-            self._kv.order_forwards_after([copy for copy in launched if copy is not None])
-            self.placed_tokens -= len(copies) * self._block_tokens
-            self.free(torch.cat([copy.slots for copy in copies]))
+    def _free(self, copies: dict[int, SlotCopy], blocks: Iterable[int]) -> list[SlotCopy]:
+        """Free the slots of those `blocks` that are in `copies`. Returns what is taken out.
+
+        A copy that has been launched is over before the next forward starts.
+        """
+        chosen = {block: copies[block] for block in blocks if block in copies}
+        if not chosen:
+            return []
+        launched = [copy.withdraw() for copy in chosen.values()]
+        self._kv.order_forwards_after([copy for copy in launched if copy is not None])
+        self.free(torch.cat([copy.slots for copy in chosen.values()]))
+        for block in chosen:
+            del copies[block]
+        self.placed_tokens -= len(chosen) * self._block_tokens
+        return list(chosen.values())
