@@ -173,7 +173,7 @@ def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
 
 def test_device_slots_reserved_block_is_copied_when_its_bytes_come() -> None:
     harness = SlotsHarness()
-    record = harness.prompt_record(4)
+    record = harness.record(4)
     harness.device_slots.reserve(record, [3, 2])
     assert sorted(record.memory.reserved) == [2, 3]
     assert harness.device_slots.placed_tokens == 2 * BLOCK
@@ -196,7 +196,7 @@ def test_device_slots_reserved_block_is_copied_when_its_bytes_come() -> None:
 
 def test_device_slots_reserved_after_the_bytes_came_is_copied_when_it_lands() -> None:
     harness = SlotsHarness()
-    record = harness.prompt_record(2)
+    record = harness.record(2)
     data, staged = harness.staging.fetch(1)
     assert not harness.device_slots.take_bytes(record, 1, staged)
     harness.device_slots.reserve(record, [1])
@@ -209,7 +209,7 @@ def test_device_slots_reserved_after_the_bytes_came_is_copied_when_it_lands() ->
 def test_device_slots_reserve_takes_what_memory_there_is_in_the_given_order() -> None:
     harness = SlotsHarness(blocks=3)
     harness.tree = [harness.allocator.alloc(BLOCK)]
-    record = harness.prompt_record(6)
+    record = harness.record(6)
     harness.device_slots.reserve(record, [5, 4, 3, 2])
     assert sorted(record.memory.reserved) == [3, 4, 5]
     assert harness.asked == [2 * BLOCK]
@@ -223,7 +223,7 @@ def test_device_slots_reserve_takes_what_memory_there_is_in_the_given_order() ->
 
 def test_device_slots_reclaim_takes_reserved_slots_first_and_computes_their_blocks() -> None:
     harness = SlotsHarness()
-    record = harness.prompt_record(4)
+    record = harness.record(4)
     harness.staging.land(record, 3)
     assert harness.device_slots.place(record, [3])
     harness.device_slots.reserve(record, [2, 1])
@@ -237,7 +237,7 @@ def test_device_slots_reclaim_takes_reserved_slots_first_and_computes_their_bloc
 
 def test_device_slots_block_that_comes_after_its_slots_are_withdrawn_is_not_copied() -> None:
     harness = SlotsHarness()
-    record = harness.prompt_record(2)
+    record = harness.record(2)
     harness.device_slots.reserve(record, [1])
     copy = record.memory.reserved[1]
     harness.device_slots.unreserve(record, [1], "overtaken")
