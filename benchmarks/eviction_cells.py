@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lecar import LecarPolicy
-from sglang_cake.simulator.eviction_replay import SHAPES, BeladyPolicy, Replay, SavedTime, seconds_bound
+from sglang_cake.simulator.eviction_replay import (
+    SHAPES,
+    BeladyPolicy,
+    Replay,
+    SavedTime,
+    seconds_bound,
+)
 from sglang_cake.simulator.request_traces import Trace, head, read_trace
 from sglang_cake.stores.eviction import Benefit, Usage, new_policy
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy

@@ -23,7 +23,7 @@ from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.loader import Fetched, LookedUp, LoaderEvent
+from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes

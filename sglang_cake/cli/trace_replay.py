@@ -15,8 +15,8 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.simulator.eviction_replay import (
     SHAPES,
     BeladyPolicy,
-    ReplayCounts,
     Replay,
+    ReplayCounts,
     SavedTime,
     seconds_bound,
 )

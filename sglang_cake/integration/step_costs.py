@@ -8,15 +8,15 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import (
-    PromptCosts,
     LoadCost,
     PrefillCost,
     PrefillFit,
+    PromptCosts,
     StepWork,
     work_of,
 )
 from sglang_cake.loading.loader import Loader
-from sglang_cake.loading.planner import Mode, LoadProgress, is_overdue, look_ahead, should_load
+from sglang_cake.loading.planner import LoadProgress, Mode, is_overdue, look_ahead, should_load
 
 
 class StepCosts:
@@ -160,7 +160,9 @@ class StepCosts:
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=PromptCosts(self.agreed, record.agreed.cost, overlap_share=self._overlap_share_of(record)),
+            costs=PromptCosts(
+                self.agreed, record.agreed.cost, overlap_share=self._overlap_share_of(record)
+            ),
             progress=record.progress,
         ).best_s
 

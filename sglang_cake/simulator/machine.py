@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from sglang_cake.loading.cost_model import PromptCosts, LoadCost, LoadFit, PrefillCost, PrefillFit
+from sglang_cake.loading.cost_model import LoadCost, LoadFit, PrefillCost, PrefillFit, PromptCosts
 
 
 @dataclass(frozen=True, slots=True)

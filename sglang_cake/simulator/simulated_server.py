@@ -19,8 +19,8 @@ from typing import Literal
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
-    Mode,
     LoadProgress,
+    Mode,
     StepPlan,
     device_work,
     is_overdue,
@@ -529,7 +529,9 @@ class SimulatedServer:
         crossings = {c.block: c for _, carried in self._links for c in carried}
         span = overlap_span(
             live.meet.view(),
-            missing_shares={block: crossing.missing_share(now) for block, crossing in crossings.items()},
+            missing_shares={
+                block: crossing.missing_share(now) for block, crossing in crossings.items()
+            },
             chunk_tokens=self._chunk,
             costs=self._own_costs(NOTHING),
         )

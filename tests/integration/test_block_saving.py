@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kv_pools import as_bytes, buffers_of, record_of, mha, scramble
+from kv_pools import as_bytes, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters

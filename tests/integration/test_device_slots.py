@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_pools import Staging, allocator_of, as_bytes, buffers_of, record_of, mha, scramble
+from kv_pools import Staging, allocator_of, as_bytes, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span

@@ -9,7 +9,7 @@ from virtual_io import virtual_time
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import PromptCosts, LoadCost, PrefillCost, StepWork
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
 
 LIVE = record_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)

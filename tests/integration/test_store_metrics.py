@@ -10,7 +10,7 @@ from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
-from sglang_cake.loading.cost_model import PromptCosts, LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources

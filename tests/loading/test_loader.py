@@ -20,12 +20,12 @@ from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost
 from sglang_cake.loading.loader import (
     BlockRead,
     Fetched,
-    LookedUp,
     Loader,
     LoaderEvent,
     LoaderStats,
-    Lost,
     LoadRequest,
+    LookedUp,
+    Lost,
     StagedBlock,
 )
 from sglang_cake.stores.base import Store

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import PromptCosts, LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
 from sglang_cake.loading.planner import LoadProgress, StepPlan, next_step
 
@@ -22,7 +22,9 @@ S, E = BlockState, Event
 
 
 def costs(fixed_s: float, token_s: float, block_s: float) -> PromptCosts:
-    return PromptCosts(PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0))
+    return PromptCosts(
+        PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)
+    )
 
 
 COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]

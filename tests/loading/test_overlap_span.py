@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import PromptCosts, LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import overlap_span
 
@@ -36,7 +36,9 @@ def early(
         View(front, first, bytes(states[first:]), BLOCK, total, limit=total - 1),
         missing_shares=dict.fromkeys(coming, missing_share),
         chunk_tokens=chunk,
-        costs=PromptCosts(PrefillCost(step_s, 0.0, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)),
+        costs=PromptCosts(
+            PrefillCost(step_s, 0.0, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)
+        ),
     )
 
 

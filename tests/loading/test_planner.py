@@ -8,19 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.loading.cost_model import (
-    PromptCosts,
     LoadCost,
     LoadFit,
     PrefillCost,
     PrefillFit,
+    PromptCosts,
     StepWork,
 )
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import (
     COMPUTE_SLACK,
+    LoadProgress,
     Mode,
     Outlook,
-    LoadProgress,
     StepPlan,
     device_work,
     look_ahead,
@@ -83,7 +83,10 @@ def decide(
 
 def test_planner_outlook_gives_compute_load_and_split_times() -> None:
     outlook = look_ahead(
-        view_of([WANTED] * 10), chunk_tokens=500, costs=costs(100, fixed_s=10), progress=LoadProgress()
+        view_of([WANTED] * 10),
+        chunk_tokens=500,
+        costs=costs(100, fixed_s=10),
+        progress=LoadProgress(),
     )
     assert outlook.compute_s == 1050 + 3 * 10
     assert outlook.load_s == 10 * 100 + 60
@@ -113,7 +116,9 @@ def test_planner_outlook_with_overlap_shortens_the_load_time() -> None:
     assert outlook(40, overlap_share=0.75).load_s == 1000 - 30 + 40
     assert outlook(300, overlap_share=0.75).load_s == 1000 - 75 + 300  # while one block comes
     assert outlook(300, overlap_share=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
-    assert outlook(40, overlap_share=0.75, coming_s=0).load_s == 1000 + 40  # progress is not reported
+    assert (
+        outlook(40, overlap_share=0.75, coming_s=0).load_s == 1000 + 40
+    )  # progress is not reported
     assert outlook(40, overlap_share=0.75, coming_s=4).load_s == 1000 - 3 + 40  # all at once
     assert outlook(600, overlap_share=0.75).load_s == 1000 + 600  # two steps
     assert outlook(40, overlap_share=0.75, others_s=1.0).load_s == 1040  # others want the device
@@ -296,7 +301,9 @@ def test_planner_fast_link_is_waited_for_until_it_is_late() -> None:
     wait = StepPlan(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
     assert decide([WANTED] * 10, quick, progress=LoadProgress(10, begun=True, load_from=0)) == wait
-    assert not decide([WANTED] * 10, quick, progress=LoadProgress(100, begun=True, load_from=0)).wait
+    assert not decide(
+        [WANTED] * 10, quick, progress=LoadProgress(100, begun=True, load_from=0)
+    ).wait
 
 
 def test_planner_small_gain_neither_begins_nor_ends_loading() -> None:
@@ -328,7 +335,9 @@ def test_planner_guessed_compute_cost_is_measured_with_one_step() -> None:
 def test_planner_slow_load_or_small_gain_is_not_worth_loading() -> None:
     def worth(states: list[bool], known: PromptCosts, front: int = 0) -> bool:
         view = view_of([ABSENT] * len(states), front=front).found(states)
-        return should_load(view, mode="auto", chunk_tokens=500, costs=known, progress=LoadProgress())
+        return should_load(
+            view, mode="auto", chunk_tokens=500, costs=known, progress=LoadProgress()
+        )
 
     assert worth([True] * 10, costs(100))
     assert not worth([True] * 10, costs(1100))
@@ -344,7 +353,9 @@ def test_planner_busy_device_makes_loading_worth_it(busy: StepWork) -> None:
     known = replace(known, prefill=replace(known.prefill, decode_s=10.0))
 
     def worth(known: PromptCosts) -> bool:
-        return should_load(view, mode="auto", chunk_tokens=100, costs=known, progress=LoadProgress())
+        return should_load(
+            view, mode="auto", chunk_tokens=100, costs=known, progress=LoadProgress()
+        )
 
     assert not worth(known)
     assert worth(known.beside(busy))

@@ -18,7 +18,13 @@ from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, find_medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Knowledge, Machine
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.simulator.simulated_server import Policy, Prompt, SimulatedServer, serve, simulate_prompt
+from sglang_cake.simulator.simulated_server import (
+    Policy,
+    Prompt,
+    SimulatedServer,
+    serve,
+    simulate_prompt,
+)
 
 BLOCK = 128
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import TOLERANCE, clairvoyant
-from sglang_cake.simulator.machine import Machine, StoreLink, Speed
+from sglang_cake.simulator.machine import Machine, Speed, StoreLink
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
 costs = st.builds(

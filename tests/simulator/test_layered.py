@@ -11,7 +11,7 @@ from test_clairvoyant import costs, loads
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import clairvoyant
-from sglang_cake.simulator.machine import Knowledge, Machine, StoreLink, Speed, layered_end_s
+from sglang_cake.simulator.machine import Knowledge, Machine, Speed, StoreLink, layered_end_s
 from sglang_cake.simulator.simulated_server import POLL_S, Prompt, serve, simulate_prompt
 
 # Loading everything is the quickest by far: a prompt waits for all of its loads.
@@ -106,7 +106,9 @@ def test_layered_step_begins_with_one_coming_block_per_link() -> None:
 
 
 def test_layered_step_with_two_links_ends_after_the_slower_block() -> None:
-    machine = Machine(SLOW, LoadCost(0.05, 0.1), further=(StoreLink(LoadCost(0.05, 0.19)),), layers=40)
+    machine = Machine(
+        SLOW, LoadCost(0.05, 0.1), further=(StoreLink(LoadCost(0.05, 0.19)),), layers=40
+    )
     result = simulate_prompt(machine, 20 * BLOCK + 1, chunk_tokens=512)
     landed_s = max(when_s for when_s, _ in result.landings)
     assert result.overlapped_tokens == 2 * BLOCK

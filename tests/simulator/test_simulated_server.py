@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import AGEING
-from sglang_cake.simulator.machine import Clock, Hub, Machine, StoreLink, Speed
-from sglang_cake.simulator.simulated_server import Policy, Prompt, SimulatedServer, serve, simulate_prompt
+from sglang_cake.simulator.machine import Clock, Hub, Machine, Speed, StoreLink
+from sglang_cake.simulator.simulated_server import (
+    Policy,
+    Prompt,
+    SimulatedServer,
+    serve,
+    simulate_prompt,
+)
 
 PREFILL = PrefillCost(0.01, 1e-4, 1e-9, 1e-4)
 MACHINE = Machine(PREFILL, LoadCost(0.02, 0.015))
@@ -171,7 +177,9 @@ def test_simulated_server_hub_slows_the_servers_that_share_it() -> None:
     def load_s(servers: int) -> float:
         clock, hub = Clock(), Hub(links=2.0)
         machine = Machine(PREFILL, MACHINE.load, hub=hub)
-        fleet = [SimulatedServer(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)]
+        fleet = [
+            SimulatedServer(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)
+        ]
         results = [server.submit(Prompt(4096)) for server in fleet]
         clock.run()
         assert hub.active == 0

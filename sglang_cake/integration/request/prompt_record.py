@@ -28,10 +28,10 @@ from typing import Any, Literal
 import torch
 
 from sglang_cake.core.keys import KeyChain
-from sglang_cake.loading.cost_model import PromptCosts, LoadCost, StepWork
+from sglang_cake.loading.cost_model import LoadCost, PromptCosts, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.planner import Mode, LoadProgress, StepPlan, device_work, next_step
+from sglang_cake.loading.planner import LoadProgress, Mode, StepPlan, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
 from sglang_cake.stores.request_info import RequestFacts
 

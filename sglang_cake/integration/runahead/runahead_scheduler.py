@@ -22,6 +22,7 @@ from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
     asked_for,
@@ -30,7 +31,6 @@ from sglang_cake.integration.runahead.runahead_request import (
     give_up,
     is_plain,
 )
-from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.decide import (

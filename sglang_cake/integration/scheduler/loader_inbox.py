@@ -6,7 +6,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.loading.loader import Fetched, LookedUp, Loader, LoaderEvent
+from sglang_cake.loading.loader import Fetched, Loader, LoaderEvent, LookedUp
 from sglang_cake.loading.meet import BlockState
 
 

@@ -258,7 +258,9 @@ class CakePrefillAdder(PrefillAdder):
                 queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
 
     @guarded(_WAITING, AS_SGLANG)
-    def _decide_waiting(self, req: "Req", has_chunked_req: bool) -> Run | Share | OverlapLastStep | Skip:
+    def _decide_waiting(
+        self, req: "Req", has_chunked_req: bool
+    ) -> Run | Share | OverlapLastStep | Skip:
         tree, coordinator = self._cake()
         if coordinator is None:
             return AS_SGLANG

@@ -16,7 +16,7 @@ from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.loader import Fetched, Loader, Lost, LoadRequest
+from sglang_cake.loading.loader import Fetched, Loader, LoadRequest, Lost
 from sglang_cake.stores.circuit import FAILURES, FIRST_S, LAST_S, Fault
 from sglang_cake.stores.http.http_client import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
