@@ -60,7 +60,7 @@ def test_rank_consensus_landed_needs_all_ranks_and_lost_any_rank() -> None:
         [record(4, arrived=(3, 0), answer=yes)],
     ]
     results = agree(ranks, [ANY] * 3)
-    for facts, _ in results:
+    for facts, *_ in results:
         assert facts[0].fetched == (3,)
         assert facts[0].lost == (1,)
         assert facts[0].stored == (True,) * 4
@@ -138,9 +138,9 @@ def test_rank_consensus_random_views_give_equal_and_true_facts(
 ) -> None:
     own = [PrefillCost(*numbers[5 * n : 5 * n + 5]) for n in range(len(ranks))]
     results = agree(copy.copy(ranks), own)
-    plain = [[(f.stored, f.fetched, f.lost) for f in facts] for facts, _ in results]
+    plain = [[(f.stored, f.fetched, f.lost) for f in facts] for facts, *_ in results]
     assert all(p == plain[0] for p in plain)
-    assert len({agreed for _, agreed in results}) == 1
+    assert len({agreed for _, agreed, _ in results}) == 1
     for n, (stored, landed, lost) in enumerate(plain[0]):
         views_of_it = [rank[n] for rank in ranks]
         assert set(landed) == set.intersection(*(set(r.local.fetched) for r in views_of_it))

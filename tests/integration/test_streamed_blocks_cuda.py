@@ -129,7 +129,7 @@ def test_overlap_cuda_failed_block_does_not_overwrite_its_computed_kv(
         coming.forward()
     first, second = coming.pieces
     coming.tail.settle()
-    first.reading.buffer.tensor[:] = coming.data[0]  # type: ignore[attr-defined]
+    first.block_read.buffer.tensor[:] = coming.data[0]  # type: ignore[attr-defined]
     coming.tail.write_whole([first])
     coming.reuse()
     stream, worker = cuda.current_stream(), coming.worker

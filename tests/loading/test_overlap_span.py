@@ -92,7 +92,7 @@ def test_early_last_step_of_whole_blocks_leaves_one_token_to_compute() -> None:
     view = View(0, 0, bytes([WANTED, LANDED]), BLOCK, 2 * BLOCK, limit=2 * BLOCK - 1)
     span = overlap_span(
         view,
-        coming={0: 1.0},
+        missing_shares={0: 1.0},
         chunk_tokens=1,
         costs=PromptCosts(PrefillCost(1.0, 0.0, 0.0), LoadCost(0.0, 0.1)),
     )

@@ -116,9 +116,7 @@ def test_planner_outlook_with_overlap_shortens_the_load_time() -> None:
     assert outlook(40, overlap_share=0.75).load_s == 1000 - 30 + 40
     assert outlook(300, overlap_share=0.75).load_s == 1000 - 75 + 300  # while one block comes
     assert outlook(300, overlap_share=0.75, coming_s=400).load_s == 1000 - 187.5 + 300  # or several
-    assert (
-        outlook(40, overlap_share=0.75, coming_s=0).load_s == 1000 + 40
-    )  # progress is not reported
+    assert outlook(40, overlap_share=0.75, coming_s=0).load_s == 1000 + 40  # not reported
     assert outlook(40, overlap_share=0.75, coming_s=4).load_s == 1000 - 3 + 40  # all at once
     assert outlook(600, overlap_share=0.75).load_s == 1000 + 600  # two steps
     assert outlook(40, overlap_share=0.75, others_s=1.0).load_s == 1040  # others want the device

@@ -180,9 +180,8 @@ def test_radix_cache_eviction_takes_the_tree_before_landed_blocks(core: str) -> 
     assert result.num_tokens_evicted == 2 * BLOCK
     record = side.records[0]
     assert sorted(record.memory.slots) == [2, 3]  # the leftmost go: compute would reach them first
-    assert [record.meet.state(b) for b in range(4)] == [BlockState.GONE] * 2 + [
-        BlockState.LANDED
-    ] * 2
+    states = [record.meet.state(b) for b in range(4)]
+    assert states == [BlockState.GONE] * 2 + [BlockState.LANDED] * 2
     assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.device_slots.block_bytes
     assert side.pool.free == side.pool.capacity
 
