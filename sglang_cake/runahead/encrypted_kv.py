@@ -1,11 +1,11 @@
-"""The path of KV from one member to another: bulk data, for which CurveZMQ is too slow.
+"""KV from one member to another, encrypted: bulk data, for which CurveZMQ is too slow.
 
-Each member has a second port, chosen by the system. `Hello` contains the port, and a password that
-connections need. The password keeps strangers out, but no eavesdropper: it crosses the network in
-plain text. KV is protected by encryption: each part is encrypted with AES-256-GCM, by a key that
-the receiver made for this path and sent on the CurveZMQ connection. The nonce counts parts, so that
-a changed, repeated, missing or reordered part is detected. Why not CurveZMQ: docs/runahead.md, "The
-link between two members".
+KV has a path of its own. Each member has a second port, chosen by the system. `Hello` contains the
+port, and a password that connections need. The password keeps strangers out, but no eavesdropper:
+it crosses the network in plain text. KV is protected by encryption: each part is encrypted with
+AES-256-GCM, by a key that the receiver made for this path and sent on the CurveZMQ connection. The
+nonce counts parts, so that a changed, repeated, missing or reordered part is detected. Why not
+CurveZMQ: docs/runahead.md, "The link between two members".
 
     [path] [PartHead] [KV of the part, sealed; its tag]
 """
@@ -36,7 +36,7 @@ _HEAD_BYTES = 256
 _LOOK_S = 0.05  # how often a waiting sender checks whether the peer is still there
 
 
-class Outlet:
+class EncryptedKvSender:
     """The sender's end of a path. Any thread; one part at a time.
 
     Args:
@@ -84,7 +84,7 @@ class Outlet:
         return True
 
 
-class Inlet:
+class EncryptedKvReceiver:
     """The receiver's end of a path. One thread."""
 
     def __init__(self, buffer: bytearray | memoryview) -> None:

@@ -13,7 +13,7 @@ from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.runahead.messages import MAX_MEMBERS
-from sglang_cake.runahead.mooncake import check_installed
+from sglang_cake.runahead.mooncake_engine import check_installed
 
 TCP: Final = "tcp"
 MOONCAKE: Final = "mooncake"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.spans import Span
-from sglang_cake.runahead.chain import (
+from sglang_cake.runahead.chain_model import (
     Link,
     Worker,
     all_gather_tokens,

@@ -1,5 +1,5 @@
-"""A transport that writes parts directly into memory of the receiver, by an engine. Messages use
-the connections of `zeromq.py`.
+"""A transport by one-sided writes: an engine writes parts directly into memory of the receiver.
+Messages use the connections of `zeromq.py`.
 
     sender                                                         receiver
     send_part: waits for a free slot, copies the part into it
@@ -8,8 +8,8 @@ the connections of `zeromq.py`.
                the slot is free again                       <==    Credit
 
 `==>` are messages on those connections. The connections also authenticate members, carry all other
-messages in the same order, and detect members that are gone. Each member lends each peer a ring of
-SLOTS slots, and sends its address (`Ring`) when they connect.
+messages in the same order, and detect members that are gone. Each member lends each peer a receive
+buffer of SLOTS slots, and sends its address (`ReceiveBuffer`) when they connect.
 
 A slot is not written again before its part was used, nor while a write may still be running: a
 write that takes too long keeps its slot until the engine returns. Nothing is encrypted.
@@ -30,7 +30,7 @@ from sglang_cake.runahead.messages import (
     Landed,
     LayerPart,
     Message,
-    Ring,
+    ReceiveBuffer,
 )
 from sglang_cake.runahead.transport import (
     LINK_TIMES,
@@ -43,8 +43,8 @@ from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 
-SLOTS = 2  # of each ring: one is written while the other one is read
-RING_BYTES = SLOTS * MAX_PART_BYTES
+SLOTS = 2  # of each buffer: one is written while the other one is read
+BUFFER_BYTES = SLOTS * MAX_PART_BYTES
 CLOSE_TIMEOUT_S = 5.0  # for running writes
 
 
@@ -62,19 +62,19 @@ class WriteEngine(Protocol):
         ...
 
     def lend(self) -> tuple[int, Payload]:
-        """Address and bytes of a new ring of slots. Raises: OSError."""
+        """Address and bytes of a new buffer of SLOTS slots. Raises: OSError."""
         ...
 
     def take_back(self, address: int) -> None:
-        """Free a ring: writes of peers to it fail. No write from it may be running."""
+        """Free a buffer: writes of peers to it fail. No write from it may be running."""
         ...
 
     def fill(self, slot: Payload, payload: Payload) -> None:
-        """Copy a payload into `slot`, bytes of an own ring of the same length."""
+        """Copy a payload into `slot`, bytes of an own buffer of the same length."""
         ...
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
-        """Write from an own ring into a peer's; returns whether that succeeded. Any thread. May
+        """Write from an own buffer into a peer's; returns whether that succeeded. Any thread. May
         block for long."""
         ...
 
@@ -84,35 +84,35 @@ class WriteEngine(Protocol):
 
 
 class SlotStats(NamedTuple):
-    """The slots of a peer's ring that are in use."""
+    """The slots of a peer's receive buffer that are in use."""
 
     used: frozenset[int]  # hold a part, or are written
     writing: frozenset[int]  # the engine has not returned
 
 
 class _Link:
-    """The rings between this member and one peer."""
+    """The buffers between this member and one peer."""
 
     def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self.ring_address, self.landing = engine.lend()
+        self.buffer_address, self.landing = engine.lend()
         self._source_address, self._source = engine.lend()
         self._changed = threading.Condition()
         self.meetings = 0
-        self._theirs: Ring | None = None
+        self._theirs: ReceiveBuffer | None = None
         self.used: set[int] = set()  # the peer's slots that hold a part, or are written
         self.writing: set[int] = set()  # slots whose write has not returned
 
     @property
     def known(self) -> bool:
-        """Whether the peer's ring is known."""
+        """Whether the peer's receive buffer is known."""
         return self._theirs is not None
 
-    def met(self, ring: Ring | None) -> None:
-        """Set the peer's ring, with all slots free; None: the peer is gone."""
+    def met(self, theirs: ReceiveBuffer | None) -> None:
+        """Set the peer's receive buffer, with all slots free; None: the peer is gone."""
         with self._changed:
-            self._theirs = ring
+            self._theirs = theirs
             self.meetings += 1
             self.used = set(self.writing)
             self._changed.notify_all()
@@ -133,8 +133,8 @@ class _Link:
             ready = self._changed.wait_for(
                 lambda: self._theirs is None or len(self.used) < SLOTS, self._timeout_s
             )
-            ring = self._theirs
-            if not ready or ring is None:
+            theirs = self._theirs
+            if not ready or theirs is None:
                 return None
             slot = min(set(range(SLOTS)) - self.used)
             self.used.add(slot)
@@ -152,10 +152,10 @@ class _Link:
                 self._changed.notify_all()
 
         def write() -> None:
-            source, target = self._source_address + offset, ring.address + offset
+            source, target = self._source_address + offset, theirs.address + offset
             ok = False
             try:
-                ok = self._engine.write(ring.session, source, target, len(payload))
+                ok = self._engine.write(theirs.session, source, target, len(payload))
             except Exception:
                 logger.exception("cake runahead: a part could not be written")
             finally:
@@ -169,7 +169,7 @@ class _Link:
             end(False)
             raise
         with self._changed:
-            self._changed.wait_for(lambda: done or self._theirs is not ring, self._timeout_s)
+            self._changed.wait_for(lambda: done or self._theirs is not theirs, self._timeout_s)
             if not done:
                 abandoned.set()
             return (slot, time.perf_counter() - began_s) if done == [True] else None
@@ -177,13 +177,13 @@ class _Link:
     def close(self) -> None:
         """End all writes. Memory that a write still uses after CLOSE_TIMEOUT_S is never freed."""
         self.met(None)
-        self._engine.take_back(self.ring_address)
+        self._engine.take_back(self.buffer_address)
         with self._changed:
             if self._changed.wait_for(lambda: not self.writing, CLOSE_TIMEOUT_S):
                 self._engine.take_back(self._source_address)
 
 
-class RingTransport:
+class OneSidedTransport:
     """See `transport.py` for what it promises.
 
     Args:
@@ -202,7 +202,7 @@ class RingTransport:
     ) -> None:
         self._links = {rank: _Link(engine, timeout_s) for rank in ranks}
         self._engine = engine
-        self._members = connect(self._ring)
+        self._members = connect(self._receive_buffer)
         self._handler: Handler | None = None
 
     # ---- `Transport` ----
@@ -246,7 +246,7 @@ class RingTransport:
             link.close()
 
     def slots(self, rank: int) -> SlotStats:
-        """The slots of a peer's ring that are in use. Any thread."""
+        """The slots of a peer's receive buffer that are in use. Any thread."""
         link = self._links[rank]
         return SlotStats(frozenset(link.used), frozenset(link.writing))
 
@@ -255,9 +255,9 @@ class RingTransport:
     def on_message(self, rank: int, message: Message) -> None:
         """Raises: BadMessage, which ends the connection."""
         assert self._handler is not None
-        if isinstance(message, Ring):
+        if isinstance(message, ReceiveBuffer):
             if message.slots != SLOTS:
-                raise BadMessage(f"a ring of {message.slots} slots")
+                raise BadMessage(f"a receive buffer of {message.slots} slots")
             self._links[rank].met(message)
         elif isinstance(message, Credit):
             self._links[rank].free(message.slot)
@@ -279,8 +279,8 @@ class RingTransport:
 
     # ---- inside ----
 
-    def _ring(self, rank: int) -> Message:
-        return Ring(self._engine.session, self._links[rank].ring_address, SLOTS)
+    def _receive_buffer(self, rank: int) -> Message:
+        return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address, SLOTS)
 
     def _landed(self, rank: int, message: Landed) -> None:
         assert self._handler is not None

@@ -7,24 +7,24 @@ from sglang_cake.core.spans import Span
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState, Meet, View
 from sglang_cake.loading.planner import Progress
-from sglang_cake.runahead.decide import (
+from sglang_cake.runahead.chain_plan import (
     PAYS,
-    Costs,
-    Limits,
-    Loading,
+    ChainCosts,
+    ChainLimits,
+    StoredTail,
     forced_plan,
     plan_beside_loader,
     plan_chain,
 )
 from sglang_cake.runahead.partition import Partition, with_loader
-from sglang_cake.runahead.table import PartitionTable
+from sglang_cake.runahead.partition_table import PartitionTable
 
-LIMITS = Limits(page_tokens=16, step_tokens=8192)
+LIMITS = ChainLimits(page_tokens=16, step_tokens=8192)
 BLOCK = 128
 
 
-def costs(handover_s: float = 0.0, bytes_per_s: float = 1e12, pair_s: float = 1e-8) -> Costs:
-    return Costs(PrefillCost(0.0, 1e-4, pair_s), handover_s, bytes_per_s, 1000)
+def costs(handover_s: float = 0.0, bytes_per_s: float = 1e12, pair_s: float = 1e-8) -> ChainCosts:
+    return ChainCosts(PrefillCost(0.0, 1e-4, pair_s), handover_s, bytes_per_s, 1000)
 
 
 def stored(tokens: int, stored_tokens: int, landed_tokens: int = 0) -> View:
@@ -38,8 +38,8 @@ def stored(tokens: int, stored_tokens: int, landed_tokens: int = 0) -> View:
     return meet.view()
 
 
-def loading(view: View, block_s: float) -> Loading:
-    return Loading(view, Progress(), LoadCost(0.0, block_s))
+def stored_tail(view: View, block_s: float) -> StoredTail:
+    return StoredTail(view, Progress(), LoadCost(0.0, block_s))
 
 
 def test_plan_chain_long_prompt_takes_all_helpers_and_a_short_one_none() -> None:
@@ -65,7 +65,7 @@ def test_plan_chain_slow_link_takes_fewer_helpers_or_none() -> None:
 def test_plan_chain_searched_partition_is_preferred() -> None:
     table = PartitionTable()
     table.put(8192, Partition((0, 5120, 8192)))
-    limits = Limits(16, 8192, table)
+    limits = ChainLimits(16, 8192, table)
     plan = plan_chain(Span(0, 8192), (3,), costs(), limits)
     assert plan is not None
     assert plan.partition.bounds == (0, 5120, 8192)
@@ -124,7 +124,7 @@ def test_plan_beside_loader_meets_where_the_theory_says() -> None:
     for workers in (2, 3, 4):
         for block_s in (0.01, 0.02, 0.04):
             plan = plan_beside_loader(
-                loading(view, block_s), range(workers - 1), found, LIMITS, pays=1.0
+                stored_tail(view, block_s), range(workers - 1), found, LIMITS, pays=1.0
             )
             assert plan is not None
             ideal = with_loader(
@@ -141,7 +141,7 @@ def test_plan_beside_loader_meets_where_the_theory_says() -> None:
 
 def test_plan_beside_loader_is_predicted_faster_than_either_alone() -> None:
     view, found = stored(8193, 8192), costs(0.02)
-    plan = plan_beside_loader(loading(view, 0.02), (0,), found, LIMITS)
+    plan = plan_beside_loader(stored_tail(view, 0.02), (0,), found, LIMITS)
     alone = plan_chain(Span(0, 8193), (0,), found, LIMITS)
     assert plan is not None
     assert alone is not None
@@ -150,15 +150,15 @@ def test_plan_beside_loader_is_predicted_faster_than_either_alone() -> None:
 
 def test_plan_beside_loader_fast_store_gives_no_plan_and_slow_store_no_part() -> None:
     view = stored(8193, 8192)
-    assert plan_beside_loader(loading(view, 1e-5), (0, 1), costs(0.01), LIMITS) is None
-    slow = plan_beside_loader(loading(view, 10.0), (0, 1), costs(0.01), LIMITS)
+    assert plan_beside_loader(stored_tail(view, 1e-5), (0, 1), costs(0.01), LIMITS) is None
+    slow = plan_beside_loader(stored_tail(view, 10.0), (0, 1), costs(0.01), LIMITS)
     assert slow is not None
     assert slow.partition.bounds[-1] == 8193
 
 
 def test_plan_beside_loader_ends_before_the_landed_blocks() -> None:
     view = stored(8193, 8192, landed_tokens=4096)
-    plan = plan_beside_loader(loading(view, 10.0), (0,), costs(), LIMITS)
+    plan = plan_beside_loader(stored_tail(view, 10.0), (0,), costs(), LIMITS)
     assert plan is not None
     assert plan.partition.bounds[-1] == 4096
 
@@ -179,7 +179,7 @@ def test_plan_beside_loader_random_plans_pay_and_avoid_landed_blocks(
     landed = [b for b in range(blocks) if states[b] is BlockState.LANDED]
     if landed and landed[0] == 0:
         return  # the front touches an island: it is attached first
-    plan = plan_beside_loader(loading(view, block_s), range(helpers), costs(handover_s), LIMITS)
+    plan = plan_beside_loader(stored_tail(view, block_s), range(helpers), costs(handover_s), LIMITS)
     if plan is not None:
         assert plan.predicted_s <= PAYS * plan.alone_s
         assert plan.partition.bounds[-1] <= (landed[0] * BLOCK if landed else tokens)

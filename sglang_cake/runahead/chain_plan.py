@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_cake.core.spans import Span
-from sglang_cake.loading.cost_model import Costs as LoadingCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Progress, island_start, look_ahead
 from sglang_cake.runahead.partition import Partition, balanced
-from sglang_cake.runahead.table import PartitionTable
+from sglang_cake.runahead.partition_table import PartitionTable
 
 # A chain is used if it is predicted to take at most this share of one worker's time: a wrong
 # prediction costs more than a small gain.
@@ -18,7 +17,7 @@ _NO_LIMIT = 2**31  # tokens of a chain's step, for the meeting point
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChainPlan:
     """A chain: `helpers` first, the owner last, one span each."""
 
     helpers: tuple[int, ...]
@@ -33,7 +32,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ChainCosts:
     """The measured costs of a chain on this machine."""
 
     prefill: PrefillCost
@@ -49,8 +48,8 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a partition.
+class ChainLimits:
+    """Limits of a chain's partition.
 
     Attributes:
         step_tokens: most tokens of one worker's only forward.
@@ -63,7 +62,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class StoredTail:
     """The loads of the prompt's stored blocks, from the end of the prompt."""
 
     view: View
@@ -72,8 +71,13 @@ class Loading:
 
 
 def plan_chain(
-    span: Span, helpers: Sequence[int], costs: Costs, limits: Limits, *, pays: float = PAYS
-) -> Plan | None:
+    span: Span,
+    helpers: Sequence[int],
+    costs: ChainCosts,
+    limits: ChainLimits,
+    *,
+    pays: float = PAYS,
+) -> ChainPlan | None:
     """The chain that saves most time over one worker, or None if none saves enough.
 
     Args:
@@ -82,19 +86,25 @@ def plan_chain(
         pays: the share of one worker's time that a chain may take.
     """
 
-    def plan(workers: int) -> Plan | None:
+    def plan(workers: int) -> ChainPlan | None:
         partition = _within(span, workers, costs, limits)
         if partition is None:
             return None
         alone_s = costs.prefill.step_s(partition.bounds[0], partition.bounds[-1])
-        return Plan(tuple(helpers[: workers - 1]), partition, costs.chain_s(partition), alone_s)
+        predicted_s = costs.chain_s(partition)
+        return ChainPlan(tuple(helpers[: workers - 1]), partition, predicted_s, alone_s)
 
     return _best(plan, helpers, pays)
 
 
 def plan_beside_loader(
-    loading: Loading, helpers: Sequence[int], costs: Costs, limits: Limits, *, pays: float = PAYS
-) -> Plan | None:
+    tail: StoredTail,
+    helpers: Sequence[int],
+    costs: ChainCosts,
+    limits: ChainLimits,
+    *,
+    pays: float = PAYS,
+) -> ChainPlan | None:
     """The chain that meets the loader: [front, x) is shared, tokens from x on are loaded.
 
     x and the partition are found together (docs/theory.md): p workers count as one that is p times
@@ -102,22 +112,22 @@ def plan_beside_loader(
     workers need the same time. None if loading everything is faster, or one worker with the loader
     is nearly as fast.
     """
-    view = loading.view
+    view = tail.view
 
     def meet(prefill: PrefillCost, step_tokens: int) -> tuple[int, float]:
         """The meeting point of one worker with these costs, and its time."""
         outlook = look_ahead(
             view,
             chunk_tokens=step_tokens,
-            costs=LoadingCosts(prefill, loading.cost),
-            progress=loading.progress,
+            costs=Costs(prefill, tail.cost),
+            progress=tail.progress,
         )
         alone = outlook.compute_s <= min(outlook.both_s, outlook.load_s)
         return (view.prompt_tokens if alone else outlook.meet_token), outlook.best_s
 
     alone_s = meet(costs.prefill, limits.step_tokens)[1]
 
-    def plan(workers: int) -> Plan | None:
+    def plan(workers: int) -> ChainPlan | None:
         shared = replace(
             costs.prefill,
             fixed_s=costs.prefill.fixed_s + costs.handover_s,
@@ -131,12 +141,15 @@ def plan_beside_loader(
             return None
         # `meet` took the chain for a worker that is p times as fast; links may make it slower.
         slower_s = costs.chain_s(partition) - shared.step_s(span.start, partition.bounds[-1])
-        return Plan(tuple(helpers[: workers - 1]), partition, meet_s + max(0.0, slower_s), alone_s)
+        predicted_s = meet_s + max(0.0, slower_s)
+        return ChainPlan(tuple(helpers[: workers - 1]), partition, predicted_s, alone_s)
 
     return _best(plan, helpers, pays)
 
 
-def forced_plan(ends: object, span: Span, helpers: Sequence[int], limits: Limits) -> Plan | None:
+def forced_plan(
+    ends: object, span: Span, helpers: Sequence[int], limits: ChainLimits
+) -> ChainPlan | None:
     """The chain whose spans have these ends, for measuring partitions.
 
     None if there are too few helpers, or `ends` are no ends of spans within `span`.
@@ -151,16 +164,18 @@ def forced_plan(ends: object, span: Span, helpers: Sequence[int], limits: Limits
         partition = Partition((span.start, *ends))
     except ValueError:
         return None
-    return Plan(tuple(helpers[: len(ends) - 1]), partition, 0.0, 0.0)
+    return ChainPlan(tuple(helpers[: len(ends) - 1]), partition, 0.0, 0.0)
 
 
-def _best(plan: Callable[[int], Plan | None], helpers: Sequence[int], pays: float) -> Plan | None:
+def _best(
+    plan: Callable[[int], ChainPlan | None], helpers: Sequence[int], pays: float
+) -> ChainPlan | None:
     plans = [plan(workers) for workers in range(2, len(helpers) + 2)]
     paying = [each for each in plans if each and each.predicted_s <= pays * each.alone_s]
     return max(paying, key=lambda each: each.saved_s, default=None)
 
 
-def _within(span: Span, workers: int, costs: Costs, limits: Limits) -> Partition | None:
+def _within(span: Span, workers: int, costs: ChainCosts, limits: ChainLimits) -> Partition | None:
     """A partition of the longest front of the span that forwards of `step_tokens` can compute."""
     page_tokens, table = limits.page_tokens, limits.table
     stop = min(span.stop, span.start + workers * limits.step_tokens)

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.runahead.setting import GroupSetting, default_secret_path, group_setting
+from sglang_cake.runahead.group_setting import GroupSetting, default_secret_path, group_setting
 
 KEY = bytes(range(32))
 PEERS = "10.0.0.1:7000,[::1]:7001,host.example:7002"

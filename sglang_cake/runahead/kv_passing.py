@@ -1,17 +1,17 @@
-"""One worker's place in a chain: incoming and outgoing KV, layer by layer.
+"""Point-to-point KV passing: the KV that one worker of a chain receives and sends, layer by layer.
 
-    worker before --parts--> Inflow: into the pool's slots --wait(layer)--> the forward
-                               | same bytes, at once                          |
-                               +-----------------------> Outflow <--ready(layer)
+    worker before --parts--> KvReceiver: into the pool's slots --wait(layer)--> the forward
+                               | same bytes, at once                              |
+                               +-----------------------> KvSender <--ready(layer)-+
                                                            +--parts--> worker after
 
 The forward calls `reach(layer)` when K and V of its own tokens of that layer are in the pool, and
 before it reads any K and V. Then the own part may be sent, and missing parts are waited for. A
-failed hop raises there, so that a forward ends within a layer.
+failed job raises there, so that a forward ends within a layer.
 
 Threads: the forward's; the transport's readers, which write parts into slots that belong to the
-forward's request alone; one sender for each hop that sends. After `close`, neither a thread nor a
-device reads or writes the slots: they may be reused.
+forward's request alone; one for each `KvSender`. After `close`, neither a thread nor a device reads
+or writes the slots: they may be reused.
 
 A failure names a culprit where there is one: the worker that is to be left out. It may be another
 worker than the one that noticed the failure.
@@ -83,7 +83,7 @@ class Rows(Protocol):
 
 
 class Broken(RunaheadError):
-    """This hop cannot go on; the message says why.
+    """The job cannot go on at this worker; the message says why.
 
     Args:
         culprit: rank of the worker that is to blame; None if it is no other worker.
@@ -106,33 +106,33 @@ class Late(RunaheadError):
         self.culprit = culprit
 
 
-class Source(NamedTuple):
+class Predecessor(NamedTuple):
     """An earlier worker of the chain, and its span."""
 
     rank: int
     span: Span
 
 
-class Inflow:
-    """The KV that one worker receives: all layers of all spans of `sources`.
+class KvReceiver:
+    """The KV that one worker receives: all layers of all spans of `predecessors`.
 
     Args:
-        sources: the workers before this one, first of the chain first; their spans touch.
+        predecessors: the workers before this one, first of the chain first; their spans touch.
         bind_timeout_s: how long a part may wait for `bind`. The sender waits meanwhile.
     """
 
     def __init__(
         self,
         rows: Rows,
-        sources: Sequence[Source],
+        predecessors: Sequence[Predecessor],
         *,
         bind_timeout_s: float = BIND_TIMEOUT_S,
     ) -> None:
         self._bind_timeout_s = bind_timeout_s
         self._rows = rows
-        self._sources = tuple(sources)
-        self._span = span = Span(sources[0].span.start, sources[-1].span.stop)
-        self._held_s = dict.fromkeys((each.rank for each in sources), 0.0)  # waited for each
+        self._predecessors = tuple(predecessors)
+        self._span = span = Span(predecessors[0].span.start, predecessors[-1].span.stop)
+        self._held_s = dict.fromkeys((each.rank for each in predecessors), 0.0)  # waited for each
         self._changed = threading.Condition()
         self._slots: Slots = None
         self._keep = span.start
@@ -156,7 +156,7 @@ class Inflow:
 
     def part(self, part: LayerPart, payload: Payload) -> None:
         """Write a part that arrived; returns when it is in its slots. Raises: Broken."""
-        span, before = Span(part.start, part.stop), self._sources[-1].rank
+        span, before = Span(part.start, part.stop), self._predecessors[-1].rank
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
             raise Broken(f"an unexpected part: layer {part.layer}, {span}", before)
@@ -202,7 +202,7 @@ class Inflow:
         workers late.
 
         Args:
-            patience_s: how long all waits of this hop may take together.
+            patience_s: how long all waits of this job may take together.
             look: called repeatedly; raises if waiting is of no use any more.
 
         Raises: Broken, Late, and the errors of `look`.
@@ -241,10 +241,10 @@ class Inflow:
         Later workers have sent theirs. Missing parts of earlier workers would come through this
         one, so they cannot be blamed while its own part is missing.
         """
-        for rank, span in reversed(self._sources):
+        for rank, span in reversed(self._predecessors):
             if self._got_of(layer, span) < span.tokens:
                 return rank
-        return self._sources[0].rank  # all parts have arrived, and are being written
+        return self._predecessors[0].rank  # all parts have arrived, and are being written
 
     def close(self, reason: str) -> None:
         """No slot is written after this returns."""
@@ -254,7 +254,7 @@ class Inflow:
             self._changed.wait_for(lambda: self._writing == 0)
 
 
-class Outflow:
+class KvSender:
     """The KV that one worker sends: its own part of each layer, and the parts that it received.
 
     Args:
@@ -351,8 +351,8 @@ class Outflow:
             self._failed(error)
 
 
-class Hop:
-    """A job on one worker.
+class KvPassing:
+    """The KV passing of one job at one worker.
 
     Args:
         before: rank of the previous worker; None for the first of the chain.
@@ -366,15 +366,15 @@ class Hop:
         *,
         before: int | None,
         after: int | None,
-        inflow: Inflow | None,
-        outflow: Outflow | None,
+        receiver: KvReceiver | None,
+        sender: KvSender | None,
         patience_s: float,
     ) -> None:
         self.job = job
         self.before = before
         self.after = after
-        self.inflow = inflow
-        self.outflow = outflow
+        self.receiver = receiver
+        self.sender = sender
         self.patience_s = patience_s
         self._broken: tuple[str, int | None] | None = None
         # Called by the forward's thread at each layer, and repeatedly while it waits there: raises
@@ -407,12 +407,12 @@ class Hop:
 
     def on_part(self, part: LayerPart, payload: Payload) -> None:
         """A part of this job arrived. A transport's thread."""
-        if self._broken is not None or self.inflow is None:
+        if self._broken is not None or self.receiver is None:
             return
         try:
-            if self.outflow is not None:
-                self.outflow.forward(part, payload)
-            self.inflow.part(part, payload)
+            if self.sender is not None:
+                self.sender.forward(part, payload)
+            self.receiver.part(part, payload)
         except Broken as error:
             self.break_off(str(error), error.culprit)
         except RunaheadError as error:  # from sending it on
@@ -432,35 +432,35 @@ class Hop:
 
     def wrote(self, layer: int) -> None:
         """K and V of the own tokens of `layer` may be sent."""
-        if self.outflow is not None:
-            self.outflow.ready(layer)
+        if self.sender is not None:
+            self.sender.ready(layer)
 
     def has(self, layer: int) -> bool:
         """Whether KV of `layer` has arrived for all tokens before the own ones."""
-        return self.inflow is None or self.inflow.has(layer)
+        return self.receiver is None or self.receiver.has(layer)
 
     def wait(self, layer: int) -> None:
         """Wait for it. Raises: RunaheadError if the forward must not go on."""
-        if self.inflow is not None:
+        if self.receiver is not None:
             try:
-                self.inflow.wait(layer, self.patience_s, self.check)
+                self.receiver.wait(layer, self.patience_s, self.check)
             except Late as error:
                 self.break_off(str(error), error.culprit)
                 raise
 
     def drain(self, timeout_s: float) -> None:
         """Wait until every layer is sent. Raises: RunaheadError."""
-        assert self.outflow is not None
+        assert self.sender is not None
         try:
-            self.outflow.drain(timeout_s, self.check)
+            self.sender.drain(timeout_s, self.check)
         except Late as error:
             self.break_off(str(error), self.after)
             raise
 
     def close(self, reason: str) -> None:
-        """End the hop. The forward's thread, after success and after a failure."""
+        """End it. The forward's thread, after success and after a failure."""
         self.break_off(reason)
-        if self.outflow is not None:
-            self.outflow.close()
-        if self.inflow is not None:
-            self.inflow.close(reason)
+        if self.sender is not None:
+            self.sender.close()
+        if self.receiver is not None:
+            self.receiver.close(reason)

@@ -1,4 +1,5 @@
-"""Mooncake's transfer engine for `ring.py`: it writes parts from host memory to host memory.
+"""Mooncake's transfer engine for `one_sided_transport.py`: it writes parts from host memory to host
+memory.
 
 Any process that reaches the engine's port can write into the slots (docs/security.md).
 """
@@ -11,7 +12,7 @@ from typing import Any
 import xxhash
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.runahead.ring import RING_BYTES
+from sglang_cake.runahead.one_sided_transport import BUFFER_BYTES
 
 PROTOCOL_ENV = "MOONCAKE_PROTOCOL"  # as SGLang calls it
 
@@ -50,7 +51,7 @@ class MooncakeEngine:
 
     def lend(self) -> tuple[int, memoryview]:
         """See `WriteEngine.lend`. Pages cost memory only once they are used."""
-        memory = mmap.mmap(-1, RING_BYTES)
+        memory = mmap.mmap(-1, BUFFER_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if self.engine.register_memory(address, len(memory)) != 0:
             raise OSError("Mooncake's engine does not take memory")
