@@ -36,7 +36,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, put_first, report_access, sources_of
 from sglang_cake.stores.encoded import EncodedStore
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources

@@ -19,7 +19,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.sglang_server import Server
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder
 
 BLOCK = 64

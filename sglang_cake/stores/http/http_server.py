@@ -19,7 +19,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoreStats
-from sglang_cake.stores.file.folder import LIST_AT_ONCE, BlockFolder
+from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
 from sglang_cake.stores.http.protocol import Kind, Target

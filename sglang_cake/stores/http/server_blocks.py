@@ -21,8 +21,8 @@ from aiohttp import web
 from sglang_cake.codecs.frame import HEADER_BYTES, Header, PayloadHasher, read_header
 from sglang_cake.core.errors import BlockCorrupt, StoreFull
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.file.blockfile import NewFile
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_files import NewFile
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.request_body import (
     FLOOR_BYTES,

@@ -22,7 +22,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
 from sglang_cake.stores.http.connections import ConnectionServer
 from sglang_cake.stores.http.http_client import HttpStore

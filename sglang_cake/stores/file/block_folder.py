@@ -23,15 +23,15 @@ from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, 
 from sglang_cake.stores.eviction import Usage, ident_of
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.file.access_log import AccessLog
-from sglang_cake.stores.file.blockfile import NewFile
+from sglang_cake.stores.file.reported_accesses import ReportedAccesses
+from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.files import BlockFiles, Descriptions
-from sglang_cake.stores.file.folder_tree import lock
 from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
-from sglang_cake.stores.file.ownership import overhead_bytes
+from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
+from sglang_cake.stores.file.nofollow import lock
+from sglang_cake.stores.file.index_files import overhead_bytes
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
@@ -92,9 +92,9 @@ class BlockFolder:
         with os_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
-        self._descriptions = Descriptions(root, self._allocated_bytes)
-        self._files = BlockFiles(root, self._descriptions, sync=sync)
-        self._accesses = AccessLog()
+        self._descriptions = NamespaceDescriptions(root, self._allocated_bytes)
+        self._files = BlockFiles(root, self._descriptions.write, sync=sync)
+        self._accesses = ReportedAccesses()
         self._counting = threading.Lock()
         self._logged_s = -math.inf  # time of the last line about a corrupt block
         self.corrupt_blocks = 0

@@ -1,4 +1,4 @@
-"""Accesses that requests reported: blocks, times, and the turn of the conversation."""
+"""The accesses that requests reported: blocks, times, and the turn of the conversation."""
 
 import threading
 from collections import OrderedDict
@@ -31,7 +31,7 @@ class _Request(NamedTuple):
     at_s: float  # access time of the first block
 
 
-class AccessLog:
+class ReportedAccesses:
     """Assigns access times, so that sorting by time gives the LRU order. Thread-safe, bounded.
 
     Within a request the first block is the newest, and each following block is ORDER_S older. A

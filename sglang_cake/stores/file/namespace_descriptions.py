@@ -1,11 +1,9 @@
-"""The files of namespaces and blocks: descriptions (`namespace.json`), and block files.
+"""The descriptions of namespaces: `namespace.json` in the folder of each.
 
-The index knows nothing of these classes, nor they of the index. A description may have been written
-by anybody, and is checked when it is read.
+A description may have been written by anybody, and is checked when it is read.
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -16,24 +14,20 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file import folder_tree
-from sglang_cake.stores.file.blockfile import NewFile, open_to_read, write_file
-from sglang_cake.stores.file.disk import os_errors
-from sglang_cake.stores.file.paths import CORRUPT, DESCRIPTION, NamespaceFolder
+from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
+from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, os_errors
+from sglang_cake.stores.file.paths import DESCRIPTION, NamespaceFolder
 
 MAX_BYTES = 1 << 20
-MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
 MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
-FOLDER_BYTES = 4096  # of an almost empty folder on the disk
-ENTRY_BYTES = 256  # of a name in its folder: 105 to 150 measured on ext4
-MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Descriptions:
+class NamespaceDescriptions:
     """The descriptions of the namespaces below one root. Blocking and thread-safe."""
 
     def __init__(self, root: Path, allocated_bytes: int) -> None:
@@ -107,12 +101,12 @@ class Descriptions:
                     raise
 
     def _write(self, digest: Digest, name: str, fields: Mapping[str, str]) -> None:
-        folder_tree.make_folder(self._root, name)
+        nofollow.make_folder(self._root, name)
         there = read_description(self._root, digest)
         if there is None:
             # Synced, since the namespace could not be opened with an empty file after a power cut.
-            write_file(folder_tree.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
-            with folder_tree.opened(self._root) as root:
+            write_file(nofollow.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
+            with nofollow.opened(self._root) as root:
                 os.fsync(root)
         elif _digest(there) != _digest(fields):  # written meanwhile by another process
             raise StoreUnavailable(f"{self._root}: {name} is described as something else")
@@ -128,10 +122,10 @@ class Descriptions:
         """
         name = digest.hex()
         try:
-            with folder_tree.opened(self._root, name) as folder:
+            with nofollow.opened(self._root, name) as folder:
                 if set(os.listdir(folder)) - {DESCRIPTION}:
                     return False
-                there = folder_tree.status_of(self._root, name, DESCRIPTION)
+                there = nofollow.status_of(self._root, name, DESCRIPTION)
                 made_s = (there or os.fstat(folder)).st_mtime
                 if abs(time.time() - made_s) < unless_younger_s:
                     return False
@@ -140,7 +134,7 @@ class Descriptions:
                     if _digest(fields) != digest:
                         return False
                     os.unlink(DESCRIPTION, dir_fd=folder)
-            with folder_tree.opened(self._root) as root:
+            with nofollow.opened(self._root) as root:
                 os.rmdir(name, dir_fd=root)
         except FileNotFoundError:
             return True
@@ -156,126 +150,13 @@ class Descriptions:
                 self._known.popitem(last=False)
 
 
-class BlockFiles:
-    """The block files below one root. Blocking and thread-safe. No link is followed."""
-
-    def __init__(self, root: Path, descriptions: Descriptions, *, sync: bool) -> None:
-        """Args:
-        sync: as for `NewFile`.
-        """
-        self._root = root
-        self._descriptions = descriptions
-        self._sync = sync
-
-    def is_there(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the path of the block exists, as a hint."""
-        return os.path.lexists("/".join((str(self._root), *self._names(digest, key))))
-
-    def size_bytes(self, digest: Digest, key: BlockKey) -> int | None:
-        """Size of the block's file; None if there is none. Raises: OSError."""
-        status = folder_tree.status_of(self._root, *self._names(digest, key))
-        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
-
-    def open_to_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> int:
-        """A descriptor of the block's file, or of anything else of this name.
-
-        The descriptor of a link cannot be read.
-
-        Raises: BlockMissing; OSError.
-        """
-        *shard, name = self._names(digest, key)
-        try:
-            with folder_tree.opened(self._root, *shard) as folder:
-                try:
-                    return open_to_read(folder, name, counts=counts)
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-                    return os.open(name, flags, dir_fd=folder)
-        except FileNotFoundError:
-            raise BlockMissing(name) from None
-
-    def new(self, digest: Digest, key: BlockKey) -> NewFile:
-        """A new file for the block.
-
-        Missing folders are made, and made again if another process removes the empty folders before
-        the file is in them.
-        Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
-        """
-        *shard, name = self._names(digest, key)
-        for tries_left in reversed(range(MOST_TRIES)):
-            try:
-                return NewFile(folder_tree.open_folder(self._root, *shard), name, sync=self._sync)
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                self._make_folders(digest, shard)
-        raise AssertionError("the last try returns or raises")
-
-    def _make_folders(self, digest: Digest, shard: list[str]) -> None:
-        try:
-            self._descriptions.write(digest)
-            for depth in range(2, len(shard) + 1):
-                folder_tree.make_folder(self._root, *shard[:depth])
-        except FileNotFoundError:
-            os.stat(self._root)  # without the root, a disk was unmounted: no further try
-
-    def remove(self, digest: Digest, key: BlockKey) -> None:
-        """Remove the block's file, if there is one. Raises: OSError."""
-        folder_tree.remove_file(self._root, *self._names(digest, key))
-
-    def remove_folders(self, digest: Digest, key: BlockKey) -> None:
-        """Remove the folders of the block, as far as they are empty."""
-        folder_tree.remove_empty(self._root, *self._names(digest, key)[:-1])
-
-    def is_gone(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the block has no file. Then its folders are removed, as far as they are empty.
-
-        Raises: OSError.
-        """
-        if folder_tree.status_of(self._root, *self._names(digest, key)) is not None:
-            return False
-        self.remove_folders(digest, key)
-        return True
-
-    def set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
-        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full.
-
-        Args:
-            bad: status of the corrupt file.
-
-        Returns whether the file was kept; None if another file has replaced it.
-        Raises: OSError.
-        """
-        *shard, name = self._names(digest, key)
-        folder_tree.make_folder(self._root, shard[0], CORRUPT)
-        with (
-            folder_tree.opened(self._root, *shard) as folder,
-            folder_tree.opened(self._root, shard[0], CORRUPT) as aside,
-        ):
-            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
-                return None
-            kept = len(os.listdir(aside)) < MAX_SET_ASIDE
-            if kept:
-                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
-        if not kept:
-            self.remove(digest, key)
-        self.remove_folders(digest, key)
-        return kept
-
-    def _names(self, digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
-        return *NamespaceFolder(self._root, digest).shard(key), key.hex()
-
-
 def read_description(root: Path, digest: Digest) -> dict[str, str] | None:
     """Fields of the description of a namespace; empty if it is invalid, None if there is no file.
 
     Raises: OSError if the folder cannot be entered.
     """
     try:
-        folder = folder_tree.open_folder(root, digest.hex())
+        folder = nofollow.open_folder(root, digest.hex())
     except FileNotFoundError:
         return None
     # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.

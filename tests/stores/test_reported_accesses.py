@@ -20,7 +20,7 @@ from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit,
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.access_log import MOST_REQUESTS, AccessLog
+from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.request_info import RequestFacts
@@ -85,7 +85,7 @@ def test_block_folder_read_being_recorded_protects_its_block(tmp_path, monkeypat
         assert there(folder, (0, 1)) == [0]
 
 
-def test_access_log_unwritable_request_facts_lose_only_that_request(tmp_path):
+def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):
     """Facts are checked before; whatever else may come, it is one request's own loss."""
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
@@ -145,22 +145,22 @@ def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
 
 @settings(deadline=None)
 @given(told=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=20))
-def test_access_log_repeated_requests_report_each_block_once(told):
-    log, longest = AccessLog(), {}
+def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
+    reported, longest = ReportedAccesses(), {}
     for request, length in told:
-        accesses = log.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
+        accesses = reported.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
         before = longest.get(request, 0)
         assert [one.context.position for one in accesses] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
 
 
-def test_access_log_many_requests_keep_a_bounded_memory():
-    log = AccessLog()
+def test_reported_accesses_of_many_requests_keep_a_bounded_memory():
+    reported = ReportedAccesses()
     for number in range(MOST_REQUESTS + 10):
-        log.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
-    assert log.requests == MOST_REQUESTS
+        reported.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
+    assert reported.requests == MOST_REQUESTS
     never = key_of("never told of")
-    assert log.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+    assert reported.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
 
 
 @given(

@@ -1,4 +1,6 @@
-"""Reading and writing the file of a block, in pieces between which the call can be cancelled.
+"""The files of blocks: finding, reading and writing them.
+
+A file is read and written in pieces, between which the call can be cancelled.
 
 A file that is not in the page cache is read by direct I/O into the caller's pages: without a copy,
 and without pages in the cache. That takes a fraction of the CPU time and is at least as fast. A
@@ -11,15 +13,22 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
+from pathlib import Path
 
 from sglang_cake.codecs.frame import Incoming
 from sglang_cake.core.buffers import PAGE_BYTES
-from sglang_cake.stores.file.paths import new_tmp_name
+from sglang_cake.core.errors import BlockMissing
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.paths import CORRUPT, NamespaceFolder, new_tmp_name
 from sglang_cake.stores.threads import check_stop
 
+MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
+MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
 # Large enough that system calls take a negligible time; small enough that a cancelled caller waits
 # for about a millisecond, and that a piece is still in the CPU's cache when it is hashed.
 PIECE_BYTES = 1 << 20
@@ -30,6 +39,142 @@ _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _RESIDENT = 1
+
+
+class BlockFiles:
+    """The block files below one root. Blocking and thread-safe. No link is followed."""
+
+    def __init__(
+        self, root: Path, make_namespace: Callable[[Digest], None], *, sync: bool
+    ) -> None:
+        """Args:
+        make_namespace: makes the folder of a namespace, with its description.
+        sync: as for `NewFile`.
+        """
+        self._root = root
+        self._make_namespace = make_namespace
+        self._sync = sync
+
+    def is_there(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the path of the block exists, as a hint."""
+        return os.path.lexists("/".join((str(self._root), *self._names(digest, key))))
+
+    def size_bytes(self, digest: Digest, key: BlockKey) -> int | None:
+        """Size of the block's file; None if there is none. Raises: OSError."""
+        status = nofollow.status_of(self._root, *self._names(digest, key))
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+    def open_to_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> int:
+        """A descriptor of the block's file, or of anything else of this name.
+
+        The descriptor of a link cannot be read.
+
+        Raises: BlockMissing; OSError.
+        """
+        *shard, name = self._names(digest, key)
+        try:
+            with nofollow.opened(self._root, *shard) as folder:
+                try:
+                    return _open_to_read(folder, name, counts=counts)
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+                    return os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            raise BlockMissing(name) from None
+
+    def new(self, digest: Digest, key: BlockKey) -> "NewFile":
+        """A new file for the block.
+
+        Missing folders are made, and made again if another process removes the empty folders before
+        the file is in them.
+        Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
+        """
+        *shard, name = self._names(digest, key)
+        for tries_left in reversed(range(MOST_TRIES)):
+            try:
+                return NewFile(nofollow.open_folder(self._root, *shard), name, sync=self._sync)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                self._make_folders(digest, shard)
+        raise AssertionError("the last try returns or raises")
+
+    def _make_folders(self, digest: Digest, shard: list[str]) -> None:
+        try:
+            self._make_namespace(digest)
+            for depth in range(2, len(shard) + 1):
+                nofollow.make_folder(self._root, *shard[:depth])
+        except FileNotFoundError:
+            os.stat(self._root)  # without the root, a disk was unmounted: no further try
+
+    def remove(self, digest: Digest, key: BlockKey) -> None:
+        """Remove the block's file, if there is one. Raises: OSError."""
+        nofollow.remove_file(self._root, *self._names(digest, key))
+
+    def remove_folders(self, digest: Digest, key: BlockKey) -> None:
+        """Remove the folders of the block, as far as they are empty."""
+        nofollow.remove_empty(self._root, *self._names(digest, key)[:-1])
+
+    def is_gone(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the block has no file. Then its folders are removed, as far as they are empty.
+
+        Raises: OSError.
+        """
+        if nofollow.status_of(self._root, *self._names(digest, key)) is not None:
+            return False
+        self.remove_folders(digest, key)
+        return True
+
+    def set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
+        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full.
+
+        Args:
+            bad: status of the corrupt file.
+
+        Returns whether the file was kept; None if another file has replaced it.
+        Raises: OSError.
+        """
+        *shard, name = self._names(digest, key)
+        nofollow.make_folder(self._root, shard[0], CORRUPT)
+        with (
+            nofollow.opened(self._root, *shard) as folder,
+            nofollow.opened(self._root, shard[0], CORRUPT) as aside,
+        ):
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
+                return None
+            kept = len(os.listdir(aside)) < MAX_SET_ASIDE
+            if kept:
+                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
+        if not kept:
+            self.remove(digest, key)
+        self.remove_folders(digest, key)
+        return kept
+
+    def _names(self, digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
+        return *NamespaceFolder(self._root, digest).shard(key), key.hex()
+
+
+def _open_to_read(folder: int, name: str, *, counts: bool) -> int:
+    """Open a block's file in an open folder.
+
+    Args:
+        counts: the read is an access, and changes the access time of the file. Eviction uses that
+            time if the index is lost.
+
+    Raises: OSError (ELOOP for a link).
+    """
+    # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    if not counts and hasattr(os, "O_NOATIME"):
+        with contextlib.suppress(PermissionError):  # a file of another user
+            return os.open(name, flags | os.O_NOATIME, dir_fd=folder)
+    return os.open(name, flags, dir_fd=folder)
+
+
+# ---- reading ----
 
 
 def read_framed(
@@ -64,23 +209,6 @@ def read_framed(
         if checked is not None:
             wait((checked,))
     return block.finish()
-
-
-def open_to_read(folder: int, name: str, *, counts: bool) -> int:
-    """Open a block's file in an open folder.
-
-    Args:
-        counts: the read is an access, and changes the access time of the file. Eviction uses that
-            time if the index is lost.
-
-    Raises: OSError (ELOOP for a link).
-    """
-    # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    if not counts and hasattr(os, "O_NOATIME"):
-        with contextlib.suppress(PermissionError):  # a file of another user
-            return os.open(name, flags | os.O_NOATIME, dir_fd=folder)
-    return os.open(name, flags, dir_fd=folder)
 
 
 class _Pieces:
@@ -144,6 +272,9 @@ def _is_resident(address: int) -> bool:
     if _mincore(address, PAGE_BYTES, answer):
         raise OSError(ctypes.get_errno(), "mincore")
     return bool(answer.raw[0] & _RESIDENT)
+
+
+# ---- writing ----
 
 
 class NewFile:
