@@ -25,7 +25,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, Sto
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.probing import EXACT_KEYS
+from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.url import redacted, split_urls
 
 ASK_AT_ONCE = EXACT_KEYS  # for more keys, a store may answer approximately

@@ -14,7 +14,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)

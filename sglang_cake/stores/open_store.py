@@ -1,7 +1,7 @@
 """From the URLs of a setting to one open store. Every layer between a loader and its bytes is added
 here. Outermost first; a layer in brackets exists only with the setting beside it:
 
-    [RecordingStore]            a trace file
+    [RequestRecordingStore]     a trace file
       CountedStore              codec `raw`, or
       EncodedStore              any other codec
         [TieredStore]           several URLs, one tier each
@@ -28,7 +28,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Description, Store, StoreSource, describe
 from sglang_cake.stores.encoded import chains_of, encoded_store
 from sglang_cake.stores.file.file_store import default_source
-from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.lazy_store import LazyStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -57,7 +57,7 @@ class _BuiltIn:
 
 
 _FILE = _BuiltIn("sglang_cake.stores.file.file_store")
-_HTTP = _BuiltIn("sglang_cake.stores.http.http_source")
+_HTTP = _BuiltIn("sglang_cake.stores.http.http_store")
 BUILT_IN: Final = {
     "file": _FILE,
     "http": _HTTP,
@@ -126,7 +126,7 @@ def open_blocks(
             counters=counters,
             on_device=on_device,
         )
-    return store if trace is None else RecordingStore(store, trace)
+    return store if trace is None else RequestRecordingStore(store, trace)
 
 
 def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> Store:

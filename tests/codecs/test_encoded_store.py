@@ -38,10 +38,10 @@ from sglang_cake.stores.base import Store, put_first, report_access, sources_of
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.request_info import RequestFacts
-from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
 from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
@@ -98,7 +98,7 @@ def test_encoded_store_first_block_keeps_the_first_token_exact(tmp_path: Path, c
             depth=1,
         )
         if recorded:
-            store = RecordingStore(store, TraceFile(tmp_path / "trace", 128))
+            store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
         rows = {}
         for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
             assert await put(key_of(name), memoryview(BLOCK))

@@ -29,7 +29,7 @@ from sglang_cake.loading.loader import (
 )
 from sglang_cake.loading.reading import Reading
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
 
 BLOCK, BYTES, PATIENCE_S = 4, 32, 60.0

@@ -24,7 +24,7 @@ from sglang_cake.stores.file import block_files
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 
 LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)

@@ -25,7 +25,7 @@ from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import key_of
 

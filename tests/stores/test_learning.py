@@ -15,7 +15,7 @@ from sglang_cake.stores.file import evictor as evictor_module
 from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
 

@@ -22,9 +22,9 @@ from sglang_cake.stores.eviction.reuse import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.request_info import RequestFacts
-from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.store_contract import block_of, key_of
 
 FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
@@ -210,7 +210,7 @@ def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
 
     async def main():
         trace = TraceFile(path, 128)
-        store = RecordingStore(MemoryStore(), trace)
+        store = RequestRecordingStore(MemoryStore(), trace)
         await report_access(store, [A, B], FACTS)
         await report_access(store, [A, B, key_of("c")], FACTS)  # the same request, later
         await report_access(store, [A], RequestFacts("r2", 128))

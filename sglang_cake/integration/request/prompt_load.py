@@ -33,7 +33,7 @@ from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import Mode, Progress, Step, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 # How long a new request may wait for its lookup before it is scheduled without it. A lookup takes
 # about a millisecond; this bounds the cost of a store that hangs.

@@ -39,7 +39,7 @@ from sglang_cake.stores.file.scan import (
     remove_stale,
     shards_in,
 )
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import check_stop
 from sglang_cake.stores.url import DEFAULT_POLICY
 

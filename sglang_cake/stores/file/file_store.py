@@ -32,7 +32,7 @@ from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.index_files import INDEX, LOCK
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.schema import ForeignIndexError, check_ours
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, ident_of
 from sglang_cake.stores.eviction.conversation import ConversationTracker
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 MOST_REQUESTS = 4096
 MOST_ANNOUNCED = 65_536  # blocks that may be put or read soon

@@ -19,7 +19,7 @@ from sglang_cake.stores.base import (
     events_of,
     report_access,
 )
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 
 class LazyStore:

@@ -255,7 +255,7 @@ class _Worker(Worker):
         Raises: CakeError if the worker cannot start.
         """
         # `server_metrics` can only be imported after `serve` has set a variable for it.
-        from sglang_cake.stores.http.connections import ConnectionServer
+        from sglang_cake.stores.http.connection_limit import ConnectionServer
         from sglang_cake.stores.http.http_server import StoreServer
         from sglang_cake.stores.http.server_metrics import ServerMetrics
 

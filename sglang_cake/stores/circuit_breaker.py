@@ -1,4 +1,6 @@
-"""Calls of one kind to a remote store: time limit, counters, circuit breaker, log lines."""
+"""Calls of one kind to a remote store (`Circuit`): their time limit (`AdaptiveTimeout`), their
+circuit breaker (`Breaker`), counters and log lines.
+"""
 
 import asyncio
 import contextlib
@@ -10,8 +12,7 @@ from enum import StrEnum
 
 from sglang_cake.core.counters import LATE
 from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
-from sglang_cake.stores.backoff import Breaker
-from sglang_cake.stores.timing import AdaptiveTimeout, TimeoutLimits
+from sglang_cake.stores.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,132 @@ FIRST_S = 1.0  # first open phase of the breaker
 LAST_S = 60.0  # longest open phase
 FORBIDDEN_EVERY_S = 600.0  # between two log lines about forbidden calls
 MAX_TEXT_CHARS = 300  # of a server's message, in log lines
+MOST_BACKOFF = 1024.0
+SLOWEST_BYTES_PER_S = 64 * 1024  # slower links are not waited for
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutLimits:
+    """Bounds of a time limit."""
+
+    first_s: float = 20.0  # before the first measurement; less than the loader waits
+    floor_s: float = 2.0
+    ceiling_s: float = 600.0  # large bodies may take longer, by SLOWEST_BYTES_PER_S
+
+
+class AdaptiveTimeout:
+    """Time limit for requests of one kind, similar to TCP's retransmission timer (RFC 6298).
+
+    The limit is SLACK times the expected duration of a request of this size, by the mean and the
+    deviation of the measured time per byte. Each timeout doubles later limits, up to the ceiling,
+    until a request is answered. So a link that becomes slow costs some requests and is then waited
+    for.
+    """
+
+    SLACK = 8.0
+    GAIN = 0.2  # weight of the newest measurement
+
+    def __init__(self, patience: TimeoutLimits) -> None:
+        self._patience = patience
+        self._mean_s: float | None = None  # per byte
+        self._deviation_s = 0.0
+        self.backoff = 1.0  # factor of every limit
+
+    def timeout_s(self, size_bytes: int) -> float:
+        """Limit for a request that transfers `size_bytes`, at least 1."""
+        patience = self._patience
+        if self._mean_s is None:
+            usual_s = patience.first_s
+        else:
+            usual_s = self.SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
+        most_s = max(patience.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
+        return min(max(usual_s, patience.floor_s) * self.backoff, most_s)
+
+    def answered(self, size_bytes: int, took_s: float) -> None:
+        """Record a request that transferred `size_bytes` in `took_s`."""
+        per_byte_s = took_s / size_bytes
+        self.backoff = 1.0
+        if self._mean_s is None:
+            self._mean_s = per_byte_s
+            self._deviation_s = per_byte_s / 2
+            return
+        error_s = per_byte_s - self._mean_s
+        self._deviation_s += self.GAIN * (abs(error_s) - self._deviation_s)
+        self._mean_s += self.GAIN * error_s
+
+    def was_late(self, backoff: float) -> None:
+        """Record a timeout. Of concurrent requests only the first timeout counts.
+
+        Args:
+            backoff: value of `backoff` when the request started.
+        """
+        if backoff == self.backoff:
+            self.backoff = min(2 * backoff, MOST_BACKOFF)
+
+
+class Breaker:
+    """Circuit breaker. Closed: every call goes. Open: none does. Half open: one does, as a probe.
+
+    A caller asks before every call, and reports the result of the call with the ticket that it got.
+    Reports with a ticket from before the last change of state are outdated, and ignored.
+    """
+
+    def __init__(self, *, failures: int, first_s: float, last_s: float) -> None:
+        """Args:
+        failures: in a row, until the breaker opens.
+        first_s, last_s: length of the first open phase, and limit for later ones. A failed probe
+            doubles it.
+        """
+        self._limit = failures
+        self._backoff = Backoff(first_s, last_s)
+        self._ticket = 0
+        self._failures = 0
+        self._probing = False
+        self.is_closed = True
+        self.openings = 0
+
+    def ask(self, now_s: float) -> int | None:
+        """Ticket for a call that starts now; None if no call may start."""
+        if not self.is_closed:
+            if self._probing or self._backoff.left_s(now_s):
+                return None
+            self._probing = True
+            self._ticket += 1
+        return self._ticket
+
+    def succeeded(self, ticket: int) -> None:
+        """The call was answered."""
+        if ticket != self._ticket:
+            return
+        self._failures = 0
+        if not self.is_closed:
+            self.is_closed = True
+            self._probing = False
+            self._backoff.reset()
+            self._ticket += 1
+
+    def failed(self, ticket: int, now_s: float) -> None:
+        """The call was not answered, or with a useless answer."""
+        if ticket != self._ticket:
+            return
+        self._failures += 1
+        if self._probing or self._failures >= self._limit:
+            self.is_closed = False
+            self._failures = 0
+            self._probing = False
+            self._backoff.start(now_s)
+            self._ticket += 1
+            self.openings += 1
+
+    def may_be_back(self) -> None:
+        """Other calls to the same server succeed again: the next call is a probe."""
+        self._backoff.skip()
+
+    def abandoned(self, ticket: int) -> None:
+        """The call was cancelled. If it was the probe, the next call is one."""
+        if ticket == self._ticket and self._probing:
+            self._probing = False
+            self._ticket += 1
 
 
 class Fault(StrEnum):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.stores.timing import SLOWEST_BYTES_PER_S, AdaptiveTimeout, Hedging, TimeoutLimits
+from sglang_cake.stores.circuit_breaker import SLOWEST_BYTES_PER_S, AdaptiveTimeout, TimeoutLimits
+from sglang_cake.stores.http.http_transport import Hedging
 
 PATIENCE = TimeoutLimits(first_s=30.0, floor_s=2.0, ceiling_s=600.0)
 SIZES = st.integers(1, 1 << 30)

@@ -1,4 +1,4 @@
-"""A store in a dict, for tests and for the simulator."""
+"""A store in a dict."""
 
 from collections.abc import AsyncIterator, Sequence
 

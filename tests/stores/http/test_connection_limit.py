@@ -22,7 +22,7 @@ from http_servers import (
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_cake.stores.http.connections import Places
+from sglang_cake.stores.http.connection_limit import Places
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.testing.store_contract import FRAME
 

@@ -16,7 +16,7 @@ from sglang_cake.core.keys import BlockKey
 EXACT_KEYS = 16  # up to so many keys, every store looks up every key
 
 
-async def probe(
+async def look_up_in_rounds(
     keys: Sequence[BlockKey],
     has: Callable[[BlockKey], Coroutine[Any, Any, bool]],
     *,
@@ -29,7 +29,7 @@ async def probe(
     """
     known: dict[int, bool] = {}
     for _ in range(rounds):
-        asked = next_probes(len(keys), known, at_once)
+        asked = next_lookups(len(keys), known, at_once)
         if not asked:
             break
         answers = await _ask(has, [keys[position] for position in asked])
@@ -49,7 +49,7 @@ async def _ask(
         await asyncio.wait(lookups)
 
 
-def next_probes(count: int, known: Mapping[int, bool], at_most: int) -> list[int]:
+def next_lookups(count: int, known: Mapping[int, bool], at_most: int) -> list[int]:
     """Positions from 0 to `count - 1` to look up next, ascending; empty when nothing is open.
 
     Args:

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_cake.stores.backoff import Breaker
+from sglang_cake.stores.circuit_breaker import Breaker
 
 FAILURES, FIRST_S, LAST_S = 3, 1.0, 8.0
 
