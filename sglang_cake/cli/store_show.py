@@ -24,7 +24,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.codec_names import CHOICES, RAW
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.namespace import LABEL
-from sglang_cake.stores.base import Description, StoredNamespace
+from sglang_cake.stores.base import StoreLayer, StoredNamespace
 from sglang_cake.stores.open_store import describe_store, parse_sources
 
 
@@ -78,7 +78,7 @@ def _print_layers(args: argparse.Namespace) -> int:
     return 0
 
 
-def _layer_lines(layer: Description, indent: str = "") -> list[str]:
+def _layer_lines(layer: StoreLayer, indent: str = "") -> list[str]:
     settings = [_setting_text(name, value) for name, value in layer.settings.items()]
     lines = ["  ".join([indent + layer.layer, *filter(None, settings)])]
     for inner in layer.inner:

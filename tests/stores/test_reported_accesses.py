@@ -18,7 +18,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import AccessListener, report_access
 from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit, ReuseFit
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
-from sglang_cake.stores.eviction.reuse import POOLED
+from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.file.index import BlockIndex

@@ -21,7 +21,7 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
@@ -187,7 +187,7 @@ class FileSource:
                 "http:// URL of `sglang-cake store serve` on the machine that has the disk"
             )
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {
             "path": str(self.path),
             "capacity_bytes": self.capacity_bytes,
@@ -198,7 +198,7 @@ class FileSource:
             "fair": self.tenant_rules.fair,
             "admit": self.admission.min_benefit_ratio,
         }
-        return Description("FileStore", settings)
+        return StoreLayer("FileStore", settings)
 
     def check_ours(self) -> None:
         """Check that the folder is absent, empty, or a store. Changes nothing.

@@ -22,7 +22,7 @@ from sglang_cake.codecs.frame import BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
@@ -392,13 +392,13 @@ class HttpSource:
         finally:
             await transport.close()
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {
             "base": self.base,
             "token_file": None if self.token_file is None else str(self.token_file),
             "ca": None if self.ca is None else str(self.ca),
         }
-        return Description("HttpStore", settings)
+        return StoreLayer("HttpStore", settings)
 
     def locate(self) -> Endpoint:
         """The endpoint, with the present content of the files. Raises: ConfigError."""

@@ -26,7 +26,7 @@ from sglang_cake.codecs.frame import BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
 from sglang_cake.stores.circuit_breaker import one_line
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
 from sglang_cake.stores.s3.bucket import S3Error, S3Bucket, S3Place
@@ -252,14 +252,14 @@ class S3Source:
         finally:
             await bucket.close()
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {
             "bucket": self.place.bucket,
             "prefix": self.place.prefix,
             "endpoint": self.place.endpoint,
             "region": self.place.region,
         }
-        return Description("S3Store", settings)
+        return StoreLayer("S3Store", settings)
 
     async def _ask(self) -> None:
         bucket = S3Bucket(self.place, connections=1, patience=self.patience)

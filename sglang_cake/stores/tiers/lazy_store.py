@@ -10,7 +10,7 @@ from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
-    Description,
+    StoreLayer,
     Store,
     StoredNamespace,
     StoreSource,
@@ -105,5 +105,5 @@ class LazySource:
     async def namespaces(self) -> list[StoredNamespace]:
         return await self.inner.namespaces()
 
-    def describe(self) -> Description:
-        return Description("LazyStore", {}, (describe(self.inner),))
+    def describe(self) -> StoreLayer:
+        return StoreLayer("LazyStore", {}, (describe(self.inner),))
