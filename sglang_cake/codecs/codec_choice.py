@@ -1,4 +1,4 @@
-"""How the blocks of a store are encoded: one codec for all (`OneCodec`), or `auto` (`BestCodec`).
+"""How the blocks of a store are encoded: one codec for all (`FixedCodec`), or `auto` (`AutoCodec`).
 
 `auto` stores a block with the codec with which its prompt should start soonest. A block loads in
 `l = max(size / link, block / decoding)` seconds, since decoding goes on while the next block comes
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sglang_cake.codecs.blocks import relative_error
+from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import decode, decodes_on_device
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import RAW_CHAIN, Chain, Forms, is_raw
@@ -47,7 +47,7 @@ class CodecTraits:
     codec: str
     size_share: float  # of the block's bytes
     decode_bytes_per_s: float  # of the block's own bytes, by all threads together; 0: not measured
-    error: float  # `blocks.relative_error`
+    error: float  # `block_arrays.relative_error`
 
 
 RAW_TRAITS = CodecTraits(RAW, 1.0, float("inf"), 0.0)
@@ -120,7 +120,7 @@ def _block_s(
     return load_s if compute_s is None else compute_s * load_s / (compute_s + load_s)
 
 
-class OneCodec:
+class FixedCodec:
     """Encodes blocks, one at a time, always with the same codec."""
 
     def __init__(self, layout: BlockLayout, codec: str, chain: Chain) -> None:
@@ -136,7 +136,7 @@ class OneCodec:
         return forms.payloads[self._codec]
 
 
-class BestCodec:
+class AutoCodec:
     """Encodes blocks, one at a time, each with the codec that suits it and the link of its tier:
     `auto`. Tiers with the same codec share a payload.
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.block_arrays import Block
 from sglang_cake.core.layout import BlockLayout
 
 Bytes = npt.NDArray[np.uint8]  # flat, contiguous

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,8}")
 MAX_TEXT_BYTES = ENCODED_HEAD_BYTES - 128  # of a chain; the rest is for `leading` and zeros
 
 
-def own_chain(codec: str) -> Chain:
+def registered_chain(codec: str) -> Chain:
     """Import the package that registers `codec`; returns its chain.
 
     Raises: ConfigError, one line: no package registers it, several do, or its chain cannot be used.
