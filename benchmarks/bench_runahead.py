@@ -37,8 +37,8 @@ from typing import Any
 
 from benchmarks import facts, servers, stats
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
-from sglang_cake.cli.demo import Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.core.spans import Span
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
@@ -141,7 +141,7 @@ class Bench:
     args: argparse.Namespace
     work: Path
     model: Path
-    progress: Progress
+    progress: ProgressLog
     cells: list[dict[str, Any]] = field(default_factory=list)
     tails: list[dict[str, Any]] = field(default_factory=list)
 
@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         link="TCP on loopback",
     )
     with servers.fresh_folder("runahead") as work:
-        bench = Bench(args, work, servers.model(args.small), Progress())
+        bench = Bench(args, work, servers.model(args.small), ProgressLog())
         without_tail(bench)
         result |= {"cells": bench.cells, "goals": summary(bench.cells)}
         facts.write(args.out, result)

@@ -17,7 +17,7 @@ pytest.importorskip("sglang")
 import torch
 
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, free_port, generate
+from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, free_port, generate
 
 LAYERS, SLOTS, TOKENS = 4, 4096, 512
 LONG, SPLIT = 6000, 3200
@@ -121,7 +121,7 @@ def _until(condition: Callable[[], bool], what: str, deadline_s: float = 120.0) 
         time.sleep(0.1)
 
 
-def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) -> Server:
+def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) -> SglangServer:
     flags = (
         *("--enable-cake", "--cake-store", f"file://{folder}/store-{rank}"),
         *("--cake-mode", "compute", "--chunked-prefill-size", "4096"),
@@ -136,7 +136,7 @@ def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) ->
         "XDG_CACHE_HOME": str(folder / "cache"),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     }
-    return Server(model, flags, env=env, log=folder / f"{rank}.log", gpu=True)
+    return SglangServer(model, flags, env=env, log=folder / f"{rank}.log", gpu=True)
 
 
 def _shared(url: str, ids: list[int]) -> Reply:

@@ -10,21 +10,21 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sglang_cake.cli.store_access import (
+from sglang_cake.cli.named_stores import (
     DEFAULT_DEPTH,
-    Place,
+    NamedStore,
     blocks_in,
     complain,
     depth,
     for_each,
     opened,
-    places,
+    named_stores,
     progress,
     readable,
     run_tool,
     stats_of,
 )
-from sglang_cake.cli.store_tables import count_text, size_text, table
+from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.stores.base import BlockInfo, remove_description
@@ -91,13 +91,13 @@ def add_clear(subparsers: Any) -> None:
 
 async def _verify(args: argparse.Namespace) -> int:
     results = []
-    for place in places(args.url):
-        result = Verified(place.url)
-        good, result.unreadable_namespaces = await readable(place, args.namespace)
-        complain(place, result.unreadable_namespaces)
+    for named in named_stores(args.url):
+        result = Verified(named.url)
+        good, result.unreadable_namespaces = await readable(named, args.namespace)
+        complain(named, result.unreadable_namespaces)
         with progress("verifying") as bar:
             for _, frame in good:
-                await _verify_namespace(place, frame, args.depth, result, bar)
+                await _verify_namespace(named, frame, args.depth, result, bar)
         results.append(result)
     if args.json:
         print(json.dumps({"stores": [asdict(result) for result in results]}))
@@ -122,10 +122,10 @@ async def _verify(args: argparse.Namespace) -> int:
 
 
 async def _verify_namespace(
-    place: Place, frame: BlockFrame, at_once: int, result: Verified, bar: Any
+    named: NamedStore, frame: BlockFrame, at_once: int, result: Verified, bar: Any
 ) -> None:
     buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
-    async with opened(place.source, frame, at_once) as store:
+    async with opened(named.source, frame, at_once) as store:
 
         async def check(block: BlockInfo, worker: int) -> None:
             try:
@@ -152,13 +152,13 @@ async def _verify_namespace(
 async def _gc(args: argparse.Namespace) -> int:
     keep_bytes = None if args.to is None else _size("--to", args.to)
     results = []
-    for place in places(args.url):
-        if place.files is None and keep_bytes is None:
-            raise ConfigError(f"{place.url}: only file stores need it; to shrink it, give --to")
-        result: dict[str, Any] = {"url": place.url, "temporary_files": 0, "corrupt_files": 0}
-        if place.files is not None:
-            result |= await asyncio.to_thread(_tidy, place.files)
-        result |= await _shrink(place, keep_bytes)
+    for named in named_stores(args.url):
+        if named.files is None and keep_bytes is None:
+            raise ConfigError(f"{named.url}: only file stores need it; to shrink it, give --to")
+        result: dict[str, Any] = {"url": named.url, "temporary_files": 0, "corrupt_files": 0}
+        if named.files is not None:
+            result |= await asyncio.to_thread(_tidy, named.files)
+        result |= await _shrink(named, keep_bytes)
         results.append(result)
     if args.json:
         print(json.dumps({"stores": results}))
@@ -184,18 +184,18 @@ def _tidy(source: FileSource) -> dict[str, int]:
         }
 
 
-async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
+async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
     """Evict until no more than `keep_bytes` are used, by the measure of `stat`."""
     result = {"evicted_blocks": 0, "evicted_bytes": 0}
     if keep_bytes is None:
         return result
-    good, bad = await readable(place)
-    complain(place, bad)
+    good, bad = await readable(named)
+    complain(named, bad)
     frames = [frame for _, frame in good]
-    blocks = await _by_use(place, frames)
+    blocks = await _by_use(named, frames)
     while blocks:
         left_bytes = sum(block.stored_bytes for _, block in blocks)
-        used_bytes = (await stats_of(place, frames)).used_bytes or left_bytes
+        used_bytes = (await stats_of(named, frames)).used_bytes or left_bytes
         if used_bytes <= keep_bytes:
             break
         # Deleting blocks also removes folders, but not the index. So one pass may evict slightly
@@ -208,19 +208,19 @@ async def _shrink(place: Place, keep_bytes: int | None) -> dict[str, Any]:
             wanted_bytes -= block.stored_bytes
         for frame, evicted in zip(frames, victims, strict=True):
             if evicted:
-                await _delete(place, frame, _each(evicted), total=len(evicted))
+                await _delete(named, frame, _each(evicted), total=len(evicted))
                 result["evicted_blocks"] += len(evicted)
                 result["evicted_bytes"] += sum(block.stored_bytes for block in evicted)
     return result
 
 
-async def _by_use(place: Place, frames: list[BlockFrame]) -> deque[tuple[int, BlockInfo]]:
+async def _by_use(named: NamedStore, frames: list[BlockFrame]) -> deque[tuple[int, BlockInfo]]:
     """All blocks with the number of their namespace, the least recently used first. Blocks without
     a time of use are the first."""
     found = []
     with progress("looking") as bar:
         for index, frame in enumerate(frames):
-            async for block in blocks_in(place, frame):
+            async for block in blocks_in(named, frame):
                 found.append((index, block))
                 bar.update(1)
     return deque(sorted(found, key=lambda entry: entry[1].used_s or 0.0))
@@ -235,33 +235,37 @@ async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:
 
 
 async def _clear(args: argparse.Namespace) -> int:
-    found = [(place, *await readable(place, args.namespace)) for place in places(args.url)]
+    found = [(named, *await readable(named, args.namespace)) for named in named_stores(args.url)]
     count = sum(len(good) for _, good, _ in found)
     if not args.yes:
         _ask(f"Delete all blocks of {count} namespaces in {args.url}?")
     results = []
-    for place, good, bad in found:
-        complain(place, bad)
+    for named, good, bad in found:
+        complain(named, bad)
         deleted = 0
         for _, frame in good:
-            deleted += await _delete(place, frame, None, total=None)
-        results.append({"url": place.url, "deleted_blocks": deleted, "unreadable_namespaces": bad})
+            deleted += await _delete(named, frame, None, total=None)
+        results.append({"url": named.url, "deleted_blocks": deleted, "unreadable_namespaces": bad})
         if not args.json:
-            print(f"{place.url}: {count_text(deleted)} blocks deleted")
+            print(f"{named.url}: {count_text(deleted)} blocks deleted")
     if args.json:
         print(json.dumps({"stores": results}))
     return 0
 
 
 async def _delete(
-    place: Place, frame: BlockFrame, blocks: AsyncIterator[BlockInfo] | None, *, total: int | None
+    named: NamedStore,
+    frame: BlockFrame,
+    blocks: AsyncIterator[BlockInfo] | None,
+    *,
+    total: int | None,
 ) -> int:
     """Delete `blocks` (None: all), and the namespace if it is empty then; returns their number.
 
     Raises: StoreUnavailable.
     """
     deleted = 0
-    async with opened(place.source, frame, DEFAULT_DEPTH) as store:
+    async with opened(named.source, frame, DEFAULT_DEPTH) as store:
         with progress("deleting", total=total) as bar:
 
             async def delete(block: BlockInfo, worker: int) -> None:

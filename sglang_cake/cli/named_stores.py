@@ -1,4 +1,6 @@
-"""Shared by the tools of `sglang-cake store`: stores, namespaces, and calls at once."""
+"""The stores that the tools of `sglang-cake store` are given as URLs: their namespaces and blocks,
+and calls at once.
+"""
 
 import argparse
 import asyncio
@@ -24,7 +26,7 @@ SHORT_DIGEST = 12  # hex digits of a namespace in tables; as a prefix, they sele
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NamedStore:
     """One store of the command line. The tiers of `A,B` are separate stores here, since an operator
     wants to know what each of them holds."""
 
@@ -45,22 +47,22 @@ class Place:
         return frame if seal is None else seal(frame)
 
 
-def places(text: str) -> list[Place]:
+def named_stores(text: str) -> list[NamedStore]:
     """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a missing folder: a tool
     that created it would hide a typing error."""
     sources = parse_sources(text, reads_count=False)  # reads of tools must not count as use
     found = [
-        Place(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
+        NamedStore(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
     ]
-    for place in found:
-        if place.files is not None and not place.files.path.is_dir():
-            raise ConfigError(f"store URL {place.url!r}: there is no such folder")
+    for named in found:
+        if named.files is not None and not named.files.path.is_dir():
+            raise ConfigError(f"store URL {named.url!r}: there is no such folder")
     return found
 
 
-def one_place(text: str) -> Place:
+def one_store(text: str) -> NamedStore:
     """The store that a single URL names. Raises: ConfigError."""
-    found = places(text)
+    found = named_stores(text)
     if len(found) > 1:
         raise ConfigError(f"{redacted(text)!r} names {len(found)} stores, write one")
     return found[0]
@@ -83,27 +85,27 @@ def frame_of(stored: StoredNamespace) -> BlockFrame:
     return frames.frame_of(namespace, layout)
 
 
-async def namespaces_of(place: Place, prefix: str = "") -> list[StoredNamespace]:
+async def namespaces_of(named: NamedStore, prefix: str = "") -> list[StoredNamespace]:
     """The namespaces whose digest starts with `prefix` (hex).
 
     Raises: StoreUnavailable; ConfigError if there is none with that prefix.
     """
-    stored = await place.source.namespaces()
+    stored = await named.source.namespaces()
     chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
     if prefix and not chosen:
-        raise ConfigError(f"{place.url}: no namespace starts with {prefix!r}")
+        raise ConfigError(f"{named.url}: no namespace starts with {prefix!r}")
     return chosen
 
 
 async def readable(
-    place: Place, prefix: str = ""
+    named: NamedStore, prefix: str = ""
 ) -> tuple[list[tuple[StoredNamespace, BlockFrame]], dict[str, str]]:
     """The namespaces that can be read, and for the others why not (by digest, in hex).
 
     Raises: StoreUnavailable, ConfigError.
     """
     good, bad = [], {}
-    for stored in await namespaces_of(place, prefix):
+    for stored in await namespaces_of(named, prefix):
         try:
             good.append((stored, frame_of(stored)))
         except ValueError as error:
@@ -111,10 +113,10 @@ async def readable(
     return good, bad
 
 
-def complain(place: Place, unreadable: dict[str, str]) -> None:
+def complain(named: NamedStore, unreadable: dict[str, str]) -> None:
     """Print the skipped namespaces on stderr."""
     for digest, why in unreadable.items():
-        print(f"{place.url}: namespace {digest[:SHORT_DIGEST]}: {why}", file=sys.stderr)
+        print(f"{named.url}: namespace {digest[:SHORT_DIGEST]}: {why}", file=sys.stderr)
 
 
 @asynccontextmanager
@@ -127,26 +129,26 @@ async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIte
         await store.close()
 
 
-async def blocks_in(place: Place, frame: BlockFrame) -> AsyncIterator[BlockInfo]:
+async def blocks_in(named: NamedStore, frame: BlockFrame) -> AsyncIterator[BlockInfo]:
     """The blocks of one namespace. A folder is not changed.
 
     Raises: StoreUnavailable; ConfigError.
     """
-    if place.files is not None:
-        for block in place.files.blocks_in(place.stored(frame).digest):
+    if named.files is not None:
+        for block in named.files.blocks_in(named.stored(frame).digest):
             yield block
         return
-    async with opened(place.source, frame, 1) as store:
+    async with opened(named.source, frame, 1) as store:
         async for block in store.list_blocks():
             yield block
 
 
-async def stats_of(place: Place, frames: list[BlockFrame]) -> StoreStats:
+async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
     """How full a store is. A folder is not changed. Raises: StoreUnavailable."""
-    if place.files is not None:
-        return place.files.stats()
+    if named.files is not None:
+        return named.files.stats()
     for frame in frames:  # the stats of one namespace are those of the whole store
-        async with opened(place.source, frame, 1) as store:
+        async with opened(named.source, frame, 1) as store:
             return await store.stats()
     return StoreStats()
 
