@@ -83,10 +83,10 @@ def _lend(pipe: Connection) -> None:
     from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
     engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
-    address, ring = engine.lend()
+    address, buffer = engine.lend()
     pipe.send((engine.session, address))
     pipe.recv()
-    pipe.send(ring[:256].cpu().tolist())
+    pipe.send(buffer[:256].cpu().tolist())
     pipe.recv()
 
 
@@ -101,8 +101,8 @@ def test_ipc_engine_written_part_is_in_the_memory_of_the_other_process() -> None
         assert ours.poll(120)
         session, target = ours.recv()
         engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
-        source, ring = engine.lend()
-        engine.fill(ring[:256], torch.arange(256, device="cuda").to(torch.uint8))
+        source, buffer = engine.lend()
+        engine.fill(buffer[:256], torch.arange(256, device="cuda").to(torch.uint8))
         assert engine.write(session, source, target, 256)
         ours.send("look")
         assert ours.poll(60)

@@ -97,7 +97,7 @@ def ring_member(
     rank: int, peers: list[tuple[str, int]], engine: WriteEngine, timeout_s: float = WAIT_S
 ) -> OneSidedTransport:
     def connect(greeting: Callable[[int], Message]) -> ZmqTransport:
-        return member(rank, peers, namespace=apart(NAMESPACE, "ring"), greeting=greeting)
+        return member(rank, peers, namespace=apart(NAMESPACE, "one-sided"), greeting=greeting)
 
     others = frozenset(range(len(peers))) - {rank}
     return OneSidedTransport(connect, others, engine, timeout_s)
