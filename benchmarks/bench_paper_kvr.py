@@ -28,8 +28,8 @@ from sglang_cake.runahead.chain_model import (
     sequence_parallel_ttft,
     traffic_tokens,
 )
-from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
 from sglang_cake.runahead.grid_search import Searched, grid_search
+from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
 from sglang_cake.runahead.partition_table import PartitionTable
 
 K = 1024

@@ -43,8 +43,8 @@ from sglang_cake.core.spans import Span
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
 from sglang_cake.runahead.chain_model import traffic_tokens
-from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.grid_search import grid_search
+from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import PartitionTable
 
 FULL = {"lengths": [512, 2048, 4096, 8192], "repeats": 5, "search_repeats": 2, "name": "cpu"}

@@ -25,8 +25,8 @@ from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import build_llama, kv_token_bytes
 from sglang_cake.demo.sglang_server import (
     Reply,
-    SglangServer,
     ServerDied,
+    SglangServer,
     cake_metric,
     flush_cache,
     generate,

@@ -27,8 +27,8 @@ from sglang_cake.cli.text_tables import table
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.spans import Span
-from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.grid_search import Journal, Searched, grid_search
+from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import load_table, save_table
 
 PARAMETER = "cake_runahead"  # of a request's sampling parameters

@@ -141,8 +141,8 @@ async def _measure_size(
 ) -> list[Measured]:
     layout = BlockLayout(1, (("bench", (size_bytes,)),), "uint8", 1)
     fields = {LABEL: "sglang-cake store bench", "run": secrets.token_hex(8)}
-    named = Namespace((*fields.items(), ("layout", layout.describe())))
-    frame = BlockFrame(named, layout)
+    namespace = Namespace((*fields.items(), ("layout", layout.describe())))
+    frame = BlockFrame(namespace, layout)
     found = []
     for at_once in depths:
         keys = _keys(at_once, max(MIN_BLOCKS * at_once, budget_bytes // size_bytes))

@@ -24,8 +24,8 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import redacted, split_urls
 
 ASK_AT_ONCE = EXACT_KEYS  # for more keys, a store may answer approximately

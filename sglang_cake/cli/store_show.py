@@ -12,8 +12,8 @@ from sglang_cake.cli.named_stores import (
     blocks_in,
     complain,
     frame_of,
-    namespaces_of,
     named_stores,
+    namespaces_of,
     progress,
     readable,
     run_tool,
@@ -24,7 +24,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.codec_names import CHOICES, RAW
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.namespace import LABEL
-from sglang_cake.stores.base import StoreLayer, StoredNamespace
+from sglang_cake.stores.base import StoredNamespace, StoreLayer
 from sglang_cake.stores.open_store import describe_store, parse_sources
 
 

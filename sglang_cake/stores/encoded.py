@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from sglang_cake.codecs.block_arrays import takes_lossy
-from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.codecs.codec_steps import Malformed
+from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.codec_names import AUTO, CODECS, LOSSLESS, RAW
 from sglang_cake.core.counters import Counters

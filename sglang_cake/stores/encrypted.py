@@ -28,7 +28,7 @@ from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.core.secret_file import read_key
-from sglang_cake.stores.base import StoreLayer, Store, StoredNamespace, StoreSource, describe
+from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
 from sglang_cake.stores.threads import check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore
 

@@ -25,7 +25,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import StoreLayer, Store, StoreSource, describe
+from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
 from sglang_cake.stores.encoded import chains_of, encoded_store
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile

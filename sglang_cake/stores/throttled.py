@@ -9,7 +9,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import StoreLayer, Store, StoredNamespace, StoreSource, describe
+from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 # Progress is reported in pieces of PIECE_BYTES, or of the bytes of PIECE_S if that is more.

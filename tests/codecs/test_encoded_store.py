@@ -38,11 +38,11 @@ from sglang_cake.stores.base import Store, put_first, report_access, sources_of
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
 from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
 

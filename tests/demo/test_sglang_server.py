@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_cake.demo import sglang_server as module
-from sglang_cake.demo.sglang_server import SglangServer, ServerDied, flush_cache, generate
+from sglang_cake.demo.sglang_server import ServerDied, SglangServer, flush_cache, generate
 
 # Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
 STAND_IN = r"""

@@ -13,8 +13,8 @@ from sglang_cake.core.spans import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_load import PromptLoad
-from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.faulty import RecordingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import Writer
 
 BLOCK, PATIENCE_S = 16, 60.0

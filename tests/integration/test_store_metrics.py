@@ -12,11 +12,11 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import Costs, LoadCost, PrefillCost
 from sglang_cake.stores.base import EvictionCounts, StoreStats
-from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestRecordingStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 LABELS = {"model": "m"}

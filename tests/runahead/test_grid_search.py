@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.spans import Span
-from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.grid_search import Journal, Searched, grid_points, grid_search
+from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.partition_table import PartitionTable, load_table, save_table, table_path
 
 

@@ -21,9 +21,9 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.file import block_files
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 

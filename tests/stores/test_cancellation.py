@@ -9,8 +9,8 @@ import pytest
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file import block_files
-from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.threads import run_stoppable
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 

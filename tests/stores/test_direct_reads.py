@@ -17,8 +17,8 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file import block_files
 from sglang_cake.stores.file.block_files import is_cached, set_direct
-from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import Told, block_of, key_of
 

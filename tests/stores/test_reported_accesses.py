@@ -20,11 +20,11 @@ from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit,
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import block_of, key_of
 
 FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))

@@ -32,9 +32,9 @@ import sglang_cake
 from sglang_cake.cli import PIPE_STATUS
 from sglang_cake.cli.store_cp import _lacking
 from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
-from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 FRAMED = 2 * 4096  # what a block takes on the disk

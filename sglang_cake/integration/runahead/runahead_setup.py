@@ -18,10 +18,10 @@ from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_owner import Runahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting
 from sglang_cake.runahead.messages import Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import OneSidedTransport, apart
-from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting
 from sglang_cake.runahead.partition_table import WatchedTable, table_path
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.runahead.zeromq import ZmqTransport

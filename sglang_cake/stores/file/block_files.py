@@ -44,9 +44,7 @@ _RESIDENT = 1
 class BlockFiles:
     """The block files below one root. Blocking and thread-safe. No link is followed."""
 
-    def __init__(
-        self, root: Path, make_namespace: Callable[[Digest], None], *, sync: bool
-    ) -> None:
+    def __init__(self, root: Path, make_namespace: Callable[[Digest], None], *, sync: bool) -> None:
         """Args:
         make_namespace: makes the folder of a namespace, with its description.
         sync: as for `NewFile`.

@@ -23,16 +23,16 @@ from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, 
 from sglang_cake.stores.eviction import Usage, ident_of
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.file.reported_accesses import ReportedAccesses
 from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved
+from sglang_cake.stores.file.index_files import overhead_bytes
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock
-from sglang_cake.stores.file.index_files import overhead_bytes
 from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.reported_accesses import ReportedAccesses
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
     namespaces_in,

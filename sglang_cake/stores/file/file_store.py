@@ -21,14 +21,14 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
-from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
+from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
 from sglang_cake.stores.file.index_files import INDEX, LOCK
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.schema import ForeignIndexError, check_ours

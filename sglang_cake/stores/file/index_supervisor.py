@@ -15,14 +15,14 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.reported_accesses import Access
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
-from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.index import BlockIndex, Touch
 from sglang_cake.stores.file.index_files import put_aside
+from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
+from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.reported_accesses import Access
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,

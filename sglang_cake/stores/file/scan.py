@@ -15,9 +15,9 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.namespace_descriptions import read_description
 from sglang_cake.stores.file.index import STORED_TOTALS, ScannedFile, State
 from sglang_cake.stores.file.index_files import INDEX, overhead_bytes
+from sglang_cake.stores.file.namespace_descriptions import read_description
 from sglang_cake.stores.file.paths import CORRUPT, owner_of, this_host, tmp_owner
 from sglang_cake.stores.file.schema import check_ours, connect_to_read
 

@@ -22,7 +22,7 @@ from sglang_cake.codecs.frame import BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path

@@ -16,7 +16,7 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.backoff import Backoff
-from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace, Slots
 from sglang_cake.stores.threads import Stopped
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted

@@ -21,8 +21,14 @@ from botocore.exceptions import (
 )
 
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
-from sglang_cake.stores.circuit_breaker import Circuit, Fault, RemoteCounters, RemoteError, one_line
-from sglang_cake.stores.circuit_breaker import TimeoutLimits
+from sglang_cake.stores.circuit_breaker import (
+    Circuit,
+    Fault,
+    RemoteCounters,
+    RemoteError,
+    TimeoutLimits,
+    one_line,
+)
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0  # without a byte

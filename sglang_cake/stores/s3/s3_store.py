@@ -26,12 +26,11 @@ from sglang_cake.codecs.frame import BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, StoreLayer, Store, StoredNamespace, StoreStats
-from sglang_cake.stores.circuit_breaker import one_line
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
-from sglang_cake.stores.s3.bucket import S3Error, S3Bucket, S3Place
+from sglang_cake.stores.s3.bucket import S3Bucket, S3Error, S3Place
 from sglang_cake.stores.threads import run_stoppable
-from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.url import StoreUrl, matching
 
 LOOKUPS_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after two

@@ -10,9 +10,9 @@ from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
-    StoreLayer,
     Store,
     StoredNamespace,
+    StoreLayer,
     StoreSource,
     StoreStats,
     describe,
