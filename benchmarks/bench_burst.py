@@ -23,8 +23,8 @@ from benchmarks import facts, servers, stats
 from benchmarks.paper.pictures import PICTURES, draw
 from benchmarks.paper.traces import DECODED, SHORTS, SPIKES_S, burst
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
-from sglang_cake.cli.demo import Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import flush_cache, generate
@@ -144,7 +144,7 @@ def text(found: dict[str, Any]) -> str:
     return table(heads, rows, right=range(1, len(heads)))
 
 
-def run(args: argparse.Namespace, work: Path, progress: Progress) -> dict[str, Any]:
+def run(args: argparse.Namespace, work: Path, progress: ProgressLog) -> dict[str, Any]:
     """Both arms."""
     model = servers.model(True)
     long = servers.random_prompt(args.tokens + 1, seed=7)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     servers.unwind_when_told_to_end()
     result = facts.header("burst", tokens=args.tokens, shorts=SHORTS, repeats=args.repeats)
     with servers.fresh_folder("burst") as work:
-        result |= run(args, work, Progress())
+        result |= run(args, work, ProgressLog())
     found = result["summary"] = summary(result["runs"])
     if args.picture:
         middle = args.repeats // 2

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import demos, documents, facts
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.text_tables import table
 from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSLESS
 
 DOC = facts.ROOT / "docs" / "codecs.md"

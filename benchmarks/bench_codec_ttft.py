@@ -27,8 +27,8 @@ from transformers import AutoTokenizer
 from benchmarks import facts, servers, stats
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.train_small_llama import CONFIG, OUT, STEPS, small_llama, texts
-from sglang_cake.cli.demo import Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.codec_names import CODECS, RAW
 from sglang_cake.demo.sglang_server import generate
@@ -117,7 +117,7 @@ class Bench:
     args: argparse.Namespace
     work: Path
     prompt: list[int]
-    progress: Progress
+    progress: ProgressLog
     arms: dict[str, FrozenServer] = field(default_factory=dict)
     stored_bytes: dict[str, int] = field(default_factory=dict)  # that may be loaded, by codec
     balanced: float = 0.0  # bytes per second
@@ -263,7 +263,7 @@ def run(kind: type[Bench], args: argparse.Namespace, benchmark: str) -> dict[str
     )  # fmt: skip
     prompt = prompt_of(small_llama(OUT, STEPS), args.tokens)
     with servers.fresh_folder(benchmark) as work:
-        bench = kind(args, work, prompt, Progress())
+        bench = kind(args, work, prompt, ProgressLog())
         result["cells"] = []
         for cell in bench.cells():
             result["cells"].append(cell)

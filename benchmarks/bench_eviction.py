@@ -33,7 +33,7 @@ from sglang_cake.stores.eviction.reuse_policies import ReusePolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.index import BlockIndex, Found
+from sglang_cake.stores.file.index import BlockIndex, ScannedFile
 
 
 def replay_cells(traces: list[str], capacities: list[int]) -> Iterator[Cell]:
@@ -147,10 +147,10 @@ def forget(ident: int, context: AccessContext) -> None:
     pass
 
 
-def found(number: int, size: int) -> Found:
+def found(number: int, size: int) -> ScannedFile:
     key = BlockKey(number.to_bytes(8, "big") * 4)
     used_s = 1e9 + number + (500_000 if number % 8 == 0 else 0)
-    return Found(key, size, 1e9 + number, used_s)
+    return ScannedFile(key, size, 1e9 + number, used_s)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from benchmarks.servers import (
     wait_until_steady,
 )
 from sglang_cake.demo.models import kv_token_bytes
-from sglang_cake.demo.sglang_server import Server, flush_cache
+from sglang_cake.demo.sglang_server import SglangServer, flush_cache
 from sglang_cake.demo.smollm2 import NAME, smollm2
 
 CHUNK_TOKENS, OTHER_CHUNK_TOKENS = 512, 384
@@ -104,9 +104,9 @@ def answered(
 
     def served(
         name: str, flags: Sequence[str], *, chunk: int = CHUNK_TOKENS, stock: bool = False
-    ) -> Server:
+    ) -> SglangServer:
         print(f"  {name}", flush=True)
-        return Server(
+        return SglangServer(
             model,
             [*common_flags(chunk, longest), *flags],
             env=environment(STOCK if stock else {}),

@@ -34,8 +34,8 @@ from benchmarks import facts, servers
 from benchmarks.bench_stores import KEYS, http_store, s3_store
 from benchmarks.servers import BLOCK_TOKENS, STOCK, FrozenServer
 from sglang_cake.cli import main as sglang_cake
-from sglang_cake.cli.demo import CPU_MODEL, Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import CPU_MODEL, ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
@@ -91,7 +91,7 @@ class Bench:
     args: argparse.Namespace
     work: Path
     model: Path
-    progress: Progress
+    progress: ProgressLog
     prompt: list[int]
     runs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with servers.fresh_folder("faults") as work:
         prompt = servers.random_prompt(args.tokens, seed=5)
-        bench = Bench(args, work, servers.model(args.small), Progress(), prompt)
+        bench = Bench(args, work, servers.model(args.small), ProgressLog(), prompt)
         balanced = bench.fill()
         result["balanced_bytes_per_s"] = round(balanced)
         with bench.server("miss", [], STOCK) as miss:

@@ -32,8 +32,8 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder
 
 MIB = 1 << 20

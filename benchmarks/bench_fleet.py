@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.text_tables import table
 from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Clock, Hub, Machine
 from sglang_cake.simulator.shapes import find_shape

@@ -41,8 +41,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.http.http_client import HttpStore
-from sglang_cake.stores.http.http_source import HttpSource
+from sglang_cake.stores.http.http_store import HttpSource, HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.http.protocol import block_path
 

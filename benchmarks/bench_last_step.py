@@ -33,8 +33,8 @@ from typing import Any
 
 from benchmarks import facts, servers, stats
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
-from sglang_cake.cli.demo import CPU_MODEL, Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import CPU_MODEL, ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.testing.slow_link import SlowLink
@@ -83,7 +83,7 @@ class Bench:
     work: Path
     model: Path
     layers: int
-    progress: Progress
+    progress: ProgressLog
     document: list[int] = field(default_factory=list)
     asked: int = 0
     cells: list[dict[str, Any]] = field(default_factory=list)
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         repeats=args.repeats,
     )
     with servers.fresh_folder("last-step") as work:
-        bench = Bench(args, work, servers.model(args.small), size["layers"], Progress())
+        bench = Bench(args, work, servers.model(args.small), size["layers"], ProgressLog())
         run(bench, result)
     result["machine"]["load_average_after"] = facts.machine()["load_average"]
     facts.write(args.out, result)

@@ -48,7 +48,7 @@ from benchmarks.servers import (
     wait_until_steady,
 )
 from benchmarks.step_clock import STEPS_ENV
-from sglang_cake.cli.demo import Progress
+from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.demo.models import kv_token_bytes
 
 NO_ROOM = "min_free=900TB"
@@ -108,7 +108,7 @@ def micro(races: int = 5) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _servers(
-    args: argparse.Namespace, work: Path, progress: Progress
+    args: argparse.Namespace, work: Path, progress: ProgressLog
 ) -> Iterator[dict[str, FrozenServer]]:
     store, full = (work / "store").as_uri(), (work / "full").as_uri()
     arms: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -133,7 +133,7 @@ def _servers(
         yield servers
 
 
-def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def measure(args: argparse.Namespace, progress: ProgressLog) -> dict[str, Any]:
     """All rounds: what each arm's steps took, and Cake's own count of its time."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ORDERS[0]}
     prompt_bytes = (
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0 if every arm computed every prompt in full."""
     args = parse_args(argv)
     unwind_when_told_to_end()
-    progress = Progress()
+    progress = ProgressLog()
     result = facts.header(
         "overhead",
         model="hidden 256, 4 layers" if args.small else "hidden 768, 10 layers (92M)",

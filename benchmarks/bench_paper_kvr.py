@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import facts, kvr_figures
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.chain import (
+from sglang_cake.runahead.chain_model import (
     Link,
     Worker,
     all_gather_tokens,
@@ -28,9 +28,9 @@ from sglang_cake.runahead.chain import (
     sequence_parallel_ttft,
     traffic_tokens,
 )
+from sglang_cake.runahead.grid_search import Searched, grid_search
 from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
-from sglang_cake.runahead.search import Searched, grid_search
-from sglang_cake.runahead.table import PartitionTable
+from sglang_cake.runahead.partition_table import PartitionTable
 
 K = 1024
 PAPER = json.loads((Path(__file__).parent / "data" / "kvr_paper.json").read_text())

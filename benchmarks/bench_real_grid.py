@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks import facts, servers, stats
 from benchmarks.bench_ttft import NEW_TOKENS, Bench
 from benchmarks.servers import BLOCK_TOKENS, SMALL_MODEL, FrozenServer
-from sglang_cake.cli.demo import Progress
+from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms, evaluate
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.sglang_server import Reply, cake_metric
 
 FULL = {"lengths": [2048, 4096, 6144, 8192], "chunks": [128, 256], "repeats": 3, "name": "cpu"}
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     prompt = servers.random_prompt(max(args.lengths) + 1, seed=7)
     with servers.fresh_folder("real-grid") as work:
-        bench = Bench(args, work, servers.model(True, size=size), prompt, Progress())
+        bench = Bench(args, work, servers.model(True, size=size), prompt, ProgressLog())
         run(bench, result)
     result["machine"]["load_average_after"] = facts.machine()["load_average"]
     facts.write(args.out, result)

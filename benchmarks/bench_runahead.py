@@ -37,15 +37,15 @@ from typing import Any
 
 from benchmarks import facts, servers, stats
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
-from sglang_cake.cli.demo import Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.core.token_span import Span
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
-from sglang_cake.runahead.chain import traffic_tokens
+from sglang_cake.runahead.chain_model import traffic_tokens
+from sglang_cake.runahead.grid_search import grid_search
 from sglang_cake.runahead.partition import Partition, even
-from sglang_cake.runahead.search import grid_search
-from sglang_cake.runahead.table import PartitionTable
+from sglang_cake.runahead.partition_table import PartitionTable
 
 FULL = {"lengths": [512, 2048, 4096, 8192], "repeats": 5, "search_repeats": 2, "name": "cpu"}
 SMALL = {"lengths": [1024, 2048], "repeats": 2, "search_repeats": 1, "name": "small"}
@@ -141,7 +141,7 @@ class Bench:
     args: argparse.Namespace
     work: Path
     model: Path
-    progress: Progress
+    progress: ProgressLog
     cells: list[dict[str, Any]] = field(default_factory=list)
     tails: list[dict[str, Any]] = field(default_factory=list)
 
@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         link="TCP on loopback",
     )
     with servers.fresh_folder("runahead") as work:
-        bench = Bench(args, work, servers.model(args.small), Progress())
+        bench = Bench(args, work, servers.model(args.small), ProgressLog())
         without_tail(bench)
         result |= {"cells": bench.cells, "goals": summary(bench.cells)}
         facts.write(args.out, result)

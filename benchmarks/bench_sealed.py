@@ -29,7 +29,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.encrypted import BlockCipher, EncryptedStore, MasterKey
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.memory_store import MemoryStore
 
 MASTER = MasterKey(bytes(32))
 Pairs = dict[tuple[str, str], list[tuple[float, float]]]  # (arm, call) -> one pair a round

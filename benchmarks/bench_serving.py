@@ -25,8 +25,8 @@ from benchmarks import facts, servers, stats
 from benchmarks.bench_ttft import HICACHE_FLAGS, NEW_TOKENS, POLICIES
 from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import FrozenServer
-from sglang_cake.cli.demo import Progress
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.models import kv_token_bytes
 
 ARMS = ("off", "load", "auto", *(f"hicache-{policy}" for policy in POLICIES))
@@ -224,7 +224,7 @@ def balanced(server: FrozenServer, model: Path, args: argparse.Namespace) -> flo
     return len(prompt) * kv_token_bytes(model, servers.DTYPE) / ttft_s
 
 
-def run(args: argparse.Namespace, model: Path, work: Path, progress: Progress) -> dict[str, Any]:
+def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog) -> dict[str, Any]:
     """All arms; `off` first, which the bandwidth is measured on."""
     result: dict[str, Any] = {"runs": [], "balanced_bytes_per_s": 0}
     bandwidth = 1e9
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     servers.unwind_when_told_to_end()
     with servers.fresh_folder("serving") as work:
-        result = run(args, servers.model(True), work, Progress())
+        result = run(args, servers.model(True), work, ProgressLog())
     print("", text(result["summary"]), "", sep="\n")
     return 0
 

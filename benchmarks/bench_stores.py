@@ -32,7 +32,7 @@ from benchmarks import facts
 from benchmarks.bench_http_store import ours, running
 from benchmarks.demos import ARMS, CAKE, demo, said
 from benchmarks.stats import spread
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.sglang_server import free_port
 
 FULL = {"sizes": [1, 4], "depths": [1, 8], "mib": 256, "repeats": 3, "name": "cpu"}

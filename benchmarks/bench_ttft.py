@@ -32,7 +32,7 @@ from benchmarks import facts, servers, stats
 from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.ttft_report import cell, table
-from sglang_cake.cli.demo import Progress
+from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms
 from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import kv_token_bytes
@@ -115,7 +115,7 @@ class Bench:
     work: Path
     model: Path
     prompt: list[int]  # the longest; shorter ones are its beginnings
-    progress: Progress
+    progress: ProgressLog
     balanced: float = 0.0  # bytes per second
     cells: list[dict[str, Any]] = field(default_factory=list)
 
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0 if the three arms gave the same tokens in every cell."""
     args = parse_args(argv)
     servers.unwind_when_told_to_end()
-    progress = Progress()
+    progress = ProgressLog()
     result = facts.header(
         "ttft",
         model="hidden 256, 4 layers" if args.small else "hidden 768, 10 layers (92M)",

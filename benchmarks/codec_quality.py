@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from benchmarks.real_texts import real_texts
 from benchmarks.train_small_llama import texts
-from sglang_cake.codecs.blocks import Block, relative_error
+from sglang_cake.codecs.block_arrays import Block, relative_error
 from sglang_cake.codecs.catalogue import decode
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import Chain

@@ -18,7 +18,7 @@ from sglang_cake.simulator.eviction_replay import (
 from sglang_cake.simulator.request_traces import Trace, head, read_trace
 from sglang_cake.stores.eviction import Benefit, Usage, new_policy
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy
-from sglang_cake.stores.eviction.reuse import RequestClass, ReuseModel
+from sglang_cake.stores.eviction.reuse_model import RequestClass, ReuseModel
 from sglang_cake.stores.eviction.reuse_policies import (
     PREFIX_BENEFIT_EXPONENT,
     CakePolicy,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sglang_cake.cli.demo import CPU_MODEL, MODEL_FORMAT
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, generate
+from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, generate
 
 WORK = Path(__file__).resolve().parent / ".work"
 SMALL_MODEL = {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 512}
@@ -24,7 +24,7 @@ SETTLE_S = 0.1
 FREEZE_TRIES = 100
 
 
-class FrozenServer(Server):
+class FrozenServer(SglangServer):
     """A server that runs only inside `with server.thawed()`.
 
     An idle SGLang server polls, which costs a core; a stopped one costs nothing, and unlike

@@ -29,7 +29,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class Forked:
-    """`subprocess.Popen` as far as a `Server` needs it.
+    """`subprocess.Popen` as far as a `SglangServer` needs it.
 
     `command` is [the interpreter, "-m", a module, ...] or [the interpreter, a file, ...].
     """

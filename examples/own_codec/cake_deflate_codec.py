@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, is_whole
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.steps import Bytes, Malformed, is_whole
 from sglang_cake.codecs.zstd import BytePlanes
 
 

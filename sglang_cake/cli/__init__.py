@@ -15,7 +15,7 @@ from sglang_cake import __version__
 from sglang_cake.cli.demo import add_parser as add_demo
 from sglang_cake.cli.patch import add_parser as add_patch
 from sglang_cake.cli.plan import add_parser as add_plan
-from sglang_cake.cli.runahead import add_parser as add_runahead
+from sglang_cake.cli.runahead_search import add_parser as add_runahead
 from sglang_cake.cli.simulate import add_parser as add_simulate
 from sglang_cake.cli.store import add_parser as add_store
 from sglang_cake.cli.trace_replay import add_parser as add_trace

@@ -25,8 +25,8 @@ from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import build_llama, kv_token_bytes
 from sglang_cake.demo.sglang_server import (
     Reply,
-    Server,
     ServerDied,
+    SglangServer,
     cake_metric,
     flush_cache,
     generate,
@@ -48,7 +48,7 @@ CPU_MODEL = {"hidden": 768, "layers": 10, "heads": 12, "kv_heads": 4, "vocab": 4
 GPU_MODEL = {"hidden": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "vocab": 4096}
 
 
-class Progress:
+class ProgressLog:
     """One line per step, with the seconds since the start."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     may differ."""
     # SIGTERM must stop the servers too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _interrupt)
-    progress = Progress()
+    progress = ProgressLog()
     try:
         return _run(args, progress)
     except KeyboardInterrupt:
@@ -127,7 +127,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _run(args: argparse.Namespace, progress: Progress) -> int:
+def _run(args: argparse.Namespace, progress: ProgressLog) -> int:
     setting = _prepare(args, progress)
     cold, stored_share = _fill(setting, progress)
     compute = _arm(setting, "compute", None, progress)
@@ -158,7 +158,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
     return 0 if result["same_tokens"] or result["lossy"] else 1
 
 
-def _prepare(args: argparse.Namespace, progress: Progress) -> Setting:
+def _prepare(args: argparse.Namespace, progress: ProgressLog) -> Setting:
     default = RANDOM_TOKENS if args.model is None else TRAINED_TOKENS
     prompt_tokens = default[0] if args.prompt_tokens is None else args.prompt_tokens
     new_tokens = default[1] if args.new_tokens is None else args.new_tokens
@@ -218,7 +218,9 @@ def _throttled(stores: Sequence[str], bytes_per_s: float) -> list[str]:
     return [f"{url}{'&' if '?' in url else '?'}{each}" for url in stores]
 
 
-def _random_model(out: Path, gpu: bool, prompt_tokens: int, progress: Progress) -> tuple[Path, str]:
+def _random_model(
+    out: Path, gpu: bool, prompt_tokens: int, progress: ProgressLog
+) -> tuple[Path, str]:
     """Build the model once; later demos find it in `out`."""
     size, dtype = (GPU_MODEL, "bfloat16") if gpu else (CPU_MODEL, "float32")
     max_tokens = max(32768, 2 * prompt_tokens)
@@ -271,7 +273,7 @@ def answers_of(model: Path, arms: Iterable[Arm]) -> dict[str, str]:
     return found
 
 
-def _fill(setting: Setting, progress: Progress) -> tuple[Reply, float]:
+def _fill(setting: Setting, progress: ProgressLog) -> tuple[Reply, float]:
     """Let a server compute the prompt and store it.
 
     Returns: its answer; the stored bytes as a share of the bytes of the blocks.
@@ -283,7 +285,7 @@ def _fill(setting: Setting, progress: Progress) -> tuple[Reply, float]:
         return reply, _stored_share(server.base_url, setting)
 
 
-def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: Progress) -> Arm:
+def _arm(setting: Setting, mode: str, bandwidth: float | None, progress: ProgressLog) -> Arm:
     """Start a server in `mode` and run the prompt, each time with an empty tree."""
     arm = Arm(mode, _trace_file(setting, mode))
     with _served(setting, mode, _flags(setting, mode, bandwidth), progress) as server:
@@ -304,11 +306,11 @@ def _trace_file(setting: Setting, name: str) -> Path:
 
 @contextlib.contextmanager
 def _served(
-    setting: Setting, name: str, flags: Sequence[str], progress: Progress
-) -> Iterator[Server]:
+    setting: Setting, name: str, flags: Sequence[str], progress: ProgressLog
+) -> Iterator[SglangServer]:
     trace_file = _trace_file(setting, name)
     trace_file.unlink(missing_ok=True)
-    server = Server(
+    server = SglangServer(
         setting.model,
         flags,
         env={TRACE_ENV: str(trace_file)},
@@ -344,7 +346,7 @@ def _stored_share(base_url: str, setting: Setting) -> float:
     return cake_metric(base_url, "stored_bytes_total") / (blocks * block_bytes) if blocks else 1.0
 
 
-def _wait_for_store(base_url: str, setting: Setting, progress: Progress) -> None:
+def _wait_for_store(base_url: str, setting: Setting, progress: ProgressLog) -> None:
     """Wait until every full block of the prompt is stored, or no more blocks are: a store that was
     used before has some of them already."""
     blocks = len(setting.prompt) // BLOCK_TOKENS

@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 
 import sglang_cake
-from sglang_cake.cli.diff import DiffError, FileDiff, apply, parse
+from sglang_cake.cli.unified_diff import DiffError, FileDiff, apply, parse
 from sglang_cake.core.errors import PatchError
 
 

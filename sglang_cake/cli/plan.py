@@ -19,7 +19,7 @@ from sglang_cake.cli.machine_args import (
     parse_server,
     predict_ttft,
 )
-from sglang_cake.cli.store_tables import size_text, table
+from sglang_cake.cli.text_tables import size_text, table
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.simulator.hardware import UNSURE, gpus_for, kv_room_tokens
 

@@ -27,7 +27,7 @@ from sglang_cake.cli.machine_args import (
     predict_ttft,
 )
 from sglang_cake.cli.plots import plot_ttft
-from sglang_cake.cli.store_tables import table
+from sglang_cake.cli.text_tables import table
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.simulator.machine import Speed
 from sglang_cake.simulator.simulated_server import Policy, Prompt, PromptResult, serve

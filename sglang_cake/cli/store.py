@@ -7,8 +7,8 @@ The tools use the same interface as servers, and are safe while servers use the 
 from typing import Any
 
 from sglang_cake.cli.store_bench import add_bench
-from sglang_cake.cli.store_care import add_clear, add_gc, add_verify
 from sglang_cake.cli.store_cp import add_cp
+from sglang_cake.cli.store_maintenance import add_clear, add_gc, add_verify
 from sglang_cake.cli.store_serve import add_serve_parser
 from sglang_cake.cli.store_show import add_describe, add_ls, add_stat
 

@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.cli.store_access import (
-    Place,
+from sglang_cake.cli.named_stores import (
+    NamedStore,
     depth,
     for_each,
-    one_place,
+    one_store,
     opened,
     progress,
     run_tool,
 )
-from sglang_cake.cli.store_tables import count_text, exact_size_text, size_text, table
+from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import ConfigError, StoreFull
 from sglang_cake.core.keys import BlockKey
@@ -83,7 +83,7 @@ def add_bench(subparsers: Any) -> None:
 
 
 async def _bench(args: argparse.Namespace) -> int:
-    place = one_place(args.url)
+    named = one_store(args.url)
     kv_bytes = _kv_bytes(args)
     sizes = _list(args.sizes, "--sizes", _block_size)
     if kv_bytes is not None:
@@ -93,7 +93,7 @@ async def _bench(args: argparse.Namespace) -> int:
     found = []
     with progress("measuring", total=2 * len(sizes) * len(depths), unit="run") as bar:
         for size in sizes:
-            found += await _measure_size(place, size, depths, budget_bytes, bar)
+            found += await _measure_size(named, size, depths, budget_bytes, bar)
     model_speed = None
     if kv_bytes is not None:
         of_model = [m for m in found if m.block_bytes == kv_bytes * args.block_tokens]
@@ -105,7 +105,7 @@ async def _bench(args: argparse.Namespace) -> int:
         )
     if args.json:
         model = None if model_speed is None else asdict(model_speed)
-        print(json.dumps({"url": place.url, "runs": [asdict(m) for m in found], "model": model}))
+        print(json.dumps({"url": named.url, "runs": [asdict(m) for m in found], "model": model}))
         return 0
     print(_table(found))
     if any(m.from_cache for m in found):
@@ -137,25 +137,25 @@ def _table(found: list[Measured]) -> str:
 
 
 async def _measure_size(
-    place: Place, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
+    named: NamedStore, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
 ) -> list[Measured]:
     layout = BlockLayout(1, (("bench", (size_bytes,)),), "uint8", 1)
     fields = {LABEL: "sglang-cake store bench", "run": secrets.token_hex(8)}
-    named = Namespace((*fields.items(), ("layout", layout.describe())))
-    frame = BlockFrame(named, layout)
+    namespace = Namespace((*fields.items(), ("layout", layout.describe())))
+    frame = BlockFrame(namespace, layout)
     found = []
     for at_once in depths:
         keys = _keys(at_once, max(MIN_BLOCKS * at_once, budget_bytes // size_bytes))
-        async with opened(place.source, frame, at_once) as store:
+        async with opened(named.source, frame, at_once) as store:
             try:
-                found.append(await _measure(place, store, frame, at_once, keys, bar))
+                found.append(await _measure(named, store, frame, at_once, keys, bar))
             finally:
                 await _delete(store, keys)
     return found
 
 
 async def _measure(
-    place: Place, store: Store, frame: BlockFrame, at_once: int, keys: list[BlockKey], bar: Any
+    named: NamedStore, store: Store, frame: BlockFrame, at_once: int, keys: list[BlockKey], bar: Any
 ) -> Measured:
     size_bytes, blocks = frame.payload_bytes, len(keys)
     # Incompressible bytes, different in every block.
@@ -178,14 +178,14 @@ async def _measure(
     try:
         write_s = await _timed(blocks, write, at_once)
     except StoreFull as error:
-        raise ConfigError(f"{place.url}: no room to measure: {error}") from None
+        raise ConfigError(f"{named.url}: no room to measure: {error}") from None
     bar.update(1)
-    await asyncio.to_thread(_drop_cache, place, frame, keys)
+    await asyncio.to_thread(_drop_cache, named, frame, keys)
     before = _fetched_bytes()
     read_s = await _timed(blocks, get, at_once)
     bar.update(1)
     fetched = None if before is None else (_fetched_bytes() or 0) - before
-    files = place.files is not None and fetched is not None
+    files = named.files is not None and fetched is not None
     return Measured(
         block_bytes=size_bytes,
         depth=at_once,
@@ -214,12 +214,12 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
-def _drop_cache(place: Place, frame: BlockFrame, keys: list[BlockKey]) -> None:
+def _drop_cache(named: NamedStore, frame: BlockFrame, keys: list[BlockKey]) -> None:
     """Drop the blocks of a file store from the page cache. On a file system in memory that does
     not work: `from_cache` will tell."""
-    if place.files is None:
+    if named.files is None:
         return
-    folder = NamespaceFolder(place.files.path, place.stored(frame).digest)
+    folder = NamespaceFolder(named.files.path, named.stored(frame).digest)
     for key in keys:
         fd = os.open(folder.block(key), os.O_RDONLY)
         try:

@@ -6,26 +6,26 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sglang_cake.cli.store_access import (
+from sglang_cake.cli.named_stores import (
     DEFAULT_DEPTH,
     SHORT_DIGEST,
-    Place,
+    NamedStore,
     complain,
     depth,
     for_each,
-    one_place,
+    one_store,
     opened,
     progress,
     readable,
     run_tool,
 )
-from sglang_cake.cli.store_tables import count_text, size_text, table
+from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store
+from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.probing import EXACT_KEYS
 from sglang_cake.stores.url import redacted, split_urls
 
 ASK_AT_ONCE = EXACT_KEYS  # for more keys, a store may answer approximately
@@ -60,7 +60,7 @@ def add_cp(subparsers: Any) -> None:
 
 
 async def _cp(args: argparse.Namespace) -> int:
-    source, target = one_place(args.url), _target(args.to)
+    source, target = one_store(args.url), _target(args.to)
     result = Copied()
     good, result.unreadable_namespaces = await readable(source, args.namespace)
     complain(source, result.unreadable_namespaces)
@@ -81,17 +81,17 @@ async def _cp(args: argparse.Namespace) -> int:
     return 1 if result.full or result.corrupt else 0
 
 
-def _target(text: str) -> Place:
+def _target(text: str) -> NamedStore:
     """The target. Unlike the source, it may be created. Raises: ConfigError."""
     urls, sources = split_urls(text), parse_sources(text)
     if len(sources) > 1:
         raise ConfigError(f"{redacted(text)!r} names {len(sources)} stores, write one")
     sources[0].check()
-    return Place(urls[0].shown, sources[0])
+    return NamedStore(urls[0].shown, sources[0])
 
 
 async def _copy(
-    source: Place, target: Place, frame: BlockFrame, at_once: int, result: Copied
+    source: NamedStore, target: NamedStore, frame: BlockFrame, at_once: int, result: Copied
 ) -> None:
     buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
     async with (

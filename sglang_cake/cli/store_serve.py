@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Raises: ConfigError, StoreUnavailable."""
     from sglang_cake.stores.file.file_store import parse as parse_file
     from sglang_cake.stores.http.auth import make_own_token
-    from sglang_cake.stores.http.serving import DEFAULT_WORKERS, ServeSettings, serve
+    from sglang_cake.stores.http.server_processes import DEFAULT_WORKERS, ServeSettings, serve
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     root = args.root.absolute()

@@ -6,25 +6,25 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_cake.cli.store_access import (
+from sglang_cake.cli.named_stores import (
     SHORT_DIGEST,
-    Place,
+    NamedStore,
     blocks_in,
     complain,
     frame_of,
+    named_stores,
     namespaces_of,
-    places,
     progress,
     readable,
     run_tool,
     stats_of,
 )
-from sglang_cake.cli.store_tables import count_text, printable, size_text, table, time_text
+from sglang_cake.cli.text_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.codec_names import CHOICES, RAW
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.namespace import LABEL
-from sglang_cake.stores.base import Description, StoredNamespace
+from sglang_cake.stores.base import StoredNamespace, StoreLayer
 from sglang_cake.stores.open_store import describe_store, parse_sources
 
 
@@ -78,7 +78,7 @@ def _print_layers(args: argparse.Namespace) -> int:
     return 0
 
 
-def _layer_lines(layer: Description, indent: str = "") -> list[str]:
+def _layer_lines(layer: StoreLayer, indent: str = "") -> list[str]:
     settings = [_setting_text(name, value) for name, value in layer.settings.items()]
     lines = ["  ".join([indent + layer.layer, *filter(None, settings)])]
     for inner in layer.inner:
@@ -103,33 +103,33 @@ def _setting_text(name: str, value: object) -> str:
 
 async def _ls(args: argparse.Namespace) -> int:
     stores = []
-    for place in places(args.url):
+    for named in named_stores(args.url):
         if args.namespace:
-            await _list_blocks(place, args.namespace, as_json=args.json)
+            await _list_blocks(named, args.namespace, as_json=args.json)
             continue
-        found = [await _describe(place, stored) for stored in await namespaces_of(place)]
-        stores.append({"url": place.url, "namespaces": found})
+        found = [await _describe(named, stored) for stored in await namespaces_of(named)]
+        stores.append({"url": named.url, "namespaces": found})
         if not args.json:
-            print(_namespace_table(place, found))
+            print(_namespace_table(named, found))
     if args.json and not args.namespace:
         print(json.dumps({"stores": stores}))
     return 0
 
 
-async def _describe(place: Place, stored: StoredNamespace) -> dict[str, Any]:
+async def _describe(named: NamedStore, stored: StoredNamespace) -> dict[str, Any]:
     told: dict[str, Any] = {"namespace": stored.digest.hex(), "fields": stored.fields}
     try:
         frame = frame_of(stored)
     except ValueError as error:
         return told | {"unreadable": str(error)}
-    return told | asdict(await count(place, frame))
+    return told | asdict(await count(named, frame))
 
 
-async def count(place: Place, frame: BlockFrame) -> Held:
+async def count(named: NamedStore, frame: BlockFrame) -> Held:
     """Look at every block of a namespace. Raises: StoreUnavailable."""
     held = Held()
     with progress("counting") as bar:
-        async for block in blocks_in(place, frame):
+        async for block in blocks_in(named, frame):
             held.blocks += 1
             held.bytes += block.stored_bytes
             if block.used_s is not None:
@@ -138,9 +138,9 @@ async def count(place: Place, frame: BlockFrame) -> Held:
     return held
 
 
-def _namespace_table(place: Place, found: list[dict[str, Any]]) -> str:
+def _namespace_table(named: NamedStore, found: list[dict[str, Any]]) -> str:
     if not found:
-        return f"{place.url}: empty"
+        return f"{named.url}: empty"
     rows = []
     for each in found:
         fields, digest = each["fields"], each["namespace"][:SHORT_DIGEST]
@@ -160,18 +160,18 @@ def _namespace_table(place: Place, found: list[dict[str, Any]]) -> str:
             ]
         )
     heads = ["NAMESPACE", "MODEL", "DTYPE", "TP RANK", "BLOCKS", "BYTES", "LAST USED"]
-    return f"{place.url}\n" + table(heads, rows, right=(4, 5))
+    return f"{named.url}\n" + table(heads, rows, right=(4, 5))
 
 
-async def _list_blocks(place: Place, prefix: str, *, as_json: bool) -> None:
-    good, bad = await readable(place, prefix)
-    complain(place, bad)
+async def _list_blocks(named: NamedStore, prefix: str, *, as_json: bool) -> None:
+    good, bad = await readable(named, prefix)
+    complain(named, bad)
     if len(good) > 1:
-        raise ConfigError(f"{place.url}: {len(good)} namespaces start with {prefix!r}")
+        raise ConfigError(f"{named.url}: {len(good)} namespaces start with {prefix!r}")
     for _, frame in good:
         if not as_json:
             print(f"{'KEY':64}  {'BYTES':>12}  LAST USED")
-        async for block in blocks_in(place, frame):
+        async for block in blocks_in(named, frame):
             if as_json:
                 told = {"key": block.key.hex(), "bytes": block.stored_bytes}
                 print(json.dumps(told | {"last_used_s": block.used_s}))
@@ -181,7 +181,7 @@ async def _list_blocks(place: Place, prefix: str, *, as_json: bool) -> None:
 
 
 async def _stat(args: argparse.Namespace) -> int:
-    stores = [await _totals(place) for place in places(args.url)]
+    stores = [await _totals(named) for named in named_stores(args.url)]
     if args.json:
         print(json.dumps({"stores": stores}))
         return 0
@@ -203,18 +203,18 @@ async def _stat(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _totals(place: Place) -> dict[str, Any]:
-    good, bad = await readable(place)
-    complain(place, bad)
-    stats = await stats_of(place, [frame for _, frame in good])
+async def _totals(named: NamedStore) -> dict[str, Any]:
+    good, bad = await readable(named)
+    complain(named, bad)
+    stats = await stats_of(named, [frame for _, frame in good])
     blocks, block_bytes = stats.blocks, stats.block_bytes
     if blocks is None or block_bytes is None:  # it does not keep count: do it here
-        held = [await count(place, frame) for _, frame in good]
+        held = [await count(named, frame) for _, frame in good]
         blocks, block_bytes = sum(h.blocks for h in held), sum(h.bytes for h in held)
     used_bytes = block_bytes if stats.used_bytes is None else stats.used_bytes
     capacity = stats.capacity_bytes
     return {
-        "url": place.url,
+        "url": named.url,
         "namespaces": len(good) + len(bad),
         "unreadable_namespaces": bad,
         "blocks": blocks,
@@ -222,13 +222,13 @@ async def _totals(place: Place) -> dict[str, Any]:
         "used_bytes": used_bytes,
         "capacity_bytes": capacity,
         "free_bytes": None if capacity is None else max(0, capacity - used_bytes),
-        "disk_free_bytes": _disk_free_bytes(place),
+        "disk_free_bytes": _disk_free_bytes(named),
         "policy": stats.policy,
     }
 
 
-def _disk_free_bytes(place: Place) -> int | None:
-    if place.files is None:
+def _disk_free_bytes(named: NamedStore) -> int | None:
+    if named.files is None:
         return None
-    stat = os.statvfs(place.files.path)
+    stat = os.statvfs(named.files.path)
     return stat.f_bavail * stat.f_frsize

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.cli.store_tables import count_text, table
+from sglang_cake.cli.text_tables import count_text, table
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.simulator.eviction_replay import (
     SHAPES,

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from sglang_cake.codecs.blocks import KEYS, Block
+from sglang_cake.codecs.block_arrays import KEYS, Block
+from sglang_cake.codecs.codec_steps import Malformed, Scratch
 from sglang_cake.codecs.entropy import Entropy
 from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform
-from sglang_cake.codecs.own_codecs import own_chain
 from sglang_cake.codecs.pipeline import RAW_CHAIN, Chain, Leading, Raw, begin, split
+from sglang_cake.codecs.registered_codecs import registered_chain
 from sglang_cake.codecs.rope import InverseRope
-from sglang_cake.codecs.steps import Malformed, Scratch
 from sglang_cake.codecs.zstd import BytePlanes, Zstd
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
@@ -68,7 +68,7 @@ def _registered(codec: str) -> Chain:
 
     Raises: ConfigError.
     """
-    chain = own_chain(codec)
+    chain = registered_chain(codec)
     fields: dict[str, tuple[Any, ...]] = {
         "arrays": chain.arrays,
         "pack": (chain.pack,),

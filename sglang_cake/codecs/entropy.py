@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from sglang_cake.codecs.blocks import KINDS, VALUES, Block, Part, parts_of
+from sglang_cake.codecs.block_arrays import KINDS, VALUES, Block, Part, parts_of
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.codecs.distributions import (
     BITS,
     CLASSES,
@@ -40,7 +41,6 @@ from sglang_cake.codecs.distributions import (
     width,
 )
 from sglang_cake.codecs.kernels import all_finite, compiled, word
-from sglang_cake.codecs.steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.core.layout import BlockLayout
 
 Whole = npt.NDArray[np.int32]

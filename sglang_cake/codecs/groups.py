@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.blocks import KEYS, KINDS, Block, Part, parts_of
+from sglang_cake.codecs.block_arrays import KEYS, KINDS, Block, Part, parts_of
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, is_whole, taken
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
-from sglang_cake.codecs.steps import Bytes, Malformed, Unencodable, is_whole, taken
 from sglang_cake.core.layout import BlockLayout
 
 # The largest number of a plane must lie between these: otherwise float32 cannot hold its scales or

@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from sglang_cake.codecs.blocks import BFLOAT16, FLOAT16
+from sglang_cake.codecs.block_arrays import BFLOAT16, FLOAT16
 
 _I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 HALF_MAX = np.float32(65504)

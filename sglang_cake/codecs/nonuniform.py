@@ -22,10 +22,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.blocks import KEYS, KINDS, Block, Part, parts_of
+from sglang_cake.codecs.block_arrays import KEYS, KINDS, Block, Part, parts_of
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.codecs.groups import Floats, grid, unpacked
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
-from sglang_cake.codecs.steps import Bytes, Malformed, Unencodable, taken
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 OUTLIERS = 0.01  # share of the numbers of a vector that are kept as they are

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sglang_cake.codecs.blocks import Block
-from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
-from sglang_cake.codecs.steps import (
+from sglang_cake.codecs.block_arrays import Block
+from sglang_cake.codecs.codec_steps import (
     ArrayStep,
     Bytes,
     BytesStep,
@@ -26,6 +25,7 @@ from sglang_cake.codecs.steps import (
     Unencodable,
     is_whole,
 )
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.core.layout import BlockLayout
 
 _LENGTH = struct.Struct("<I")

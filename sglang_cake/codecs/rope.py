@@ -17,9 +17,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.blocks import KEYS, KINDS, Block
+from sglang_cake.codecs.block_arrays import KEYS, KINDS, Block
+from sglang_cake.codecs.codec_steps import Malformed, Unencodable, is_whole
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
-from sglang_cake.codecs.steps import Malformed, Unencodable, is_whole
 from sglang_cake.core.layout import BlockLayout
 
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
-from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.block_arrays import Block
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, is_whole
 from sglang_cake.codecs.kernels import compiled
-from sglang_cake.codecs.steps import Bytes, Malformed, is_whole
 from sglang_cake.core.layout import BlockLayout
 
 _own = threading.local()  # contexts are not thread-safe, and take a while to make

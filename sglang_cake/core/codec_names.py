@@ -18,7 +18,7 @@ CHOICES: Final = (*CODECS, AUTO)
 ON_DEVICE: Final = ("int8", "int4", "kvquant3")
 """Codecs that a GPU decodes itself."""
 OWN_CODECS: Final = "sglang_cake.codecs"
-"""The entry-point group in which other packages register codecs (`codecs/own_codecs.py`)."""
+"""The entry-point group in which other packages register codecs (`codecs/registered_codecs.py`)."""
 
 SAMPLE_ERROR: Final = "sample_error"
 BLOCK_ERROR: Final = "block_error"

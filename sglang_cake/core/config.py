@@ -107,10 +107,10 @@ def _codec(spelled: str, value: object) -> str:
     if value in CHOICES:
         return value
     name = _one_of(*CHOICES, *own_names())(spelled, value)
-    from sglang_cake.codecs.own_codecs import own_chain
+    from sglang_cake.codecs.registered_codecs import registered_chain
 
     try:
-        own_chain(name)
+        registered_chain(name)
     except ConfigError as error:
         raise ConfigError(f"{spelled}: {error}") from None
     return name
@@ -258,9 +258,9 @@ class CakeConfig:
         """Whether KV from the store may differ from what was computed."""
         if self.codec in CHOICES:
             return self.codec in LOSSY or (self.codec == AUTO and self.max_error > 0)
-        from sglang_cake.codecs.own_codecs import own_chain
+        from sglang_cake.codecs.registered_codecs import registered_chain
 
-        return own_chain(self.codec).loses
+        return registered_chain(self.codec).loses
 
     def allows_loading(self, stored: Sequence[bool]) -> bool:
         """Whether enough of a prompt's next blocks are stored to load any of them."""

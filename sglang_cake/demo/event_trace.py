@@ -18,7 +18,7 @@ TRACE_ENV = "SGLANG_CAKE_TRACE_FILE"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PrefillStep:
     """One prefill step: its span of tokens and its time."""
 
     start: int
@@ -54,7 +54,7 @@ class RequestTrace:
     prompt_tokens: int = 0
     stored_blocks: int = 0
     block_tokens: int = 0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PrefillStep] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     attaches: list[Attach] = field(default_factory=list)
 
@@ -87,11 +87,11 @@ def read_event_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace
     return trace
 
 
-def _steps(events: list[dict[str, Any]], first_token_s: float) -> list[Step]:
+def _steps(events: list[dict[str, Any]], first_token_s: float) -> list[PrefillStep]:
     marks = [event for event in events if event["event"] in ("claim", "attach")]
     ends = [mark["t_s"] for mark in marks[1:]] + [first_token_s]
     return [
-        Step(mark["start"], mark["stop"], mark["t_s"], end)
+        PrefillStep(mark["start"], mark["stop"], mark["t_s"], end)
         for mark, end in zip(marks, ends, strict=True)
         if mark["event"] == "claim"
     ]

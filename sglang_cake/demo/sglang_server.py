@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 class Running(Protocol):
-    """The process of a `Server`: a part of the interface of `subprocess.Popen`."""
+    """The process of a `SglangServer`: a part of the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -90,7 +90,7 @@ def spawned(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Ru
     )
 
 
-class Server:
+class SglangServer:
     """A context manager: healthy on entry, its whole process tree gone on exit.
 
     Args:

@@ -50,7 +50,7 @@ from sglang_cake.integration.support_matrix import check_context, may_overlap
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
-from sglang_cake.runahead.setting import CUDA_IPC, group_setting
+from sglang_cake.runahead.group_setting import CUDA_IPC, group_setting
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
 from sglang_cake.stores.open_store import open_blocks, sources_of_setting

@@ -39,7 +39,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported_codec,
     unsupported_group,
 )
-from sglang_cake.runahead.setting import group_setting
+from sglang_cake.runahead.group_setting import group_setting
 from sglang_cake.stores.open_store import sources_of_setting
 
 BACKEND = "cake"

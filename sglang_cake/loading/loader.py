@@ -24,7 +24,7 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
 from sglang_cake.stores.base import Store, report_access, tiers_of
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
 

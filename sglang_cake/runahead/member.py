@@ -23,7 +23,14 @@ from typing import Final, Literal
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.hop import BIND_TIMEOUT_S, Hop, Inflow, Outflow, Rows, Source
+from sglang_cake.runahead.kv_passing import (
+    BIND_TIMEOUT_S,
+    KvPassing,
+    KvReceiver,
+    KvSender,
+    Predecessor,
+    Rows,
+)
 from sglang_cake.runahead.messages import (
     Accept,
     Cancel,
@@ -54,8 +61,8 @@ class MemberSettings:
     left_out_s: tuple[float, float] = (2.0, 120.0)  # after the first failure, and at most
     busy_s: float = 0.25  # pause after a refusal: the member is healthy, but busy
     first_wait_s: float = 1.0  # how long a part waits whose offer was not accepted yet
-    bind_timeout_s: float = BIND_TIMEOUT_S  # as of `Inflow`
-    part_bytes: int = MAX_PART_BYTES  # as of `Outflow`
+    bind_timeout_s: float = BIND_TIMEOUT_S  # as of `KvReceiver`
+    part_bytes: int = MAX_PART_BYTES  # as of `KvSender`
 
 
 MEMBER_SETTINGS: Final = MemberSettings()
@@ -65,7 +72,7 @@ MEMBER_SETTINGS: Final = MemberSettings()
 class Owned:
     """A job of this member."""
 
-    hop: Hop
+    passing: KvPassing
     chain: tuple[int, ...]
     partition: Partition
     accepted: set[int] = field(default_factory=set)
@@ -91,7 +98,7 @@ class Owned:
 class Helping:
     """A job of another member that this one accepted."""
 
-    hop: Hop
+    passing: KvPassing
     offer: Offer
     owner: int
     span: Span  # of this member
@@ -166,15 +173,15 @@ class Member:
         """
         assert chain[-1] == self.rank
         job = new_job()
-        hop = Hop(
+        passing = KvPassing(
             job,
             before=chain[-2],
             after=None,
-            inflow=self._inflow(_sources(chain, partition, len(chain) - 1)),
-            outflow=None,
+            receiver=self._receiver(_predecessors(chain, partition, len(chain) - 1)),
+            sender=None,
             patience_s=patience_s,
         )
-        owned = Owned(hop, chain, partition)
+        owned = Owned(passing, chain, partition)
         with self._lock:
             assert self._owned is None
             assert self._helping is None
@@ -186,7 +193,7 @@ class Member:
             try:
                 self._transport.send(rank, offer)
             except PeerGone as error:
-                hop.break_off(str(error), rank)
+                passing.break_off(str(error), rank)
                 self.end_owned(owned, "cancelled", str(error))
                 raise
         return owned
@@ -199,14 +206,14 @@ class Member:
         with self._lock:
             if self._owned is owned:
                 self._owned = None
-            self._end(owned.hop.job)
-        culprit = owned.hop.culprit
-        owned.hop.close(reason or outcome)
+            self._end(owned.passing.job)
+        culprit = owned.passing.culprit
+        owned.passing.close(reason or outcome)
         for rank in owned.helpers:
             if outcome == "done":
                 self._out.pop(rank, None)
                 continue
-            self._tell(rank, Cancel(owned.hop.job, (reason or outcome)[:200]))
+            self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
             if rank == culprit:
                 self._leave_out(rank)
             elif rank not in owned.accepted:  # it did not answer in time
@@ -232,33 +239,33 @@ class Member:
         """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
         place = offer.chain.index(self.rank)
         before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
-        inflow = None
+        receiver = None
         if before is not None:
-            inflow = self._inflow(_sources(offer.chain, offer.partition, place))
-        hop = Hop(
+            receiver = self._receiver(_predecessors(offer.chain, offer.partition, place))
+        passing = KvPassing(
             offer.job,
             before=before,
             after=after,
-            inflow=inflow,
-            outflow=None,
+            receiver=receiver,
+            sender=None,
             patience_s=HELPER_PATIENCE_S,
         )
-        hop.outflow = Outflow(
+        passing.sender = KvSender(
             self._rows,
             offer.job,
             lambda part, payload: self._transport.send_part(after, part, payload),
-            lambda error: hop.break_off(
+            lambda error: passing.break_off(
                 str(error) or repr(error), after if isinstance(error, RunaheadError) else None
             ),
             part_bytes=self._settings.part_bytes,
         )
-        helping = Helping(hop, offer, owner, offer.partition.spans[place])
+        helping = Helping(passing, offer, owner, offer.partition.spans[place])
         with self._lock:
             assert self._owned is None
             assert self._helping is None
             self._helping = helping
             if offer.job in self._over:
-                hop.break_off("cancelled")
+                passing.break_off("cancelled")
             self._lock.notify_all()
         try:
             self._transport.send(owner, Accept(offer.job, matched))
@@ -275,13 +282,13 @@ class Member:
 
     def end_helping(self, helping: Helping, failure: str | None) -> None:
         """End an accepted job; a failure and its culprit are reported to the owner."""
-        culprit = helping.hop.culprit
+        culprit = helping.passing.culprit
         with self._lock:
             if self._helping is helping:
                 self._helping = None
             cancelled = helping.offer.job in self._over
             self._end(helping.offer.job)
-        helping.hop.close(failure or "done")
+        helping.passing.close(failure or "done")
         if failure is not None and not cancelled:
             blamed = self.rank if culprit is None else culprit
             self._tell(helping.owner, Failed(helping.offer.job, blamed, failure[:200]))
@@ -300,11 +307,11 @@ class Member:
             return
         with self._lock:
             owned = self._owned
-            mine = owned if owned is not None and owned.hop.job == message.job else None
+            mine = owned if owned is not None and owned.passing.job == message.job else None
             if isinstance(message, Cancel):
                 self._end(message.job)
                 if self._helping is not None and self._helping.offer.job == message.job:
-                    self._helping.hop.break_off(f"cancelled: {message.reason}")
+                    self._helping.passing.break_off(f"cancelled: {message.reason}")
             elif mine is None or rank not in mine.helpers:
                 return
             elif isinstance(message, Accept):
@@ -315,26 +322,27 @@ class Member:
             else:
                 # Never this member itself: then no member would be left out.
                 blamed = message.culprit if message.culprit in mine.helpers else rank
-                mine.hop.break_off(f"member {rank}: {message.reason}", blamed)
+                mine.passing.break_off(f"member {rank}: {message.reason}", blamed)
         self._wake()
 
     def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
         with self._lock:
             # A part of the previous worker may arrive before the offer of the owner.
             self._lock.wait_for(
-                lambda: part.job in self._over or self._hop(part.job), self._settings.first_wait_s
+                lambda: part.job in self._over or self._passing(part.job),
+                self._settings.first_wait_s,
             )
-            hop = self._hop(part.job)
-        if hop is not None and hop.before == rank:  # otherwise the job has ended
-            hop.on_part(part, payload)
+            passing = self._passing(part.job)
+        if passing is not None and passing.before == rank:  # otherwise the job has ended
+            passing.on_part(part, payload)
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:
             if self._owned is not None and rank in self._owned.helpers:
-                self._owned.hop.break_off(f"member {rank} is gone: {reason}", rank)
+                self._owned.passing.break_off(f"member {rank} is gone: {reason}", rank)
             helping = self._helping
             if helping is not None and (rank in helping.offer.chain or rank == helping.owner):
-                helping.hop.break_off(f"member {rank} is gone: {reason}", rank)
+                helping.passing.break_off(f"member {rank} is gone: {reason}", rank)
         self._wake()
 
     # ---- inside ----
@@ -360,13 +368,13 @@ class Member:
         else:
             self.refuse(rank, offer, reason)
 
-    def _inflow(self, sources: list[Source]) -> Inflow:
-        return Inflow(self._rows, sources, bind_timeout_s=self._settings.bind_timeout_s)
+    def _receiver(self, predecessors: list[Predecessor]) -> KvReceiver:
+        return KvReceiver(self._rows, predecessors, bind_timeout_s=self._settings.bind_timeout_s)
 
-    def _hop(self, job: str) -> Hop | None:
+    def _passing(self, job: str) -> KvPassing | None:
         for each in (self._owned, self._helping):
-            if each is not None and each.hop.job == job:
-                return each.hop
+            if each is not None and each.passing.job == job:
+                return each.passing
         return None
 
     def _end(self, job: str) -> None:
@@ -393,6 +401,6 @@ class Member:
             logger.debug("cake runahead: member %d was not told %s: %s", rank, message, error)
 
 
-def _sources(chain: tuple[int, ...], partition: Partition, place: int) -> list[Source]:
+def _predecessors(chain: tuple[int, ...], partition: Partition, place: int) -> list[Predecessor]:
     """The workers before this place of the chain."""
-    return [Source(*each) for each in zip(chain[:place], partition.spans, strict=False)]
+    return [Predecessor(*each) for each in zip(chain[:place], partition.spans, strict=False)]

@@ -124,7 +124,7 @@ class Failed(_Message, frozen=True, tag=5):
     reason: Text
 
 
-class Ring(_Message, frozen=True, tag=6):
+class ReceiveBuffer(_Message, frozen=True, tag=6):
     """For transports that write into a peer's memory: where the sender takes parts."""
 
     session: Text  # the engine's address of the sender
@@ -167,7 +167,7 @@ class Hello(_Message, frozen=True, tag=9):
             raise ValueError("a member that takes KV names a path and a key")
 
 
-Ours = Ring | Landed | Credit | Hello  # between transports; `Member` never gets them
+Ours = ReceiveBuffer | Landed | Credit | Hello  # between transports; `Member` never gets them
 Message = Offer | Accept | Refuse | Cancel | Failed | Ours
 
 

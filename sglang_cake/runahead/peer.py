@@ -26,7 +26,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.runahead.kv_path import Inlet, Outlet
+from sglang_cake.runahead.encrypted_kv import EncryptedKvReceiver, EncryptedKvSender
 from sglang_cake.runahead.messages import BadMessage, Hello, LayerPart, decode
 from sglang_cake.runahead.transport import MAX_PART_BYTES, Handler, PeerGone
 
@@ -89,8 +89,8 @@ class Peer:
         self._theirs: Hello | None = None
         self._told: Hello | None = None  # our newest Hello that was sent
         self._kv: _Connection | None = None
-        self._inlet: Inlet | None = None
-        self._outlet: Outlet | None = None
+        self._kv_receiver: EncryptedKvReceiver | None = None
+        self._kv_sender: EncryptedKvSender | None = None
         self.bytes_per_s: float | None = None  # of recent KV from it
         self.is_here = False
 
@@ -103,11 +103,11 @@ class Peer:
 
     def send_part(self, part: LayerPart, payload: memoryview) -> None:
         """As `Transport.send_part`. Raises: PeerGone."""
-        outlet = self._outlet
-        if not self.is_here or outlet is None:
+        sender = self._kv_sender
+        if not self.is_here or sender is None:
             raise PeerGone(f"member {self._rank} cannot be reached")
         try:
-            outlet.send(self._owner.kv, part, payload)
+            sender.send(self._owner.kv, part, payload)
         except PeerGone as error:
             raise PeerGone(f"member {self._rank}: {error}") from None
 
@@ -171,7 +171,7 @@ class Peer:
             self._judge_kv(self._kv, ready)
         if self._kv is not None and self._kv.socket in ready:
             self._take(self._kv.socket)
-        if self._outlet is not None and self._outlet.over:
+        if self._kv_sender is not None and self._kv_sender.over:
             raise RunaheadError("it does not take KV")
         self._greet(again=not ready)
         if not self._heard and time.monotonic() > self._patience_end_s:
@@ -214,19 +214,19 @@ class Peer:
             return
         self._theirs = hello
         if self._kv is None:
-            self._inlet = Inlet(self._owner.new_buffer(MAX_PART_BYTES))
-            kv = self._owner.kv_listener(self._inlet.name, hello.kv_password)
+            self._kv_receiver = EncryptedKvReceiver(self._owner.new_buffer(MAX_PART_BYTES))
+            kv = self._owner.kv_listener(self._kv_receiver.name, hello.kv_password)
             address = endpoint(self._host, hello.kv_port)
             self._kv = _Connection(kv, address, self._poller, self._times.connect_s)
-        is_known = self._outlet is not None and self._outlet.name == hello.path
+        is_known = self._kv_sender is not None and self._kv_sender.name == hello.path
         if hello.heard == self._session and not is_known:
-            self._outlet = Outlet(hello.path, hello.key, self._times.send_s)
+            self._kv_sender = EncryptedKvSender(hello.path, hello.key, self._times.send_s)
         self._judge("")
 
     def _take(self, kv: "zmq.Socket[bytes]") -> None:
         assert self._handler is not None
-        assert self._inlet is not None
-        head, payload = self._inlet.take(kv.recv_multipart(copy=False))
+        assert self._kv_receiver is not None
+        head, payload = self._kv_receiver.take(kv.recv_multipart(copy=False))
         if head.before_us:
             self.measured(head.before_bytes, head.before_us / 1e6)
         self._handler.on_part(self._rank, head.part, payload)
@@ -238,8 +238,8 @@ class Peer:
         """
         heard, path, key = 0, b"", b""
         is_open = self._kv is not None and self._kv.is_up
-        if is_open and self._theirs is not None and self._inlet is not None:
-            heard, path, key = self._theirs.session, self._inlet.name, self._inlet.key
+        if is_open and self._theirs is not None and self._kv_receiver is not None:
+            heard, path, key = self._theirs.session, self._kv_receiver.name, self._kv_receiver.key
         hello = self._owner.hello(self._session, heard, path, key)
         if again or hello != self._told:
             reason = ""
@@ -255,11 +255,11 @@ class Peer:
         """Discard the state of the peer's connection."""
         if self._kv is not None:
             self._kv.close()
-        if self._outlet is not None:
-            self._outlet.over = True
+        if self._kv_sender is not None:
+            self._kv_sender.over = True
         self._kv = None
-        self._inlet = None
-        self._outlet = None
+        self._kv_receiver = None
+        self._kv_sender = None
         self._theirs = None
         self._told = None
         self._judge(reason)

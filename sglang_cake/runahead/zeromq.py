@@ -1,4 +1,4 @@
-"""The transport over ZeroMQ: messages by CurveZMQ, KV by separate paths (`kv_path.py`).
+"""The transport over ZeroMQ: messages by CurveZMQ, KV by separate paths (`encrypted_kv.py`).
 
 Each member binds two ROUTER sockets: one for messages, on its address among the peers, and one for
 KV. A member sends only on these, to the peers whose DEALER sockets have connected; a DEALER only
@@ -19,7 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead.kv_path import TAG_BYTES, KvServer
+from sglang_cake.runahead.encrypted_kv import TAG_BYTES, KvServer
 from sglang_cake.runahead.messages import (
     MAX_MESSAGE_BYTES,
     VERSION,
@@ -238,7 +238,8 @@ class Curve:
     A member shows the group's server key to connections, and the client key when it connects. Both
     secret keys are derived from the group's secret, so only members can connect, in either role.
     Each connection is encrypted with fresh keys, which cannot be computed from a recording and the
-    secret. The port for KV has a password, which is sent on these connections (`kv_path.py`).
+    secret. The port for KV has a password, which is sent on these connections
+    (`encrypted_kv.py`).
 
     Args: secret: 32 bytes that all members know.
     """

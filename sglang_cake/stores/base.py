@@ -14,7 +14,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +260,12 @@ class StoredNamespace:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class StoreLayer:
     """One layer of a store, and the layers below it. Holds no passwords, tokens or keys."""
 
     layer: str  # name of the class
     settings: Mapping[str, object] = field(default_factory=dict)  # units in names: `capacity_bytes`
-    inner: tuple["Description", ...] = ()  # several: tiers, fastest first
+    inner: tuple["StoreLayer", ...] = ()  # several: tiers, fastest first
 
 
 class StoreSource(Protocol):
@@ -273,7 +273,7 @@ class StoreSource(Protocol):
 
     Creating one does no I/O. A third party registers its own `parse(url: StoreUrl) -> StoreSource`
     in the entry-point group `sglang_cake.stores`, under its scheme. A source may also have
-    `describe() -> Description`, which does no I/O.
+    `describe() -> StoreLayer`, which does no I/O.
     """
 
     def check(self) -> None:
@@ -299,9 +299,9 @@ class StoreSource(Protocol):
         ...
 
 
-def describe(source: StoreSource) -> Description:
-    """Description of a source; of a source that has none, only its class."""
+def describe(source: StoreSource) -> StoreLayer:
+    """The outermost layer of a source; of a source that describes none, only its class."""
     if not hasattr(source, "describe"):
-        return Description(type(source).__name__)
-    found: Description = source.describe()
+        return StoreLayer(type(source).__name__)
+    found: StoreLayer = source.describe()
     return found

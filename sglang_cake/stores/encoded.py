@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from sglang_cake.codecs.blocks import takes_lossy
+from sglang_cake.codecs.block_arrays import takes_lossy
+from sglang_cake.codecs.codec_steps import Malformed
 from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
-from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.codec_names import AUTO, CODECS, LOSSLESS, RAW
 from sglang_cake.core.counters import Counters
@@ -191,13 +191,13 @@ def encoded_store(
         chains: from `chains_of`.
         max_error: of `auto`.
     """
-    from sglang_cake.codecs.encoders import BestCodec, OneCodec
+    from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
 
     link = LinkSpeed()
     encode: Encode
     if codec == AUTO:
         links = inner.links() if isinstance(inner, PerTierEncoding) else [link]
-        encode = BestCodec(
+        encode = AutoCodec(
             layout,
             chains,
             max_error=max_error,
@@ -207,7 +207,7 @@ def encoded_store(
             on_device=on_device,
         ).encode
     else:
-        encode = OneCodec(layout, codec, chains[codec]).encode
+        encode = FixedCodec(layout, codec, chains[codec]).encode
     return EncodedStore(
         inner,
         layout,

@@ -28,7 +28,7 @@ from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.core.secret_file import read_key
-from sglang_cake.stores.base import Description, Store, StoredNamespace, StoreSource, describe
+from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
 from sglang_cake.stores.threads import check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -225,9 +225,9 @@ class EncryptedSource:
         found = (_plain(stored, name) for stored in await self.inner.namespaces())
         return [stored for stored in found if stored is not None]
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {"key_file": str(self.key_file)}
-        return Description("EncryptedStore", settings, (describe(self.inner),))
+        return StoreLayer("EncryptedStore", settings, (describe(self.inner),))
 
 
 def _plain(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:

@@ -1,7 +1,7 @@
 """From the URLs of a setting to one open store. Every layer between a loader and its bytes is added
 here. Outermost first; a layer in brackets exists only with the setting beside it:
 
-    [RecordingStore]            a trace file
+    [RequestRecordingStore]     a trace file
       CountedStore              codec `raw`, or
       EncodedStore              any other codec
         [TieredStore]           several URLs, one tier each
@@ -25,12 +25,12 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Description, Store, StoreSource, describe
+from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
 from sglang_cake.stores.encoded import chains_of, encoded_store
 from sglang_cake.stores.file.file_store import default_source
-from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
-from sglang_cake.stores.tiers.lazy_store import LazyStore
+from sglang_cake.stores.tiers.lazy_store import LazySource, LazyStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.url import (
     DEFAULT_POLICY,
@@ -57,7 +57,7 @@ class _BuiltIn:
 
 
 _FILE = _BuiltIn("sglang_cake.stores.file.file_store")
-_HTTP = _BuiltIn("sglang_cake.stores.http.http_source")
+_HTTP = _BuiltIn("sglang_cake.stores.http.http_store")
 BUILT_IN: Final = {
     "file": _FILE,
     "http": _HTTP,
@@ -126,7 +126,7 @@ def open_blocks(
             counters=counters,
             on_device=on_device,
         )
-    return store if trace is None else RecordingStore(store, trace)
+    return store if trace is None else RequestRecordingStore(store, trace)
 
 
 def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> Store:
@@ -170,13 +170,13 @@ def _close_all(stores: list[Store]) -> None:
     thread.join()
 
 
-def describe_store(sources: list[StoreSource], codec: str = RAW) -> Description:
+def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
     """Layers that `open_blocks` opens for a server without a trace file. Opens nothing."""
-    tiers = tuple(describe(source) for source in sources)
-    inner = tiers[0] if len(tiers) == 1 else Description("TieredStore", {}, tiers)
+    tiers = tuple(describe(LazySource(source)) for source in sources)
+    inner = tiers[0] if len(tiers) == 1 else StoreLayer("TieredStore", {}, tiers)
     if codec == RAW:
-        return Description("CountedStore", {}, (inner,))
-    return Description("EncodedStore", {"codec": codec}, (inner,))
+        return StoreLayer("CountedStore", {}, (inner,))
+    return StoreLayer("EncodedStore", {"codec": codec}, (inner,))
 
 
 def sources_of_setting(setting: str | None, policy: str) -> list[StoreSource]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store, put_first
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class TraceFile:
         self._file.close()
 
 
-class RecordingStore(WrapperStore):
+class RequestRecordingStore(WrapperStore):
     """Records the accesses to another store."""
 
     def __init__(self, inner: Store, trace: TraceFile) -> None:

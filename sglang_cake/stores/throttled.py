@@ -9,7 +9,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import Description, Store, StoredNamespace, StoreSource, describe
+from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 # Progress is reported in pieces of PIECE_BYTES, or of the bytes of PIECE_S if that is more.
@@ -89,6 +89,6 @@ class ThrottledSource:
     async def namespaces(self) -> list[StoredNamespace]:
         return await self.inner.namespaces()
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {"bandwidth_bytes_per_s": self.bytes_per_s}
-        return Description("ThrottledStore", settings, (describe(self.inner),))
+        return StoreLayer("ThrottledStore", settings, (describe(self.inner),))

@@ -15,7 +15,7 @@ from sglang_cake.stores.base import (
     report_access,
     tiers_of,
 )
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 
 class WrapperStore:

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sglang_cake.codecs.blocks import Block, relative_error
+from sglang_cake.codecs.block_arrays import Block, relative_error
 from sglang_cake.codecs.catalogue import decode, parse
+from sglang_cake.codecs.codec_steps import Malformed
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import Chain
-from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 MHA = (("k", (2, 16)), ("v", (2, 16)))

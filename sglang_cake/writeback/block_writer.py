@@ -19,7 +19,7 @@ from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.stores.base import Store, put_first, report_access
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
 PUTS_IN_FLIGHT = 2

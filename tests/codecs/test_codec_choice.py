@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.codecs.blocks import Block, relative_error
+from sglang_cake.codecs.block_arrays import Block, relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
-from sglang_cake.codecs.encoders import (
+from sglang_cake.codecs.codec_choice import (
     MEASURE_EVERY_BLOCKS,
     RAW_TRAITS,
-    BestCodec,
+    AutoCodec,
     CodecTraits,
     choose,
 )
@@ -131,11 +131,11 @@ def encoder(
     decode_s: float = 1e-9,
     on_device: bool = False,
     counters: Counters | None = None,
-) -> BestCodec:
+) -> AutoCodec:
     """Decoding takes no time to speak of, or what is said."""
     chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
     ticks = iter(range(10**9))
-    return BestCodec(
+    return AutoCodec(
         LAYOUT,
         chains,
         max_error=max_error,
@@ -158,7 +158,7 @@ def decoded(payload: memoryview) -> bytes:
     return bytes(out)
 
 
-def encoded(best: BestCodec, block: bytes) -> tuple[str, bytes]:
+def encoded(best: AutoCodec, block: bytes) -> tuple[str, bytes]:
     forms = forms_of(block)
     payload = best.encode(forms, 0)
     ((codec, only),) = forms.payloads.items()
@@ -230,7 +230,7 @@ def test_auto_codec_candidates_above_the_bound_are_not_timed() -> None:
         asked[0] += 1
         return asked[0] * 1e-9
 
-    best = BestCodec(
+    best = AutoCodec(
         LAYOUT,
         {name: chain_of(name, LAYOUT) for name in ("int4", "cachegen3")},
         max_error=0.01,
@@ -259,7 +259,7 @@ def test_auto_codec_decoders_are_timed_on_all_threads_at_once(at_once: bool, cod
                 now_s[0] += 1.0
         decode(layout, payload, out)
 
-    best = BestCodec(
+    best = AutoCodec(
         LAYOUT,
         {"int8": chain_of("int8", LAYOUT)},
         max_error=0.02,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.codecs.blocks import relative_error
+from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import Chain
@@ -121,7 +121,7 @@ def test_int_codecs_random_numbers_move_at_most_half_a_group_step(
 
 
 def _numbers(layout: BlockLayout, block: bytes) -> list[tuple[str, np.ndarray]]:
-    from sglang_cake.codecs.blocks import Block
+    from sglang_cake.codecs.block_arrays import Block
 
     found = Block.over(layout, memoryview(block))
     return [
@@ -207,7 +207,7 @@ def _spread(numbers: np.ndarray, levels: np.ndarray) -> float:
 
 def test_inverse_rope_rotated_equal_keys_become_equal_again() -> None:
     """What RoPE did to a constant channel pair is undone up to one turn for the whole block."""
-    from sglang_cake.codecs.blocks import Block
+    from sglang_cake.codecs.block_arrays import Block
     from sglang_cake.codecs.rope import InverseRope
 
     layout = BlockLayout(1, (("k", (2, 8)), ("v", (2, 8))), "float32", 64)

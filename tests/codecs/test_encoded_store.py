@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from sglang_cake.cli import main
-from sglang_cake.codecs.blocks import Block
+from sglang_cake.codecs.block_arrays import Block
 from sglang_cake.codecs.catalogue import chain_of
-from sglang_cake.codecs.encoders import OneCodec
+from sglang_cake.codecs.codec_choice import FixedCodec
 from sglang_cake.codecs.frame import (
     ENCODED_HEAD_BYTES,
     HEADER_BYTES,
@@ -36,13 +36,13 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, put_first, report_access, tiers_of
 from sglang_cake.stores.encoded import EncodedStore
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.request_info import RequestFacts
-from sglang_cake.stores.request_recording import RecordingStore, TraceFile
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
 from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
 
@@ -98,7 +98,7 @@ def test_encoded_store_first_block_keeps_the_first_token_exact(tmp_path: Path, c
             depth=1,
         )
         if recorded:
-            store = RecordingStore(store, TraceFile(tmp_path / "trace", 128))
+            store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
         rows = {}
         for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
             assert await put(key_of(name), memoryview(BLOCK))
@@ -197,7 +197,7 @@ def test_open_blocks_every_codec_with_model_facts_round_trips(tmp_path: Path, co
 def test_a_server_without_a_codec_loads_no_compiler() -> None:
     code = (
         "import sys\n"
-        "import sglang_cake.cli, sglang_cake.codecs.own_codecs, sglang_cake.stores.encoded\n"
+        "import sglang_cake.cli, sglang_cake.codecs.registered_codecs, sglang_cake.stores.encoded\n"
         "assert not {'numba', 'constriction'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -300,7 +300,7 @@ def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> Non
 def test_one_codec_block_with_nan_is_stored_raw(tmp_path: Path) -> None:
     broken = np.frombuffer(BLOCK, np.uint16).copy()
     broken[77] = 0x7FC0  # not a number
-    int8 = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
+    int8 = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))
 
     def payload_of(block: bytes) -> memoryview:
         room = memoryview(bytearray(LAYOUT.block_bytes + ENCODED_HEAD_BYTES))
@@ -379,7 +379,7 @@ def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -> None
     inner, facts = Listening(), RequestFacts("r1", 300)
 
     async def go() -> None:
-        encode = OneCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
+        encode = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
         size = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
         store = EncodedStore(
             *(inner, LAYOUT, encode),

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from sglang_cake.codecs import entropy
 from sglang_cake.codecs.catalogue import chain_of, decode
+from sglang_cake.codecs.codec_steps import Malformed
 from sglang_cake.codecs.distributions import BITS, CLASSES, distribution, tables, widest
 from sglang_cake.codecs.entropy import decode_numbers, decoder
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
-from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.testing.codec_contract import kv_like
 

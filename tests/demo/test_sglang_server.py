@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_cake.demo import sglang_server as module
-from sglang_cake.demo.sglang_server import Server, ServerDied, flush_cache, generate
+from sglang_cake.demo.sglang_server import ServerDied, SglangServer, flush_cache, generate
 
 # Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
 STAND_IN = r"""
@@ -49,10 +49,10 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def server(folder: Path, code: str) -> Server:
+def server(folder: Path, code: str) -> SglangServer:
     script = folder / "stand_in.py"
     script.write_text(code)
-    return Server(folder, log=folder / "server.log", launcher=(sys.executable, str(script)))
+    return SglangServer(folder, log=folder / "server.log", launcher=(sys.executable, str(script)))
 
 
 def gone(pid: int) -> bool:

@@ -16,7 +16,7 @@ from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 from warm import ONE_THREAD, Forked
 
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Running, Server, spawned
+from sglang_cake.demo.sglang_server import Running, SglangServer, spawned
 
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {
@@ -167,7 +167,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
             report_to_guard(process.pid)
             return process
 
-        server = Server(
+        server = SglangServer(
             model,
             (*FLAGS, *cake, *flags),
             env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},

@@ -18,8 +18,8 @@ from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, pa
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.demo.sglang_server import Server
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.demo.sglang_server import SglangServer
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder
 
 BLOCK = 64
@@ -206,7 +206,7 @@ class Live:
         killed: a test has killed the server, so its log may have errors.
     """
 
-    server: Server
+    server: SglangServer
     store: StoreView | None = None
     trace: Path | None = None
     references: dict[str, Answer] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from live import (
     until,
 )
 
-from sglang_cake.codecs.blocks import relative_error
+from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
 from sglang_cake.codecs.frame import HEADER_BYTES, read_header
 from sglang_cake.codecs.pipeline import Chain

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm import ONE_THREAD, run_forked
 
-from sglang_cake.demo.sglang_server import Server
+from sglang_cake.demo.sglang_server import SglangServer
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
@@ -39,7 +39,7 @@ def quickstart(folder: Path, models: dict[str, Path]) -> Iterator[dict[str, str]
     """The environment of a shell beside the page's server."""
     env = environment(folder / "quickstart", models["first"])
     command = block_of((ROOT / "docs/quickstart.md").read_text(), "server")
-    server = Server(
+    server = SglangServer(
         models["first"],
         env=env,
         log=folder / "quickstart.log",

@@ -16,7 +16,7 @@ from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, PendingRequest, Start, 
 
 from sglang_cake.cli import main
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.runahead.table import load_table
+from sglang_cake.runahead.partition_table import load_table
 
 PAGE = 16
 LONG = 1200

@@ -21,7 +21,7 @@ from live import (
 )
 
 from sglang_cake.simulator.request_traces import read_trace
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_folder import BlockFolder
 
 KEY = {"Authorization": "Bearer for-admins"}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.stores.eviction import AccessContext, Usage, new_policy
-from sglang_cake.stores.eviction.reuse import (
+from sglang_cake.stores.eviction.reuse_model import (
     MAX_CLASSES,
     MAX_CLASSES_PER_TENANT,
     MIN_SAMPLES,

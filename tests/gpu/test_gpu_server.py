@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, generate
+from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, generate
 
 TOKENS = 6000
 STRICT = {
@@ -35,7 +35,7 @@ def _ask(model: Path, folder: Path, mode: str, extra: tuple[str, ...] = ()) -> l
         *("--cake-mode", mode, "--chunked-prefill-size", "512", "--max-total-tokens", "32768"),
         *("--mem-fraction-static", "0.3", *extra),
     )
-    with Server(model, flags, env=STRICT, log=folder / f"{mode}.log", gpu=True) as server:
+    with SglangServer(model, flags, env=STRICT, log=folder / f"{mode}.log", gpu=True) as server:
         replies = []
         for _ in range(2):
             flush_cache(server.base_url)
@@ -73,7 +73,7 @@ def test_gpu_server_last_step_begins_before_the_last_blocks_land(
         *("--cuda-graph-backend-prefill", "disabled", "--dtype", "bfloat16"),
     )
     overlapped = 0
-    with Server(model, flags, env=STRICT, log=tmp_path / "auto.log", gpu=True) as server:
+    with SglangServer(model, flags, env=STRICT, log=tmp_path / "auto.log", gpu=True) as server:
         for turn in range(12):
             source = random.Random(100 + turn)
             asked = document + [source.randrange(256) for _ in range(900)]

@@ -17,7 +17,7 @@ pytest.importorskip("sglang")
 import torch
 
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Reply, Server, flush_cache, free_port, generate
+from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, free_port, generate
 
 LAYERS, SLOTS, TOKENS = 4, 4096, 512
 LONG, SPLIT = 6000, 3200
@@ -83,10 +83,10 @@ def _lend(pipe: Connection) -> None:
     from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
     engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
-    address, ring = engine.lend()
+    address, buffer = engine.lend()
     pipe.send((engine.session, address))
     pipe.recv()
-    pipe.send(ring[:256].cpu().tolist())
+    pipe.send(buffer[:256].cpu().tolist())
     pipe.recv()
 
 
@@ -101,8 +101,8 @@ def test_ipc_engine_written_part_is_in_the_memory_of_the_other_process() -> None
         assert ours.poll(120)
         session, target = ours.recv()
         engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
-        source, ring = engine.lend()
-        engine.fill(ring[:256], torch.arange(256, device="cuda").to(torch.uint8))
+        source, buffer = engine.lend()
+        engine.fill(buffer[:256], torch.arange(256, device="cuda").to(torch.uint8))
         assert engine.write(session, source, target, 256)
         ours.send("look")
         assert ours.poll(60)
@@ -121,7 +121,7 @@ def _until(condition: Callable[[], bool], what: str, deadline_s: float = 120.0) 
         time.sleep(0.1)
 
 
-def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) -> Server:
+def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) -> SglangServer:
     flags = (
         *("--enable-cake", "--cake-store", f"file://{folder}/store-{rank}"),
         *("--cake-mode", "compute", "--chunked-prefill-size", "4096"),
@@ -136,7 +136,7 @@ def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) ->
         "XDG_CACHE_HOME": str(folder / "cache"),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     }
-    return Server(model, flags, env=env, log=folder / f"{rank}.log", gpu=True)
+    return SglangServer(model, flags, env=env, log=folder / f"{rank}.log", gpu=True)
 
 
 def _shared(url: str, ids: list[int]) -> Reply:

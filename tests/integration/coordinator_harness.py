@@ -26,8 +26,8 @@ from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
+from sglang_cake.testing.memory_store import MemoryStore
 
 BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
 NAMESPACE = Digest(b"n" * 32)

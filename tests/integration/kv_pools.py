@@ -16,7 +16,7 @@ from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoad
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 SEED = KeySeed(Digest(b"n" * 32))
 

@@ -14,8 +14,8 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.faulty import RecordingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import Writer
 
 BLOCK, PATIENCE_S = 16, 60.0

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_of, mha, mla
 
-from sglang_cake.codecs.blocks import Block, parts_of
+from sglang_cake.codecs.block_arrays import Block, parts_of
 from sglang_cake.codecs.catalogue import chain_of, decode, decodes_on_device, prepare
+from sglang_cake.codecs.codec_steps import Malformed, PackStep
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform
 from sglang_cake.codecs.pipeline import Chain, Raw, begin, split
 from sglang_cake.codecs.rope import InverseRope
-from sglang_cake.codecs.steps import Malformed, PackStep
 from sglang_cake.core.codec_names import CODECS, ON_DEVICE, RAW
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout

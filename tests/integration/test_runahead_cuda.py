@@ -12,7 +12,14 @@ from kv_pools import as_bytes, buffers_of, mha
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
-from sglang_cake.runahead.hop import Broken, Hop, Inflow, Late, Outflow, Source
+from sglang_cake.runahead.kv_passing import (
+    Broken,
+    KvPassing,
+    KvReceiver,
+    KvSender,
+    Late,
+    Predecessor,
+)
 from sglang_cake.runahead.messages import LayerPart
 from sglang_cake.runahead.transport import Payload
 
@@ -50,15 +57,15 @@ class Worker:
         self.computed = -1  # the layer that the device has come to
         self.ahead = 0
 
-    def run(self, hop: Hop) -> None:
+    def run(self, passing: KvPassing) -> None:
         """As FlashInfer: asks for K and for V, attends, and writes its own after that."""
         stream = self._cuda.current_stream()
         stream.launch(lambda: self._fill(range(self.span.stop), 3))  # whose slots these were
-        if hop.inflow is not None:
-            hop.inflow.bind(self.slots[: self.span.start], 0)
-        if hop.outflow is not None:
-            hop.outflow.bind(self.slots[self.span.start :], self.span)
-        with self.gate(hop):
+        if passing.receiver is not None:
+            passing.receiver.bind(self.slots[: self.span.start], 0)
+        if passing.sender is not None:
+            passing.sender.bind(self.slots[self.span.start :], self.span)
+        with self.gate(passing):
             for layer in range(LAYERS):
                 self.pool.get_key_buffer(layer)
                 self.pool.get_value_buffer(layer)
@@ -67,10 +74,10 @@ class Worker:
                 stream.launch(lambda layer=layer: self._attend(layer))
                 stream.launch(lambda layer=layer: self._write(layer))
 
-    def end(self, hop: Hop) -> None:
-        if hop.outflow is not None:
-            hop.drain(20.0)
-        hop.close("done")
+    def end(self, passing: KvPassing) -> None:
+        if passing.sender is not None:
+            passing.drain(20.0)
+        passing.close("done")
         # From here on the slots are somebody else's.
         self._cuda.current_stream().launch(lambda: self._fill(range(self.span.stop), 5))
 
@@ -97,7 +104,7 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
     """Three workers compute one prompt; who found something wrong says so."""
     spans = [Span(0, 40), Span(40, 72), Span(72, TOKENS)]
     workers = [Worker(cuda, span, rows, on_device) for span in spans]
-    hops: list[Hop] = []
+    passings: list[KvPassing] = []
 
     def send_to(rank: int) -> Callable[[LayerPart, Payload], None]:
         landing = torch.empty(2**16, dtype=torch.uint8)  # the transport's, used again and again
@@ -107,35 +114,37 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
             with busy:
                 landed = landing[: len(payload)]
                 landed[:] = payload if on_device else torch.frombuffer(payload, dtype=torch.uint8)
-                hops[rank].on_part(part, landed if on_device else memoryview(landed.numpy()))
+                passings[rank].on_part(part, landed if on_device else memoryview(landed.numpy()))
                 landing[:] = 9
 
         return send
 
     for rank, worker in enumerate(workers):
-        before = [Source(r, spans[r]) for r in range(rank)]
+        before = [Predecessor(r, spans[r]) for r in range(rank)]
         last = rank == len(workers) - 1
-        outflow = inflow = None
+        sender = receiver = None
         if not last:  # several parts of each layer
             send = send_to(rank + 1)
-            outflow = Outflow(worker.rows, JOB, send, pytest.fail, part_bytes=1024)
+            sender = KvSender(worker.rows, JOB, send, pytest.fail, part_bytes=1024)
         if before:  # two slow cores
-            inflow = Inflow(worker.rows, before, bind_timeout_s=60.0)
-        hops.append(
-            Hop(JOB, before=None, after=None, inflow=inflow, outflow=outflow, patience_s=20.0)
+            receiver = KvReceiver(worker.rows, before, bind_timeout_s=60.0)
+        passings.append(
+            KvPassing(
+                JOB, before=None, after=None, receiver=receiver, sender=sender, patience_s=20.0
+            )
         )
 
-    def forward(worker: Worker, hop: Hop) -> None:
+    def forward(worker: Worker, passing: KvPassing) -> None:
         try:
-            worker.run(hop)
-            worker.end(hop)
+            worker.run(passing)
+            worker.end(passing)
         except Exception as error:
             worker.wrong.append(repr(error))
-            hop.break_off(repr(error))
+            passing.break_off(repr(error))
 
     threads = [
         threading.Thread(target=forward, args=pair, daemon=True)
-        for pair in zip(workers, hops, strict=True)
+        for pair in zip(workers, passings, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -197,17 +206,17 @@ class _NotBeforeReading(_UnderWay):
 def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     """All parts come while the device is still at the forward that had the slots before."""
     worker = Worker(cuda, Span(16, 32), rows)
-    inflow = Inflow(worker.rows, [Source(0, Span(0, 16))])
+    receiver = KvReceiver(worker.rows, [Predecessor(0, Span(0, 16))])
     cuda.current_stream().launch(lambda: worker._fill(range(32), 3))
-    inflow.bind(worker.slots[:16], 0)
+    receiver.bind(worker.slots[:16], 0)
     width = worker.rows.token_bytes // 2
     payloads = []
     for layer in range(LAYERS):
         planes = [truth(layer, plane, range(16), width).flatten() for plane in range(2)]
         payloads.append(bytearray(torch.cat(planes).numpy().tobytes()))
-        inflow.part(LayerPart(JOB, layer, 0, 16), memoryview(payloads[-1]))
-    hop = Hop(JOB, before=0, after=None, inflow=inflow, outflow=None, patience_s=20.0)
-    with worker.gate(hop):
+        receiver.part(LayerPart(JOB, layer, 0, 16), memoryview(payloads[-1]))
+    passing = KvPassing(JOB, before=0, after=None, receiver=receiver, sender=None, patience_s=20.0)
+    with worker.gate(passing):
         for layer in range(LAYERS):
             worker.pool.get_kv_buffer(layer)
             cuda.current_stream().launch(lambda layer=layer: worker._attend(layer))
@@ -232,10 +241,10 @@ def test_runahead_cuda_skipped_layer_fails_the_forward(
     monkeypatch: pytest.MonkeyPatch, asked: list[int], says: str
 ) -> None:
     worker = Worker(install(monkeypatch, 0), Span(0, 16), Rows)
-    hop = Hop(JOB, before=None, after=None, inflow=None, outflow=None, patience_s=20.0)
+    passing = KvPassing(JOB, before=None, after=None, receiver=None, sender=None, patience_s=20.0)
 
     def forward() -> None:
-        with worker.gate(hop):
+        with worker.gate(passing):
             for layer in asked:
                 worker.pool.get_kv_buffer(layer)
 
@@ -249,12 +258,12 @@ def test_runahead_cuda_device_work_is_not_counted_as_waiting(
     """A part that does not come is waited for only once the device has nothing else to do."""
     cuda = install(monkeypatch, 0)
     worker = Worker(cuda, Span(16, 32), Rows)
-    inflow = Inflow(worker.rows, [Source(0, Span(0, 16))])
-    hop = Hop(JOB, before=0, after=None, inflow=inflow, outflow=None, patience_s=0.05)
-    inflow.bind(worker.slots[:16], 0)
+    receiver = KvReceiver(worker.rows, [Predecessor(0, Span(0, 16))])
+    passing = KvPassing(JOB, before=0, after=None, receiver=receiver, sender=None, patience_s=0.05)
+    receiver.bind(worker.slots[:16], 0)
     done = []
-    cuda.current_stream().launch(lambda: done.append(inflow.waited_s))
-    with pytest.raises(Late), worker.gate(hop):
+    cuda.current_stream().launch(lambda: done.append(receiver.waited_s))
+    with pytest.raises(Late), worker.gate(passing):
         worker.pool.get_kv_buffer(0)
     assert done == [0.0]
-    hop.close("done")
+    passing.close("done")

@@ -22,7 +22,7 @@ from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.member import MemberSettings
 from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
-from sglang_cake.runahead.table import WatchedTable
+from sglang_cake.runahead.partition_table import WatchedTable
 from sglang_cake.runahead.transport import PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
 

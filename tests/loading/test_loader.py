@@ -29,8 +29,8 @@ from sglang_cake.loading.loader import (
     StagedBlock,
 )
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
+from sglang_cake.testing.memory_store import MemoryStore
 
 BLOCK, BYTES, PATIENCE_S = 4, 32, 60.0
 NOW_S = 0.0  # long ago: who waits until then does not wait

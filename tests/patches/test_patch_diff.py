@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.cli.diff import DiffError, apply, parse
+from sglang_cake.cli.unified_diff import DiffError, apply, parse
 
 # Carriage returns and form feeds: lines end at a newline and nowhere else.
 LINES = st.lists(

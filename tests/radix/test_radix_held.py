@@ -31,7 +31,7 @@ from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoad
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 BLOCK = 8
 

@@ -135,15 +135,15 @@ class Worker:
         slots = self.rows.alloc(len(tokens))
         for layer in range(self.rows.layers):
             self.rows.put(layer, slots[:keep], tokens[:keep])
-        outflow = helping.hop.outflow
-        assert outflow is not None
-        outflow.bind(slots[start:], type(helping.span)(start, helping.span.stop))
+        sender = helping.passing.sender
+        assert sender is not None
+        sender.bind(slots[start:], type(helping.span)(start, helping.span.stop))
         if start > helping.span.start:
             raise AssertionError("tests keep what is cached below the span")
-        if helping.hop.inflow is not None:
-            helping.hop.inflow.bind(slots[keep : helping.span.start], keep)
-        self._forward(helping.hop, slots, tokens, start, helping.span.stop)
-        helping.hop.drain(WAIT_S)
+        if helping.passing.receiver is not None:
+            helping.passing.receiver.bind(slots[keep : helping.span.start], keep)
+        self._forward(helping.passing, slots, tokens, start, helping.span.stop)
+        helping.passing.drain(WAIT_S)
         return start, helping.span.stop
 
     def own(self, owned: Owned, tokens: "array[int]") -> list[int]:
@@ -158,15 +158,15 @@ class Worker:
         slots = self.rows.alloc(len(tokens))
         for layer in range(self.rows.layers):
             self.rows.put(layer, slots[:first], tokens[:first])
-        assert owned.hop.inflow is not None
-        owned.hop.inflow.bind(slots[first:split], first)
+        assert owned.passing.receiver is not None
+        owned.passing.receiver.bind(slots[first:split], first)
         return slots
 
     def compute(self, owned: Owned, slots: list[int], tokens: "array[int]") -> None:
         """Raises: RunaheadError."""
-        self._forward(owned.hop, slots, tokens, owned.split, len(tokens))
+        self._forward(owned.passing, slots, tokens, owned.split, len(tokens))
 
-    def _forward(self, hop, slots, tokens, start, stop) -> None:  # type: ignore[no-untyped-def]
+    def _forward(self, passing, slots, tokens, start, stop) -> None:  # type: ignore[no-untyped-def]
         for layer in range(self.rows.layers):
             if layer == self.dies_at:
                 self.pause.clear()
@@ -176,5 +176,5 @@ class Worker:
             if layer == self.raises_at:
                 raise MemoryError("no memory for this layer")
             self.rows.put(layer, slots[start:stop], tokens[start:stop])
-            hop.reach(layer)
+            passing.reach(layer)
             assert self.rows.holds(layer, slots[:stop], tokens[:stop]), "attention reads garbage"

@@ -12,8 +12,8 @@ import pytest
 from sglang_cake.core.keys import Digest
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
-from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import RingTransport, WriteEngine, apart
+from sglang_cake.runahead.mooncake_engine import MooncakeEngine
+from sglang_cake.runahead.one_sided_transport import OneSidedTransport, WriteEngine, apart
 from sglang_cake.runahead.transport import LinkTimes, Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
 
@@ -95,12 +95,12 @@ def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[Trans
 
 def ring_member(
     rank: int, peers: list[tuple[str, int]], engine: WriteEngine, timeout_s: float = WAIT_S
-) -> RingTransport:
+) -> OneSidedTransport:
     def connect(greeting: Callable[[int], Message]) -> ZmqTransport:
-        return member(rank, peers, namespace=apart(NAMESPACE, "ring"), greeting=greeting)
+        return member(rank, peers, namespace=apart(NAMESPACE, "one-sided"), greeting=greeting)
 
     others = frozenset(range(len(peers))) - {rank}
-    return RingTransport(connect, others, engine, timeout_s)
+    return OneSidedTransport(connect, others, engine, timeout_s)
 
 
 def ipc_group(size: int) -> list[Transport]:

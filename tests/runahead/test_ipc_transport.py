@@ -15,7 +15,7 @@ from members import JOB, WAIT_S, Ear, addresses, ring_group, ring_member, until
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.ring import SLOTS
+from sglang_cake.runahead.one_sided_transport import SLOTS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
@@ -112,9 +112,9 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
 
 def test_host_ipc_write_to_unknown_memory_or_past_its_end_fails() -> None:
     engine = HostIpc(1)
-    address, ring = engine.lend()
+    address, buffer = engine.lend()
     assert not engine.write("/no/such/memory", address, 0, 4)
-    assert not engine.write(engine.session, address, 2 * len(ring) - 2, 4)  # beyond its end
+    assert not engine.write(engine.session, address, 2 * len(buffer) - 2, 4)  # beyond its end
     assert engine.write(engine.session, address, 0, 4)
 
 

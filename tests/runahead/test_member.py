@@ -16,7 +16,7 @@ from members import GROUPS, WAIT_S, Ear, until
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.hop import Broken, Inflow, Late, Source
+from sglang_cake.runahead.kv_passing import Broken, KvReceiver, Late, Predecessor
 from sglang_cake.runahead.member import Member, Owned
 from sglang_cake.runahead.messages import Cancel, Failed, LayerPart, Offer, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
@@ -96,7 +96,7 @@ def prompt(tokens: int) -> "array[int]":
 
 
 def agreed(owned: Owned) -> None:
-    until(lambda: owned.agreed or owned.refused or owned.hop.broken, "an answer")
+    until(lambda: owned.agreed or owned.refused or owned.passing.broken, "an answer")
 
 
 @pytest.mark.parametrize("bounds", [(0, 40, 100), (0, 40, 70, 100), (0, 1, 2, 3), (32, 50, 80, 99)])
@@ -112,8 +112,9 @@ def test_runahead_member_every_layer_of_every_token_reaches_the_owner(
     assert owned.agreed
     group.workers[-1].own(owned, tokens)
     group.owner.end_owned(owned, "done")
-    assert owned.hop.inflow is not None
-    assert owned.hop.inflow.bytes == (bounds[-2] - bounds[0]) * 24 * 5  # equation 6, last link
+    assert owned.passing.receiver is not None
+    expected = (bounds[-2] - bounds[0]) * 24 * 5  # equation 6, last link
+    assert owned.passing.receiver.bytes == expected
     for worker, span in zip(group.workers, Partition(bounds).spans[:-1], strict=False):
         until(lambda w=worker, s=span: w.computed == [tuple(s)], "the helper has its span")
     until(lambda: len(group.owner.helpers()) == SIZE - 1, "all are free again")
@@ -130,7 +131,7 @@ def test_runahead_member_stopped_helper_is_late_and_left_out(
     agreed(owned)
     slots = group.workers[-1].bind(owned, tokens)
     until(group.workers[1].pause_reached.is_set, "it has stopped")
-    until(lambda: owned.hop.has(0) and owned.hop.has(1), "what was sent before that")
+    until(lambda: owned.passing.has(0) and owned.passing.has(1), "what was sent before that")
     with pytest.raises(Late):
         group.workers[-1].compute(owned, slots, tokens)
     group.owner.end_owned(owned, "cancelled")
@@ -215,13 +216,13 @@ def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
 
     def came(*spans: Span) -> int | None:
         rows = FakeRows(1)
-        inflow = Inflow(rows, [Source(5, Span(0, 4)), Source(3, Span(4, 10))])
-        inflow.bind(rows.alloc(10), 0)
+        receiver = KvReceiver(rows, [Predecessor(5, Span(0, 4)), Predecessor(3, Span(4, 10))])
+        receiver.bind(rows.alloc(10), 0)
         for span in spans:
             payload = memoryview(bytearray(span.tokens * rows.token_bytes))
-            inflow.part(LayerPart("", 0, *span), payload)
+            receiver.part(LayerPart("", 0, *span), payload)
         with pytest.raises(Late) as late:
-            inflow.wait(0, 0.02, lambda: None)
+            receiver.wait(0, 0.02, lambda: None)
         return late.value.culprit
 
     assert came(Span(4, 10)) == 5
@@ -236,7 +237,7 @@ def test_hop_failure_names_the_helper_or_blames_the_sender(
 ) -> None:
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
     agreed(owned)
-    group.owner.on_message(0, Failed(owned.hop.job, named, "it says"))
+    group.owner.on_message(0, Failed(owned.passing.job, named, "it says"))
     group.owner.end_owned(owned, "cancelled")
     assert group.owner.failed() == {left}  # 2 is the owner itself
 
@@ -249,8 +250,8 @@ def test_runahead_member_slow_helper_within_patience_is_kept(group: Group) -> No
     slots = group.workers[-1].own(owned, tokens)
     group.owner.end_owned(owned, "done")
     assert len(slots) == len(tokens)
-    assert owned.hop.inflow is not None
-    assert owned.hop.inflow.waited_s > 0
+    assert owned.passing.receiver is not None
+    assert owned.passing.receiver.waited_s > 0
     assert group.owner.helpers() == (0, 1)
 
 
@@ -290,7 +291,7 @@ def test_runahead_member_cancelled_job_stops_its_helpers(group: Group) -> None:
     until(lambda: group.workers[1].errors, "the one that waits stops")
     helping = group.workers[0].helping
     assert helping is not None
-    until(lambda: helping.hop.broken, "the one that computes has heard")
+    until(lambda: helping.passing.broken, "the one that computes has heard")
     group.workers[0].pause.set()
     for worker in group.workers[:-1]:
         until(lambda w=worker: w.errors, "it stops")
@@ -379,24 +380,24 @@ def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.Data
     )
     edges = [span.start, *cuts, span.stop]
     parts = [LayerPart("", layer, a, b) for layer in range(3) for a, b in pairwise(edges)]
-    inflow = Inflow(rows, [Source(0, span)])
-    inflow.bind(ours, keep)
+    receiver = KvReceiver(rows, [Predecessor(0, span)])
+    receiver.bind(ours, keep)
     for layer in range(3):
         source.put(layer, theirs, tokens)
     for part in data.draw(st.permutations(parts)):
         out = memoryview(bytearray((part.stop - part.start) * rows.token_bytes))
         source.read(part.layer, theirs[part.start - 10 : part.stop - 10], out)
-        inflow.part(part, out)
+        receiver.part(part, out)
         with pytest.raises(Broken):
-            inflow.part(part, out)
+            receiver.part(part, out)
     for layer in range(3):
-        inflow.wait(layer, 1.0, lambda: None)
+        receiver.wait(layer, 1.0, lambda: None)
         assert rows.holds(layer, ours, tokens[keep - span.start :])
     for bad in (LayerPart("", 3, 10, 11), LayerPart("", 0, 9, 11), LayerPart("", 0, 10, 999)):
         with pytest.raises(Broken):
-            inflow.part(bad, memoryview(bytes((bad.stop - bad.start) * rows.token_bytes)))
+            receiver.part(bad, memoryview(bytes((bad.stop - bad.start) * rows.token_bytes)))
     with pytest.raises(Broken):
-        inflow.part(LayerPart("", 0, 10, 11), memoryview(bytes(5)))
+        receiver.part(LayerPart("", 0, 10, 11), memoryview(bytes(5)))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -417,16 +418,16 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
 
     started, release, closed = threading.Event(), threading.Event(), threading.Event()
     rows = Slow(1)
-    inflow = Inflow(rows, [Source(0, Span(0, 4))])
-    inflow.bind(rows.alloc(4), 0)
+    receiver = KvReceiver(rows, [Predecessor(0, Span(0, 4))])
+    receiver.bind(rows.alloc(4), 0)
     payload = memoryview(bytes(4 * rows.token_bytes))
     threading.Thread(
-        target=lambda: inflow.part(LayerPart("", 0, 0, 4), payload), daemon=True
+        target=lambda: receiver.part(LayerPart("", 0, 0, 4), payload), daemon=True
     ).start()
     assert started.wait(WAIT_S)
 
     def close() -> None:
-        inflow.close("enough")
+        receiver.close("enough")
         closed.set()
 
     threading.Thread(target=close, daemon=True).start()
@@ -435,7 +436,7 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     assert closed.wait(WAIT_S)
     assert rows.writes == 1
     with pytest.raises(Broken):
-        inflow.part(LayerPart("", 0, 0, 4), payload)
+        receiver.part(LayerPart("", 0, 0, 4), payload)
 
 
 def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
@@ -452,9 +453,9 @@ def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
     found = until(middle.member.next_offer, "the offer")
     helping = middle.member.accept(*found, matched=0)
     slots = middle.rows.alloc(4)
-    assert helping.hop.inflow is not None
-    helping.hop.inflow.bind(slots, 0)
-    helping.hop.inflow.wait(0, WAIT_S, helping.hop.check)
+    assert helping.passing.receiver is not None
+    helping.passing.receiver.bind(slots, 0)
+    helping.passing.receiver.wait(0, WAIT_S, helping.passing.check)
     assert middle.rows.holds(0, slots, offer.tokens[:4])
     middle.member.end_helping(helping, None)
     for worker in workers:

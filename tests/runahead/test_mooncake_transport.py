@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from members import JOB, WAIT_S, Ear, addresses, engine, member, ring_member, until
 
-from sglang_cake.runahead.messages import Credit, Landed, LayerPart, Ring
-from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import SLOTS, RingTransport
+from sglang_cake.runahead.messages import Credit, Landed, LayerPart, ReceiveBuffer
+from sglang_cake.runahead.mooncake_engine import MooncakeEngine
+from sglang_cake.runahead.one_sided_transport import SLOTS, OneSidedTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -23,11 +23,11 @@ def peers() -> list[tuple[str, int]]:
 
 
 class Watched:
-    """A Mooncake engine whose writes a test may change, and whose rings it knows."""
+    """A Mooncake engine whose writes a test may change, and whose buffers it knows."""
 
     def __init__(self, inner: MooncakeEngine) -> None:
         self._inner = inner
-        self.rings: list[int] = []  # addresses, in the order of `lend`
+        self.buffers: list[int] = []  # addresses, in the order of `lend`
         self.on_write: Callable[..., bool] = inner.write
 
     def __getattr__(self, name: str) -> Any:
@@ -35,14 +35,14 @@ class Watched:
 
     def lend(self) -> tuple[int, Any]:
         address, memory = self._inner.lend()
-        self.rings.append(address)
+        self.buffers.append(address)
         return address, memory
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
         return self.on_write(session, source, target, size_bytes)
 
 
-Pair = tuple[list[RingTransport], list[Ear]]
+Pair = tuple[list[OneSidedTransport], list[Ear]]
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def landed(**changes: int) -> Landed:
         landed(slot=SLOTS),
         landed(size=0),
         landed(size=MAX_PART_BYTES + 1),
-        Ring("127.0.0.1:1", 4096, SLOTS + 1),
+        ReceiveBuffer("127.0.0.1:1", 4096, SLOTS + 1),
     ],
-    ids=["checksum", "slot", "nothing", "size", "ring"],
+    ids=["checksum", "slot", "nothing", "size", "buffer"],
 )
 def test_mooncake_transport_invalid_message_reconnects_undelivered(
-    pair: Pair, lie: Landed | Ring
+    pair: Pair, lie: Landed | ReceiveBuffer
 ) -> None:
     members, ears = pair
     members[0].send(1, lie)
@@ -136,7 +136,8 @@ def test_mooncake_transport_slot_still_being_written_is_not_reused(
             members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: len(slots) >= SLOTS, "the engine has them")
     assert len(slots) == len(set(slots)) == SLOTS  # each once; then nobody wrote
-    members[1].send(0, Ring("127.0.0.1:1", 4096, SLOTS + 1))  # they part: the slots stay taken
+    # They part: the slots stay taken.
+    members[1].send(0, ReceiveBuffer("127.0.0.1:1", 4096, SLOTS + 1))
     until(lambda: ears[0].gone, "they part")
     until(lambda: members[0].reachable(), "they meet")
     assert members[0].slots(1).writing == set(range(SLOTS))
@@ -195,8 +196,8 @@ def test_mooncake_transport_credit_for_an_unknown_slot_is_ignored(pair: Pair) ->
 @pytest.mark.usefixtures("pair")
 def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[Watched]) -> None:
     other = ctypes.create_string_buffer(DATA, MAX_PART_BYTES)
-    _, source = engines[0].rings  # parts are copied there before they are written
-    landing, _ = engines[1].rings
+    _, source = engines[0].buffers  # parts are copied there before they are written
+    landing, _ = engines[1].buffers
     session = engine(1).session
     assert engine(0).write(session, source, landing, 64)
     assert not engine(0).write(session, source, ctypes.addressof(other), 64)

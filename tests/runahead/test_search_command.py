@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.cli import main
-from sglang_cake.cli import runahead as command
+from sglang_cake.cli import main, runahead_search
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead import table as table_module
+from sglang_cake.runahead import partition_table
 from sglang_cake.runahead.partition import Partition, even
-from sglang_cake.runahead.table import PartitionTable, WatchedTable, load_table, save_table
+from sglang_cake.runahead.partition_table import (
+    PartitionTable,
+    WatchedTable,
+    load_table,
+    save_table,
+)
 
 TOKENS, BEST = 4096, 2432
 NAME = "x86-64-00aa.json"
@@ -42,12 +46,12 @@ class FakeServer:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "PAUSE_S", 0.0)
+    monkeypatch.setattr(runahead_search, "PAUSE_S", 0.0)
     return tmp_path / "sglang_cake" / "runahead"
 
 
 def search(server: FakeServer, said: list[str] | None = None) -> Partition:
-    return command.search_one(
+    return runahead_search.search_one(
         server.ask,
         TOKENS,
         2,
@@ -127,7 +131,7 @@ def test_runahead_search_wrong_flags_exit_with_one_line(
 def test_watched_table_changed_file_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(partition_table, "_LOOK_S", 0.0)
     path = tmp_path / "table.json"
     watched = WatchedTable(path)
     assert not watched.read().entries

@@ -20,7 +20,7 @@ import zmq.utils.monitor
 from members import JOB, PATIENT, WAIT_S, Ear, addresses, member, until, zeromq_group
 
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead import kv_path
+from sglang_cake.runahead import encrypted_kv
 from sglang_cake.runahead.messages import Accept, Cancel, Hello, LayerPart, Message
 from sglang_cake.runahead.transport import LinkTimes
 from sglang_cake.runahead.zeromq import ZmqTransport
@@ -324,19 +324,19 @@ class Captured:
         return zmq.MessageTracker()
 
 
-def sealed(inlet: kv_path.Inlet, parts: int) -> list[list[zmq.Frame]]:
-    port, outlet = Captured(), kv_path.Outlet(inlet.name, inlet.key, WAIT_S)
+def sealed(receiver: encrypted_kv.EncryptedKvReceiver, parts: int) -> list[list[zmq.Frame]]:
+    port, sender = Captured(), encrypted_kv.EncryptedKvSender(receiver.name, receiver.key, WAIT_S)
     for layer in range(parts):
-        outlet.send(port, LayerPart(JOB, layer, 0, 4), memoryview(DATA))  # type: ignore[arg-type]
+        sender.send(port, LayerPart(JOB, layer, 0, 4), memoryview(DATA))  # type: ignore[arg-type]
     return port.sent
 
 
-def inlet() -> kv_path.Inlet:
-    return kv_path.Inlet(bytearray(2**22))
+def receiver() -> encrypted_kv.EncryptedKvReceiver:
+    return encrypted_kv.EncryptedKvReceiver(bytearray(2**22))
 
 
-def test_kv_path_sealed_parts_are_opened_in_order() -> None:
-    there = inlet()
+def test_encrypted_kv_sealed_parts_are_opened_in_order() -> None:
+    there = receiver()
     for layer, frames in enumerate(sealed(there, 3)):
         assert DATA[:16] not in frames[1].bytes
         head, payload = there.take(frames)
@@ -361,25 +361,25 @@ SPOILT: dict[str, Callable[[list[list[zmq.Frame]]], list[zmq.Frame]]] = {
     "no head": lambda sent: sent[1][1:],
     "more": lambda sent: [*sent[1], sent[1][0]],
     "long head": lambda sent: [zmq.Frame(bytes(2**16)), sent[1][1]],
-    "other key": lambda sent: sealed(inlet(), 2)[1],
+    "other key": lambda sent: sealed(receiver(), 2)[1],
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_kv_path_part_changed_or_out_of_order_is_bad(
+def test_encrypted_kv_part_changed_or_out_of_order_is_bad(
     spoil: Callable[[list[list[zmq.Frame]]], list[zmq.Frame]],
 ) -> None:
-    there = inlet()
+    there = receiver()
     sent = sealed(there, 3)
     there.take(sent[0])
-    with pytest.raises(kv_path.BadMessage):
+    with pytest.raises(encrypted_kv.BadMessage):
         there.take(spoil(sent))
 
 
 class Spoiling:
     """A port for KV that changes a bit of every part."""
 
-    def __init__(self, inner: kv_path.KvServer) -> None:
+    def __init__(self, inner: encrypted_kv.KvServer) -> None:
         self._inner = inner
 
     def put(self, *frames: Any) -> zmq.MessageTracker:
@@ -396,7 +396,8 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(two: Callable
     sender = pair.members[0]
     port = sender.kv
     sender.kv = Spoiling(port)  # type: ignore[assignment]
-    with contextlib.suppress(kv_path.PeerGone):  # the receiver may end it before the part is sent
+    # The receiver may end it before the part is sent.
+    with contextlib.suppress(encrypted_kv.PeerGone):
         sender.send_part(1, PART, memoryview(DATA))
     sender.kv = port
     until(lambda: pair.ears[1].gone == [0], "the receiver ends it")
@@ -520,7 +521,7 @@ def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..
         for _ in range(100):
             pair.members[0].send_part(1, PART, payload)
 
-    with pytest.raises(kv_path.PeerGone, match="does not take KV"):
+    with pytest.raises(encrypted_kv.PeerGone, match="does not take KV"):
         send_many()
     pair.ears[1].open.set()
     until(lambda: all(ear.gone for ear in pair.ears), "they part")

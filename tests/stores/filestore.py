@@ -5,8 +5,8 @@ import contextlib
 import time
 
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")

@@ -13,8 +13,8 @@ from http.client import HTTPConnection
 import boto3
 
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME
 
 # Of another S3 service of this machine, to run the tests against it (docs/object-stores.md).

@@ -20,11 +20,11 @@ from pathlib import Path
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.file import blockfile
+from sglang_cake.stores.file import block_files
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.folder import BlockFolder
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 
 LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
@@ -32,7 +32,7 @@ FRAME = BlockFrame(NAMESPACE, LAYOUT)
 NAMES = range(12)
 FILL = [("fill", number) for number in range(80)]
 BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
-blockfile.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
+block_files.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
 DEADLINE_S = 120.0
 LINE_BYTES = 128  # no line of a log lies in two pages, so none is cut when its writer is killed
 

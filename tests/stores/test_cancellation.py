@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file import blockfile
+from sglang_cake.stores.file import block_files
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.threads import run_stoppable
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
@@ -33,7 +33,7 @@ class Held:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(blockfile, "PIECE_BYTES", LAYOUT.block_bytes // 8)
+    monkeypatch.setattr(block_files, "PIECE_BYTES", LAYOUT.block_bytes // 8)
 
 
 def with_store(root, test):

@@ -17,8 +17,8 @@ from test_crash import SINCE, Nursery
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.file.files import MAX_SET_ASIDE
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read

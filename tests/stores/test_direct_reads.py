@@ -15,10 +15,10 @@ from sglang_cake.core.buffers import PAGE_BYTES, is_on_page, on_page
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file import blockfile
-from sglang_cake.stores.file.blockfile import is_cached, set_direct
+from sglang_cake.stores.file import block_files
+from sglang_cake.stores.file.block_files import is_cached, set_direct
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import Told, block_of, key_of
 
@@ -94,8 +94,8 @@ class Reads:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(blockfile, "PIECE_BYTES", SMALL)
-    monkeypatch.setattr(blockfile, "DIRECT_PIECE_BYTES", SMALL)
+    monkeypatch.setattr(block_files, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(block_files, "DIRECT_PIECE_BYTES", SMALL)
 
 
 @pytest.fixture

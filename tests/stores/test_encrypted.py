@@ -31,10 +31,10 @@ from sglang_cake.stores.encrypted import (
     MasterKey,
     read_key_file,
 )
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
 from sglang_cake.testing.faulty import FaultyStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,

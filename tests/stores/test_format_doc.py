@@ -15,9 +15,9 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import KeySeed, block_keys
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.files import MAX_SET_ASIDE
-from sglang_cake.stores.file.folder import BlockFolder
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 EXAMPLE = json.loads(re.search(r"```json\n(.*?)```", DOC, re.DOTALL)[1])

@@ -12,21 +12,21 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.codecs import entropy, groups, nonuniform, rope, zstd
-from sglang_cake.codecs.blocks import parts_of
+from sglang_cake.codecs.block_arrays import parts_of
 from sglang_cake.codecs.catalogue import chain_of, decodes_on_device, parse
+from sglang_cake.codecs.codec_steps import Malformed
 from sglang_cake.codecs.distributions import CLASSES
 from sglang_cake.codecs.entropy import Entropy
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import RAW_CHAIN, begin, split
-from sglang_cake.codecs.steps import Malformed
 from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import key_of
 
 MANY = settings(

@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_store
 from sglang_cake.stores.tiers.lazy_store import LazyStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
 

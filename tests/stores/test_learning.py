@@ -10,12 +10,12 @@ from test_capacity import DIGEST, STORED_BYTES, opened, put, there
 
 from sglang_cake.stores.eviction import AccessContext, ReuseFit, Usage, ident_of
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
-from sglang_cake.stores.eviction.reuse import POOLED
+from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.file import evictor as evictor_module
 from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
 

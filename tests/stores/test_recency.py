@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
 
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.access_log import MOST_ANNOUNCED, READ_SOON_S, AccessLog
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.file.reported_accesses import MOST_ANNOUNCED, READ_SOON_S, ReportedAccesses
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
 BY_RECENCY = ["lru", "lfu", "arc", "workload", "cake-prefix"]
@@ -102,20 +102,20 @@ def test_block_folder_generated_blocks_are_evicted_before_the_prompt(tmp_path):
         st.tuples(st.integers(1, 40), st.sampled_from([-1.0, 0.0, 0.0, 1e-5, 2.0])), max_size=20
     )
 )
-def test_access_log_times_rise_by_request_and_from_the_tail(requests):
-    log, now_s, times = AccessLog(), 1.8e9, []
+def test_reported_accesses_times_rise_by_request_and_from_the_tail(requests):
+    reported, now_s, times = ReportedAccesses(), 1.8e9, []
     for number, (blocks, later_s) in enumerate(requests):
         now_s += later_s  # clocks are also put back
-        accesses = log.report(keys(number, blocks), RequestFacts(str(number), 10), now_s)
+        accesses = reported.report(keys(number, blocks), RequestFacts(str(number), 10), now_s)
         assert [told.context.position for told in accesses] == list(range(blocks - 1, -1, -1))
         times += [told.at_s for told in accesses]
     assert times == sorted(set(times))
 
 
-def test_access_log_clock_set_back_an_hour_is_followed():
-    log = AccessLog()
-    log.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
-    (told,) = log.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
+def test_reported_accesses_clock_set_back_an_hour_is_followed():
+    reported = ReportedAccesses()
+    reported.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
+    (told,) = reported.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
     assert told.at_s == 1.8e9 - 3600
 
 
@@ -170,14 +170,14 @@ def test_block_folder_list_blocks_gives_the_time_of_the_last_use(tmp_path, monke
         assert used_s() == [200, 100]
 
 
-def test_access_log_many_expected_reads_keep_a_bounded_table():
-    log = AccessLog()
-    assert not log.is_announced(A, 0.0)
-    log.report([A], RequestFacts("first", 10), 0.0)
-    assert log.is_announced(A, 1.0)
+def test_reported_accesses_many_expected_reads_keep_a_bounded_table():
+    reported = ReportedAccesses()
+    assert not reported.is_announced(A, 0.0)
+    reported.report([A], RequestFacts("first", 10), 0.0)
+    assert reported.is_announced(A, 1.0)
     for number in range(2):
         some = [key_of((number, at)) for at in range(MOST_ANNOUNCED // 2)]
-        log.report([*some, B], RequestFacts(str(number), 10), 0.0)
-    assert log.announced_blocks == MOST_ANNOUNCED
-    assert not log.is_announced(A, 1.0)
-    assert log.is_announced(B, 1.0)
+        reported.report([*some, B], RequestFacts(str(number), 10), 0.0)
+    assert reported.announced_blocks == MOST_ANNOUNCED
+    assert not reported.is_announced(A, 1.0)
+    assert reported.is_announced(B, 1.0)

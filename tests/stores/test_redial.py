@@ -8,10 +8,9 @@ from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.circuit import FAILURES, FIRST_S
+from sglang_cake.stores.circuit_breaker import FAILURES, FIRST_S, TimeoutLimits
 from sglang_cake.stores.http.http_transport import Endpoint, HttpTransport
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
-from sglang_cake.stores.timing import TimeoutLimits
 
 CONNECTIONS = 4 * FAILURES
 LIMITS = TimeoutLimits(floor_s=0.3)

@@ -22,7 +22,7 @@ from sglang_cake.core.errors import (
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.s3.s3_store import PROBES_AT_ONCE, READ_BYTES, S3Store
+from sglang_cake.stores.s3.s3_store import LOOKUPS_AT_ONCE, READ_BYTES, S3Store
 from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,
@@ -206,7 +206,7 @@ def test_s3_store_lookup_of_1000_keys_asks_for_few_objects(server, bucket):
         await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(100)))
         before = store.events()["requests"]
         assert await store.contains(keys) == [n < 100 for n in names]
-        assert store.events()["requests"] - before <= 2 * PROBES_AT_ONCE
+        assert store.events()["requests"] - before <= 2 * LOOKUPS_AT_ONCE
 
     with_store(server.open(bucket), test)
 

@@ -8,9 +8,9 @@ from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import BlockCorrupt, StoreFull, StoreUnavailable
+from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.s3.s3_store import PATIENCE
-from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")

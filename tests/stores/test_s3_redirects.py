@@ -9,9 +9,9 @@ from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
+from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.s3.bucket import MAX_PAGE_BYTES, MAX_WORDS_BYTES
-from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 A = key_of("a")

@@ -6,7 +6,7 @@ import pytest
 from storetools import ALICE, fill, held, store, told, url_of
 
 from sglang_cake.cli.store_bench import lines_of, speed_of_model
-from sglang_cake.cli.store_tables import (
+from sglang_cake.cli.text_tables import (
     count_text,
     exact_size_text,
     printable,
@@ -122,7 +122,7 @@ def test_size_text_of_any_size_has_a_readable_unit(size_bytes, text):
     assert size_text(size_bytes) == text
 
 
-def test_store_tables_columns_are_aligned_and_values_formatted():
+def test_text_tables_columns_are_aligned_and_values_formatted():
     assert table(["A", "BB"], [["xxx", "1"]], right=(1,)) == "A    BB\nxxx   1"
     assert exact_size_text(16 * 2**20) == "16 MiB"
     assert exact_size_text(3 * 2**29) == "1536 MiB"

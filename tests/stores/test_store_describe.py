@@ -32,22 +32,38 @@ def mooncake(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "layers"),
     [
-        (FILE_URL, ["CountedStore", f"  {FILE}"]),
+        (FILE_URL, ["CountedStore", "  LazyStore", f"    {FILE}"]),
         (
             HTTP_URL,
-            ["CountedStore", "  ThrottledStore  bandwidth=125 MB/s", f"    {HTTP}"],
+            [
+                "CountedStore",
+                "  LazyStore",
+                "    ThrottledStore  bandwidth=125 MB/s",
+                f"      {HTTP}",
+            ],
         ),
-        (S3_URL, ["CountedStore", "  EncryptedStore  key_file=/nowhere/key", f"    {S3}"]),
-        (MOONCAKE_URL, ["CountedStore", f"  {MOONCAKE}"]),
+        (
+            S3_URL,
+            [
+                "CountedStore",
+                "  LazyStore",
+                "    EncryptedStore  key_file=/nowhere/key",
+                f"      {S3}",
+            ],
+        ),
+        (MOONCAKE_URL, ["CountedStore", "  LazyStore", f"    {MOONCAKE}"]),
         (
             f"{FILE_URL},{HTTP_URL},{MOONCAKE_URL}",
             [
                 "CountedStore",
                 "  TieredStore",
-                f"    {FILE}",
-                "    ThrottledStore  bandwidth=125 MB/s",
-                f"      {HTTP}",
-                f"    {MOONCAKE}",
+                "    LazyStore",
+                f"      {FILE}",
+                "    LazyStore",
+                "      ThrottledStore  bandwidth=125 MB/s",
+                f"        {HTTP}",
+                "    LazyStore",
+                f"      {MOONCAKE}",
             ],
         ),
     ],
@@ -60,7 +76,8 @@ def test_layers_are_printed_one_a_line_outermost_first(url, layers, capsys):
 
 def test_a_codec_is_a_layer(capsys):
     assert main(["store", "describe", FILE_URL, "--codec", "int8"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["EncodedStore  codec=int8", f"  {FILE}"]
+    layers = ["EncodedStore  codec=int8", "  LazyStore", f"    {FILE}"]
+    assert capsys.readouterr().out.splitlines() == layers
 
 
 def test_programs_get_one_object(capsys):
@@ -68,7 +85,8 @@ def test_programs_get_one_object(capsys):
     found = json.loads(capsys.readouterr().out)
     (tiers,) = found["inner"]
     assert (found["layer"], tiers["layer"]) == ("CountedStore", "TieredStore")
-    file, encrypted = tiers["inner"]
+    assert [tier["layer"] for tier in tiers["inner"]] == ["LazyStore", "LazyStore"]
+    file, encrypted = (tier["inner"][0] for tier in tiers["inner"])
     assert file["settings"]["capacity_bytes"] == 500 * 10**9
     assert encrypted["inner"][0]["settings"]["bucket"] == "bucket"
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_cake.core.errors import BlockMissing
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.folder import BlockFolder
-from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 NAMES = st.integers(0, 5)

@@ -32,9 +32,9 @@ import sglang_cake
 from sglang_cake.cli import PIPE_STATUS
 from sglang_cake.cli.store_cp import _lacking
 from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
-from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.probing import EXACT_KEYS, probe
+from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 FRAMED = 2 * 4096  # what a block takes on the disk
@@ -352,19 +352,19 @@ def test_store_cp_of_more_blocks_than_one_lookup_copies_all(tmp_path, capsys):
 
 
 def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
-    class Probing(PassingStore):
+    class InRounds(PassingStore):
         async def contains(self, keys):
             async def has(key):
                 return (await self.inner.contains([key]))[0]
 
-            return await probe(keys, has, at_once=EXACT_KEYS, rounds=3)
+            return await look_up_in_rounds(keys, has, at_once=EXACT_KEYS, rounds=3)
 
     async def main():
         origin, target = MemoryStore(), MemoryStore()
         for number in range(300):
             for each in (origin, target)[: 1 + number % 2]:
                 await each.put(key_of(number), block_of(number))
-        lacking = _lacking(origin, Probing(target), lambda blocks: None)
+        lacking = _lacking(origin, InRounds(target), lambda blocks: None)
         return {key async for key in lacking}
 
     assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}

@@ -15,7 +15,7 @@ from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, k
 
 SHELVES = """
 from sglang_cake.stores.base import StoredNamespace
-from sglang_cake.stores.memory_store import MemoryStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.stores.url import parse_size
 
 SHELVES = {}

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, key_of, read
 
 READ_S = 2.0  # what one block takes on the link of these tests

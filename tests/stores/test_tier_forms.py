@@ -8,9 +8,9 @@ import logging
 import pytest
 from tiering import Clock, Tiers, run, until
 
-from sglang_cake.codecs.blocks import relative_error
+from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
-from sglang_cake.codecs.encoders import BestCodec, OneCodec
+from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES
 from sglang_cake.codecs.pipeline import is_raw
 from sglang_cake.core.codec_names import CODECS, namespace_value
@@ -46,7 +46,7 @@ class Encoded(Tiers):
                 link.read.landed(PAYLOAD_BYTES, -PAYLOAD_BYTES / speed, 0.0)
         self.counters, ticks = Counters(), itertools.count()
         chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
-        encoder = BestCodec(
+        encoder = AutoCodec(
             LAYOUT,
             chains,
             max_error=max_error,
@@ -56,7 +56,7 @@ class Encoded(Tiers):
             clock=lambda: next(ticks) * DECODE_S,
         )
         if codec != "auto":
-            encoder = OneCodec(LAYOUT, codec, chains[codec])
+            encoder = FixedCodec(LAYOUT, codec, chains[codec])
         self.blocks = EncodedStore(
             *(self.store, LAYOUT, encoder.encode),
             link=LinkSpeed(),

@@ -16,11 +16,11 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.loading.loader import BlockRead
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, PlainBuffer
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
 DOWN = StoreUnavailable("down")

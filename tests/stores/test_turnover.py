@@ -14,7 +14,7 @@ from test_capacity import CAPACITY_BYTES, DIGEST, STORED_BYTES, du_bytes, opened
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.folder import MOST_UNUSED, BlockFolder
+from sglang_cake.stores.file.block_folder import MOST_UNUSED, BlockFolder
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S, RECLAIM_EVERY_S
 from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.testing.store_contract import NAMESPACE, key_of

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from sglang_cake.stores.memory_store import MemoryStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import OutageStore, RecordingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
 
 BLOCK = LAYOUT.block_bytes

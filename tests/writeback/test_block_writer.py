@@ -14,9 +14,9 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
-from sglang_cake.stores.memory_store import MemoryStore
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
+from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
 
 BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from sglang_cake.codecs.blocks import KEYS, Part, parts_of
+from sglang_cake.codecs.block_arrays import KEYS, Part, parts_of
 from sglang_cake.codecs.catalogue import parse
 from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform

@@ -19,7 +19,7 @@ BOUNDARY.hooks[_HOOK] = []
 
 
 class PoolRows:
-    """`runahead.hop.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
+    """`kv_passing.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
 
     Slots are int64 tensors.
     """
@@ -70,7 +70,7 @@ class PoolRows:
 
 
 class Passage(Protocol):
-    """KV that a forward needs from elsewhere, layer by layer (`Hop`, `StreamedBlocks`). The
+    """KV that a forward needs from elsewhere, layer by layer (`KvPassing`, `StreamedBlocks`). The
     forward's own tokens are those that it computes. Exceptions of these methods end the forward.
     """
 

@@ -17,12 +17,12 @@ import torch
 
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, Passage, PoolRows
-from sglang_cake.runahead.hop import Broken
+from sglang_cake.runahead.kv_passing import Broken
 from sglang_cake.runahead.transport import Payload
 
 
 class CudaRows(PoolRows):
-    """`runahead.hop.Rows` over a pool on a GPU. It also records where the forward is, on the
+    """`kv_passing.Rows` over a pool on a GPU. It also records where the forward is, on the
     stream that the forward's thread launches on.
 
     Args:

@@ -33,7 +33,7 @@ from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import LoadProgress, Mode, StepPlan, device_work, next_step
 from sglang_cake.loading.priority import QueueEntry
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 if TYPE_CHECKING:
     from sglang_cake.integration.memory.copier import SlotCopy

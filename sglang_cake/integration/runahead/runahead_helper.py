@@ -124,7 +124,7 @@ class SpanRunner:
         batch.prepare_for_extend()
         with forward_stream(scheduler):
             self._forward(scheduler, helping, req, batch)
-        helping.hop.drain(DRAIN_TIMEOUT_S)
+        helping.passing.drain(DRAIN_TIMEOUT_S)
 
     def _forward(
         self, scheduler: "Scheduler", helping: Helping, req: "Req", batch: "ScheduleBatch"
@@ -134,16 +134,16 @@ class SpanRunner:
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
         keep = req.prefix_len  # earlier slots are shared in the tree: they must not be written
         start = max(keep, helping.span.start)
-        hop = helping.hop
-        if hop.inflow is not None:
-            hop.inflow.bind(row[keep : helping.span.start], keep)
-        assert hop.outflow is not None
-        hop.outflow.bind(row[helping.span.start : helping.span.stop], helping.span)
-        with self._gate(hop):
+        passing = helping.passing
+        if passing.receiver is not None:
+            passing.receiver.bind(row[keep : helping.span.start], keep)
+        assert passing.sender is not None
+        passing.sender.bind(row[helping.span.start : helping.span.stop], helping.span)
+        with self._gate(passing):
             run_forward(scheduler.tp_worker, cut_batch(batch, start, helping.span.stop))
 
     def _count(self, helping: Helping) -> None:
-        sent = helping.hop.outflow
+        sent = helping.passing.sender
         assert sent is not None
         self._counters.add("runahead_sent_bytes", sent.bytes + sent.forwarded_bytes)
 

@@ -1,4 +1,5 @@
-"""The engine of `ring.py` from GPU to GPU in one machine: parts of layers are copied by CUDA IPC.
+"""The engine of `one_sided_transport.py` from GPU to GPU in one machine: parts of layers are copied
+by CUDA IPC.
 
 Each member lends its peers memory on its own GPU. They open it, and copy into it over NVLink or
 PCIe. Such a copy does not wait for the peer, so a peer that hangs delays no other member. The
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.runahead.ring import RING_BYTES
+from sglang_cake.runahead.one_sided_transport import BUFFER_BYTES
 
 logger = logging.getLogger("sglang_cake")
 
@@ -25,7 +26,7 @@ class IpcEngine:
 
     Args:
         device: of this process.
-        peers: number of other members. Each takes two rings of memory on the device.
+        peers: number of other members. Each takes two buffers of memory on the device.
         stream: of the copies.
 
     Raises: OSError if the memory cannot be shared.
@@ -34,7 +35,7 @@ class IpcEngine:
     def __init__(self, device: torch.device, peers: int, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._peers = peers
-        self._memory = torch.empty(2 * peers * RING_BYTES, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(2 * peers * BUFFER_BYTES, dtype=torch.uint8, device=device)
         self._stream = stream
         self._lent = 0
         self._lock = threading.Lock()
@@ -51,9 +52,9 @@ class IpcEngine:
             return list(self._theirs)
 
     def lend(self) -> tuple[int, torch.Tensor]:
-        address = self._lent * RING_BYTES
+        address = self._lent * BUFFER_BYTES
         self._lent += 1
-        return address, self._memory[address : address + RING_BYTES]
+        return address, self._memory[address : address + BUFFER_BYTES]
 
     def take_back(self, address: int) -> None:
         """The memory is not reused."""

@@ -33,18 +33,18 @@ from sglang_cake.integration.runahead.runahead_request import (
 )
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start
-from sglang_cake.runahead.decide import (
+from sglang_cake.runahead.chain_plan import (
     PAYS,
-    Costs,
-    Limits,
-    Loading,
-    Plan,
+    ChainCosts,
+    ChainLimits,
+    ChainPlan,
+    StoredTail,
     forced_plan,
     plan_beside_loader,
     plan_chain,
 )
 from sglang_cake.runahead.member import MEMBER_SETTINGS, Member, MemberSettings, Outcome, Owned
-from sglang_cake.runahead.table import WatchedTable
+from sglang_cake.runahead.partition_table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ class Runahead:
         Args:
             alone: no other request is in this step.
         """
-        loading = self._loading(req)
-        stop = len(req.full_untruncated_fill_ids) if loading is None else island_start(loading.view)
+        tail = self._stored_tail(req)
+        stop = len(req.full_untruncated_fill_ids) if tail is None else island_start(tail.view)
         mine = self._mine
         if mine is not None and mine.rid == req.rid:
             return self._answered(mine, req, stop, alone=alone)
@@ -177,7 +177,7 @@ class Runahead:
             return "alone"
         if not is_plain(req) or self._namespace() is None:
             return "alone"
-        plan = self._plan(req, Span(req.prefix_len, stop), loading)
+        plan = self._plan(req, Span(req.prefix_len, stop), tail)
         if plan is None:
             return "alone"
         self._asked.add(req.rid)
@@ -215,13 +215,13 @@ class Runahead:
         owned, span, scheduler, req = mine.owned, mine.span, self._scheduler, batch.reqs[0]
         began_s = time.monotonic()
         try:
-            assert owned.hop.inflow is not None
+            assert owned.passing.receiver is not None
             assert scheduler is not None
-            owned.hop.watch = lambda: check_abort(scheduler, req)
+            owned.passing.watch = lambda: check_abort(scheduler, req)
             slots = batch.out_cache_loc[: owned.split - span.start].long()
-            owned.hop.inflow.bind(slots, span.start)
+            owned.passing.receiver.bind(slots, span.start)
             self._step_costs.do_not_measure()
-            with self._gate(owned.hop):
+            with self._gate(owned.passing):
                 result = original(worker, cut_batch(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
             self._counters.add("runahead_failures", label=error.reason)
@@ -250,23 +250,23 @@ class Runahead:
 
     # ---- inside ----
 
-    def _loading(self, req: "Req") -> Loading | None:
+    def _stored_tail(self, req: "Req") -> StoredTail | None:
         record = self._record_of(req.rid)
         if record is None or not record.loading:
             return None
-        return Loading(record.meet.view(), record.progress, record.agreed.cost)
+        return StoredTail(record.meet.view(), record.progress, record.agreed.cost)
 
-    def _plan(self, req: "Req", span: Span, loading: Loading | None) -> Plan | None:
+    def _plan(self, req: "Req", span: Span, tail: StoredTail | None) -> ChainPlan | None:
         helpers = self.member.helpers()
-        if not helpers or (loading is not None and self._loads_only):
+        if not helpers or (tail is not None and self._loads_only):
             return None
-        costs = Costs(
+        costs = ChainCosts(
             self._step_costs.agreed,
             self._handover_s,
             self.member.bytes_per_s() or BYTES_PER_S,
             self._token_bytes,
         )
-        limits = Limits(self._page_tokens, self._limit_tokens, self._table.read())
+        limits = ChainLimits(self._page_tokens, self._limit_tokens, self._table.read())
         asked = asked_for(req)
         if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None
@@ -275,15 +275,15 @@ class Runahead:
         elif asked not in (None, "table"):
             return forced_plan(asked, span, helpers, limits)
         pays = PAYS if asked is None else _WHATEVER
-        if loading is not None:
-            plan = plan_beside_loader(loading, helpers, costs, limits, pays=pays)
+        if tail is not None:
+            plan = plan_beside_loader(tail, helpers, costs, limits, pays=pays)
         else:
             plan = plan_chain(span, helpers, costs, limits, pays=pays)
         if plan is None:  # otherwise one slow chain would be the last one
             self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
         return plan
 
-    def _propose(self, req: "Req", plan: Plan) -> bool:
+    def _propose(self, req: "Req", plan: ChainPlan) -> bool:
         namespace = self._namespace()
         assert namespace is not None
         bounds = plan.partition.bounds
@@ -307,7 +307,7 @@ class Runahead:
 
     def _answered(self, mine: Mine, req: "Req", stop: int, *, alone: bool) -> Verdict:
         owned = mine.owned
-        why = owned.refused or owned.hop.broken
+        why = owned.refused or owned.passing.broken
         if req.prefix_len != mine.span.start or stop < mine.span.stop or not alone:
             why = "the step became another one"
         elif why is None and not owned.agreed and time.monotonic() - mine.began_s > ANSWER_S:
@@ -320,7 +320,7 @@ class Runahead:
 
     def _drop(self, reason: str, label: str = "refused") -> None:
         assert self._mine is not None
-        if self._mine.owned.hop.broken is not None:
+        if self._mine.owned.passing.broken is not None:
             label = "broken"
         self._counters.add("runahead_failures", label=label)
         self._end(self._mine, "cancelled", reason)
@@ -346,8 +346,8 @@ class Runahead:
         self._tell(req, mine)
 
     def _learn(self, mine: Mine, took_s: float) -> None:
-        inflow = mine.owned.hop.inflow
-        assert inflow is not None
+        receiver = mine.owned.passing.receiver
+        assert receiver is not None
         if self._step_costs.measured:
             prefill = self._step_costs.agreed
             slowest_s = max(prefill.step_s(*span) for span in mine.owned.partition.spans)
@@ -358,17 +358,17 @@ class Runahead:
             mine.rid,
             mine.owned.partition.bounds,
             took_s,
-            inflow.waited_s,
+            receiver.waited_s,
         )
 
     def _tell(self, req: "Req", mine: Mine) -> None:
         """What the others did, in counters and in the report of the response."""
-        inflow = mine.owned.hop.inflow
-        assert inflow is not None
+        receiver = mine.owned.passing.receiver
+        assert receiver is not None
         helped_tokens = mine.owned.split - mine.span.start
         self._counters.add("runahead_hops", len(mine.owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
-        self._counters.add("runahead_bytes", inflow.bytes)
+        self._counters.add("runahead_bytes", receiver.bytes)
         record = self._record_of(req.rid)
         if record is None:
             return
@@ -376,8 +376,8 @@ class Runahead:
         if asked_for(req) is not None:  # a search or a benchmark
             record.stats.helped |= {
                 "bounds": list(mine.owned.partition.bounds),
-                "received_bytes": inflow.bytes,
-                "waited_s": round(inflow.waited_s, 6),
+                "received_bytes": receiver.bytes,
+                "waited_s": round(receiver.waited_s, 6),
                 "table": None if self._table.path is None else self._table.path.name,
             }
         if req.customized_info and "cake" in req.customized_info:  # told before the forward

@@ -18,11 +18,11 @@ from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting
 from sglang_cake.runahead.messages import Message
-from sglang_cake.runahead.mooncake import MooncakeEngine
-from sglang_cake.runahead.ring import RingTransport, apart
-from sglang_cake.runahead.setting import CUDA_IPC, TCP, GroupSetting
-from sglang_cake.runahead.table import WatchedTable, table_path
+from sglang_cake.runahead.mooncake_engine import MooncakeEngine
+from sglang_cake.runahead.one_sided_transport import OneSidedTransport, apart
+from sglang_cake.runahead.partition_table import WatchedTable, table_path
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
 
@@ -111,8 +111,8 @@ def _transport(setting: GroupSetting, host: Host, rows: PoolRows) -> Transport:
         if setting.transport == CUDA_IPC:
             device = host.kv.device
             ipc = IpcEngine(device, len(others), torch.cuda.Stream(device))
-            return RingTransport(connect, others, ipc)
-        return RingTransport(connect, others, MooncakeEngine(address))
+            return OneSidedTransport(connect, others, ipc)
+        return OneSidedTransport(connect, others, MooncakeEngine(address))
     except OSError as error:
         raise ConfigError(f"--cake-runahead-transport {setting.transport}: {error}") from None
 

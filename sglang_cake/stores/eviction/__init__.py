@@ -18,7 +18,7 @@ from sglang_cake.stores.eviction.policy import (
     Usage,
     ident_of,
 )
-from sglang_cake.stores.eviction.reuse import ReuseFit, ReuseFits
+from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
 from sglang_cake.stores.eviction.reuse_policies import CakePolicy, CakePrefixPolicy, WorkloadPolicy
 
 __all__ = [

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from sglang_cake.stores.eviction.reuse import RequestClass
+from sglang_cake.stores.eviction.reuse_model import RequestClass
 
 Rank = tuple[float, ...]
 Value = tuple[float, ...]

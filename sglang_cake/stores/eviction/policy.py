@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.reuse import ReuseFits
+from sglang_cake.stores.eviction.reuse_model import ReuseFits
 
 
 class AccessContext(NamedTuple):

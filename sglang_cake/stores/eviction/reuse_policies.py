@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import ClassHeaps, HeapKey
 from sglang_cake.stores.eviction.policy import BasePolicy, Usage
-from sglang_cake.stores.eviction.reuse import MAX_TURN, RequestClass, ReuseFits, ReuseModel
+from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
 
 LIFE_S = 30.0  # only accesses within this time count; docs/eviction.md compares other values
 # Weight of the fit of a block's own class. The pooled fit has the rest: with few samples the own

@@ -6,7 +6,7 @@ from typing import Final
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import BlockHeap
 from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy, Usage
-from sglang_cake.stores.eviction.reuse import ReuseFits
+from sglang_cake.stores.eviction.reuse_model import ReuseFits
 
 MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
 

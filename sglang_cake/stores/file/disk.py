@@ -45,6 +45,8 @@ def file_system_type(folder: Path) -> int:
 
 FRESH_S = 1.0  # time for which an answer of the file system is used
 FILES_PER_BLOCK = 3  # inodes: the block, and at most two new folders
+FOLDER_BYTES = 4096  # of an almost empty folder on the disk
+ENTRY_BYTES = 256  # of a name in its folder: 105 to 150 measured on ext4
 
 
 class Amount(NamedTuple):

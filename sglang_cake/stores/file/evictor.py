@@ -11,10 +11,10 @@ from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import AccessContext, Benefit, EvictionPolicy, Usage, new_policy
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
-from sglang_cake.stores.file import folder_tree
+from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch
-from sglang_cake.stores.file.ownership import overhead_bytes
+from sglang_cake.stores.file.index_files import overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, NamespaceFolder
 
 # Rows that are read from the index without a pause. That takes some milliseconds, for which a put
@@ -180,12 +180,12 @@ class Evictor:
         removed = Amount()
         for digest, stored_bytes in index.with_aside():
             place = (digest.hex(), CORRUPT)
-            found = list(folder_tree.files_in(self._root, *place))
+            found = list(nofollow.files_in(self._root, *place))
             last_s = max((status.st_ctime for _, status in found), default=0.0)
             if time.time() - last_s < older_than_s:
                 continue
             for name, _ in found:
-                folder_tree.remove_file(self._root, *place, name)
+                nofollow.remove_file(self._root, *place, name)
             index.drop_aside(digest)
             removed = Amount(removed.bytes + stored_bytes, removed.files + len(found))
         return removed
@@ -311,8 +311,8 @@ class Evictor:
     def _evict(self, index: BlockIndex, block: IndexedBlock) -> bool:
         """Remove the file of a block, its empty folders, and last its row; False if it is read."""
         shard = NamespaceFolder(self._root, block.namespace).shard(block.key)
-        if not folder_tree.remove_unread(self._root, *shard, block.key.hex()):
+        if not nofollow.remove_unread(self._root, *shard, block.key.hex()):
             return False
-        folder_tree.remove_empty(self._root, *shard)
+        nofollow.remove_empty(self._root, *shard)
         index.drop(block)
         return True

@@ -5,6 +5,9 @@ import dataclasses
 import functools
 import logging
 import os
+import re
+import sqlite3
+import stat
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -18,17 +21,18 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file import scan
-from sglang_cake.stores.file.blockfile import read_framed
+from sglang_cake.stores.file.block_files import read_framed
+from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
-from sglang_cake.stores.file.folder import LIST_AT_ONCE, BlockFolder
+from sglang_cake.stores.file.index_files import INDEX, LOCK
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
-from sglang_cake.stores.file.ownership import check_folder
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.file.schema import ForeignIndexError, check_ours
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 
@@ -39,6 +43,9 @@ DEFAULT_MIN_FREE_BYTES = 10**9  # a store never fills a disk completely
 DEFAULT_SHARE = 0.5
 DEFAULT_MIN_FREE_SHARE = 0.2
 LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+_OF_THE_DISK = {"lost+found"}  # in a new file system
+_SQLITE = b"SQLite format 3\0"
 
 
 class FileStore:
@@ -163,7 +170,7 @@ class FileSource:
 
     def check(self) -> None:
         try:
-            check_folder(self.path)
+            _check_folder(self.path)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"probe")
@@ -180,7 +187,7 @@ class FileSource:
                 "http:// URL of `sglang-cake store serve` on the machine that has the disk"
             )
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {
             "path": str(self.path),
             "capacity_bytes": self.capacity_bytes,
@@ -191,7 +198,7 @@ class FileSource:
             "fair": self.tenant_rules.fair,
             "admit": self.admission.min_benefit_ratio,
         }
-        return Description("FileStore", settings)
+        return StoreLayer("FileStore", settings)
 
     def check_ours(self) -> None:
         """Check that the folder is absent, empty, or a store. Changes nothing.
@@ -199,7 +206,7 @@ class FileSource:
         Raises: ConfigError; StoreUnavailable if the folder cannot be read.
         """
         with os_errors(self.path):
-            check_folder(self.path)
+            _check_folder(self.path)
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
@@ -240,6 +247,58 @@ class FileSource:
             tenant_rules=self.tenant_rules,
             admission=self.admission,
         )
+
+
+def _check_folder(root: Path) -> None:
+    """Check that a folder is absent, empty, or a store. Changes nothing.
+
+    A store has the folder of a namespace, an empty `index.lock`, or an index. A folder with a valid
+    `index.db` of another program is no store, whatever else is in it.
+
+    Raises: ConfigError; OSError if the folder cannot be read.
+    """
+    try:
+        names = set(os.listdir(root))
+    except FileNotFoundError:
+        return
+    if names <= _OF_THE_DISK:
+        return
+    is_store = _size_bytes(root / LOCK) == 0 or any(map(_NAMESPACE.fullmatch, names))
+    index = root / INDEX
+    if _size_bytes(index):
+        with index.open("rb") as file:
+            is_database = file.read(len(_SQLITE)) == _SQLITE
+        if is_database:
+            # Twice, since another process may be creating the index.
+            if _is_foreign(index) and _is_foreign(index):
+                raise ConfigError(
+                    f"store folder {root} has an index.db of another program, or of another "
+                    "version of sglang-cake: choose another folder"
+                )
+            return
+    if not is_store:
+        raise ConfigError(
+            f"store folder {root} is neither empty nor a store: choose another folder"
+        )
+
+
+def _size_bytes(path: Path) -> int | None:
+    """Size of a regular file; None for anything else."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _is_foreign(index: Path) -> bool:
+    try:
+        check_ours(index)
+    except ForeignIndexError:
+        return True
+    except sqlite3.Error:  # damaged, or being written: decided when it is opened to write
+        return False
+    return False
 
 
 def parse(url: StoreUrl) -> FileSource:
@@ -299,10 +358,10 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     try:
         path = cache_folder() / "store"
         there = next(folder for folder in (path, *path.parents) if folder.exists())
-        stat = os.statvfs(there)
+        disk = os.statvfs(there)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
-    size_bytes = stat.f_blocks * stat.f_frsize
+    size_bytes = disk.f_blocks * disk.f_frsize
     return FileSource(
         path,
         min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE),

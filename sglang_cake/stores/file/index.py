@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.eviction import AccessContext, ReuseFit, ReuseFits, Usage, ident_of
-from sglang_cake.stores.file.folder_tree import open_private
+from sglang_cake.stores.file.nofollow import open_private
 from sglang_cake.stores.file.paths import this_process
 from sglang_cake.stores.file.schema import (
     BUSY_S,
@@ -93,7 +93,7 @@ class Reserved:
     missing_bytes: int = 0
 
 
-class Found(NamedTuple):
+class ScannedFile(NamedTuple):
     """A file that a scan found on the disk."""
 
     key: BlockKey | None  # None: a corrupt file that was set aside
@@ -444,7 +444,7 @@ class BlockIndex:
                 db.execute(f"DELETE FROM {table}")
             db.execute("INSERT INTO total VALUES (1, 0, 0)")
 
-    def add_found(self, digest: Digest, own_bytes: int, blocks: Iterable[Found]) -> None:
+    def add_found(self, digest: Digest, own_bytes: int, blocks: Iterable[ScannedFile]) -> None:
         """Insert a namespace that a scan found, with its blocks. Existing rows stay."""
         files = iter(blocks)
         while True:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.file import folder_tree
-from sglang_cake.stores.file.access_log import Access
+from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.files import Descriptions
-from sglang_cake.stores.file.folder_tree import lock, open_private
 from sglang_cake.stores.file.index import BlockIndex, Touch
-from sglang_cake.stores.file.ownership import put_aside
+from sglang_cake.stores.file.index_files import put_aside
+from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
+from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.reported_accesses import Access
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,
@@ -51,7 +51,11 @@ class IndexSupervisor:
     """
 
     def __init__(
-        self, root: Path, evictor: Evictor, descriptions: Descriptions, allocated_bytes: int
+        self,
+        root: Path,
+        evictor: Evictor,
+        descriptions: NamespaceDescriptions,
+        allocated_bytes: int,
     ) -> None:
         """Start the background thread.
 
@@ -306,10 +310,10 @@ class IndexSupervisor:
             _, living = remove_stale(self._root, *shard)
             if block.owner in living:  # a slow writer
                 continue
-            if folder_tree.has_file(self._root, *shard, block.key.hex()):
+            if nofollow.has_file(self._root, *shard, block.key.hex()):
                 index.commit(block, block.usage.stored_bytes)
             else:
-                folder_tree.remove_empty(self._root, *shard)
+                nofollow.remove_empty(self._root, *shard)
                 index.drop(block)
         self._evictor.remove_aside(index, KEEP_ASIDE_S)
         self.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)

@@ -14,10 +14,10 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
-from sglang_cake.stores.file import folder_tree
-from sglang_cake.stores.file.files import read_description
-from sglang_cake.stores.file.index import STORED_TOTALS, Found, State
-from sglang_cake.stores.file.ownership import INDEX, overhead_bytes
+from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.index import STORED_TOTALS, ScannedFile, State
+from sglang_cake.stores.file.index_files import INDEX, overhead_bytes
+from sglang_cake.stores.file.namespace_descriptions import read_description
 from sglang_cake.stores.file.paths import CORRUPT, owner_of, this_host, tmp_owner
 from sglang_cake.stores.file.schema import check_ours, connect_to_read
 
@@ -35,7 +35,7 @@ def namespaces_in(root: Path) -> list[Digest]:
 
 
 def _digests_in(root: Path) -> list[Digest]:
-    names = sorted(filter(_HEX32.fullmatch, folder_tree.folders_in(root)))
+    names = sorted(filter(_HEX32.fullmatch, nofollow.folders_in(root)))
     return [Digest(bytes.fromhex(name)) for name in names]
 
 
@@ -48,13 +48,13 @@ def shards_in(
         remove_empty: remove each folder that is empty after the caller has used it.
     """
     name = digest.hex()
-    for first in filter(_SHARD.fullmatch, folder_tree.folders_in(root, name)):
-        for second in filter(_SHARD.fullmatch, folder_tree.folders_in(root, name, first)):
+    for first in filter(_SHARD.fullmatch, nofollow.folders_in(root, name)):
+        for second in filter(_SHARD.fullmatch, nofollow.folders_in(root, name, first)):
             yield name, first, second
             if remove_empty:
-                folder_tree.remove_empty(root, name, first, second)
+                nofollow.remove_empty(root, name, first, second)
         if remove_empty:
-            folder_tree.remove_empty(root, name, first)
+            nofollow.remove_empty(root, name, first)
 
 
 # ---- without a change ----
@@ -115,7 +115,7 @@ def _fields(root: Path, digest: Digest) -> dict[str, str]:
 def _block_files(
     root: Path, shard: tuple[str, str, str]
 ) -> Iterator[tuple[BlockKey, os.stat_result]]:
-    for name, status in folder_tree.files_in(root, *shard):
+    for name, status in nofollow.files_in(root, *shard):
         if _HEX32.fullmatch(name):
             yield BlockKey(bytes.fromhex(name)), status
 
@@ -123,7 +123,7 @@ def _block_files(
 # ---- for a new index ----
 
 
-def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[Found]:
+def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[ScannedFile]:
     """Every block file of a namespace, and those that were set aside.
 
     Stale temporary files and empty folders are removed. Files and folders that vanish or that
@@ -133,15 +133,15 @@ def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[Foun
         allocated_bytes: sizes are rounded up to multiples of it.
     """
 
-    def found(key: BlockKey | None, status: os.stat_result) -> Found:
+    def found(key: BlockKey | None, status: os.stat_result) -> ScannedFile:
         size = -(-status.st_size // allocated_bytes) * allocated_bytes
-        return Found(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
+        return ScannedFile(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
 
     for shard in shards_in(root, digest, remove_empty=True):
         remove_stale(root, *shard)
         for key, status in _block_files(root, shard):
             yield found(key, status)
-    for _, status in folder_tree.files_in(root, digest.hex(), CORRUPT):
+    for _, status in nofollow.files_in(root, digest.hex(), CORRUPT):
         yield found(None, status)
 
 
@@ -155,13 +155,13 @@ def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
     """
     removed = 0
     living = set[str]()
-    for name, status in folder_tree.files_in(root, *names):
+    for name, status in nofollow.files_in(root, *names):
         owner = tmp_owner(name)
         if owner is None:
             continue
         if is_stale(owner, status.st_mtime):
             with contextlib.suppress(OSError):
-                folder_tree.remove_file(root, *names, name)
+                nofollow.remove_file(root, *names, name)
                 removed += 1
         else:
             living.add(owner)
@@ -172,7 +172,7 @@ def remove_empty_folders(root: Path, digest: Digest) -> None:
     """Remove the empty folders inside of the folder of a namespace."""
     for _ in shards_in(root, digest, remove_empty=True):
         pass
-    folder_tree.remove_empty(root, digest.hex(), CORRUPT)
+    nofollow.remove_empty(root, digest.hex(), CORRUPT)
 
 
 def is_stale(owner: str, touched_s: float) -> bool:

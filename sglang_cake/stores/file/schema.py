@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from sglang_cake.stores.file.files import ENTRY_BYTES, FOLDER_BYTES
+from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES
 
 APPLICATION_ID = 0x63616B65  # "cake"
 SCHEMA_VERSION = 3

@@ -19,14 +19,14 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoreStats
-from sglang_cake.stores.file.folder import LIST_AT_ONCE, BlockFolder
+from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
 from sglang_cake.stores.http.protocol import Kind, Target
-from sglang_cake.stores.http.request_body import STUCK_S, Refused, read_body
+from sglang_cake.stores.http.request_body import STUCK_S, RefusedRequest, read_body
 from sglang_cake.stores.http.server_blocks import BlockService
 from sglang_cake.stores.http.server_metrics import ServerMetrics
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import run_stoppable
 
 logger = logging.getLogger(__name__)
@@ -121,22 +121,22 @@ class StoreServer:
     async def _answer(
         self, request: web.BaseRequest, on_token: Callable[[], None]
     ) -> web.StreamResponse:
-        """Raises: Refused, StoreError and others (see `_refusal_of`)."""
+        """Raises: RefusedRequest, StoreError and others (see `_refusal_of`)."""
         target = protocol.parse_path(request.rel_url.raw_path)
         if target is not None and target.kind is Kind.HEALTH:  # needs no token
             return web.Response(text="ok\n")
         authorization = request.headers.get("Authorization")
         tokens = self.credentials.tokens
         if not tokens.may_read(authorization):
-            raise Refused(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+            raise RefusedRequest(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
         on_token()
         if request.method in WRITING and not tokens.may_write(authorization):
-            raise Refused(403, "this token may only read")
+            raise RefusedRequest(403, "this token may only read")
         if target is None:
-            raise Refused(404, "no such path")
+            raise RefusedRequest(404, "no such path")
         allowed = METHODS[target.kind]
         if request.method not in allowed:
-            raise Refused(405, "not possible here", {"Allow": ", ".join(allowed)})
+            raise RefusedRequest(405, "not possible here", {"Allow": ", ".join(allowed)})
         if target.kind is Kind.BLOCK:
             return await self._block(request, target)
         if target.kind is Kind.CONTAINS:
@@ -161,7 +161,7 @@ class StoreServer:
     async def _contains(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         sizes = parse_qs(request.query_string).get("bytes", [])
         if len(sizes) != 1 or not sizes[0].isascii() or not sizes[0].isdigit():
-            raise Refused(400, "ask with ?bytes= and the bytes of a block")
+            raise RefusedRequest(400, "ask with ?bytes= and the bytes of a block")
         framed_bytes = int(sizes[0][:20]) or None  # 0: each as it comes
         async with self._lookups:
             keys = await self._read_keys(request)
@@ -175,7 +175,7 @@ class StoreServer:
         try:
             facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
         except (ValueError, RecursionError):
-            raise Refused(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
+            raise RefusedRequest(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
         self._folder.touched(digest, await self._read_keys(request), facts)
         return web.Response(status=204)
 
@@ -207,7 +207,7 @@ class StoreServer:
                 self._blocks.askers, lambda stop: self._folder.description(digest)
             )
             if not stored:
-                raise Refused(404, "no such namespace")
+                raise RefusedRequest(404, "no such namespace")
             return web.json_response(stored)
         if request.method == "DELETE":
             await run_stoppable(
@@ -218,14 +218,14 @@ class StoreServer:
             await read_body(request, protocol.MAX_DESCRIPTION_BYTES, self._stuck_s)
         )
         if fields is None or not protocol.describes(fields, digest):
-            raise Refused(400, "does not describe this namespace")
+            raise RefusedRequest(400, "does not describe this namespace")
 
         try:
             await run_stoppable(
                 self._blocks.askers, lambda stop: self._folder.describe(digest, fields)
             )
         except ConfigError:
-            raise Refused(409, "the namespace has another namespace.json here") from None
+            raise RefusedRequest(409, "the namespace has another namespace.json here") from None
         return web.Response(status=204)
 
     async def _about(self, kind: Kind) -> web.Response:
@@ -256,11 +256,11 @@ class StoreServer:
         self.metrics.count_blocks(evictions, self._folder.corrupt_blocks)
 
     async def _read_keys(self, request: web.BaseRequest) -> list[BlockKey]:
-        """Raises: Refused."""
+        """Raises: RefusedRequest."""
         most_bytes = protocol.MAX_CONTAINS_KEYS * protocol.KEY_BYTES
         keys = protocol.split_keys(await read_body(request, most_bytes, self._stuck_s))
         if keys is None:
-            raise Refused(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
+            raise RefusedRequest(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
         return keys
 
     # The following method runs in threads.
@@ -270,24 +270,24 @@ class StoreServer:
         return bool(self._folder.description(digest))
 
 
-def _refusal_of(error: Exception, method: str, path: str) -> Refused:
+def _refusal_of(error: Exception, method: str, path: str) -> RefusedRequest:
     """The response to an error. Errors of the server are logged."""
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedRequest):
         return error
     if isinstance(error, BlockCorrupt) and method == "PUT":
-        return Refused(400, f"the block {error}")
+        return RefusedRequest(400, f"the block {error}")
     if isinstance(error, BlockMissing | BlockCorrupt):
-        return Refused(404, "no such block")
+        return RefusedRequest(404, "no such block")
     if isinstance(error, StoreFull):
-        return Refused(507, str(error))
+        return RefusedRequest(507, str(error))
     if isinstance(error, StoreUnavailable):
         logger.warning("%s %s: %s", method, path, error)
-        return Refused(503, str(error))
+        return RefusedRequest(503, str(error))
     if isinstance(error, TimeoutError):
-        return Refused(408, "too slow")
+        return RefusedRequest(408, "too slow")
     if isinstance(error, web.RequestPayloadError):
-        return Refused(400, "the body broke off")
+        return RefusedRequest(400, "the body broke off")
     if isinstance(error, ConnectionError):
-        return Refused(400, "the connection broke off")
+        return RefusedRequest(400, "the connection broke off")
     logger.error("%s %s failed", method, path, exc_info=error)
-    return Refused(500, "the server failed; its log says how")
+    return RefusedRequest(500, "the server failed; its log says how")

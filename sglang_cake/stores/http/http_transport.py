@@ -1,10 +1,13 @@
 """Requests to one HTTP server: connection pools, time limits, retries, hedges and counters."""
 
 import asyncio
+import bisect
 import contextlib
+import math
 import random
 import ssl
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
@@ -12,16 +15,16 @@ from typing import NoReturn, TypeVar
 import aiohttp
 
 from sglang_cake.core.errors import ConfigError, StoreFull, StoreUnavailable
-from sglang_cake.stores.circuit import (
+from sglang_cake.stores.circuit_breaker import (
     MAX_TEXT_CHARS,
     Circuit,
     Fault,
     RemoteCounters,
     RemoteError,
+    TimeoutLimits,
     one_line,
 )
 from sglang_cake.stores.http import protocol
-from sglang_cake.stores.timing import Hedging, TimeoutLimits
 
 T = TypeVar("T")
 
@@ -67,6 +70,51 @@ class TryAgain(RemoteError):
 
 class Renewed(Exception):
     """A request failed with an outdated token or CA file, which has been read again."""
+
+
+class Hedging:
+    """When to send a second request for an answer that is late, and how often at most.
+
+    The delay is a quantile of recent latencies. At most SHARE of the requests are hedged, in bursts
+    of at most BURST, so that hedging does not overload a server that is slow for all requests.
+    """
+
+    QUANTILE = 0.95
+    WINDOW = 128
+    ENOUGH = 32  # latencies, for a useful quantile
+    SHARE = 0.05
+    BURST = 2.0
+
+    def __init__(self, *, floor_s: float) -> None:
+        """Args:
+        floor_s: shortest delay.
+        """
+        self._floor_s = floor_s
+        self._recent: deque[float] = deque(maxlen=self.WINDOW)
+        self._sorted: list[float] = []
+        self._credit = 0.0
+
+    def answered(self, latency_s: float) -> None:
+        """Record the latency of a request, from the first of its two."""
+        if len(self._recent) == self.WINDOW:
+            del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
+        self._recent.append(latency_s)
+        bisect.insort(self._sorted, latency_s)
+        self._credit = min(self._credit + self.SHARE, self.BURST)
+
+    def delay_s(self) -> float | None:
+        """Delay of the second request; None: send none."""
+        if len(self._sorted) < self.ENOUGH or self._credit < 1:
+            return None
+        at = math.ceil(self.QUANTILE * len(self._sorted)) - 1
+        return max(self._sorted[at], self._floor_s)
+
+    def take(self) -> bool:
+        """Whether a second request may be sent now; counts it as sent."""
+        if self._credit < 1:
+            return False
+        self._credit -= 1
+        return True
 
 
 class HttpTransport:

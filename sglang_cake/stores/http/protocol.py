@@ -27,7 +27,7 @@ MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
 BLOCK_TYPE = "application/octet-stream"
-FACTS_HEADER = "Cake-Request"  # `RequestFacts` as JSON (stores/request_info.py)
+FACTS_HEADER = "Cake-Request"  # `RequestFacts` as JSON (stores/request_facts.py)
 # A GET with the header `Cake-Use: no` is not counted as a use of the block, for eviction.
 USE_HEADER = "Cake-Use"
 NO_USE = "no"

@@ -13,7 +13,7 @@ STUCK_S = 30.0
 FLOOR_BYTES = 1 << 18
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """A request to be answered with an error: status, text and headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
@@ -46,11 +46,11 @@ async def while_it_moves(stuck_s: float) -> AsyncIterator[Callable[[int], None]]
 
 
 def wanted_slice(request: web.BaseRequest) -> slice | None:
-    """The bytes that the Range header asks for; None for all. Raises: Refused."""
+    """The bytes that the Range header asks for; None for all. Raises: RefusedRequest."""
     try:
         wanted = request.http_range
     except ValueError:
-        raise Refused(416, "the Range is malformed, or several ranges") from None
+        raise RefusedRequest(416, "the Range is malformed, or several ranges") from None
     if wanted.start is None and wanted.stop is None:
         return None
     # aiohttp parses `bytes=-0`, the last 0 bytes, like `bytes=0-`.
@@ -59,12 +59,15 @@ def wanted_slice(request: web.BaseRequest) -> slice | None:
 
 
 async def accept_body(request: web.BaseRequest) -> None:
-    """Ask for the body if the client waits for that (Expect: 100-continue). Raises: Refused."""
+    """Ask for the body if the client waits for that (Expect: 100-continue).
+
+    Raises: RefusedRequest.
+    """
     expected = request.headers.get("Expect")
     if expected is None:
         return
     if expected.lower() != "100-continue":
-        raise Refused(417, "only 100-continue can be expected")
+        raise RefusedRequest(417, "only 100-continue can be expected")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
@@ -87,12 +90,12 @@ async def read_pieces(
 
 
 async def read_body(request: web.BaseRequest, at_most: int, stuck_s: float) -> bytes:
-    """A small body as a whole. Raises: Refused, TimeoutError."""
+    """A small body as a whole. Raises: RefusedRequest, TimeoutError."""
     size = request.content_length
     if size is None:
-        raise Refused(411, "write the Content-Length")
+        raise RefusedRequest(411, "write the Content-Length")
     if size > at_most:
-        raise Refused(413, f"at most {at_most} bytes")
+        raise RefusedRequest(413, f"at most {at_most} bytes")
     await accept_body(request)
     async with while_it_moves(stuck_s) as moved:
         return b"".join([bytes(piece) async for piece in read_pieces(request, moved)])

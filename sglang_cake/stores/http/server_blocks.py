@@ -21,12 +21,12 @@ from aiohttp import web
 from sglang_cake.codecs.frame import HEADER_BYTES, Header, PayloadHasher, read_header
 from sglang_cake.core.errors import BlockCorrupt, StoreFull
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.file.blockfile import NewFile
-from sglang_cake.stores.file.folder import BlockFolder
+from sglang_cake.stores.file.block_files import NewFile
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.request_body import (
     FLOOR_BYTES,
-    Refused,
+    RefusedRequest,
     accept_body,
     read_pieces,
     wanted_slice,
@@ -115,7 +115,7 @@ class BlockService:
     async def get(
         self, request: web.BaseRequest, digest: Digest, key: BlockKey
     ) -> web.StreamResponse:
-        """GET and HEAD. Raises: BlockMissing, BlockCorrupt, StoreUnavailable; Refused."""
+        """GET and HEAD. Raises: BlockMissing, BlockCorrupt, StoreUnavailable; RefusedRequest."""
         is_use = request.headers.get(protocol.USE_HEADER) != protocol.NO_USE
         counts = request.method == "GET" and is_use
         # `closing`: errors about the client do not reach the folder's context.
@@ -129,7 +129,7 @@ class BlockService:
             if (asked := wanted_slice(request)) is not None:
                 start, stop, _ = asked.indices(size)
                 if start >= stop:
-                    raise Refused(416, "no such bytes", {"Content-Range": f"bytes */{size}"})
+                    raise RefusedRequest(416, "no such bytes", {"Content-Range": f"bytes */{size}"})
                 response.set_status(206)
                 response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             response.content_length = stop - start
@@ -175,14 +175,14 @@ class BlockService:
         self._metrics.sent_bytes.inc(count)
 
     async def put(self, request: web.BaseRequest, digest: Digest, key: BlockKey) -> web.Response:
-        """Raises: Refused, StoreFull, StoreUnavailable; BlockCorrupt if the bytes are wrong."""
+        """Raises: RefusedRequest; StoreFull; StoreUnavailable; BlockCorrupt for wrong bytes."""
         size = request.content_length
         if size is None:
-            raise Refused(411, "write the Content-Length")
+            raise RefusedRequest(411, "write the Content-Length")
         if not HEADER_BYTES < size <= MAX_BLOCK_BYTES:
-            raise Refused(413, f"a block has {HEADER_BYTES + 1} to {MAX_BLOCK_BYTES} bytes")
+            raise RefusedRequest(413, f"a block has {HEADER_BYTES + 1} to {MAX_BLOCK_BYTES} bytes")
         if self._puts >= MAX_PUTS:
-            raise Refused(503, "too many puts at once", {"Retry-After": "1"})
+            raise RefusedRequest(503, "too many puts at once", {"Retry-After": "1"})
         self._puts += 1
         try:
             with self._metrics.puts.track_inprogress():
@@ -252,7 +252,9 @@ class BlockService:
     @contextlib.contextmanager
     def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:
         if not self._is_claimed(digest):
-            raise Refused(409, "the namespace is not known here: PUT its namespace.json first")
+            raise RefusedRequest(
+                409, "the namespace is not known here: PUT its namespace.json first"
+            )
         self._check_quota(digest, size)  # before blocks are evicted for this one
         with self._folder.writing(digest, key, size) as file:
             if file is None:

@@ -16,7 +16,7 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.backoff import Backoff
-from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace, Slots
 from sglang_cake.stores.threads import Stopped
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
@@ -313,7 +313,7 @@ class MooncakeSource:
         """Raises: StoreUnavailable, always."""
         raise StoreUnavailable("Mooncake Store cannot list what it holds")
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {
             "master": f"{self.place.host}:{self.place.port}",
             "segment_bytes": self.place.segment_bytes,
@@ -322,7 +322,7 @@ class MooncakeSource:
             "metadata": redacted(self.place.metadata),
             "local_hostname": self.place.local_hostname,
         }
-        return Description("MooncakeStore", settings)
+        return StoreLayer("MooncakeStore", settings)
 
 
 def parse(url: StoreUrl) -> MooncakeSource:

@@ -21,8 +21,14 @@ from botocore.exceptions import (
 )
 
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
-from sglang_cake.stores.circuit import Circuit, Fault, RemoteCounters, RemoteError, one_line
-from sglang_cake.stores.timing import TimeoutLimits
+from sglang_cake.stores.circuit_breaker import (
+    Circuit,
+    Fault,
+    RemoteCounters,
+    RemoteError,
+    TimeoutLimits,
+    one_line,
+)
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0  # without a byte
@@ -43,7 +49,7 @@ def _host(location: str) -> str:
         return ""
 
 
-class Refused(RemoteError):
+class S3Error(RemoteError):
     """The service answered with an error."""
 
     def __init__(self, error: ClientError) -> None:
@@ -173,7 +179,7 @@ class S3Bucket:
     async def _has(self, name: str) -> bool:
         try:
             await self._call("head_object", Key=name)
-        except Refused as refused:
+        except S3Error as refused:
             if not refused.no_such_object:
                 raise
             return False
@@ -191,7 +197,7 @@ class S3Bucket:
         async with self._reads.call(size_bytes):
             try:
                 answer = await self._call("get_object", Key=name)
-            except Refused as refused:
+            except S3Error as refused:
                 if refused.no_such_object:
                     raise BlockMissing(str(refused)) from refused
                 raise
@@ -212,7 +218,7 @@ class S3Bucket:
                 await self._call("put_object", Key=name, Body=body, IfNoneMatch="*")
                 self.counters.sent_bytes += len(body)
                 return True
-        except Refused as refused:
+        except S3Error as refused:
             if refused.there_already:
                 return False
             if refused.status != 501:
@@ -222,7 +228,7 @@ class S3Bucket:
             return False
         try:
             await self._call("put_object", Key=name, Body=body)
-        except Refused as refused:
+        except S3Error as refused:
             raise _full_or_not(refused) from refused
         self.counters.sent_bytes += len(body)
         return True
@@ -232,7 +238,7 @@ class S3Bucket:
         async with self._writes.call(ASKED_BYTES):
             try:
                 await self._call("delete_object", Key=name)
-            except Refused as refused:
+            except S3Error as refused:
                 if not refused.no_such_object:
                     raise
 
@@ -263,7 +269,7 @@ class S3Bucket:
     async def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """One operation of S3 on the bucket, with botocore's names.
 
-        Raises: Refused; TimeoutError at the end of the call's time limit.
+        Raises: S3Error; TimeoutError at the end of the call's time limit.
         """
         try:
             client = await self._opened()
@@ -273,7 +279,7 @@ class S3Bucket:
         except StoreError:
             raise
         except ClientError as error:
-            raise Refused(error) from error
+            raise S3Error(error) from error
         except Exception as error:  # of botocore, aiohttp, or a parser with a hostile answer
             raise _foreign(error) from error
         return answer
@@ -456,5 +462,5 @@ def _foreign(error: Exception) -> RemoteError:
     return RemoteError(fault, f"S3: {type(error).__name__}: {one_line(error)}")
 
 
-def _full_or_not(refused: Refused) -> StoreError:
+def _full_or_not(refused: S3Error) -> StoreError:
     return StoreFull(str(refused)) if refused.full else refused

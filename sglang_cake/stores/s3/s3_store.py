@@ -26,15 +26,14 @@ from sglang_cake.codecs.frame import BlockFrame, Incoming
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, Description, Store, StoredNamespace, StoreStats
-from sglang_cake.stores.circuit import one_line
-from sglang_cake.stores.probing import probe
-from sglang_cake.stores.s3.bucket import Refused, S3Bucket, S3Place
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
+from sglang_cake.stores.lookup_rounds import look_up_in_rounds
+from sglang_cake.stores.s3.bucket import S3Bucket, S3Error, S3Place
 from sglang_cake.stores.threads import run_stoppable
-from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.stores.url import StoreUrl, matching
 
-PROBES_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after two
+LOOKUPS_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after two
 MAX_ROUNDS = 4  # of a lookup; blocks that are open by then count as missing
 READ_BYTES = 2**18
 DESCRIBE_EVERY_S = 600.0
@@ -64,9 +63,9 @@ _MISTAKES = (
 class S3Store:
     """Implements `Store`: one object per block, framed as in a file.
 
-    A lookup runs in rounds, see `probing`. A put sends the block at once, and the service refuses
-    an existing object (`If-None-Match`); services without that condition get a HEAD request first.
-    A put holds a copy of the block. A reader deletes an object with wrong bytes.
+    A lookup runs in rounds, see `lookup_rounds`. A put sends the block at once, and the service
+    refuses an existing object (`If-None-Match`); services without that condition get a HEAD request
+    first. A put holds a copy of the block. A reader deletes an object with wrong bytes.
     """
 
     def __init__(
@@ -85,11 +84,11 @@ class S3Store:
         """
         self._frame = frame
         self._place = place
-        connections = 2 * depth + PROBES_AT_ONCE  # enough that lookups do not wait for reads
+        connections = 2 * depth + LOOKUPS_AT_ONCE  # enough that lookups do not wait for reads
         self._bucket = S3Bucket(place, connections=connections, patience=patience, clock=clock)
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
-        self._asking = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._framer = ThreadPoolExecutor(1, "cake-s3-frame")
         self._clock = clock
         self._describe_s = -math.inf  # time to write the description again
@@ -101,7 +100,7 @@ class S3Store:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """As in `Store`; at most MAX_ROUNDS round trips."""
-        found = await probe(keys, self._has, at_once=PROBES_AT_ONCE, rounds=MAX_ROUNDS)
+        found = await look_up_in_rounds(keys, self._has, at_once=LOOKUPS_AT_ONCE, rounds=MAX_ROUNDS)
         self._check_open()
         return found
 
@@ -252,14 +251,14 @@ class S3Source:
         finally:
             await bucket.close()
 
-    def describe(self) -> Description:
+    def describe(self) -> StoreLayer:
         settings = {
             "bucket": self.place.bucket,
             "prefix": self.place.prefix,
             "endpoint": self.place.endpoint,
             "region": self.place.region,
         }
-        return Description("S3Store", settings)
+        return StoreLayer("S3Store", settings)
 
     async def _ask(self) -> None:
         bucket = S3Bucket(self.place, connections=1, patience=self.patience)
@@ -272,7 +271,7 @@ class S3Source:
         """Why the bucket can never be used as configured; empty if it may be later."""
         where = self.place.endpoint or "the configured S3 service"
         which = f"bucket {self.place.bucket!r} at {where}"
-        if isinstance(error, Refused):
+        if isinstance(error, S3Error):
             if error.elsewhere:
                 return f"{which}: {error.elsewhere}"
             if error.code == "NoSuchBucket":

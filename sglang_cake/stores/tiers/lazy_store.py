@@ -10,16 +10,16 @@ from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
-    Description,
     Store,
     StoredNamespace,
+    StoreLayer,
     StoreSource,
     StoreStats,
     describe,
     events_of,
     report_access,
 )
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 
 
 class LazyStore:
@@ -105,5 +105,5 @@ class LazySource:
     async def namespaces(self) -> list[StoredNamespace]:
         return await self.inner.namespaces()
 
-    def describe(self) -> Description:
-        return Description("LazyStore", {}, (describe(self.inner),))
+    def describe(self) -> StoreLayer:
+        return StoreLayer("LazyStore", {}, (describe(self.inner),))

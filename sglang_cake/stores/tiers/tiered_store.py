@@ -41,7 +41,7 @@ from sglang_cake.stores.base import (
     report_access,
 )
 from sglang_cake.stores.link_speed import LinkSpeed, quickest, soonest
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.tiers.tier import PlainBuffer, ProgressOfTries, Tier
 
 logger = logging.getLogger(__name__)

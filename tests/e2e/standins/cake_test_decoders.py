@@ -11,11 +11,11 @@ def register() -> None:
     stated = os.environ.get("CAKE_TEST_DECODERS")
     if stated is None:
         return
-    from sglang_cake.codecs.encoders import BestCodec
+    from sglang_cake.codecs.codec_choice import AutoCodec
 
     bytes_per_s = float(stated)
 
     def decode_s(_: Any, layout: Any, payload: Any, outs: Any, pool: Any) -> float:
         return len(outs) * layout.block_bytes / bytes_per_s
 
-    BestCodec._decode_s = decode_s  # type: ignore[method-assign]
+    AutoCodec._decode_s = decode_s  # type: ignore[method-assign]

@@ -21,16 +21,16 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.stores.circuit_breaker import TimeoutLimits
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
-from sglang_cake.stores.http.connections import ConnectionServer
-from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.connection_limit import ConnectionServer
 from sglang_cake.stores.http.http_server import StoreServer
+from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.http.protocol import block_path, description_path
 from sglang_cake.stores.http.server_metrics import ServerMetrics
-from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of
 
 A, B = key_of("a"), key_of("b")
@@ -106,7 +106,7 @@ import json, sys
 from pathlib import Path
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import make_own_token
-from sglang_cake.stores.http.serving import ServeSettings, serve
+from sglang_cake.stores.http.server_processes import ServeSettings, serve
 
 root, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
 source = FileSource(root, min_free_bytes=0)

@@ -33,7 +33,7 @@ from sglang_cake.stores.http.protocol import (
     touched_path,
 )
 from sglang_cake.stores.open_store import open_store, parse_sources
-from sglang_cake.stores.request_info import RequestFacts
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, block_of, read
 
 PATH = block_path(FRAME.digest, A)

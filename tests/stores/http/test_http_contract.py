@@ -11,7 +11,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.encrypted import EncryptedStore
-from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, read
 

@@ -12,7 +12,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.stores.http.http_client import HEAD_ROUNDS, HEADS_AT_ONCE
+from sglang_cake.stores.http.http_store import HEAD_ROUNDS, HEADS_AT_ONCE
 from sglang_cake.stores.http.http_transport import MAX_RETRY_AFTER_S, TRIES
 from sglang_cake.stores.http.protocol import MAX_ANSWER_BYTES, block_path
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read

@@ -10,9 +10,8 @@ from http_servers import FRAMED_BYTES, A, framed, opened
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.loading.loader import BlockRead
-from sglang_cake.stores.http.http_transport import HEDGE_FLOOR_S
+from sglang_cake.stores.http.http_transport import HEDGE_FLOOR_S, Hedging
 from sglang_cake.stores.tiers.tier import PlainBuffer
-from sglang_cake.stores.timing import Hedging
 from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
 
 GOOD = framed("a")

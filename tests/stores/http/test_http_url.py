@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.http.auth import AcceptedTokens, load_tokens
-from sglang_cake.stores.http.http_source import HttpSource
+from sglang_cake.stores.http.http_store import HttpSource
 from sglang_cake.stores.open_store import parse_sources
 
 

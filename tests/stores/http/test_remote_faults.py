@@ -17,12 +17,11 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Fetched, Loader, LoadRequest, Lost
-from sglang_cake.stores.circuit import FAILURES, FIRST_S, LAST_S, Fault
-from sglang_cake.stores.http.http_client import HttpStore
+from sglang_cake.stores.circuit_breaker import FAILURES, FIRST_S, LAST_S, Fault, TimeoutLimits
+from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.s3.bucket import S3Place
 from sglang_cake.stores.s3.s3_store import S3Store
-from sglang_cake.stores.timing import TimeoutLimits
 from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy, body_of
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 

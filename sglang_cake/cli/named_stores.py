@@ -1,0 +1,208 @@
+"""The stores that the tools of `sglang-cake store` are given as URLs: their namespaces and blocks,
+and calls at once.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_cake.codecs import frame as frames
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.url import redacted, split_urls
+
+T = TypeVar("T")
+DEFAULT_DEPTH = 8
+SHORT_DIGEST = 12  # hex digits of a namespace in tables; as a prefix, they select it again
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStore:
+    """One store of the command line. The tiers of `A,B` are separate stores here, since an operator
+    wants to know what each of them holds."""
+
+    url: str
+    source: StoreSource
+
+    @property
+    def files(self) -> FileSource | None:
+        """The folder behind it, if it is a file store."""
+        source = self.source
+        while hasattr(source, "inner"):  # behind a `bandwidth=` or `key_file=`
+            source = source.inner
+        return source if isinstance(source, FileSource) else None
+
+    def stored(self, frame: BlockFrame) -> BlockFrame:
+        """How the store frames blocks of `frame`: sealed, if it seals them. Raises: ConfigError."""
+        seal = getattr(self.source, "stored_frame", None)
+        return frame if seal is None else seal(frame)
+
+
+def named_stores(text: str) -> list[NamedStore]:
+    """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a missing folder: a tool
+    that created it would hide a typing error."""
+    sources = parse_sources(text, reads_count=False)  # reads of tools must not count as use
+    found = [
+        NamedStore(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
+    ]
+    for named in found:
+        if named.files is not None and not named.files.path.is_dir():
+            raise ConfigError(f"store URL {named.url!r}: there is no such folder")
+    return found
+
+
+def one_store(text: str) -> NamedStore:
+    """The store that a single URL names. Raises: ConfigError."""
+    found = named_stores(text)
+    if len(found) > 1:
+        raise ConfigError(f"{redacted(text)!r} names {len(found)} stores, write one")
+    return found[0]
+
+
+def frame_of(stored: StoredNamespace) -> BlockFrame:
+    """How the blocks of a stored namespace are framed. Its description is not trusted.
+
+    Raises: ValueError, one line that says why it cannot be read.
+    """
+    fields: dict[str, Any] = stored.fields
+    if not fields:
+        raise ValueError("it has no description")
+    if not all(isinstance(part, str) for field in fields.items() for part in field):
+        raise ValueError("its description holds more than text")
+    layout = BlockLayout.parse(fields.get("layout", ""))
+    namespace = Namespace(tuple(fields.items()))
+    if namespace.digest() != stored.digest:
+        raise ValueError("its description is of another namespace")
+    return frames.frame_of(namespace, layout)
+
+
+async def namespaces_of(named: NamedStore, prefix: str = "") -> list[StoredNamespace]:
+    """The namespaces whose digest starts with `prefix` (hex).
+
+    Raises: StoreUnavailable; ConfigError if there is none with that prefix.
+    """
+    stored = await named.source.namespaces()
+    chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
+    if prefix and not chosen:
+        raise ConfigError(f"{named.url}: no namespace starts with {prefix!r}")
+    return chosen
+
+
+async def readable(
+    named: NamedStore, prefix: str = ""
+) -> tuple[list[tuple[StoredNamespace, BlockFrame]], dict[str, str]]:
+    """The namespaces that can be read, and for the others why not (by digest, in hex).
+
+    Raises: StoreUnavailable, ConfigError.
+    """
+    good, bad = [], {}
+    for stored in await namespaces_of(named, prefix):
+        try:
+            good.append((stored, frame_of(stored)))
+        except ValueError as error:
+            bad[stored.digest.hex()] = str(error)
+    return good, bad
+
+
+def complain(named: NamedStore, unreadable: dict[str, str]) -> None:
+    """Print the skipped namespaces on stderr."""
+    for digest, why in unreadable.items():
+        print(f"{named.url}: namespace {digest[:SHORT_DIGEST]}: {why}", file=sys.stderr)
+
+
+@asynccontextmanager
+async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIterator[Store]:
+    """One namespace of a store, open. Raises: StoreUnavailable; ConfigError."""
+    store = await asyncio.to_thread(source.open, frame, depth=depth)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def blocks_in(named: NamedStore, frame: BlockFrame) -> AsyncIterator[BlockInfo]:
+    """The blocks of one namespace. A folder is not changed.
+
+    Raises: StoreUnavailable; ConfigError.
+    """
+    if named.files is not None:
+        for block in named.files.blocks_in(named.stored(frame).digest):
+            yield block
+        return
+    async with opened(named.source, frame, 1) as store:
+        async for block in store.list_blocks():
+            yield block
+
+
+async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
+    """How full a store is. A folder is not changed. Raises: StoreUnavailable."""
+    if named.files is not None:
+        return named.files.stats()
+    for frame in frames:  # the stats of one namespace are those of the whole store
+        async with opened(named.source, frame, 1) as store:
+            return await store.stats()
+    return StoreStats()
+
+
+async def for_each(
+    items: AsyncIterator[T], work: Callable[[T, int], Awaitable[object]], at_once: int
+) -> None:
+    """Run `work(item, worker)` for every item, `at_once` at a time; `worker` counts from 0.
+
+    Raises: the first error of `work` or `items`. No more work is begun after it.
+    """
+    next_item = asyncio.Lock()
+
+    async def run(worker: int) -> None:
+        while True:
+            async with next_item:
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            await work(item, worker)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for worker in range(at_once):
+                group.create_task(run(worker))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
+    """A `run` for argparse from a coroutine function. Ctrl-C ends it without a traceback."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return asyncio.run(tool(args))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    return run
+
+
+@contextmanager
+def progress(what: str, *, total: int | None = None, unit: str = "block") -> Iterator[Any]:
+    """A progress bar on stderr, if that is a terminal; its `update(n)` advances it."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, total=total, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
+        yield bar
+
+
+def depth(text: str) -> int:
+    """Type of an argument: a number of calls at once."""
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 256")
+    return int(text)

@@ -1,0 +1,200 @@
+"""`sglang-cake runahead search`: the best partition of long prompts, measured on running servers.
+
+The command sends prompts of these lengths to one member of a group (`--cake-runahead-rank`), with
+different partitions. It writes the best one into the lookup table of that machine and namespace.
+The server reads the table without a restart, and interpolates between lengths (docs/runahead.md).
+
+    sglang-cake runahead search --url http://127.0.0.1:30000 --lengths 4k,8k,16k --workers 2
+
+Every measurement is written to disk at once, so a stopped search can be resumed. The servers should
+have no other requests meanwhile. Run the command on the machine of the server that it asks, with
+the same XDG_CACHE_HOME or HOME.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_cake.cli.text_tables import table
+from sglang_cake.core.errors import ConfigError, RunaheadError
+from sglang_cake.core.local_files import cache_folder
+from sglang_cake.core.token_span import Span
+from sglang_cake.runahead.grid_search import Journal, Searched, grid_search
+from sglang_cake.runahead.partition import Partition, even
+from sglang_cake.runahead.partition_table import load_table, save_table
+
+PARAMETER = "cake_runahead"  # of a request's sampling parameters
+TRIES = 40  # a busy member refuses
+PAUSE_S = 0.25
+NEW_TOKENS = 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.json")
+_TOKEN_VALUES = 256  # every tokenizer has at least so many tokens
+
+# `(prompt length, ends of the spans or "closed") -> (TTFT in seconds, meta_info.cake)`.
+Ask = Callable[[int, object], tuple[float, dict[str, Any]]]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `runahead` to the command line."""
+    parser = subparsers.add_parser("runahead", help="several workers share a prompt: search")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    search = actions.add_parser(
+        "search",
+        help="measure partitions on running servers, and keep the best",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    search.add_argument("--url", default="http://127.0.0.1:30000", help="of one member")
+    search.add_argument("--lengths", default="4k,8k,16k", metavar="N[,N...]", help="in tokens")
+    search.add_argument("--workers", type=int, default=2, metavar="P", help="that share a prompt")
+    search.add_argument("--repeats", type=int, default=3, metavar="N", help="median of N runs")
+    search.add_argument("--points", type=int, default=3, metavar="N", help="of a bound in a level")
+    search.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search every length. Raises: ConfigError, RunaheadError; measurements are kept."""
+    lengths = _lengths(args.lengths)
+    if args.workers < 2 or args.repeats < 1 or args.points < 3 or args.points % 2 == 0:
+        raise ConfigError("runahead search needs 2 workers or more, a repeat, and 3, 5, ... points")
+    page_tokens = _page_tokens(args.url)
+    if min(lengths) < 4 * args.workers * page_tokens:
+        raise ConfigError(f"--lengths: at least {4 * args.workers * page_tokens} tokens here")
+    found = []
+    for tokens in lengths:
+        found.append(
+            search_one(
+                lambda n, ends: _ask(args.url, n, ends),
+                tokens,
+                args.workers,
+                page_tokens=page_tokens,
+                repeats=args.repeats,
+                points=args.points,
+                say=lambda text: print(text, flush=True),
+            )
+        )
+    rows = [
+        [
+            f"{each.partition.bounds[-1]:,}",
+            " ".join(f"{share:.3f}" for share in each.partition.fractions),
+            f"{each.ttft_s:.3f}",
+            str(each.measured),
+        ]
+        for each in found
+    ]
+    print("\n" + table(["tokens", "shares", "TTFT s", "measured"], rows, right=(0, 2, 3)))
+    return 0
+
+
+def search_one(
+    ask: Ask,
+    tokens: int,
+    workers: int,
+    *,
+    page_tokens: int,
+    repeats: int,
+    points: int,
+    say: Callable[[str], None],
+) -> Searched:
+    """Find the best partition of prompts of `tokens` tokens, and write it into the server's table.
+
+    Raises: RunaheadError if the other members do not help.
+    """
+    start = even(Span(0, tokens), workers, page_tokens=page_tokens)
+    _, first = helped(ask, tokens, start)
+    path = _table_of(first)
+    journal_path = path.with_name(f"{path.stem}.search-{tokens}-{workers}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    best_s, count = float("inf"), 0
+
+    def measure(partition: Partition) -> float:
+        return statistics.median(helped(ask, tokens, partition)[0] for _ in range(repeats))
+
+    def report(partition: Partition, ttft_s: float) -> None:
+        nonlocal best_s, count
+        best_s = min(best_s, ttft_s)
+        count += 1
+        say(f"{tokens:,} tokens  {partition.bounds}  {ttft_s:.3f} s  best {best_s:.3f} s  #{count}")
+
+    closed = ask(tokens, "closed")[1].get("bounds")
+    if isinstance(closed, list) and len(closed) == workers + 1 and closed[-1] == tokens:
+        start = Partition(tuple(closed))
+    found = grid_search(
+        start,
+        Journal(journal_path, measure, report),
+        stride_tokens=max(page_tokens, tokens // (8 * workers)),
+        min_stride_tokens=max(page_tokens, tokens // 128),
+        page_tokens=page_tokens,
+        points=points,
+        report=lambda stride, best: say(
+            f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
+        ),
+    )
+    known = load_table(path)
+    known.put(tokens, found.partition)
+    save_table(path, known)
+    journal_path.unlink(missing_ok=True)
+    return found
+
+
+def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str, Any]]:
+    """Run a prompt until the other members help. Raises: RunaheadError if they never do."""
+    for _ in range(TRIES):
+        ttft_s, meta_info = ask(tokens, list(partition.bounds[1:]))
+        if meta_info.get("bounds") == list(partition.bounds):
+            return ttft_s, meta_info
+        time.sleep(PAUSE_S)
+    raise RunaheadError(
+        f"no member helps with {partition.bounds}: are all up, idle, and with KV memory and "
+        "--chunked-prefill-size for their spans? Their logs say 'cake runahead: member N is here', "
+        "and why a request was computed alone"
+    )
+
+
+def _table_of(meta_info: dict[str, Any]) -> Path:
+    name = meta_info.get("table")
+    try:
+        folder = cache_folder()
+    except RuntimeError:
+        name = None
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise RunaheadError("no folder for the table: set XDG_CACHE_HOME or HOME, also for servers")
+    return folder / "runahead" / name
+
+
+def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
+    from sglang_cake.demo.sglang_server import generate
+
+    # New text every time, so that no part of it is cached.
+    prompt = random.Random().choices(range(_TOKEN_VALUES), k=tokens)
+    try:
+        reply = generate(url, prompt, NEW_TOKENS, custom_params={PARAMETER: ends})
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunaheadError(f"{url} does not answer: {error}") from None
+    return reply.ttft_s, reply.cake
+
+
+def _page_tokens(url: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as reply:
+            found = json.loads(reply.read())
+            return int(found["page_size"])
+    except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--url {url}: no SGLang server answers there ({error})") from None
+
+
+def _lengths(text: str) -> list[int]:
+    from sglang_cake.cli.machine_args import parse_lengths
+
+    try:
+        return sorted(set(parse_lengths(text)))
+    except ConfigError:
+        raise ConfigError(f"--lengths {text!r}: write for example 4096,16k") from None

@@ -1,0 +1,295 @@
+"""`sglang-cake store verify`, `gc` and `clear`: maintenance of a store, also while it is used."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sglang_cake.cli.named_stores import (
+    DEFAULT_DEPTH,
+    NamedStore,
+    blocks_in,
+    complain,
+    depth,
+    for_each,
+    named_stores,
+    opened,
+    progress,
+    readable,
+    run_tool,
+    stats_of,
+)
+from sglang_cake.cli.text_tables import count_text, size_text, table
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.stores.base import BlockInfo, remove_description
+from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.url import parse_size
+
+MAX_CORRUPT_NAMED = 100  # keys in a report
+
+
+@dataclass(slots=True)
+class Verified:
+    """Results of `verify` for one store."""
+
+    url: str
+    ok: int = 0
+    ok_bytes: int = 0
+    missing: int = 0  # evicted or deleted between listing and reading
+    corrupt: int = 0
+    unanswered: int = 0
+    corrupt_blocks: list[str] = field(default_factory=list)  # NAMESPACE/KEY
+    unreadable_namespaces: dict[str, str] = field(default_factory=dict)
+
+
+def add_verify(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="read and check every block",
+        description="Read and check every block. Corrupt ones are set aside, as when a server "
+        "finds them. Exit status 1 if there was one, or one that could not be read.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--depth", type=depth, default=DEFAULT_DEPTH, help="reads at once")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_verify))
+
+
+def add_gc(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "gc",
+        help="remove what is of no use, and shrink a store",
+        description="Remove what killed writers left behind and what was set aside as corrupt "
+        "(file stores), and with --to the least recently used blocks.",
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--to", metavar="SIZE", help="evict until no more is used, e.g. 100GB")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_gc))
+
+
+def add_clear(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "clear", help="delete all blocks", description="Delete all blocks of a store."
+    )
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_clear))
+
+
+# ---- verify ----
+
+
+async def _verify(args: argparse.Namespace) -> int:
+    results = []
+    for named in named_stores(args.url):
+        result = Verified(named.url)
+        good, result.unreadable_namespaces = await readable(named, args.namespace)
+        complain(named, result.unreadable_namespaces)
+        with progress("verifying") as bar:
+            for _, frame in good:
+                await _verify_namespace(named, frame, args.depth, result, bar)
+        results.append(result)
+    if args.json:
+        print(json.dumps({"stores": [asdict(result) for result in results]}))
+    else:
+        heads = ["STORE", "OK", "BYTES", "MISSING", "CORRUPT", "UNANSWERED"]
+        rows = [
+            [
+                r.url,
+                count_text(r.ok),
+                size_text(r.ok_bytes),
+                count_text(r.missing),
+                count_text(r.corrupt),
+                count_text(r.unanswered),
+            ]
+            for r in results
+        ]
+        print(table(heads, rows, right=range(1, 6)))
+        for result in results:
+            for name in result.corrupt_blocks:
+                print(f"corrupt: {name}")
+    return 1 if any(result.corrupt or result.unanswered for result in results) else 0
+
+
+async def _verify_namespace(
+    named: NamedStore, frame: BlockFrame, at_once: int, result: Verified, bar: Any
+) -> None:
+    buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
+    async with opened(named.source, frame, at_once) as store:
+
+        async def check(block: BlockInfo, worker: int) -> None:
+            try:
+                await store.get_into(block.key, buffers[worker])
+            except BlockMissing:
+                result.missing += 1
+            except BlockCorrupt:
+                result.corrupt += 1
+                if len(result.corrupt_blocks) < MAX_CORRUPT_NAMED:
+                    result.corrupt_blocks.append(f"{frame.digest.hex()}/{block.key.hex()}")
+            except StoreUnavailable:
+                result.unanswered += 1
+            else:
+                result.ok += 1
+                result.ok_bytes += block.stored_bytes
+            bar.update(1)
+
+        await for_each(store.list_blocks(), check, at_once)
+
+
+# ---- gc ----
+
+
+async def _gc(args: argparse.Namespace) -> int:
+    keep_bytes = None if args.to is None else _size("--to", args.to)
+    results = []
+    for named in named_stores(args.url):
+        if named.files is None and keep_bytes is None:
+            raise ConfigError(f"{named.url}: only file stores need it; to shrink it, give --to")
+        result: dict[str, Any] = {"url": named.url, "temporary_files": 0, "corrupt_files": 0}
+        if named.files is not None:
+            result |= await asyncio.to_thread(_tidy, named.files)
+        result |= await _shrink(named, keep_bytes)
+        results.append(result)
+    if args.json:
+        print(json.dumps({"stores": results}))
+    else:
+        heads = ["STORE", "TEMPORARY FILES", "CORRUPT FILES", "EVICTED BLOCKS", "BYTES"]
+        rows = [
+            [
+                str(r["url"]),
+                *(str(r[name]) for name in ("temporary_files", "corrupt_files", "evicted_blocks")),
+                size_text(r["evicted_bytes"]),
+            ]
+            for r in results
+        ]
+        print(table(heads, rows, right=range(1, 5)))
+    return 0
+
+
+def _tidy(source: FileSource) -> dict[str, int]:
+    with contextlib.closing(source.folder()) as folder:
+        return {
+            "temporary_files": folder.remove_stale(),
+            "corrupt_files": folder.remove_set_aside(),
+        }
+
+
+async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
+    """Evict until no more than `keep_bytes` are used, by the measure of `stat`."""
+    result = {"evicted_blocks": 0, "evicted_bytes": 0}
+    if keep_bytes is None:
+        return result
+    good, bad = await readable(named)
+    complain(named, bad)
+    frames = [frame for _, frame in good]
+    blocks = await _by_use(named, frames)
+    while blocks:
+        left_bytes = sum(block.stored_bytes for _, block in blocks)
+        used_bytes = (await stats_of(named, frames)).used_bytes or left_bytes
+        if used_bytes <= keep_bytes:
+            break
+        # Deleting blocks also removes folders, but not the index. So one pass may evict slightly
+        # too little; the loop then runs again.
+        wanted_bytes = (used_bytes - keep_bytes) * left_bytes / used_bytes
+        victims: list[list[BlockInfo]] = [[] for _ in frames]
+        while blocks and wanted_bytes > 0:
+            index, block = blocks.popleft()
+            victims[index].append(block)
+            wanted_bytes -= block.stored_bytes
+        for frame, evicted in zip(frames, victims, strict=True):
+            if evicted:
+                await _delete(named, frame, _each(evicted), total=len(evicted))
+                result["evicted_blocks"] += len(evicted)
+                result["evicted_bytes"] += sum(block.stored_bytes for block in evicted)
+    return result
+
+
+async def _by_use(named: NamedStore, frames: list[BlockFrame]) -> deque[tuple[int, BlockInfo]]:
+    """All blocks with the number of their namespace, the least recently used first. Blocks without
+    a time of use are the first."""
+    found = []
+    with progress("looking") as bar:
+        for index, frame in enumerate(frames):
+            async for block in blocks_in(named, frame):
+                found.append((index, block))
+                bar.update(1)
+    return deque(sorted(found, key=lambda entry: entry[1].used_s or 0.0))
+
+
+async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:
+    for block in blocks:
+        yield block
+
+
+# ---- clear ----
+
+
+async def _clear(args: argparse.Namespace) -> int:
+    found = [(named, *await readable(named, args.namespace)) for named in named_stores(args.url)]
+    count = sum(len(good) for _, good, _ in found)
+    if not args.yes:
+        _ask(f"Delete all blocks of {count} namespaces in {args.url}?")
+    results = []
+    for named, good, bad in found:
+        complain(named, bad)
+        deleted = 0
+        for _, frame in good:
+            deleted += await _delete(named, frame, None, total=None)
+        results.append({"url": named.url, "deleted_blocks": deleted, "unreadable_namespaces": bad})
+        if not args.json:
+            print(f"{named.url}: {count_text(deleted)} blocks deleted")
+    if args.json:
+        print(json.dumps({"stores": results}))
+    return 0
+
+
+async def _delete(
+    named: NamedStore,
+    frame: BlockFrame,
+    blocks: AsyncIterator[BlockInfo] | None,
+    *,
+    total: int | None,
+) -> int:
+    """Delete `blocks` (None: all), and the namespace if it is empty then; returns their number.
+
+    Raises: StoreUnavailable.
+    """
+    deleted = 0
+    async with opened(named.source, frame, DEFAULT_DEPTH) as store:
+        with progress("deleting", total=total) as bar:
+
+            async def delete(block: BlockInfo, worker: int) -> None:
+                nonlocal deleted
+                await store.delete(block.key)
+                deleted += 1
+                bar.update(1)
+
+            await for_each(blocks or store.list_blocks(), delete, DEFAULT_DEPTH)
+        await remove_description(store)
+    return deleted
+
+
+def _ask(question: str) -> None:
+    """Ask for confirmation. Raises: ConfigError unless a person agrees."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{question} Say so with --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("nothing was deleted")
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None

@@ -1,0 +1,154 @@
+"""KV from one member to another, encrypted: bulk data, for which CurveZMQ is too slow.
+
+KV has a path of its own. Each member has a second port, chosen by the system. `Hello` contains the
+port, and a password that connections need. The password keeps strangers out, but no eavesdropper:
+it crosses the network in plain text. KV is protected by encryption: each part is encrypted with
+AES-256-GCM, by a key that the receiver made for this path and sent on the CurveZMQ connection. The
+nonce counts parts, so that a changed, repeated, missing or reordered part is detected. Why not
+CurveZMQ: docs/runahead.md, "The link between two members".
+
+    [path] [PartHead] [KV of the part, sealed; its tag]
+"""
+
+import os
+import secrets
+import threading
+import time
+from typing import Final
+
+import zmq
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from sglang_cake.runahead.messages import (
+    KEY_BYTES,
+    PATH_BYTES,
+    BadMessage,
+    LayerPart,
+    PartHead,
+    decode_head,
+    encode,
+)
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
+
+TAG_BYTES: Final = 16
+_HEAD_BYTES = 256
+_LOOK_S = 0.05  # how often a waiting sender checks whether the peer is still there
+
+
+class EncryptedKvSender:
+    """The sender's end of a path. Any thread; one part at a time.
+
+    Args:
+        name, key: from the receiver's Hello.
+        timeout_s: in which the receiver must accept a part.
+    """
+
+    def __init__(self, name: bytes, key: bytes, timeout_s: float) -> None:
+        self.name: Final = name
+        self._timeout_s = timeout_s
+        self.over = False  # the receiver is gone, or has another path
+        self._lock = threading.Lock()
+        self._seal = _Seal(key)
+        self._sealed = bytearray(0)
+        self._before = (0, 0)
+
+    def send(self, server: "KvServer", part: LayerPart, payload: memoryview) -> None:
+        """Send a part; `payload` may be reused when this returns. Raises: PeerGone."""
+        with self._lock:
+            if self.over:
+                raise PeerGone("it does not take KV")
+            end_s = time.monotonic() + self._timeout_s
+            if len(self._sealed) < len(payload) + TAG_BYTES:
+                self._sealed = bytearray(MAX_PART_BYTES + TAG_BYTES)
+            sealed = memoryview(self._sealed)[: len(payload) + TAG_BYTES]
+            head = encode(PartHead(part, *self._before))
+            self._seal.close(head, payload, sealed)
+            began_s = time.perf_counter()
+            taken = server.put(self.name, head, sealed)
+            while not self._is_taken(taken):
+                # ZeroMQ reads the memory until it is sent, so this path never uses it again.
+                self.over = self.over or time.monotonic() > end_s
+                if self.over:
+                    raise PeerGone("it does not take KV")
+            took_us = round((time.perf_counter() - began_s) * 1e6)
+            self._before = (len(payload), max(1, took_us))
+
+    def _is_taken(self, taken: zmq.MessageTracker) -> bool:
+        if self.over:
+            return False
+        try:
+            taken.wait(_LOOK_S)
+        except zmq.NotDone:
+            return False
+        return True
+
+
+class EncryptedKvReceiver:
+    """The receiver's end of a path. One thread."""
+
+    def __init__(self, buffer: bytearray | memoryview) -> None:
+        self.name: Final = secrets.token_bytes(PATH_BYTES)
+        self.key: Final = os.urandom(KEY_BYTES)
+        self._seal = _Seal(self.key)
+        self._buffer = memoryview(buffer)
+
+    def take(self, frames: list[zmq.Frame]) -> tuple[PartHead, memoryview]:
+        """The head and the KV of a part, in memory that the next call overwrites.
+
+        Raises: BadMessage.
+        """
+        if len(frames) != 2 or len(frames[0]) > _HEAD_BYTES or len(frames[1]) <= TAG_BYTES:
+            raise BadMessage("no part of a layer")
+        head, sealed = frames[0].bytes, frames[1].buffer
+        payload = self._buffer[: len(sealed) - TAG_BYTES]
+        self._seal.open(head, sealed, payload)
+        return decode_head(head), payload
+
+
+class KvServer:
+    """The port for KV, to which receivers connect. Any thread. Args: socket: a bound ROUTER."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._lock = threading.Lock()  # one thread at a time may use a socket
+        self._socket = socket
+        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        socket.copy_threshold = 0  # small parts are tracked too
+
+    def put(self, *frames: bytes | memoryview) -> zmq.MessageTracker:
+        """Queue frames. ZeroMQ reads their memory until the tracker is done. Raises: PeerGone."""
+        try:
+            with self._lock:
+                sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:  # it has disconnected, or this end is closed
+            raise PeerGone(f"it does not take KV: {error.strerror}") from None
+        assert sent is not None
+        return sent
+
+    def close(self) -> None:
+        """End all paths."""
+        with self._lock:
+            self._socket.close()
+
+
+class _Seal:
+    """AES-256-GCM over parts in their order; a key serves one path in one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._count = 0
+
+    def close(self, head: bytes, payload: memoryview, out: memoryview) -> None:
+        """Encrypt into `out`, which is TAG_BYTES longer."""
+        self._cipher.encrypt_into(self._nonce(), payload, head, out)
+
+    def open(self, head: bytes, sealed: memoryview, out: memoryview) -> None:
+        """Decrypt into `out`. Raises: BadMessage."""
+        try:
+            self._cipher.decrypt_into(self._nonce(), sealed, head, out)
+        except InvalidTag:
+            raise BadMessage("KV that is not what the member sent") from None
+
+    def _nonce(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(12, "little")

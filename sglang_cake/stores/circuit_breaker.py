@@ -1,0 +1,376 @@
+"""Calls of one kind to a remote store (`Circuit`): their time limit (`AdaptiveTimeout`), their
+circuit breaker (`Breaker`), counters and log lines.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from sglang_cake.core.counters import LATE
+from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
+from sglang_cake.stores.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+FAILURES = 5  # in a row, until the breaker opens
+FIRST_S = 1.0  # first open phase of the breaker
+LAST_S = 60.0  # longest open phase
+FORBIDDEN_EVERY_S = 600.0  # between two log lines about forbidden calls
+MAX_TEXT_CHARS = 300  # of a server's message, in log lines
+MOST_BACKOFF = 1024.0
+SLOWEST_BYTES_PER_S = 64 * 1024  # slower links are not waited for
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutLimits:
+    """Bounds of a time limit."""
+
+    first_s: float = 20.0  # before the first measurement; less than the loader waits
+    floor_s: float = 2.0
+    ceiling_s: float = 600.0  # large bodies may take longer, by SLOWEST_BYTES_PER_S
+
+
+class AdaptiveTimeout:
+    """Time limit for requests of one kind, similar to TCP's retransmission timer (RFC 6298).
+
+    The limit is SLACK times the expected duration of a request of this size, by the mean and the
+    deviation of the measured time per byte. Each timeout doubles later limits, up to the ceiling,
+    until a request is answered. So a link that becomes slow costs some requests and is then waited
+    for.
+    """
+
+    SLACK = 8.0
+    GAIN = 0.2  # weight of the newest measurement
+
+    def __init__(self, patience: TimeoutLimits) -> None:
+        self._patience = patience
+        self._mean_s: float | None = None  # per byte
+        self._deviation_s = 0.0
+        self.backoff = 1.0  # factor of every limit
+
+    def timeout_s(self, size_bytes: int) -> float:
+        """Limit for a request that transfers `size_bytes`, at least 1."""
+        patience = self._patience
+        if self._mean_s is None:
+            usual_s = patience.first_s
+        else:
+            usual_s = self.SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
+        most_s = max(patience.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
+        return min(max(usual_s, patience.floor_s) * self.backoff, most_s)
+
+    def answered(self, size_bytes: int, took_s: float) -> None:
+        """Record a request that transferred `size_bytes` in `took_s`."""
+        per_byte_s = took_s / size_bytes
+        self.backoff = 1.0
+        if self._mean_s is None:
+            self._mean_s = per_byte_s
+            self._deviation_s = per_byte_s / 2
+            return
+        error_s = per_byte_s - self._mean_s
+        self._deviation_s += self.GAIN * (abs(error_s) - self._deviation_s)
+        self._mean_s += self.GAIN * error_s
+
+    def was_late(self, backoff: float) -> None:
+        """Record a timeout. Of concurrent requests only the first timeout counts.
+
+        Args:
+            backoff: value of `backoff` when the request started.
+        """
+        if backoff == self.backoff:
+            self.backoff = min(2 * backoff, MOST_BACKOFF)
+
+
+class Breaker:
+    """Circuit breaker. Closed: every call goes. Open: none does. Half open: one does, as a probe.
+
+    A caller asks before every call, and reports the result of the call with the ticket that it got.
+    Reports with a ticket from before the last change of state are outdated, and ignored.
+    """
+
+    def __init__(self, *, failures: int, first_s: float, last_s: float) -> None:
+        """Args:
+        failures: in a row, until the breaker opens.
+        first_s, last_s: length of the first open phase, and limit for later ones. A failed probe
+            doubles it.
+        """
+        self._limit = failures
+        self._backoff = Backoff(first_s, last_s)
+        self._ticket = 0
+        self._failures = 0
+        self._probing = False
+        self.is_closed = True
+        self.openings = 0
+
+    def ask(self, now_s: float) -> int | None:
+        """Ticket for a call that starts now; None if no call may start."""
+        if not self.is_closed:
+            if self._probing or self._backoff.left_s(now_s):
+                return None
+            self._probing = True
+            self._ticket += 1
+        return self._ticket
+
+    def succeeded(self, ticket: int) -> None:
+        """The call was answered."""
+        if ticket != self._ticket:
+            return
+        self._failures = 0
+        if not self.is_closed:
+            self.is_closed = True
+            self._probing = False
+            self._backoff.reset()
+            self._ticket += 1
+
+    def failed(self, ticket: int, now_s: float) -> None:
+        """The call was not answered, or with a useless answer."""
+        if ticket != self._ticket:
+            return
+        self._failures += 1
+        if self._probing or self._failures >= self._limit:
+            self.is_closed = False
+            self._failures = 0
+            self._probing = False
+            self._backoff.start(now_s)
+            self._ticket += 1
+            self.openings += 1
+
+    def may_be_back(self) -> None:
+        """Other calls to the same server succeed again: the next call is a probe."""
+        self._backoff.skip()
+
+    def abandoned(self, ticket: int) -> None:
+        """The call was cancelled. If it was the probe, the next call is one."""
+        if ticket == self._ticket and self._probing:
+            self._probing = False
+            self._ticket += 1
+
+
+class Fault(StrEnum):
+    """Cause of a failed call. The name is that of a counter, the value is for messages."""
+
+    TIMEOUTS = "timed out"
+    CORRUPT = "corrupt"
+    REDIRECTS = "redirected"
+    STATUSES = "status"
+    DISCONNECTS = "connection"
+    ERRORS = "error"  # no valid answer, or an error of a library
+    FORBIDDEN = "forbidden"  # no failure: the server answers other calls
+
+
+class RemoteError(StoreUnavailable):
+    """A remote store gave no answer, or a wrong one."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+        if fault is Fault.TIMEOUTS:
+            self.reason = LATE  # the loader then gives up the rest of the prompt
+
+
+@dataclass(slots=True)
+class RemoteCounters:
+    """Events since the store was opened."""
+
+    requests: int = 0  # sent, retries included
+    retries: int = 0
+    timeouts: int = 0
+    corrupt: int = 0
+    redirects: int = 0
+    statuses: int = 0
+    disconnects: int = 0
+    errors: int = 0
+    failures: int = 0  # sum of the six causes above
+    forbidden: int = 0
+    breaker_openings: int = 0
+    refused: int = 0  # calls that failed because the breaker was open
+    sent_bytes: int = 0  # of blocks
+    received_bytes: int = 0  # of blocks
+
+    def events(self) -> dict[str, int]:
+        """All counters but those of bytes."""
+        return {name: n for name, n in asdict(self).items() if not name.endswith("_bytes")}
+
+    def count(self, fault: Fault) -> None:
+        """Count one call that failed for this cause."""
+        name = fault.name.lower()
+        setattr(self, name, getattr(self, name) + 1)
+
+
+class Circuit:
+    """Guards calls of one kind. For one event loop.
+
+    Lookups, reads and writes have a circuit each: a server that refuses writes may still serve
+    reads, and a server with wrong bytes may still answer lookups.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        kind: str,
+        counters: RemoteCounters,
+        patience: TimeoutLimits,
+        *,
+        group: "list[Circuit]",
+        redial: Callable[[], None],
+        on_outage: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        where: name of the server in messages, without passwords.
+        kind: of calls, in the plural, for messages.
+        counters: events are counted there.
+        patience: limits of the time limit.
+        group: circuits of the same server; this one is added. When calls of one kind succeed
+            again, the others are tried at once.
+        redial: called when the breaker opens because calls take too long: later calls then make new
+            connections. Idle ones may be dead without a sign, and each would cost a probe.
+        on_outage: called when the breaker opens.
+        clock: seconds, monotonic.
+        """
+        self._where = where
+        self._kind = kind
+        self._counters = counters
+        self._redial = redial
+        self._on_outage = on_outage
+        self._clock = clock
+        self._timeout = AdaptiveTimeout(patience)
+        self._breaker = Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S)
+        self._fault = ""  # last failure, for messages
+        self._failing_since_s: float | None = None
+        self._forbidden_s: float | None = None  # time of the last log line about it
+        self._closed = False
+        self._group = group
+        group.append(self)
+
+    def close(self) -> None:
+        """Calls fail from now on, also those in flight. That does not count as a failure."""
+        self._closed = True
+
+    @contextlib.asynccontextmanager
+    async def call(self, size_bytes: int) -> AsyncIterator[None]:
+        """A context for one call. Errors inside it count as follows:
+
+        - BlockCorrupt, StoreUnavailable: a failure.
+        - any other StoreError: an answer.
+        - any other exception: neither.
+
+        Args:
+            size_bytes: bytes that the call transfers, at least 1.
+
+        Raises: StoreUnavailable at once while the breaker is open; RemoteError if the call takes
+            too long, or ends with a TimeoutError.
+        """
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        started_s = self._clock()
+        backoff = self._timeout.backoff
+        ticket = self._breaker.ask(started_s)
+        if ticket is None:
+            self._counters.refused += 1
+            raise StoreUnavailable(f"{self._where} is left alone since {self._fault}")
+        try:
+            async with self._limited(size_bytes, backoff):
+                yield
+        except Exception as error:
+            is_answer = isinstance(error, StoreError) and not _is_failure(error)
+            if self._closed and not is_answer:
+                self._breaker.abandoned(ticket)
+                raise StoreUnavailable("the store is closed") from error
+            self._ended(ticket, error)
+            raise
+        except BaseException:  # cancelled
+            self._breaker.abandoned(ticket)
+            raise
+        self._succeeded(ticket)
+        self._timeout.answered(size_bytes, max(self._clock() - started_s, 1e-6))
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, size_bytes: int, backoff: float) -> AsyncIterator[None]:
+        limit_s = self._timeout.timeout_s(size_bytes)
+        if not self._breaker.is_closed:  # a probe; the next one must not wait for longer
+            limit_s = min(limit_s, LAST_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            self._timeout.was_late(backoff)
+            raise RemoteError(Fault.TIMEOUTS, f"no whole answer in {limit_s:.1f} s") from error
+
+    def _ended(self, ticket: int, error: Exception) -> None:
+        """A call ended with an error."""
+        if not isinstance(error, StoreError):
+            self._breaker.abandoned(ticket)
+        elif not _is_failure(error):
+            self._succeeded(ticket)
+        elif fault_of(error) is Fault.FORBIDDEN:
+            self._breaker.succeeded(ticket)
+            self._was_forbidden(error)
+        else:
+            self._failed(ticket, error)
+
+    def _succeeded(self, ticket: int) -> None:
+        self._breaker.succeeded(ticket)
+        if self._breaker.is_closed and self._failing_since_s is not None:
+            now_s = self._clock()
+            away_s = now_s - self._failing_since_s
+            self._failing_since_s = None
+            logger.warning("%s: %s work again after %.0f s", self._where, self._kind, away_s)
+            for circuit in self._group:
+                circuit._breaker.may_be_back()
+
+    def _failed(self, ticket: int, error: StoreError) -> None:
+        fault = fault_of(error)
+        openings = self._breaker.openings
+        self._counters.count(fault)
+        self._counters.failures += 1
+        self._fault = f"{fault}: {one_line(error)}"
+        self._breaker.failed(ticket, self._clock())
+        if self._breaker.openings == openings:
+            return
+        self._counters.breaker_openings += 1
+        self._on_outage()
+        if fault is Fault.TIMEOUTS:
+            self._redial()
+        if self._failing_since_s is None:  # logged once, not for each failed probe
+            self._failing_since_s = self._clock()
+            logger.warning(
+                "%s: %s fail (%s) and are left out; one is tried every %.0f to %.0f s",
+                self._where,
+                self._kind,
+                self._fault,
+                FIRST_S,
+                LAST_S,
+            )
+
+    def _was_forbidden(self, error: StoreError) -> None:
+        self._counters.count(Fault.FORBIDDEN)
+        now_s = self._clock()
+        if self._forbidden_s is None or now_s - self._forbidden_s >= FORBIDDEN_EVERY_S:
+            self._forbidden_s = now_s
+            logger.warning(
+                "%s: %s are forbidden (%s) and are tried again each time",
+                self._where,
+                self._kind,
+                one_line(error),
+            )
+
+
+def fault_of(error: StoreError) -> Fault:
+    """Cause of a call that failed with this error."""
+    if isinstance(error, RemoteError):
+        return error.fault
+    return Fault.CORRUPT if isinstance(error, BlockCorrupt) else Fault.ERRORS
+
+
+def one_line(error: object) -> str:
+    """Untrusted text for a log line: short, and without control characters."""
+    text = " ".join(str(error)[: 4 * MAX_TEXT_CHARS].split())
+    return "".join(letter for letter in text if letter.isprintable())[:MAX_TEXT_CHARS]
+
+
+def _is_failure(error: StoreError) -> bool:
+    return isinstance(error, BlockCorrupt | StoreUnavailable)

@@ -1,0 +1,377 @@
+"""The files of blocks: finding, reading and writing them.
+
+A file is read and written in pieces, between which the call can be cancelled.
+
+A file that is not in the page cache is read by direct I/O into the caller's pages: without a copy,
+and without pages in the cache. That takes a fraction of the CPU time and is at least as fast. A
+cached file, above all a block that was written a moment ago, is copied from the cache.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+from pathlib import Path
+
+from sglang_cake.codecs.frame import Incoming
+from sglang_cake.core.buffers import PAGE_BYTES
+from sglang_cake.core.errors import BlockMissing
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.paths import CORRUPT, NamespaceFolder, new_tmp_name
+from sglang_cake.stores.threads import check_stop
+
+MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
+MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
+# Large enough that system calls take a negligible time; small enough that a cancelled caller waits
+# for about a millisecond, and that a piece is still in the CPU's cache when it is hashed.
+PIECE_BYTES = 1 << 20
+# Direct I/O has no read-ahead, so the disk idles between pieces. A fast disk needs 1 ms for one.
+DIRECT_PIECE_BYTES = 2 << 20
+# Errors of file systems and drivers that cannot read directly into this memory.
+_NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_RESIDENT = 1
+
+
+class BlockFiles:
+    """The block files below one root. Blocking and thread-safe. No link is followed."""
+
+    def __init__(self, root: Path, make_namespace: Callable[[Digest], None], *, sync: bool) -> None:
+        """Args:
+        make_namespace: makes the folder of a namespace, with its description.
+        sync: as for `NewFile`.
+        """
+        self._root = root
+        self._make_namespace = make_namespace
+        self._sync = sync
+
+    def is_there(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the path of the block exists, as a hint."""
+        return os.path.lexists("/".join((str(self._root), *self._names(digest, key))))
+
+    def size_bytes(self, digest: Digest, key: BlockKey) -> int | None:
+        """Size of the block's file; None if there is none. Raises: OSError."""
+        status = nofollow.status_of(self._root, *self._names(digest, key))
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+    def open_to_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> int:
+        """A descriptor of the block's file, or of anything else of this name.
+
+        The descriptor of a link cannot be read.
+
+        Raises: BlockMissing; OSError.
+        """
+        *shard, name = self._names(digest, key)
+        try:
+            with nofollow.opened(self._root, *shard) as folder:
+                try:
+                    return _open_to_read(folder, name, counts=counts)
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+                    return os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            raise BlockMissing(name) from None
+
+    def new(self, digest: Digest, key: BlockKey) -> "NewFile":
+        """A new file for the block.
+
+        Missing folders are made, and made again if another process removes the empty folders before
+        the file is in them.
+        Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
+        """
+        *shard, name = self._names(digest, key)
+        for tries_left in reversed(range(MOST_TRIES)):
+            try:
+                return NewFile(nofollow.open_folder(self._root, *shard), name, sync=self._sync)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                self._make_folders(digest, shard)
+        raise AssertionError("the last try returns or raises")
+
+    def _make_folders(self, digest: Digest, shard: list[str]) -> None:
+        try:
+            self._make_namespace(digest)
+            for depth in range(2, len(shard) + 1):
+                nofollow.make_folder(self._root, *shard[:depth])
+        except FileNotFoundError:
+            os.stat(self._root)  # without the root, a disk was unmounted: no further try
+
+    def remove(self, digest: Digest, key: BlockKey) -> None:
+        """Remove the block's file, if there is one. Raises: OSError."""
+        nofollow.remove_file(self._root, *self._names(digest, key))
+
+    def remove_folders(self, digest: Digest, key: BlockKey) -> None:
+        """Remove the folders of the block, as far as they are empty."""
+        nofollow.remove_empty(self._root, *self._names(digest, key)[:-1])
+
+    def is_gone(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the block has no file. Then its folders are removed, as far as they are empty.
+
+        Raises: OSError.
+        """
+        if nofollow.status_of(self._root, *self._names(digest, key)) is not None:
+            return False
+        self.remove_folders(digest, key)
+        return True
+
+    def set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
+        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full.
+
+        Args:
+            bad: status of the corrupt file.
+
+        Returns whether the file was kept; None if another file has replaced it.
+        Raises: OSError.
+        """
+        *shard, name = self._names(digest, key)
+        nofollow.make_folder(self._root, shard[0], CORRUPT)
+        with (
+            nofollow.opened(self._root, *shard) as folder,
+            nofollow.opened(self._root, shard[0], CORRUPT) as aside,
+        ):
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
+                return None
+            kept = len(os.listdir(aside)) < MAX_SET_ASIDE
+            if kept:
+                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
+        if not kept:
+            self.remove(digest, key)
+        self.remove_folders(digest, key)
+        return kept
+
+    def _names(self, digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
+        return *NamespaceFolder(self._root, digest).shard(key), key.hex()
+
+
+def _open_to_read(folder: int, name: str, *, counts: bool) -> int:
+    """Open a block's file in an open folder.
+
+    Args:
+        counts: the read is an access, and changes the access time of the file. Eviction uses that
+            time if the index is lost.
+
+    Raises: OSError (ELOOP for a link).
+    """
+    # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    if not counts and hasattr(os, "O_NOATIME"):
+        with contextlib.suppress(PermissionError):  # a file of another user
+            return os.open(name, flags | os.O_NOATIME, dir_fd=folder)
+    return os.open(name, flags, dir_fd=folder)
+
+
+# ---- reading ----
+
+
+def read_framed(
+    fd: int, block: Incoming, framed_bytes: int, stop: threading.Event, checkers: Executor
+) -> int:
+    """Fill `block` from the start of the file and check it; returns the bytes of the payload.
+
+    Args:
+        framed_bytes: size of the file.
+        stop: ends the call between two pieces.
+        checkers: hash what direct I/O has read, while the next piece is read. `block` is unused
+            after the return.
+
+    Raises: BlockCorrupt; OSError; Stopped.
+    """
+    file = _Pieces(fd, direct=block.is_on_pages and not is_cached(fd))
+    checked: Future[None] | None = None
+    try:
+        while block.done < framed_bytes:
+            check_stop(stop)
+            got = file.read(block)
+            if got == 0:
+                break
+            payload = block.came(got)
+            if checked is not None:
+                checked.result()
+            if file.direct and block.done < framed_bytes:
+                checked = checkers.submit(block.check, payload)
+            else:
+                block.check(payload)
+    finally:
+        if checked is not None:
+            wait((checked,))
+    return block.finish()
+
+
+class _Pieces:
+    """A file that is read from its start, by direct I/O as long as possible."""
+
+    def __init__(self, fd: int, *, direct: bool) -> None:
+        self._fd = fd
+        self.direct = direct and set_direct(fd, direct=True)
+
+    def read(self, block: Incoming) -> int:
+        """Read the next piece; returns how many bytes it has, 0 at the end. Raises: OSError."""
+        pages = _whole_pages(block.room(DIRECT_PIECE_BYTES), block.done) if self.direct else []
+        if pages:
+            try:
+                return os.preadv(self._fd, pages, block.done)
+            except OSError as error:
+                if error.errno not in _NOT_DIRECTLY:
+                    raise
+        if self.direct:  # refused, or the part after the last whole page
+            self.direct = not set_direct(self._fd, direct=False)
+        return os.preadv(self._fd, block.room(PIECE_BYTES), block.done)
+
+
+def _whole_pages(views: list[memoryview], at: int) -> list[memoryview]:
+    """The parts of `views` that direct I/O at file offset `at` can fill."""
+    if at % PAGE_BYTES:
+        return []
+    cut = (view[: len(view) // PAGE_BYTES * PAGE_BYTES] for view in views)
+    return [view for view in cut if len(view)]
+
+
+def set_direct(fd: int, *, direct: bool) -> bool:
+    """Switch direct I/O of an open file on or off; False if the file system cannot do that."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def is_cached(fd: int) -> bool:
+    """Whether an open file is in the page cache, by its first, middle and last page.
+
+    Unlike a read with RWF_NOWAIT, `mincore` brings nothing into the cache. For a file of another
+    user the kernel always reports a cached file.
+    """
+    try:
+        with mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as pages:
+            first = ctypes.c_char.from_buffer(pages)  # not accessed: only its address is used
+            start = ctypes.addressof(first)
+            last = (len(pages) - 1) // PAGE_BYTES
+            del first  # the mapping could not be closed otherwise
+            return all(_is_resident(start + at * PAGE_BYTES) for at in (0, last // 2, last))
+    except (OSError, ValueError):  # the file cannot be mapped, or is empty
+        return True
+
+
+def _is_resident(address: int) -> bool:
+    answer = ctypes.create_string_buffer(1)
+    if _mincore(address, PAGE_BYTES, answer):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return bool(answer.raw[0] & _RESIDENT)
+
+
+# ---- writing ----
+
+
+class NewFile:
+    """A file that is written under a temporary name, and renamed by `commit`. Not thread-safe.
+
+    Mode 0600. After a crash at any point, the file `name` has its old content or the whole new one.
+    A temporary file may be left.
+    """
+
+    def __init__(self, folder: int, name: str, *, sync: bool) -> None:
+        """Args:
+            folder: a descriptor, closed with this file, also after an error.
+            sync: content and name are on the disk when `commit` returns.
+
+        Raises: OSError; FileNotFoundError if the folder was removed meanwhile.
+        """
+        self._folder = folder
+        self._name = name
+        self._sync = sync
+        self.committed = False
+        self._tmp: str | None = new_tmp_name()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._tmp, flags, 0o600, dir_fd=folder)
+        except BaseException:
+            os.close(folder)
+            raise
+
+    def append(self, views: Sequence[memoryview], stop: threading.Event) -> None:
+        """Write all of `views` ("B"). Raises: OSError; Stopped."""
+        rest = [view for view in views if len(view)]
+        while rest:
+            check_stop(stop)
+            written = os.writev(self._fd, [*rest[:-1], rest[-1][:PIECE_BYTES]])
+            if written == 0:
+                raise OSError(errno.EIO, "the file takes no more bytes")
+            rest = _after(rest, written)
+
+    def commit(self, stop: threading.Event) -> None:
+        """Rename the file to `name`, and replace an existing one.
+
+        Raises: OSError; Stopped; nothing is visible then.
+        """
+        assert self._tmp is not None
+        if self._sync:
+            os.fdatasync(self._fd)
+        self._close()  # before the rename: a full network file system may report it only now
+        check_stop(stop)
+        os.replace(self._tmp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._tmp = None
+        self.committed = True
+        if self._sync:
+            try:
+                os.fsync(self._folder)
+            except OSError:
+                self.withdraw()
+                raise
+
+    def withdraw(self) -> None:
+        """Remove the committed file. Raises: OSError."""
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            os.unlink(self._name, dir_fd=self._folder)
+        self.committed = False
+
+    def discard(self) -> None:
+        """Remove the file, unless it was committed. May be called several times."""
+        with contextlib.suppress(OSError):
+            self._close()
+        if self._tmp is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._tmp, dir_fd=self._folder)
+            self._tmp = None
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd = self._fd
+            self._fd = -1
+            os.close(fd)
+
+
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    while views and done >= len(views[0]):
+        done -= len(views[0])
+        views = views[1:]
+    return [views[0][done:], *views[1:]] if views else []
+
+
+def write_file(folder: int, name: str, data: bytes) -> None:
+    """Write `data` to the file `name`, atomically and to the disk; closes `folder`.
+
+    Raises: OSError.
+    """
+    stop = threading.Event()
+    file = NewFile(folder, name, sync=True)
+    try:
+        file.append([memoryview(data)], stop)
+        file.commit(stop)
+    finally:
+        file.discard()

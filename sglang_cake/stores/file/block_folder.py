@@ -1,0 +1,442 @@
+"""The blocks of all namespaces below one root. Blocking and thread-safe, for threads of a pool."""
+
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
+from sglang_cake.stores.eviction import Usage, ident_of
+from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.file.block_files import BlockFiles, NewFile
+from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
+from sglang_cake.stores.file.evictor import Evictor
+from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved
+from sglang_cake.stores.file.index_files import overhead_bytes
+from sglang_cake.stores.file.index_supervisor import IndexSupervisor
+from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
+from sglang_cake.stores.file.nofollow import lock
+from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.reported_accesses import ReportedAccesses
+from sglang_cake.stores.file.scan import (
+    described_namespaces_in,
+    namespaces_in,
+    remove_stale,
+    shards_in,
+)
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.threads import check_stop
+from sglang_cake.stores.url import DEFAULT_POLICY
+
+logger = logging.getLogger(__name__)
+LOG_EVERY_S = 10.0  # between two lines about corrupt blocks, since a failing disk has many
+LIST_AT_ONCE = 1000  # blocks in one query of a listing
+MOST_UNUSED = 64  # namespaces that are described and have no blocks
+
+
+class BlockFolder:
+    """A file store with all its namespaces.
+
+    Any number of processes of one machine may have the same folder open. They share its index
+    (index.py), so that the folder never holds more than its capacity.
+
+    Attributes:
+        evictor: decides which blocks are evicted.
+        supervisor: keeps the index open.
+        corrupt_blocks: corrupt blocks that were set aside or removed since the folder was opened.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        sync: bool = False,
+        min_free_bytes: int = 0,
+        capacity_bytes: int | None = None,
+        policy: str = DEFAULT_POLICY,
+        tenant_rules: TenantRules = NO_TENANT_RULES,
+        admission: AdmissionPolicy = ADMIT_ALL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the folder, and make it if it is absent. Blocks on the disk for a moment.
+
+        Args:
+            sync: a block is on the disk when it becomes visible. Without it, the kernel decides
+                when: after a power cut, recent blocks are missing or fail their check.
+            min_free_bytes: of the file system; blocks are evicted to keep that free.
+            capacity_bytes: limit for all files and folders below `root`; None: no limit.
+            policy: eviction policy, a key of `eviction.POLICIES`.
+            tenant_rules: quota and fair sharing among tenants.
+            admission: which blocks are written at all.
+            clock: seconds, monotonic; for pauses after failed writes and for free space.
+
+        Raises: StoreUnavailable.
+        """
+        self._root = root
+        self._backoff = WriteBackoff(clock)
+        with os_errors(root):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
+        self._descriptions = NamespaceDescriptions(root, self._allocated_bytes)
+        self._files = BlockFiles(root, self._descriptions.write, sync=sync)
+        self._accesses = ReportedAccesses()
+        self._counting = threading.Lock()
+        self._logged_s = -math.inf  # time of the last line about a corrupt block
+        self.corrupt_blocks = 0
+        self.evictor = Evictor(
+            root,
+            capacity_bytes,
+            policy,
+            min_free_bytes=min_free_bytes,
+            tenant_rules=tenant_rules,
+            admission=admission,
+            on_learned=self._accesses.restore,
+            clock=clock,
+        )
+        self.supervisor = IndexSupervisor(
+            root, self.evictor, self._descriptions, self._allocated_bytes
+        )
+
+    def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
+        """Set the description of a namespace, which is written with its first block.
+
+        Raises: StoreUnavailable; ConfigError if the folder has another description.
+        """
+        self._descriptions.check(digest, fields)
+
+    def describe(self, digest: Digest, fields: Mapping[str, str]) -> None:
+        """As `claim`, but written now, for other processes.
+
+        Of more than MOST_UNUSED namespaces without blocks the oldest are removed.
+        Raises: StoreFull; StoreUnavailable; ConfigError.
+        """
+        if self._descriptions.check(digest, fields):
+            return
+        own_bytes = self._descriptions.own_bytes(digest)
+        with os_errors(self._root, self._backoff), self.supervisor.open() as index:
+            unused = len(index.unused())
+            if unused >= MOST_UNUSED:
+                at_most = unused - MOST_UNUSED + 1
+                self.supervisor.remove_unused(index, unless_younger_s=0.0, at_most=at_most)
+            self._evict_until(
+                index,
+                lambda: index.reserve_namespace(digest, own_bytes, self.evictor.limit_bytes()),
+            )
+            self._descriptions.write(digest)
+
+    def description(self, digest: Digest) -> dict[str, str]:
+        """Description of a namespace; empty if unknown. Raises: StoreUnavailable."""
+        return self._descriptions.read(digest)
+
+    def contains(
+        self,
+        digest: Digest,
+        keys: Sequence[BlockKey],
+        framed_bytes: int | None,
+        stop: threading.Event,
+    ) -> list[bool]:
+        """Which keys are stored, by the index, or by the files while there is no index.
+
+        Args:
+            framed_bytes: size of the files; None: any size.
+
+        Raises: StoreUnavailable; Stopped.
+        """
+        with contextlib.suppress(StoreUnavailable), self.supervisor.open(wait=False) as index:
+            return index.contains(digest, keys)
+        found = []
+        for key in keys:
+            check_stop(stop)
+            with os_errors(self._root):
+                size = self._files.size_bytes(digest, key)
+            found.append(size is not None and framed_bytes in (None, size))
+        return found
+
+    def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As `AccessListener.touched`. The index is updated in the background."""
+        if facts.benefit is not None:
+            self.evictor.set_benefit(facts.benefit)
+        self.supervisor.was_touched(digest, self._accesses.report(keys, facts, time.time()))
+
+    def has_file(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the path of the block exists, as a hint. The index is not read."""
+        return self._files.is_there(digest, key)
+
+    @contextlib.contextmanager
+    def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
+        """A context with the descriptor of the block's file, which is not evicted meanwhile.
+
+        If the caller raises BlockCorrupt inside, the file is set aside.
+
+        Args:
+            counts: the read is an access, for eviction.
+
+        Raises: BlockMissing; BlockCorrupt, also for anything that is no file; StoreUnavailable.
+        """
+        with os_errors(self._root):
+            try:
+                fd = self._files.open_to_read(digest, key, counts=counts)
+            except BlockMissing:
+                self._forget(digest, key)
+                raise
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise BlockCorrupt("not a file, or a link")
+                if not lock(fd, fcntl.LOCK_SH):
+                    raise BlockMissing(f"{key.hex()} is being evicted")
+                yield fd
+                if counts and not self._accesses.is_announced(key, time.time()):
+                    self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
+            except BlockCorrupt as error:
+                path = NamespaceFolder(self._root, digest).block(key)
+                corrupt = BlockCorrupt(f"{path}: {error}")
+                self._set_aside(digest, key, status, corrupt)
+                raise corrupt from None
+            finally:
+                os.close(fd)
+
+    @contextlib.contextmanager
+    def writing(self, digest: Digest, key: BlockKey, framed_bytes: int) -> Iterator[NewFile | None]:
+        """A context with a new file for a block, to be appended to and committed.
+
+        Without a commit, the file is removed. None if the block is stored already, being written,
+        or rejected by admission. Other blocks may be evicted. `claim` must have been called.
+
+        Args:
+            framed_bytes: size of the file.
+
+        Raises: StoreFull, StoreUnavailable.
+        """
+        self._backoff.check()
+        stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
+        now_s = time.time()
+        access = self._accesses.access_for_put(key, now_s)
+        usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
+        with os_errors(self._root, self._backoff):
+            reservation = None
+            if self.evictor.admits(usage):
+                reservation = self._reserve(digest, key, usage)
+            if reservation is None:
+                yield None
+                return
+            file: NewFile | None = None
+            try:
+                file = self._files.new(digest, key)
+                yield file
+                if file.committed:
+                    self._commit(reservation, usage, file)
+            finally:
+                if file is not None:
+                    file.discard()
+                if file is None or not file.committed:
+                    self._release(reservation)
+
+    def delete(self, digest: Digest, key: BlockKey) -> None:
+        """Remove one block. Raises: StoreUnavailable."""
+        with os_errors(self._root):
+            self._files.remove(digest, key)
+        self._forget(digest, key)
+
+    def list_blocks(self, digest: Digest) -> Iterator[BlockInfo]:
+        """The blocks of one namespace. Raises: StoreUnavailable."""
+        after = 0
+        while True:
+            with self.supervisor.open() as index:
+                batch = index.stored_in(digest, after, LIST_AT_ONCE)
+            if not batch:
+                return
+            for block in batch:
+                yield BlockInfo(block.key, block.usage.stored_bytes, block.usage.used_s)
+            after = batch[-1].id
+
+    def namespaces(self) -> list[StoredNamespace]:
+        """Every namespace that has a folder. Raises: StoreUnavailable."""
+        with os_errors(self._root):
+            os.stat(self._root)
+            return described_namespaces_in(self._root)
+
+    def used_bytes(self, digest: Digest) -> int:
+        """Bytes of one namespace on the disk. Raises: StoreUnavailable."""
+        with self.supervisor.open() as index:
+            return index.taken_bytes(digest)
+
+    def stats(self) -> StoreStats:
+        """How full it is. Raises: StoreUnavailable."""
+        with self.supervisor.open() as index:
+            _, taken_bytes = index.totals()
+            blocks, block_bytes = index.stored_totals()
+        return StoreStats(
+            blocks=blocks,
+            block_bytes=block_bytes,
+            used_bytes=taken_bytes + overhead_bytes(self._root),
+            capacity_bytes=self.evictor.capacity_bytes,
+            policy=self.evictor.policy_name,
+            evictions=self.evictions(),
+        )
+
+    def evictions(self) -> EvictionCounts:
+        """Evictions since this folder was opened."""
+        return EvictionCounts(**self.evictor.counts)
+
+    def evict(self, bytes_wanted: int) -> int:
+        """Evict blocks of `bytes_wanted`, in the order of the policy; returns the bytes freed.
+
+        Raises: StoreUnavailable.
+        """
+        with os_errors(self._root), self.supervisor.open() as index:
+            self.supervisor.flush(index)
+            return self.evictor.free(index, Amount(bytes_wanted)).bytes
+
+    def remove_namespace(self, digest: Digest) -> None:
+        """Remove a namespace that has no blocks. Raises: StoreUnavailable."""
+        with os_errors(self._root), self.supervisor.open() as index:
+            self.supervisor.remove_namespace(index, digest, unless_younger_s=0.0)
+
+    def remove_stale(self) -> int:
+        """Remove files of killed writers, empty folders, and namespaces without blocks.
+
+        Returns the number of files. Raises: StoreUnavailable.
+        """
+        removed = 0
+        with os_errors(self._root):
+            for digest in namespaces_in(self._root):
+                removed += remove_stale(self._root, digest.hex())[0]
+                for shard in shards_in(self._root, digest, remove_empty=True):
+                    removed += remove_stale(self._root, *shard)[0]
+            with self.supervisor.open() as index:
+                self.supervisor.remove_unused(index, unless_younger_s=0.0)
+        return removed
+
+    def remove_set_aside(self) -> int:
+        """Remove the corrupt files that were set aside; returns their number.
+
+        Raises: StoreUnavailable.
+        """
+        with os_errors(self._root), self.supervisor.open() as index:
+            return self.evictor.remove_aside(index).files
+
+    def close(self) -> None:
+        """Stop the background thread. Blocks until it has ended."""
+        self.supervisor.close()
+
+    # ---- space and index ----
+
+    def _reserve(self, digest: Digest, key: BlockKey, usage: Usage) -> Reservation | None:
+        """Reserve space for a block, and evict others if needed; None if the block is there.
+
+        Raises: StoreFull; StoreUnavailable; OSError.
+        """
+        own_bytes = self._descriptions.own_bytes(digest)
+        found = Reserved()
+
+        def reserve() -> int:
+            nonlocal found
+            limit_bytes = self.evictor.limit_bytes()
+            found = index.reserve(digest, own_bytes, key, usage, limit_bytes)
+            return found.missing_bytes
+
+        with self.supervisor.open() as index:
+            self._evict_until(index, reserve)
+            if found.reservation is None and self._forget_in(index, digest, key):
+                self._evict_until(index, reserve)  # the file had been removed by another program
+            if found.reservation is None:
+                return None
+            try:
+                self._take_space(index, usage.stored_bytes)
+            except BaseException:
+                index.drop(found.reservation)
+                raise
+        self.supervisor.wake()
+        return found.reservation
+
+    def _evict_until(self, index: BlockIndex, reserve: Callable[[], int]) -> None:
+        """Evict until `reserve` returns 0 missing bytes. Raises: StoreFull; OSError."""
+        while missing_bytes := reserve():
+            self.supervisor.flush(index)
+            if not self.evictor.free(index, Amount(missing_bytes)):
+                raise StoreFull(f"{self._root}: capacity={self.evictor.capacity_bytes} is taken")
+
+    def _take_space(self, index: BlockIndex, stored_bytes: int) -> None:
+        """Take space of the file system, so that `min_free` stays free.
+
+        Raises: StoreFull; OSError.
+        """
+        space = self.evictor.space
+        missing = space.take(stored_bytes)
+        if missing:
+            self.supervisor.flush(index)
+            self.evictor.free(index, missing)
+            if space.take(stored_bytes):
+                raise StoreFull(
+                    f"{self._root}: {stored_bytes} more bytes would leave less than "
+                    f"min_free={space.min_free_bytes} bytes free, or that share of the inodes"
+                )
+
+    def _commit(self, reservation: Reservation, usage: Usage, file: NewFile) -> None:
+        """Mark the block as stored, or remove its file. Raises: StoreUnavailable; OSError."""
+        self._backoff.succeeded()
+        stored = None
+        try:
+            with self.supervisor.open() as index:
+                stored = index.commit(reservation, usage.stored_bytes)
+            if stored is None:
+                raise StoreUnavailable(f"{self._root}: the index was replaced meanwhile")
+        finally:
+            if stored is None:
+                file.withdraw()
+        self.evictor.stored(stored, usage)
+
+    def _release(self, reservation: Reservation) -> None:
+        self._files.remove_folders(reservation.namespace, reservation.key)
+        # If that fails, the row is removed after the end of this process.
+        with contextlib.suppress(StoreError), self.supervisor.open() as index:
+            index.drop(reservation)
+
+    def _forget(self, digest: Digest, key: BlockKey) -> None:
+        with contextlib.suppress(StoreError), self.supervisor.open() as index:
+            self._forget_in(index, digest, key)
+
+    def _forget_in(self, index: BlockIndex, digest: Digest, key: BlockKey) -> bool:
+        """Remove the row of a block if its file is gone; whether that was done."""
+        return index.forget(digest, key, lambda: self._files.is_gone(digest, key))
+
+    def _set_aside(
+        self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
+    ) -> None:
+        # On a read-only disk the corrupt file stays, and every read of it fails.
+        with contextlib.suppress(OSError):
+            kept = self._files.set_aside(digest, key, bad)
+            if kept is None:
+                return
+            self._log_corrupt(error, "set aside" if kept else "removed")
+            with contextlib.suppress(StoreError), self.supervisor.open() as index:
+                if kept:
+                    index.set_aside(digest, key)
+                else:
+                    self._forget_in(index, digest, key)
+
+    def _log_corrupt(self, error: BlockCorrupt, done: str) -> None:
+        with self._counting:
+            self.corrupt_blocks += 1
+            now_s = time.monotonic()
+            if now_s - self._logged_s < LOG_EVERY_S:
+                return
+            self._logged_s = now_s
+            count = self.corrupt_blocks
+        logger.warning("a corrupt block was %s, %d so far: %s", done, count, error)

@@ -1,0 +1,194 @@
+"""The descriptions of namespaces: `namespace.json` in the folder of each.
+
+A description may have been written by anybody, and is checked when it is read.
+"""
+
+import contextlib
+import json
+import os
+import re
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.core.keys import Digest
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
+from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, os_errors
+from sglang_cake.stores.file.paths import DESCRIPTION, NamespaceFolder
+
+MAX_BYTES = 1 << 20
+MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class NamespaceDescriptions:
+    """The descriptions of the namespaces below one root. Blocking and thread-safe."""
+
+    def __init__(self, root: Path, allocated_bytes: int) -> None:
+        """Args:
+        allocated_bytes: files take multiples of it on the disk.
+        """
+        self._root = root
+        self._allocated_bytes = allocated_bytes
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Digest, dict[str, str]] = OrderedDict()
+
+    def check(self, digest: Digest, fields: Mapping[str, str]) -> bool:
+        """Remember the description of a namespace; whether it is on the disk.
+
+        Raises: ConfigError if another description is on the disk; StoreUnavailable.
+        """
+        with os_errors(self._root):
+            there = read_description(self._root, digest)
+        if there is not None and _digest(there) != _digest(fields):
+            raise ConfigError(
+                f"{NamespaceFolder(self._root, digest).description} does not describe the "
+                "namespace it is in: remove that folder, or choose another one for the store"
+            )
+        self._remember(digest, dict(fields))
+        return there is not None
+
+    def read(self, digest: Digest) -> dict[str, str]:
+        """Description of a namespace; empty if unknown. Raises: StoreUnavailable."""
+        with self._lock:
+            known = self._known.get(digest)
+            if known is not None:
+                self._known.move_to_end(digest)
+                return known
+        with os_errors(self._root):
+            fields = read_description(self._root, digest)
+        if fields:
+            self._remember(digest, fields)
+        return fields or {}
+
+    def own_bytes(self, digest: Digest) -> int:
+        """Bytes of a namespace on the disk without its blocks and their folders.
+
+        These are its folder, the folder for corrupt files, its description, and its name in the
+        root.
+        """
+        fields: dict[str, str] = {}
+        with contextlib.suppress(StoreUnavailable):  # its folder may not be readable
+            fields = self.read(digest)
+        size = len(_as_json(fields))
+        file_bytes = -(-size // self._allocated_bytes) * self._allocated_bytes
+        return 2 * FOLDER_BYTES + file_bytes + ENTRY_BYTES
+
+    def write(self, digest: Digest) -> None:
+        """Make the folder of a namespace, with its description, unless they exist.
+
+        The root is not made again. If it has vanished, a disk was unmounted, and blocks would be
+        written to the disk below the mount point.
+        Raises: StoreUnavailable if the description is unknown; OSError.
+        """
+        name = digest.hex()
+        fields = self.read(digest)
+        if not fields:
+            raise StoreUnavailable(f"{self._root}: namespace {name} was never described")
+        for tries_left in reversed(range(MOST_TRIES)):
+            try:
+                self._write(digest, name, fields)
+                return
+            except FileNotFoundError:  # the empty folder was removed meanwhile
+                os.stat(self._root)
+                if not tries_left:
+                    raise
+
+    def _write(self, digest: Digest, name: str, fields: Mapping[str, str]) -> None:
+        nofollow.make_folder(self._root, name)
+        there = read_description(self._root, digest)
+        if there is None:
+            # Synced, since the namespace could not be opened with an empty file after a power cut.
+            write_file(nofollow.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
+            with nofollow.opened(self._root) as root:
+                os.fsync(root)
+        elif _digest(there) != _digest(fields):  # written meanwhile by another process
+            raise StoreUnavailable(f"{self._root}: {name} is described as something else")
+
+    def remove(self, digest: Digest, *, unless_younger_s: float) -> bool:
+        """Remove the folder of a namespace if it has only a description; whether it is gone.
+
+        The next block of the namespace writes both again. A description of another namespace
+        stays.
+
+        Args:
+            unless_younger_s: a younger description stays, and so does a younger folder without one.
+        """
+        name = digest.hex()
+        try:
+            with nofollow.opened(self._root, name) as folder:
+                if set(os.listdir(folder)) - {DESCRIPTION}:
+                    return False
+                there = nofollow.status_of(self._root, name, DESCRIPTION)
+                made_s = (there or os.fstat(folder)).st_mtime
+                if abs(time.time() - made_s) < unless_younger_s:
+                    return False
+                if there is not None:
+                    fields = read_description(self._root, digest) or {}
+                    if _digest(fields) != digest:
+                        return False
+                    os.unlink(DESCRIPTION, dir_fd=folder)
+            with nofollow.opened(self._root) as root:
+                os.rmdir(name, dir_fd=root)
+        except FileNotFoundError:
+            return True
+        except OSError:  # a block was written meanwhile, or the disk is read-only
+            return False
+        return True
+
+    def _remember(self, digest: Digest, fields: dict[str, str]) -> None:
+        with self._lock:
+            self._known[digest] = fields
+            self._known.move_to_end(digest)
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+
+
+def read_description(root: Path, digest: Digest) -> dict[str, str] | None:
+    """Fields of the description of a namespace; empty if it is invalid, None if there is no file.
+
+    Raises: OSError if the folder cannot be entered.
+    """
+    try:
+        folder = nofollow.open_folder(root, digest.hex())
+    except FileNotFoundError:
+        return None
+    # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        fd = os.open(DESCRIPTION, flags, dir_fd=folder)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return {}
+            raw = os.read(fd, MAX_BYTES + 1)
+        finally:
+            os.close(fd)
+        fields = json.loads(raw) if len(raw) <= MAX_BYTES else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(folder)
+    return fields if isinstance(fields, dict) and _is_text(fields) else {}
+
+
+def _digest(fields: Mapping[str, str]) -> Digest:
+    """Digest of a description. Labels are not part of it."""
+    return Namespace(tuple(fields.items())).digest()
+
+
+def _as_json(fields: Mapping[str, str]) -> bytes:
+    return (json.dumps(dict(fields), indent=2) + "\n").encode()
+
+
+def _is_text(fields: dict[str, object]) -> bool:
+    """Whether all names and values are text that can be encoded, so without surrogates."""
+    text = [part for field in fields.items() for part in field]
+    return all(isinstance(part, str) and not _SURROGATE.search(part) for part in text)

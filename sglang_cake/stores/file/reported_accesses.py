@@ -1,0 +1,104 @@
+"""The accesses that requests reported: blocks, times, and the turn of the conversation."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, ident_of
+from sglang_cake.stores.eviction.conversation import ConversationTracker
+from sglang_cake.stores.request_facts import RequestFacts
+
+MOST_REQUESTS = 4096
+MOST_ANNOUNCED = 65_536  # blocks that may be put or read soon
+ORDER_S = 1e-6  # between two blocks of a request; a float of seconds since 1970 resolves 2.4e-7
+CLOCK_BACK_S = 60.0  # smaller steps back of the clock do not change the order of requests
+READ_SOON_S = 60.0  # a read of an announced block within this time is no further access
+
+
+class Access(NamedTuple):
+    """Access of a request to a block."""
+
+    key: BlockKey
+    context: AccessContext
+    at_s: float  # seconds since 1970
+
+
+class _Request(NamedTuple):
+    turn: int
+    blocks: int  # number of keys that were reported
+    at_s: float  # access time of the first block
+
+
+class ReportedAccesses:
+    """Assigns access times, so that sorting by time gives the LRU order. Thread-safe, bounded.
+
+    Within a request the first block is the newest, and each following block is ORDER_S older. A
+    request is newer than all earlier ones. That holds in whatever order the blocks are written, and
+    across restarts.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._conversations = ConversationTracker()
+        self._requests: OrderedDict[str, _Request] = OrderedDict()  # by id
+        self._announced: OrderedDict[BlockKey, Access] = OrderedDict()
+        self._last_s = float("-inf")  # access time of the last request's first block
+        self.has_reports = False  # a request was reported: reads alone are no accesses any more
+
+    @property
+    def announced_blocks(self) -> int:
+        return len(self._announced)
+
+    @property
+    def requests(self) -> int:
+        return len(self._requests)
+
+    def report(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Access]:
+        """Accesses to the blocks of a request that were not reported before, last block first."""
+        with self._lock:
+            self.has_reports = True
+            idents = [ident_of(key) for key in keys]
+            request = self._requests.get(facts.id)
+            if request is None:
+                after_s = self._last_s + len(keys) * ORDER_S
+                # A larger step back of the clock is accepted.
+                self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
+                request = _Request(self._conversations.turn_of(idents), 0, self._last_s)
+            self._conversations.record(idents, request.turn)
+            blocks = max(request.blocks, len(keys))
+            self._requests[facts.id] = request._replace(blocks=blocks)
+            self._requests.move_to_end(facts.id)
+            if len(self._requests) > MOST_REQUESTS:
+                self._requests.popitem(last=False)
+            accesses = [
+                Access(
+                    keys[at],
+                    AccessContext(facts.workload, request.turn, at, len(keys), facts.tenant),
+                    request.at_s - at * ORDER_S,
+                )
+                for at in range(len(keys) - 1, request.blocks - 1, -1)
+            ]
+            for access in accesses:
+                self._announced[access.key] = access
+                self._announced.move_to_end(access.key)
+            while len(self._announced) > MOST_ANNOUNCED:
+                self._announced.popitem(last=False)
+            return accesses
+
+    def access_for_put(self, key: BlockKey, now_s: float) -> Access:
+        """The reported access to a block that is being put; without a report, one at `now_s`."""
+        with self._lock:
+            return self._announced.pop(key, Access(key, UNKNOWN_CONTEXT, now_s))
+
+    def is_announced(self, key: BlockKey, now_s: float) -> bool:
+        """Whether a read at `now_s` belongs to a request that reported the block."""
+        with self._lock:
+            access = self._announced.get(key)
+            return access is not None and abs(now_s - access.at_s) < READ_SOON_S
+
+    def restore(self, ident: int, context: AccessContext) -> None:
+        """Add the last access to a block before a restart."""
+        with self._lock:
+            self._conversations.record_block(ident, context.turn, context.reach)

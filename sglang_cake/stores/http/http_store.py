@@ -1,0 +1,454 @@
+"""`http://host:8700`, `https://host/prefix?token_file=/path&ca=/path`: blocks on a server, which is
+`sglang-cake store serve` or a plain server of files.
+
+A plain server has GET, HEAD, PUT and DELETE, as nginx with its WebDAV module.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from sglang_cake.codecs.frame import BlockFrame, Incoming
+from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
+from sglang_cake.stores.http import protocol
+from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
+from sglang_cake.stores.http.http_transport import (
+    Endpoint,
+    Hedging,
+    HttpCounters,
+    HttpTransport,
+    Renewed,
+    read_lines,
+    read_whole,
+    refuse,
+)
+from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.url import StoreUrl, absolute_path
+
+T = TypeVar("T")
+
+REPORT_S = 5.0  # time limit of a report of a corrupt block
+HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
+HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
+PIECE_BYTES = 1 << 18  # of a block, copied and sent at a time
+NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
+
+
+class HttpStore:
+    """Implements `Store`. Sends nothing before its first call; belongs to that call's event loop.
+
+    The answer to `contains` shows whether the server is a plain one. After an outage `contains` is
+    asked again, because another server may have taken the address.
+    """
+
+    def __init__(
+        self,
+        locate: Callable[[], Endpoint],
+        frame: BlockFrame,
+        *,
+        depth: int,
+        limits: TimeoutLimits | None = None,
+        hedging: Hedging | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        locate, hedging: as in `HttpTransport`.
+        depth: largest number of reads in flight, and of writes.
+        limits: bounds of the time limits; the defaults if None.
+        clock: as in `Circuit`.
+
+        Raises: ConfigError, from `locate`.
+        """
+        self._frame = frame
+        self._limits = limits or TimeoutLimits()
+        self._transport = HttpTransport(locate, self._limits, hedging, self._forget_server, clock)
+        self._reading = asyncio.Semaphore(depth)
+        self._writing = asyncio.Semaphore(depth)
+        self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
+        self._is_plain: bool | None = None  # None: not known yet
+        self._is_claimed = False  # whether the server has the namespace's description
+
+    @property
+    def counters(self) -> HttpCounters:
+        """Counts since the store was made."""
+        return self._transport.counters
+
+    def events(self) -> dict[str, int]:
+        """As in `Counting`."""
+        return self._transport.counters.events()
+
+    def _forget_server(self) -> None:
+        self._is_plain = None
+        self._is_claimed = False
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """As in `Store`, in one round trip.
+
+        On a plain server, HEAD_ROUNDS rounds of HEAD requests for some of the keys (see
+        `lookup_rounds`).
+        """
+        found: list[bool] = []
+        for start in range(0, max(1, len(keys)), protocol.MAX_CONTAINS_KEYS):
+            some = keys[start : start + protocol.MAX_CONTAINS_KEYS]
+            if not self._is_plain:
+                answers = await self._ask(some)
+                if answers is not None:
+                    found += answers
+                    continue
+            found += await look_up_in_rounds(
+                some, self._has, at_once=HEADS_AT_ONCE, rounds=HEAD_ROUNDS
+            )
+        return found
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `AccessListener`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
+        if self._is_plain:
+            return
+        body = b"".join(keys[: protocol.MAX_CONTAINS_KEYS])
+        path = protocol.touched_path(self._frame.digest)
+        headers = {protocol.FACTS_HEADER: facts.to_json()}
+
+        async def attempt() -> None:
+            async with self._transport.request(
+                "POST", path, data=body, headers=headers
+            ) as response:
+                if response.status != 204 and response.status not in NOT_OURS:
+                    await refuse(response)
+
+        async with self._asking:
+            await self._transport.call(self._transport.lookups, max(1, len(body)), attempt)
+
+    async def _ask(self, keys: Sequence[BlockKey]) -> list[bool] | None:
+        """Which keys are stored; None if the server turns out to be a plain one."""
+        path = protocol.contains_path(self._frame.digest, self._frame.known_bytes)
+
+        async def attempt() -> list[bool] | None:
+            async with self._transport.request("POST", path, data=b"".join(keys)) as response:
+                if response.status in NOT_OURS:
+                    return None
+                if response.status != 200:
+                    await refuse(response)
+                return protocol.read_answers(await read_whole(response, len(keys)), len(keys))
+
+        async with self._asking:
+            size_bytes = max(1, len(keys)) * protocol.KEY_BYTES
+            answers = await self._transport.call(self._transport.lookups, size_bytes, attempt)
+        self._is_plain = answers is None
+        return answers
+
+    async def _has(self, key: BlockKey) -> bool:
+        async with self._asking:
+            return await self._transport.call(
+                self._transport.lookups, protocol.KEY_BYTES, lambda: self._head(key)
+            )
+
+    async def _head(self, key: BlockKey) -> bool:
+        path = protocol.block_path(self._frame.digest, key)
+        async with self._transport.request("HEAD", path) as response:
+            if response.status in (404, 410):
+                return False
+            if response.status != 200:
+                await refuse(response)
+            # A truncated block counts as absent, so that the next write replaces it.
+            return self._may_be(response.content_length)
+
+    def _may_be(self, framed_bytes: int | None) -> bool:
+        return framed_bytes is None or self._frame.fits(framed_bytes)
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        """As in `Store`. Nothing writes `out` after this returns, raises or is cancelled."""
+        try:
+            async with self._reading:
+                return await self._transport.call(
+                    self._transport.reads,
+                    self._frame.framed_bytes,
+                    lambda: self._get(key, out, progress),
+                )
+        except BlockCorrupt:
+            await self._report(key)
+            raise
+
+    async def _report(self, key: BlockKey) -> None:
+        """Ask the server to check a block that arrived corrupt; its own copy may be sound.
+
+        The request bypasses the circuit, where its success would count as recovery.
+        """
+        if self._is_plain:
+            return
+        path = protocol.block_path(self._frame.digest, key)
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, Renewed):
+            async with asyncio.timeout(REPORT_S), self._transport.request("POST", path):
+                pass  # the answer does not matter: the block is computed
+
+    async def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
+        async with self._transport.hedged_get(
+            protocol.block_path(self._frame.digest, key)
+        ) as response:
+            if response.status in (404, 410):
+                raise BlockMissing(key.hex())
+            if response.status != 200:
+                await refuse(response)
+            length = response.content_length
+            if not self._may_be(length):
+                raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
+            block = Incoming(self._frame, key, out, progress)
+            async for piece in response.content.iter_any():
+                self.counters.received_bytes += len(piece)
+                block.feed(piece)
+            return block.finish()
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `Store`. Nothing reads `data` after this returns, raises or is cancelled."""
+        assert self._frame.takes(data.nbytes), data.nbytes
+        body = data.cast("B")
+        async with self._writing:
+            if self._is_plain is None:
+                await self._ask(())
+            header = self._frame.header(key, body)
+            for _ in range(2):
+                if not self._is_claimed:
+                    await self._claim()
+                fresh = await self._transport.call(
+                    self._transport.writes,
+                    len(header) + len(body),
+                    lambda: self._put(key, header, body),
+                )
+                if fresh is not None:
+                    return fresh
+                self._is_claimed = False  # the server lost the description: send it again
+        raise StoreUnavailable("the server forgets the namespace at once")
+
+    async def _put(self, key: BlockKey, header: bytes, body: memoryview) -> bool | None:
+        """Whether the block was new; None if the server does not know the namespace."""
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield header
+            for start in range(0, len(body), PIECE_BYTES):
+                # A copy, because the transport may still buffer it after a cancellation.
+                piece = bytes(body[start : start + PIECE_BYTES])
+                self.counters.sent_bytes += len(piece)
+                yield piece
+
+        async with self._transport.request(
+            "PUT",
+            protocol.block_path(self._frame.digest, key),
+            data=pieces(),
+            headers={
+                "Content-Length": str(len(header) + len(body)),
+                "Content-Type": protocol.BLOCK_TYPE,
+            },
+            # `sglang-cake store serve` can refuse before the body is sent. Other servers may not
+            # support that.
+            expect100=self._is_plain is False,
+        ) as response:
+            if response.status == 409 and not self._is_plain:
+                return None
+            if response.status not in (200, 201, 204):
+                await refuse(response)
+            return response.status == 201
+
+    async def _claim(self) -> None:
+        """Write the namespace's description unless it is there.
+
+        Raises: StoreUnavailable, also if another namespace's is there; StoreFull.
+        """
+        fields = self._frame.namespace.describe()
+        path = protocol.description_path(self._frame.digest)
+
+        async def read() -> dict[str, str] | None:
+            async with self._transport.request("GET", path) as response:
+                if response.status == 404:
+                    return None
+                if response.status != 200:
+                    await refuse(response)
+                body = await read_whole(response, protocol.MAX_DESCRIPTION_BYTES)
+                return protocol.read_fields(body) or {}
+
+        async def write() -> None:
+            body = (json.dumps(fields, indent=2) + "\n").encode()
+            async with self._transport.request("PUT", path, data=body) as response:
+                if response.status not in (200, 201, 204):
+                    await refuse(response)
+
+        found = await self._small(read)
+        if found is None:
+            await self._small(write, self._transport.descriptions)
+        elif not protocol.describes(found, self._frame.digest):
+            raise StoreUnavailable(f"{path} on the server describes another namespace")
+        self._is_claimed = True
+
+    async def delete(self, key: BlockKey) -> None:
+        async def attempt() -> None:
+            path = protocol.block_path(self._frame.digest, key)
+            async with self._transport.request("DELETE", path) as response:
+                if response.status not in (200, 202, 204, 404, 410):
+                    await refuse(response)
+
+        await self._small(attempt, self._transport.writes)
+
+    async def remove_description(self) -> None:
+        """As in `Describing`. A plain server does not check whether blocks are left."""
+
+        async def attempt() -> None:
+            path = protocol.description_path(self._frame.digest)
+            async with self._transport.request("DELETE", path) as response:
+                if response.status not in (200, 202, 204, 404, 405, 410):
+                    await refuse(response)
+
+        await self._small(attempt, self._transport.descriptions)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        """As in `Store`. Raises: StoreUnavailable, always on a plain server."""
+
+        async def attempt() -> aiohttp.ClientResponse:
+            async with self._transport.request("GET", path, keep=True) as response:
+                if response.content_type != protocol.LIST_TYPE:
+                    await refuse(response, "this server cannot list blocks")
+                return response
+
+        path = protocol.list_path(self._frame.digest)
+        response = await self._small(attempt)
+        try:
+            async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._limits):
+                yield protocol.read_block_line(line)
+        finally:
+            response.close()
+
+    async def stats(self) -> StoreStats:
+        """As in `Store`; all fields are unknown on a plain server."""
+
+        async def attempt() -> StoreStats:
+            async with self._transport.request("GET", protocol.STATS) as response:
+                if response.status in NOT_OURS:
+                    return StoreStats()
+                if response.status != 200:
+                    await refuse(response)
+                return protocol.read_stats(await read_whole(response, protocol.MAX_ANSWER_BYTES))
+
+        return await self._small(attempt)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def _small(
+        self, attempt: Callable[[], Awaitable[T]], circuit: Circuit | None = None
+    ) -> T:
+        async with self._asking:
+            circuit = circuit or self._transport.lookups
+            return await self._transport.call(circuit, protocol.KEY_BYTES, attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSource:
+    """Implements `StoreSource`."""
+
+    base: str  # without a slash at the end
+    token_file: Path | None = None  # None: the user's own token, for a loopback address only
+    ca: Path | None = None  # trusted certificates; None: those of the system
+    reads_count: bool = True  # whether the server counts a GET as a use of the block
+
+    def check(self) -> None:
+        """Check that the files can be read, but not that the server runs: it may start later.
+
+        Raises: ConfigError.
+        """
+        self.locate()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        return HttpStore(self.locate, frame, depth=depth)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """Raises: StoreUnavailable, always on a plain server."""
+        transport = HttpTransport(self.locate, TimeoutLimits())
+
+        async def attempt() -> list[StoredNamespace]:
+            async with transport.request("GET", protocol.NAMESPACES) as response:
+                if response.status != 200:
+                    await refuse(response)
+                body = await read_whole(response, protocol.MAX_ANSWER_BYTES)
+                return protocol.read_namespaces(body)
+
+        try:
+            return await transport.call(transport.lookups, protocol.KEY_BYTES, attempt)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"cannot list namespaces: {error}") from error
+        finally:
+            await transport.close()
+
+    def describe(self) -> StoreLayer:
+        settings = {
+            "base": self.base,
+            "token_file": None if self.token_file is None else str(self.token_file),
+            "ca": None if self.ca is None else str(self.ca),
+        }
+        return StoreLayer("HttpStore", settings)
+
+    def locate(self) -> Endpoint:
+        """The endpoint, with the present content of the files. Raises: ConfigError."""
+        ca = b""
+        tls = None
+        if self.ca is not None:
+            try:
+                ca = self.ca.read_bytes()
+                tls = ssl.create_default_context(cafile=self.ca)
+            except OSError as error:  # includes SSLError, for text that is no certificate
+                words = error.strerror or "no certificates in it"
+                raise ConfigError(f"ca file {self.ca} cannot be read: {words}") from None
+        return Endpoint(self.base, self._token(), ca, tls, self.reads_count)
+
+    def _token(self) -> str | None:
+        """Raises: ConfigError."""
+        if self.token_file is not None:
+            return load_tokens(self.token_file)[0]
+        if not is_loopback(urlsplit(self.base).hostname or ""):
+            return None
+        try:
+            path = own_token_path()
+        except ConfigError:  # no home folder
+            return None
+        return load_tokens(path)[0] if os.path.exists(path) else None
+
+
+def parse(url: StoreUrl) -> HttpSource:
+    """Raises: ConfigError."""
+    source = HttpSource(
+        base=_base(url),
+        token_file=url.option("token_file", absolute_path, None),
+        ca=url.option("ca", absolute_path, None),
+        reads_count=url.reads_count,
+    )
+    if source.ca is not None and url.scheme != "https":
+        raise url.error("'ca' needs https")
+    return source
+
+
+def _base(url: StoreUrl) -> str:
+    if "@" in url.place:
+        raise url.error("write no user or password in it, use ?token_file=/path")
+    if "#" in url.place or not url.place.isascii() or not url.place.isprintable():
+        raise url.error("not a URL of a server, write for example http://host:8700")
+    try:
+        parts = urlsplit(f"{url.scheme}://{url.place}")
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # its message could quote a part of a password
+        raise url.error("host or port cannot be read, write for example http://host:8700") from None
+    if not host or " " in url.place:
+        raise url.error("names no host, write for example http://host:8700")
+    return f"{url.scheme}://{url.place}".rstrip("/")

@@ -1,0 +1,240 @@
+"""Accesses that requests report: they reach the index, eviction and other processes, and last."""
+
+import asyncio
+import contextlib
+import json
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+from filestore import A, B, opened, until_room_is_made
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_capacity import DIGEST, STORED_BYTES, get, put, there
+from test_capacity import opened as opened_folder
+
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import AccessListener, report_access
+from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit, ReuseFit
+from sglang_cake.stores.eviction.policy import AdmissionPolicy
+from sglang_cake.stores.eviction.reuse_model import POOLED
+from sglang_cake.stores.eviction.tenants import TenantRules
+from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
+from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.testing.store_contract import block_of, key_of
+
+FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
+
+
+def booked(folder, names):
+    """What the index has of stored blocks, once all reported accesses are written."""
+    with folder.supervisor.open() as index:
+        folder.supervisor.flush(index)
+        rows = {row.key: row.usage for row in index.stored(0, 1000)}
+    return [rows[key_of(name)] for name in names]
+
+
+def keys(*names):
+    return [key_of(name) for name in names]
+
+
+def test_block_folder_request_facts_reach_stored_and_later_blocks(tmp_path):
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        put(folder, 0)
+        folder.touched(DIGEST, keys(0, 1), FACTS)
+        put(folder, 1)
+        first, second = booked(folder, (0, 1))
+        assert first.context == AccessContext("chat", 1, 0, 2, 7)
+        assert second.context == AccessContext("chat", 1, 1, 2, 7)
+        assert (first.uses, second.uses) == (1, 0)
+
+
+def test_block_folder_extended_prompt_is_turn_two_after_a_restart(tmp_path):
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        folder.touched(DIGEST, keys(0, 1), FACTS)
+        put(folder, 0)
+        put(folder, 1)
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        with folder.supervisor.open() as index:
+            assert folder.evictor.learn(index, time.sleep)
+        folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
+        assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
+
+
+def test_block_folder_read_being_recorded_protects_its_block(tmp_path, monkeypatch):
+    touch, evictions = BlockIndex.touch, []
+
+    def slow(index, touches):
+        evictions.append(pool.submit(folder.evict, STORED_BYTES))
+        wait(evictions, 0.5)  # an eviction that does not wait for the index has happened by then
+        return touch(index, touches)
+
+    folder = opened_folder(tmp_path, policy="lru")
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(folder):
+        put(folder, 0)
+        put(folder, 1)
+        monkeypatch.setattr(BlockIndex, "touch", slow)
+        get(folder, 0)
+        with folder.supervisor.open() as index:
+            folder.supervisor.flush(index)  # here, or in the background already
+        assert evictions[0].result(60) == STORED_BYTES
+        assert there(folder, (0, 1)) == [0]
+
+
+def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):
+    """Facts are checked before; whatever else may come, it is one request's own loss."""
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        put(folder, 0)
+        put(folder, 1)
+        bad = RequestFacts("bad", 1000)
+        object.__setattr__(bad, "workload", "\ud800")
+        with folder.supervisor.open() as index, folder.supervisor._flushing:  # not one by one
+            folder.touched(DIGEST, keys(0), FACTS)
+            folder.touched(DIGEST, keys(1), bad)
+            folder.touched(DIGEST, keys(0, 2), RequestFacts("good", 1000, "good"))
+        assert index
+        first, second = booked(folder, (0, 1))
+        assert (first.uses, first.context.workload) == (2, "good")
+        assert second.uses == 0
+
+
+def test_block_folder_policy_fits_are_restored_after_a_restart(tmp_path):
+    fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
+    folder = opened_folder(tmp_path, policy="workload")
+    with contextlib.closing(folder), folder.supervisor.open() as index:
+        folder.evictor._policy.resume(fits, time.time())
+        folder.evictor.refresh(index)
+    with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
+        assert folder.evictor._policy.fits_to_save() == fits
+
+
+def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):
+    options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
+    with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
+        with folder.supervisor.open() as index:
+            folder.touched(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
+            folder.evictor.refresh(index)
+        assert not put(folder, 0)
+        assert put(folder, 1)  # of which nothing is known
+        assert folder.stats().evictions.skipped_blocks == 1
+        fast = RequestFacts("r2", 1000, benefit=Benefit(load_s=1e-6))
+        with folder.supervisor.open() as index:
+            folder.touched(DIGEST, keys(2), fast)
+            folder.evictor.refresh(index)
+        assert put(folder, 2)
+
+
+def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
+    tenant_rules = TenantRules(quota_bytes=5 * 300_000)
+    with contextlib.closing(opened_folder(tmp_path, tenant_rules=tenant_rules)) as folder:
+        for name in range(20):
+            tenant = 1 if name < 4 else 2
+            facts = RequestFacts(f"r{name}", 100, tenant=tenant)
+            folder.touched(DIGEST, keys(name), facts)
+            put(folder, name)
+        until_room_is_made(folder)
+        with folder.supervisor.open() as index:
+            left = [row.usage.context.tenant for row in index.stored(0, 1000)]
+        assert left.count(1) == 4
+        assert left.count(2) == 5
+
+
+@settings(deadline=None)
+@given(told=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=20))
+def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
+    reported, longest = ReportedAccesses(), {}
+    for request, length in told:
+        accesses = reported.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
+        before = longest.get(request, 0)
+        assert [one.context.position for one in accesses] == list(range(length - 1, before - 1, -1))
+        longest[request] = max(before, length)
+
+
+def test_reported_accesses_of_many_requests_keep_a_bounded_memory():
+    reported = ReportedAccesses()
+    for number in range(MOST_REQUESTS + 10):
+        reported.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
+    assert reported.requests == MOST_REQUESTS
+    never = key_of("never told of")
+    assert reported.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+
+
+@given(
+    st.builds(
+        RequestFacts,
+        st.text(min_size=1, max_size=128),
+        st.integers(0, 2**31 - 1),
+        st.text(max_size=64),
+        st.integers(0, 2**63 - 1),
+        st.none() | st.builds(Benefit, load_s=st.floats(1e-6, 1e4)),
+    )
+)
+def test_request_facts_json_round_trip_gives_equal_facts(facts):
+    text = facts.to_json()
+    assert text.isascii()
+    assert "\n" not in text
+    assert RequestFacts.from_json(text) == facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": -1},
+        {"tokens": True},
+        {"tenant": 2**63},
+        {"workload": "x" * 65},
+        {"id": ""},
+        {"id": "\ud800"},
+        {"workload": "\udfff"},
+        {"worth": {}},
+        {"worth": {**json.loads(FACTS.to_json())["worth"], "load_s": "1"}},
+        {"worth": {**json.loads(FACTS.to_json())["worth"], "load_s": float("nan")}},
+        {"worth": {**json.loads(FACTS.to_json())["worth"], "token_s": -1.0}},
+        {"worth": {**json.loads(FACTS.to_json())["worth"], "block_tokens": 0}},
+        {"worth": {**json.loads(FACTS.to_json())["worth"], "pair_s": 1e300}},
+        {"worth": {**json.loads(FACTS.to_json())["worth"], "block_tokens": 1.5}},
+        {"more": 1},
+    ],
+)
+def test_request_facts_from_invalid_json_raise_value_error(change):
+    with pytest.raises(ValueError, match=r"bounds|fields|type|characters|numbers|worth|surrogates"):
+        RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
+
+
+def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
+    path = tmp_path / "trace.jsonl"
+
+    async def main():
+        trace = TraceFile(path, 128)
+        store = RequestRecordingStore(MemoryStore(), trace)
+        await report_access(store, [A, B], FACTS)
+        await report_access(store, [A, B, key_of("c")], FACTS)  # the same request, later
+        await report_access(store, [A], RequestFacts("r2", 128))
+        await store.put(A, block_of("a"))
+        assert await store.contains([A]) == [True]
+        await store.close()
+        trace.close()
+
+    asyncio.run(main())
+    text = path.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [len(line["hash_ids"]) for line in lines] == [2, 1]
+    assert lines[0]["hash_ids"][0] == lines[1]["hash_ids"][0]
+    assert (lines[0]["workload"], lines[0]["block_tokens"]) == ("chat", 128)
+    assert A.hex()[:16] not in text
+    assert str(int.from_bytes(A[:8]) >> 1) not in text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path):
+    async def main():
+        store = opened(tmp_path)
+        assert isinstance(store, AccessListener)
+        await report_access(store, [A], FACTS)
+        await store.close()
+
+    asyncio.run(main())
