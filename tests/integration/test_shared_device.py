@@ -53,7 +53,7 @@ class SharedDevice:
 
         def link(inner: Store) -> Store:
             size = self.block_bytes
-            speed = {"bytes_per_s": size / load.block_s, "clock": lambda: io.now_s}
+            speed = {"bytes_per_s": size / load.block_s, "clock": lambda: io.loop.now_s}
             return Far(ThrottledStore(inner, block_bytes=size, **speed), load.latency_s)
 
         self.block_bytes = 2 * 2 * 2 * 4 * 4 * BLOCK  # layers, K and V, heads, dim, float32
@@ -73,10 +73,10 @@ class SharedDevice:
     def serve(self, arrivals: Sequence[tuple[float, FakeReq]], others: int) -> list[float]:
         """Seconds from arrival to the end of prefill of each, as others take so many tokens of
         every step."""
-        coordinator, begun_s = self.base.coordinator, self.io.now_s
+        coordinator, begun_s = self.base.coordinator, self.io.loop.now_s
         coming, live, done = deque(arrivals), [], {}
         while coming or live:
-            while coming and begun_s + coming[0][0] <= self.io.now_s:
+            while coming and begun_s + coming[0][0] <= self.io.loop.now_s:
                 at_s, req = coming.popleft()
                 self._arrive(req, begun_s + at_s)
                 live.append((at_s, req))
@@ -85,20 +85,20 @@ class SharedDevice:
             coordinator.poll([req.rid for _, req in live])
             took_s = self._step([req for _, req in live], others)
             if coming and not live:
-                took_s = max(took_s, begun_s + coming[0][0] - self.io.now_s)
-            self.io.until(self.io.now_s + took_s)
+                took_s = max(took_s, begun_s + coming[0][0] - self.io.loop.now_s)
+            self.io.until(self.io.loop.now_s + took_s)
             for at_s, req in list(live):
                 if req.prefix_len == len(req.origin_input_ids):
-                    done[req.rid] = self.io.now_s - begun_s - at_s
+                    done[req.rid] = self.io.loop.now_s - begun_s - at_s
                     coordinator.end(req.rid)
                     live.remove((at_s, req))
         return [done[req.rid] for _, req in arrivals]
 
     def _arrive(self, req: FakeReq, at_s: float) -> None:
-        now_s = self.io.now_s
-        self.io.now_s = at_s  # it came while the step before was computed
+        now_s = self.io.loop.now_s
+        self.io.loop.now_s = at_s  # it came while the step before was computed
         self.base.coordinator.arrive(req, lambda tokens, limit: 0)
-        self.io.now_s = now_s
+        self.io.loop.now_s = now_s
 
     def _step(self, queue: Sequence[FakeReq], others: int) -> float:
         """Form a step, and say how long it takes."""

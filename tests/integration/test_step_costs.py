@@ -112,7 +112,7 @@ def test_step_costs_waiting_for_kv_is_not_part_of_the_cost(
 ) -> None:
     with virtual_time() as io:
         step_costs.claimed(0, 64)
-        io.now_s += 7.0
+        io.loop.now_s += 7.0
         step_costs.waited(6.5)
         step_costs.polled()
     assert step_costs.own.prefill.step_s(0, 64) == pytest.approx(0.5, rel=0.2)

@@ -1,7 +1,6 @@
 """The I/O thread and the clock of a scheduler in virtual time: no thread, and nothing waits."""
 
 import asyncio
-import selectors
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -10,32 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from virtual_loop import VirtualLoop
 
 # What is in these packages lives by the virtual clock.
 _PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.")
-
-
-class _Jumping(selectors.SelectSelector):
-    """Where a loop would sleep, its clock jumps."""
-
-    def __init__(self, io: "VirtualIo") -> None:
-        super().__init__()
-        self._io = io
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        events = super().select(0)
-        if not events and timeout:
-            self._io.now_s += timeout
-        return events
 
 
 class VirtualIo:
     """Stands in for an `IoThread`; its loop runs only inside `until` and `run`."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
-        self.loop = asyncio.SelectorEventLoop(_Jumping(self))
-        self.loop.time = lambda: self.now_s  # type: ignore[method-assign]
+        self.loop = VirtualLoop(1000.0)
 
     def post(self, action: Callable[..., object], *args: object) -> None:
         self.loop.call_soon(action, *args)
@@ -60,7 +44,7 @@ class VirtualIo:
 def virtual_time() -> Iterator[VirtualIo]:
     """The adapter and the loader live by the clock of the value."""
     io = VirtualIo()
-    clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
+    clock = SimpleNamespace(monotonic=lambda: io.loop.now_s, perf_counter=lambda: io.loop.now_s)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith(_PACKAGES) and getattr(module, "time", None) is time:
