@@ -100,6 +100,9 @@ class Server:
         launcher: the command before the flags; fakes in tests replace it.
         run: starts the command, with this environment and this file for its output.
         stop_signal: SIGTERM, which SGLang checks every 5 s, or SIGINT, which ends it at once.
+
+    Attributes:
+        process: of the server; None: none was started, or it was stopped.
     """
 
     def __init__(
@@ -131,18 +134,18 @@ class Server:
         ]
         device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
         self._env = {**os.environ, **device_env, **(env or {})}
-        self._process: Running | None = None
+        self.process: Running | None = None
 
     def start(self) -> str:
         """Start and wait for health; returns the base URL. Raises: ServerDied."""
         begun = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
-            self._process = self._run(self._command, self._env, out)
+            self.process = self._run(self._command, self._env, out)
         try:
             while not self._healthy():
-                if self._process.poll() is not None:
-                    raise ServerDied(self._died(f"ended with status {self._process.returncode}"))
+                if self.process.poll() is not None:
+                    raise ServerDied(self._died(f"ended with status {self.process.returncode}"))
                 if time.monotonic() - begun > self._start_timeout_s:
                     raise ServerDied(self._died(f"not healthy after {self._start_timeout_s:.0f} s"))
                 time.sleep(0.25)
@@ -154,8 +157,8 @@ class Server:
 
     def stop(self) -> None:
         """End the server and all its child processes; does nothing if none runs."""
-        process = self._process
-        self._process = None
+        process = self.process
+        self.process = None
         if process is None:
             return
         if process.poll() is None:

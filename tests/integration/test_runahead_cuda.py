@@ -41,7 +41,7 @@ class Worker:
     ) -> None:
         self._cuda, self.span = cuda, span
         self.pool = mha(256, layers=LAYERS)
-        self._planes = [as_bytes(each) for each in buffers_of(self.pool)]
+        self.planes = [as_bytes(each) for each in buffers_of(self.pool)]
         self.rows = rows(DeviceKV(self.pool, block_tokens=16), on_device=on_device)
         self.gate = CudaGate(self.pool, self.rows)
         self.slots = torch.randperm(250)[: span.stop] + 1
@@ -53,7 +53,7 @@ class Worker:
     def run(self, hop: Hop) -> None:
         """As FlashInfer: asks for K and for V, attends, and writes its own after that."""
         stream = self._cuda.current_stream()
-        stream.launch(lambda: self._fill(range(self.span.stop), 3))  # whose slots these were
+        stream.launch(lambda: self.fill(range(self.span.stop), 3))  # whose slots these were
         if hop.inflow is not None:
             hop.inflow.bind(self.slots[: self.span.start], 0)
         if hop.outflow is not None:
@@ -64,32 +64,32 @@ class Worker:
                 self.pool.get_value_buffer(layer)
                 self.launched = layer
                 self.ahead = max(self.ahead, layer - self.computed)
-                stream.launch(lambda layer=layer: self._attend(layer))
-                stream.launch(lambda layer=layer: self._write(layer))
+                stream.launch(lambda layer=layer: self.attend(layer))
+                stream.launch(lambda layer=layer: self.write(layer))
 
     def end(self, hop: Hop) -> None:
         if hop.outflow is not None:
             hop.drain(20.0)
         hop.close("done")
         # From here on the slots are somebody else's.
-        self._cuda.current_stream().launch(lambda: self._fill(range(self.span.stop), 5))
+        self._cuda.current_stream().launch(lambda: self.fill(range(self.span.stop), 5))
 
-    def _attend(self, layer: int) -> None:
+    def attend(self, layer: int) -> None:
         self.computed = layer
         for plane in range(2):
-            rows = self._planes[2 * layer + plane]
+            rows = self.planes[2 * layer + plane]
             found = rows[self.slots[: self.span.start]]
             if not torch.equal(found, truth(layer, plane, range(self.span.start), rows.shape[1])):
                 self.wrong.append(f"layer {layer}: attention reads what is not there")
 
-    def _write(self, layer: int) -> None:
+    def write(self, layer: int) -> None:
         for plane in range(2):
-            rows = self._planes[2 * layer + plane]
+            rows = self.planes[2 * layer + plane]
             own = range(*self.span)
             rows[self.slots[self.span.start :]] = truth(layer, plane, own, rows.shape[1])
 
-    def _fill(self, tokens: Sequence[int], value: int) -> None:
-        for rows in self._planes:
+    def fill(self, tokens: Sequence[int], value: int) -> None:
+        for rows in self.planes:
             rows[self.slots[list(tokens)]] = value
 
 
@@ -198,7 +198,7 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     """All parts come while the device is still at the forward that had the slots before."""
     worker = Worker(cuda, Span(16, 32), rows)
     inflow = Inflow(worker.rows, [Source(0, Span(0, 16))])
-    cuda.current_stream().launch(lambda: worker._fill(range(32), 3))
+    cuda.current_stream().launch(lambda: worker.fill(range(32), 3))
     inflow.bind(worker.slots[:16], 0)
     width = worker.rows.token_bytes // 2
     payloads = []
@@ -210,7 +210,7 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     with worker.gate(hop):
         for layer in range(LAYERS):
             worker.pool.get_kv_buffer(layer)
-            cuda.current_stream().launch(lambda layer=layer: worker._attend(layer))
+            cuda.current_stream().launch(lambda layer=layer: worker.attend(layer))
     cuda.run_all()
     return worker.wrong
 

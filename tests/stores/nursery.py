@@ -20,8 +20,7 @@ from pathlib import Path
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.file import blockfile
-from sglang_cake.stores.file.evictor import Evictor
+from sglang_cake.stores.file import blockfile, folder_tree
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.folder import BlockFolder
 from sglang_cake.stores.request_info import RequestFacts
@@ -75,13 +74,13 @@ class Log:
 
     def evictions(self):
         """Write down from now on what this process evicts."""
-        evict = Evictor._evict
+        remove = folder_tree.remove_unread
 
-        def say_and_evict(evictor, index, booked):
-            self.say("gone", booked.key)
-            return evict(evictor, index, booked)
+        def say_and_remove(root, *names):
+            self.say("gone", bytes.fromhex(names[-1]))
+            return remove(root, *names)
 
-        Evictor._evict = say_and_evict
+        folder_tree.remove_unread = say_and_remove
 
 
 def opened(root, fsync="off", **options):

@@ -1,7 +1,6 @@
 """Several stores as one: writing, write-down, moving up, deleting, closing."""
 
 import asyncio
-import threading
 
 import pytest
 from tiering import BLOCK, run, until
@@ -128,13 +127,18 @@ def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
 
 def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
     async def test(tiers):
-        blocked = threading.Event()
-        tiers.store._threads.submit(blocked.wait)  # the thread that would copy
-        putting = asyncio.create_task(tiers.store.put(key_of("a"), block_of("a")))
+        go = asyncio.Event()
+
+        async def form_of(tier):
+            if tier == 1:
+                await go.wait()
+            return block_of("a")
+
+        putting = asyncio.create_task(tiers.store.put_forms(key_of("a"), form_of))
         await until(lambda: tiers.store.tiers[1].copies.pending)
         await tiers.store.delete(key_of("a"))
-        blocked.set()
-        await putting
+        go.set()
+        assert await putting
         await tiers.quiet()
         assert [len(memory) for memory in tiers.memory] == [0, 0]
 
