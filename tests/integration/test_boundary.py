@@ -389,7 +389,7 @@ def _steps(harness: CoordinatorHarness, req: FakeReq) -> Iterator[Callable[[], A
     coordinator = harness.coordinator
     yield lambda: coordinator.arrive(req, lambda tokens, limit: 0)
     for _ in range(4):
-        harness.settle_io()
+        harness.settle()
         yield lambda: coordinator.poll([req.rid])
     for _ in range(6):
         yield lambda: coordinator.settle(req, harness.attach)
@@ -400,7 +400,7 @@ def _steps(harness: CoordinatorHarness, req: FakeReq) -> Iterator[Callable[[], A
         req.owned.append(slots)
         yield lambda stop=stop: coordinator.claimed(req, stop)
         req.prefix_len = stop
-        harness.settle_io()
+        harness.settle()
         yield lambda: coordinator.poll([req.rid])
     yield lambda: coordinator.reclaim(BLOCK)
     yield lambda: coordinator.end(req.rid)
@@ -425,9 +425,9 @@ def _run_with(bomb: Bomb) -> None:
             assert owned + free + harness.coordinator.held_tokens == harness.size, bomb.where
         for slots in req.owned:
             harness.allocator.free(slots)
-        harness.settle_io()
+        harness.settle()
         harness.coordinator.poll([])
-        harness.settle_io()
+        harness.settle()
         if "discard" not in bomb.where:  # that is what gives them back
             assert harness.coordinator.held_tokens == 0, bomb.where
             assert harness.allocator.available_size() == harness.size, bomb.where

@@ -51,12 +51,7 @@ class PrefillLoop:
         if self.chance.random() < 0.6:
             self.base.coordinator.end(rid)
             keys = load.chain.of(req.origin_input_ids)
-
-            async def put() -> None:
-                for b in range(blocks):
-                    await self.base.memory.put(keys[b], memoryview(self.base.block(b)))
-
-            self.base.io.run(put(), 20.0)
+            self.base.store({keys[b]: self.base.block(b) for b in range(blocks)})
             self.base.arrive(req)
             self.closed += keys
         self.queue.append(req)

@@ -69,20 +69,25 @@ def test_tiered_store_put_that_every_tier_refuses_raises(errors, told):
     run(test)
 
 
+class Gated(PassingStore):
+    """Puts wait until the test opens the gate."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.gate = asyncio.Event()
+
+    async def put(self, key, data):
+        await self.gate.wait()
+        return await super().put(key, data)
+
+
 def test_tiered_store_copies_beyond_the_bound_are_dropped_and_counted():
     async def test(tiers):
-        gate = asyncio.Event()
-
-        class Gated(PassingStore):
-            async def put(self, key, data):
-                await gate.wait()
-                return await super().put(key, data)
-
-        tiers.store.tiers[1].store = Gated(tiers.memory[1])
+        gated = tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(10))
         assert len(tiers.memory[0]) == 10, "the first tier never waits for the second"
         assert (await tiers.counts(1))["queue_full_blocks"] == 7
-        gate.set()
+        gated.gate.set()
         await tiers.quiet()
         assert len(tiers.memory[1]) == 3
         await tiers.put(*range(10, 13))
@@ -105,18 +110,11 @@ def test_tiered_store_copy_has_the_bytes_at_the_time_of_the_put():
 
 def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
     async def test(tiers):
-        gate = asyncio.Event()
-
-        class Gated(PassingStore):
-            async def put(self, key, data):
-                await gate.wait()
-                return await super().put(key, data)
-
-        tiers.store.tiers[1].store = Gated(tiers.memory[1])
+        gated = tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(4))
         for name in range(4):
             await tiers.store.delete(key_of(name))
-        gate.set()
+        gated.gate.set()
         await tiers.quiet()
         assert len(tiers.memory[1]) == 0
         await tiers.put("b")
