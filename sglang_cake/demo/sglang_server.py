@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import getpass
 import http.client
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 from urllib.parse import urlsplit
+
+from sglang_cake.core.local_files import temporary_folder
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -61,6 +65,17 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError(errno.EADDRINUSE, "no free port found")
+
+
+def temporary_files_in(folder: Path) -> dict[str, str]:
+    """Environment of programs whose temporary files are to be in `folder`: SGLang leaves some.
+    What PyTorch compiles stays where later programs find it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # an id without a name; then PyTorch does the same
+        user = f"uid_{os.getuid()}"
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **os.environ, "TMPDIR": str(folder)}
 
 
 class Running(Protocol):
@@ -133,15 +148,18 @@ class Server:
             *flags,
         ]
         device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
-        self._env = {**os.environ, **device_env, **(env or {})}
+        self._env = {**device_env, **(env or {})}
+        self._temporary = contextlib.ExitStack()
         self.process: Running | None = None
 
     def start(self) -> str:
         """Start and wait for health; returns the base URL. Raises: ServerDied."""
         begun = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        folder = self._temporary.enter_context(temporary_folder("sglang-cake-server-"))
         with self.log.open("wb") as out:
-            self.process = self._run(self._command, self._env, out)
+            env = {**temporary_files_in(folder), **self._env}
+            self.process = self._run(self._command, env, out)
         try:
             while not self._healthy():
                 if self.process.poll() is not None:
@@ -172,6 +190,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        self._temporary.close()
 
     def logs(self) -> str:
         """Everything the server has printed so far."""
