@@ -157,10 +157,10 @@ class Server:
         begun = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         folder = self._temporary.enter_context(temporary_folder("sglang-cake-server-"))
-        with self.log.open("wb") as out:
-            env = {**temporary_files_in(folder), **self._env}
-            self.process = self._run(self._command, env, out)
+        env = {**temporary_files_in(folder), **self._env}
         try:
+            with self.log.open("wb") as out:
+                self.process = self._run(self._command, env, out)
             while not self._healthy():
                 if self.process.poll() is not None:
                     raise ServerDied(self._died(f"ended with status {self.process.returncode}"))
@@ -177,20 +177,20 @@ class Server:
         """End the server and all its child processes; does nothing if none runs."""
         process = self.process
         self.process = None
-        if process is None:
-            return
-        if process.poll() is None:
-            os.kill(process.pid, self._stop_signal)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-            self.ended = True
-        except subprocess.TimeoutExpired:
-            self.ended = False
-        # A child that outlived its parent (a scheduler in a long step) is in the same group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self._temporary.close()
+        with self._temporary:
+            if process is None:
+                return
+            if process.poll() is None:
+                os.kill(process.pid, self._stop_signal)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+                self.ended = True
+            except subprocess.TimeoutExpired:
+                self.ended = False
+            # A child that outlived its parent (a scheduler in a long step) is in the same group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def logs(self) -> str:
         """Everything the server has printed so far."""
