@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("sglang")
 
 from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, FakeReq, req_of
-from held_reads import PATIENCE_S
 from faults import Fault
+from held_reads import PATIENCE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_of
