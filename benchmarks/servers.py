@@ -86,9 +86,9 @@ class FrozenServer(SglangServer):
             self._frozen = False
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
+        if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                os.killpg(self.process.pid, number)
 
 
 def _is_locked(books: Path) -> bool:

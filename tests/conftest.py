@@ -6,6 +6,8 @@ import re
 import pytest
 from hypothesis import settings
 
+from sglang_cake.demo.sglang_server import temporary_files_in
+
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
@@ -41,10 +43,14 @@ def _unit(nodeid: str) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _config_folder(tmp_path_factory):
-    """Where servers and clients find the secrets that they make; not the developer's own."""
+def _own_folders(tmp_path_factory):
+    """Where servers and clients find the secrets that they make, not the developer's own; and where
+    programs leave temporary files, for pytest to remove."""
+    temporary = temporary_files_in(tmp_path_factory.mktemp("t"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+            patch.setenv(name, temporary[name])
         yield
 
 

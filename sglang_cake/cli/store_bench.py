@@ -181,10 +181,10 @@ async def _measure(
         raise ConfigError(f"{named.url}: no room to measure: {error}") from None
     bar.update(1)
     await asyncio.to_thread(_drop_cache, named, frame, keys)
-    before = _fetched_bytes()
+    before = fetched_bytes()
     read_s = await _timed(blocks, get, at_once)
     bar.update(1)
-    fetched = None if before is None else (_fetched_bytes() or 0) - before
+    fetched = None if before is None else (fetched_bytes() or 0) - before
     files = named.files is not None and fetched is not None
     return Measured(
         block_bytes=size_bytes,
@@ -229,7 +229,7 @@ def _drop_cache(named: NamedStore, frame: BlockFrame, keys: list[BlockKey]) -> N
             os.close(fd)
 
 
-def _fetched_bytes() -> int | None:
+def fetched_bytes() -> int | None:
     """Bytes that the system has fetched from disks for this process; None if it does not tell."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()

@@ -1,9 +1,14 @@
-"""This user's files: the cache folder, and files that are replaced atomically."""
+"""This user's files: the cache folder, files that are replaced atomically, temporary folders."""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def cache_folder() -> Path:
@@ -36,3 +41,44 @@ def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A context with a new folder of mode 0700, which is removed at the end.
+
+    A process locks its folder, and those that it forks hold the lock as well. So folders with the
+    same prefix whose processes were killed are known by their free locks. They are removed first.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # in use, somebody else's, or gone
+            _remove_unlocked(left)
+    folder, held = _locked_folder(prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Raises: OSError, also if it is locked."""
+    held = os.open(folder, _FOLDER)
+    try:
+        if os.fstat(held).st_uid == os.geteuid():
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    finally:
+        os.close(held)
+
+
+def _locked_folder(prefix: str) -> tuple[Path, int]:
+    """A new folder, and the descriptor that locks it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(folder, _FOLDER)
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if folder.exists():  # not removed by another process before it was locked
+                return folder, held
+            os.close(held)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import getpass
 import http.client
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 from urllib.parse import urlsplit
+
+from sglang_cake.core.local_files import temporary_folder
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -63,6 +67,17 @@ def free_port() -> int:
     raise OSError(errno.EADDRINUSE, "no free port found")
 
 
+def temporary_files_in(folder: Path) -> dict[str, str]:
+    """Environment of programs whose temporary files are to be in `folder`: SGLang leaves some.
+    What PyTorch compiles stays where later programs find it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # an id without a name; then PyTorch does the same
+        user = f"uid_{os.getuid()}"
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **os.environ, "TMPDIR": str(folder)}
+
+
 class Running(Protocol):
     """The process of a `SglangServer`: a part of the interface of `subprocess.Popen`."""
 
@@ -100,6 +115,9 @@ class SglangServer:
         launcher: the command before the flags; fakes in tests replace it.
         run: starts the command, with this environment and this file for its output.
         stop_signal: SIGTERM, which SGLang checks every 5 s, or SIGINT, which ends it at once.
+
+    Attributes:
+        process: of the server; None: none was started, or it was stopped.
     """
 
     def __init__(
@@ -130,19 +148,22 @@ class SglangServer:
             *flags,
         ]
         device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
-        self._env = {**os.environ, **device_env, **(env or {})}
-        self._process: Running | None = None
+        self._env = {**device_env, **(env or {})}
+        self._temporary = contextlib.ExitStack()
+        self.process: Running | None = None
 
     def start(self) -> str:
         """Start and wait for health; returns the base URL. Raises: ServerDied."""
         begun = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as out:
-            self._process = self._run(self._command, self._env, out)
+        folder = self._temporary.enter_context(temporary_folder("sglang-cake-server-"))
+        env = {**temporary_files_in(folder), **self._env}
         try:
+            with self.log.open("wb") as out:
+                self.process = self._run(self._command, env, out)
             while not self._healthy():
-                if self._process.poll() is not None:
-                    raise ServerDied(self._died(f"ended with status {self._process.returncode}"))
+                if self.process.poll() is not None:
+                    raise ServerDied(self._died(f"ended with status {self.process.returncode}"))
                 if time.monotonic() - begun > self._start_timeout_s:
                     raise ServerDied(self._died(f"not healthy after {self._start_timeout_s:.0f} s"))
                 time.sleep(0.25)
@@ -154,21 +175,22 @@ class SglangServer:
 
     def stop(self) -> None:
         """End the server and all its child processes; does nothing if none runs."""
-        process = self._process
-        self._process = None
-        if process is None:
-            return
-        if process.poll() is None:
-            os.kill(process.pid, self._stop_signal)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-            self.ended = True
-        except subprocess.TimeoutExpired:
-            self.ended = False
-        # A child that outlived its parent (a scheduler in a long step) is in the same group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process = self.process
+        self.process = None
+        with self._temporary:
+            if process is None:
+                return
+            if process.poll() is None:
+                os.kill(process.pid, self._stop_signal)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+                self.ended = True
+            except subprocess.TimeoutExpired:
+                self.ended = False
+            # A child that outlived its parent (a scheduler in a long step) is in the same group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def logs(self) -> str:
         """Everything the server has printed so far."""

@@ -7,39 +7,61 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+Result = TypeVar("Result")
 # Modules of these packages take their time from the virtual clock.
 _PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.", "sglang_cake.writeback.")
 
 
-class _Jumping(selectors.SelectSelector):
-    """Where a loop would sleep, its clock jumps."""
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps where the loop would sleep.
 
-    def __init__(self, io: "VirtualIo") -> None:
+    Attributes:
+        now_s: its clock, which stands still while there is something to do.
+    """
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _Jumping(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
-        self._io = io
+        self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[Any]:
         events = super().select(0)
         if not events and timeout:
-            self._io.now_s += timeout
+            self._loop.now_s += timeout
         return events
 
 
-class VirtualIo:
-    """Stands in for an `IoThread`. Its loop runs only inside `until` and `run`.
+def in_virtual_time(main: Coroutine[Any, Any, Result]) -> Result:
+    """As `asyncio.run`."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
 
-    Attributes:
-        now_s: the virtual time.
-    """
+
+class VirtualIo:
+    """Stands in for an `IoThread`. Its loop runs only inside `until` and `run`."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
-        self.loop = asyncio.SelectorEventLoop(_Jumping(self))
-        self.loop.time = lambda: self.now_s  # type: ignore[method-assign]
-        self.loop.run_in_executor = self._in_executor  # type: ignore[method-assign,assignment]
+        self.loop = VirtualLoop(1000.0)
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time."""
+        return self.loop.now_s
+
+    @now_s.setter
+    def now_s(self, now_s: float) -> None:
+        self.loop.now_s = now_s
 
     def post(self, action: Callable[..., object], *args: object) -> None:
         self.loop.call_soon(action, *args)
@@ -59,18 +81,6 @@ class VirtualIo:
             task.cancel()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
-
-    def _in_executor(
-        self, executor: object, action: Callable[..., Any], *args: object
-    ) -> "asyncio.Future[Any]":
-        """Call `action` at once. If it returns a time, as a virtual wait does, the result comes
-        then."""
-        del executor
-        future: asyncio.Future[Any] = self.loop.create_future()
-        result = action(*args)
-        due_s = result if isinstance(result, float) else self.now_s
-        self.loop.call_at(due_s, lambda: future.done() or future.set_result(result))
-        return future
 
 
 @contextlib.contextmanager

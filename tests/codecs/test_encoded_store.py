@@ -297,7 +297,7 @@ def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> Non
         assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 
 
-def test_one_codec_block_with_nan_is_stored_raw(tmp_path: Path) -> None:
+def test_one_codec_block_with_nan_is_stored_raw() -> None:
     broken = np.frombuffer(BLOCK, np.uint16).copy()
     broken[77] = 0x7FC0  # not a number
     int8 = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))

@@ -1,15 +1,16 @@
-"""A file is replaced whole, or stays as it was."""
+"""A file is replaced whole, or stays as it was; a temporary folder goes with its processes."""
 
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from sglang_cake.core.local_files import atomic_write
+from sglang_cake.core.local_files import atomic_write, temporary_folder
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -63,3 +64,57 @@ def test_atomic_write_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -
         content = path.read_bytes()
         assert len(content) == 100_000
         assert len(set(content)) == 1
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_temporary_folder_is_private_and_removed_at_the_end(temporary: Path) -> None:
+    with temporary_folder("some-") as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "file").touch()
+        with temporary_folder("some-") as other:  # does not take the first, which is in use
+            assert sorted(temporary.iterdir()) == sorted([folder, other])
+        assert (folder / "file").exists()
+    assert list(temporary.iterdir()) == []
+
+
+def test_temporary_folder_of_a_killed_process_is_removed_by_the_next_one(temporary: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "from sglang_cake.core.local_files import temporary_folder\n"
+        "with temporary_folder('some-') as folder:\n"
+        "    child = os.fork()\n"
+        "    if child: print(child, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        (left,) = temporary.iterdir()
+        process.kill()
+        process.wait()
+        with temporary_folder("some-"):
+            assert left.exists()  # its child holds the lock
+        os.kill(child, signal.SIGKILL)
+        process.stdout.read()  # until the child has ended
+    with temporary_folder("some-") as folder:
+        assert list(temporary.iterdir()) == [folder]
+
+
+def test_temporary_folder_link_to_another_folder_is_not_followed(temporary: Path) -> None:
+    other = temporary / "other"
+    other.mkdir()
+    (other / "file").touch()
+    (temporary / "some-link").symlink_to(other)
+    with temporary_folder("some-"):
+        pass
+    assert (other / "file").exists()

@@ -94,3 +94,13 @@ def test_testing_server_that_exits_shows_the_end_of_its_log(tmp_path: Path) -> N
     broken = server(tmp_path, "raise SystemExit('no such model')")
     with pytest.raises(ServerDied, match=r"status 1(.|\n)*no such model"):
         broken.start()
+
+
+def test_testing_server_leaves_none_of_its_temporary_files(tmp_path: Path) -> None:
+    code = "import tempfile; print(tempfile.mkdtemp()); raise SystemExit"
+    broken = server(tmp_path, code)
+    with pytest.raises(ServerDied):
+        broken.start()
+    made = Path(broken.logs().strip())
+    assert made.name.startswith("tmp")
+    assert not made.parent.exists()

@@ -160,7 +160,7 @@ def _swap(live: Live, method: str, **body: str) -> requests.Response:
 
 @pytest.mark.parametrize("way", ["attach", "detach"])
 def test_store_swap_hook_raising_is_refused_and_the_store_stays(
-    patient: Faulty, plain: Live, prompt: Make, way: str, tmp_path: Path
+    patient: Faulty, prompt: Make, way: str, tmp_path: Path
 ) -> None:
     live, ids = patient.live, prompt(6 * BLOCK)
     with patient.failing(f"Scheduler.{way}_hicache_storage_wrapped"):

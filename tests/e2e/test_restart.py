@@ -96,7 +96,7 @@ def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> L
         life.answers["term"] = live.ask(CUT_BY_TERM)
         asking = PendingRequest(live, CUT_BY_KILL, new_tokens=1, rid="kill")
         asking.until("claim", 6)
-        os.killpg(live.server._process.pid, signal.SIGKILL)
+        os.killpg(live.server.process.pid, signal.SIGKILL)
     return life
 
 

@@ -31,7 +31,7 @@ class _Case(unittest.TestCase):
     @pytest.fixture(autouse=True)
     def surroundings(self, racing: Live, models: dict[str, Path]) -> None:
         self.base_url, self.model = racing.url, str(models["first"])
-        self.process = racing.server._process
+        self.process = racing.server.process
 
 
 class TestApiContract(BasicAPIContractMixin, _Case):

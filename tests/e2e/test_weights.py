@@ -255,12 +255,13 @@ def test_dummy_weights_share_no_blocks_with_the_model_in_their_folder(
     assert_same(answer, plain.reference(ids))
 
 
-def test_namespace_json_holds_no_folder_names_or_context_length(moved: Live, folder: Path) -> None:
+def test_namespace_json_holds_no_folder_names_or_context_length(moved: Live) -> None:
     assert moved.store is not None
     descriptions = [
         json.loads((namespace.folder / "namespace.json").read_text())
         for namespace in moved.store.namespaces()
     ]
+    assert descriptions
     assert {"trained", "elsewhere"}.isdisjoint("".join(map(str, descriptions)).split("/"))
     for each in descriptions:
         assert each["tp_size"] == "1"

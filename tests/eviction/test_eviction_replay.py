@@ -113,9 +113,10 @@ def test_workload_policy_with_one_class_evicts_exactly_as_lru(trace, capacity):
 def test_replay_any_policy_stays_within_capacity_and_offline_optimum(trace, capacity, leaf, data):
     name = data.draw(st.sampled_from(sorted(POLICIES)))
     clocks = [SavedTime(shape, SIZE) for shape in SHAPES.values()]
-    replay = Replay(trace, new_policy(name), capacity, clocks=clocks, leaf=leaf)
+    policy = new_policy(name)
+    replay = Replay(trace, policy, capacity, clocks=clocks, leaf=leaf)
     for _ in replay.steps():
-        assert len(replay._resident) == len(replay._policy) <= capacity
+        assert len(policy) <= capacity
     longest = max(len(request.blocks) for request in trace.requests)
     outcome = replay.outcome
     assert outcome.hits <= outcome.islands

@@ -87,15 +87,15 @@ def test_cuda_kv_save_copies_rows_as_the_forward_before_it_left_them() -> None:
     with torch.cuda.stream(forward):
         for _ in range(20):
             busy = busy @ busy.clamp(-1, 1)
-        for rows in kv._rows:
+        for rows in kv.rows:
             rows[1 : BLOCK + 1] = 7
     with torch.cuda.stream(forward):
         block = kv.new_buffer()
         copy = kv.save(slots, [block])
-        for rows in kv._rows:
+        for rows in kv.rows:
             rows[1 : BLOCK + 1] = 9
     copy.wait()
-    words = block.tensor.view(kv._rows[0].dtype)
+    words = block.tensor.view(kv.rows[0].dtype)
     assert bool((words == 7).all())
 
 

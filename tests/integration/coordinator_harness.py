@@ -1,7 +1,6 @@
 """A coordinator with its loader, device slots and a store whose reads a test releases; the test
 drives it as SGLang's scheduler does."""
 
-import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_of, mha, scramble
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
@@ -26,10 +25,8 @@ from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
-from sglang_cake.testing.memory_store import MemoryStore
 
-BLOCK, PAGE, CHUNK, PATIENCE_S = 16, 4, 40, 60.0
+BLOCK, PAGE, CHUNK = 16, 4, 40
 NAMESPACE = Digest(b"n" * 32)
 PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
 LOAD = LoadCost(0.0, 0.05, error=0.0, depth=2)
@@ -66,7 +63,7 @@ class FakeReq:
         return max(0, tokens - 1)
 
 
-class CoordinatorHarness:
+class CoordinatorHarness(HeldReads):
     """One rank's coordinator over a small KV pool on a CPU."""
 
     def __init__(
@@ -84,16 +81,13 @@ class CoordinatorHarness:
         chunk: int = 64,
     ) -> None:
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
+        super().__init__(io)
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
         self.size = slots
         self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
-        self.memory = MemoryStore()
-        self.slow = SlowStore(self.memory)
-        self.faulty = FaultyStore(self.slow)
         self.front: Any = self.faulty if store is None else store(self.memory)
-        self.io = io or IoThread("test-io")
         self.peer: Callable[[torch.Tensor], None] | None = None
         self.adapter_error: Exception | None = None  # raised where an adapter's files are read
         self.counters = Counters()
@@ -140,16 +134,11 @@ class CoordinatorHarness:
             raise self.adapter_error
         return None if lora_id == "unknown" else "digest of " + lora_id.split("@")[0]
 
-    # ---- the store and its thread ----
+    # ---- what is stored ----
 
     def fill(self, tokens: array, blocks: set[int]) -> list[BlockKey]:
         keys = KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens)
-
-        async def put() -> None:
-            for b in blocks:
-                await self.memory.put(keys[b], memoryview(self.block(b)))
-
-        self.io.run(put(), PATIENCE_S)
+        self.store({keys[b]: self.block(b) for b in blocks})
         return keys
 
     def block(self, number: int) -> bytes:
@@ -158,20 +147,6 @@ class CoordinatorHarness:
         raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
         return bytes(raw.numpy())
 
-    def settle_io(self) -> None:
-        async def quiet() -> None:
-            for _ in range(30):
-                await asyncio.sleep(0)
-
-        self.io.run(quiet(), PATIENCE_S)
-
-    def open(self, *keys: BlockKey) -> None:
-        async def release() -> None:
-            self.slow.release(*keys)
-
-        self.io.run(release(), PATIENCE_S)
-        self.settle_io()
-
     # ---- SGLang's part ----
 
     def arrive(self, req: FakeReq, matched: int = 0) -> None:
@@ -179,7 +154,7 @@ class CoordinatorHarness:
             req.owned.append(self.allocator.alloc(matched))
         req.prefix_len = matched
         self.coordinator.arrive(req, lambda tokens, limit: matched)
-        self.settle_io()
+        self.settle()
 
     def attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
         assert stop - req.prefix_len == len(slots)
@@ -228,9 +203,9 @@ class CoordinatorHarness:
         req.owned.clear()
 
     def all_back(self) -> None:
-        self.settle_io()
+        self.settle()
         self.coordinator.poll([])
-        self.settle_io()
+        self.settle()
         self.coordinator.poll([])
         assert self.coordinator.placed_tokens == 0
         assert self.allocator.available_size() == self.size

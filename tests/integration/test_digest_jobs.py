@@ -153,7 +153,7 @@ def test_update_search_two_updates_from_one_folder_have_two_digests(tmp_path: Pa
     assert _fields(update_job(_files(place), complete)) == digests[0]
 
 
-def test_update_search_pushed_weights_are_private_and_different(tmp_path: Path) -> None:
+def test_update_search_pushed_weights_are_private_and_different() -> None:
     one, other = (_fields(update_job(None, frozenset({"a"}))) for _ in range(2))
     assert one is not None
     assert other is not None
@@ -195,9 +195,7 @@ def test_a_source_without_weights_is_none(tmp_path: Path) -> None:
     assert ModelSource(str(tmp_path)).weights_or_none() == _files(tmp_path)
 
 
-def test_a_model_in_the_download_folder_is_read_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_the_download_folder_is_read_from_there(tmp_path: Path) -> None:
     """`--download-dir`: the default cache of Hugging Face may hold another revision."""
     pytest.importorskip("huggingface_hub")
 

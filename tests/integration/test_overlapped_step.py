@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("sglang")
 
-from coordinator_harness import BLOCK, PAGE, PATIENCE_S, CoordinatorHarness, FakeReq, req_of
+from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
+from held_reads import PATIENCE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_of
@@ -125,7 +126,7 @@ class LastStepHarness:
     def give(self, share: float, *blocks: int) -> None:
         keys = [self.keys[block] for block in blocks]
         self.base.io.run(self.base.front.give(share, *keys), PATIENCE_S)
-        self.base.settle_io()
+        self.base.settle()
 
     def begin(self) -> Span | None:
         """As a scheduling step does for a request that is alone."""

@@ -2,6 +2,7 @@
 and a request goes back to the queue only if another one computes in the same step."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,10 @@ from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, req_of
 
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
-from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.planner import StepPlan
+from sglang_cake.loading.cost_model import PrefillCost, PromptCosts
 
 BUDGET, STEPS = 40, 400
+FOR_EVER = PrefillCost(1e9, 1e9, 0.0, error=0.0)
 
 
 class PrefillLoop:
@@ -33,6 +34,8 @@ class PrefillLoop:
         )
         self.number = self.returns = self.progress = 0
         self.closed: list[Any] = []
+        self.known_costs = self.base.step_costs.costs
+        self.base.step_costs.costs = self.costs  # type: ignore[method-assign]
         self.max_queued_requests = None
         self.is_mixed_chunk = False
 
@@ -48,12 +51,7 @@ class PrefillLoop:
         if self.chance.random() < 0.6:
             self.base.coordinator.end(rid)
             keys = load.chain.of(req.origin_input_ids)
-
-            async def put() -> None:
-                for b in range(blocks):
-                    await self.base.memory.put(keys[b], memoryview(self.base.block(b)))
-
-            self.base.io.run(put(), 20.0)
+            self.base.store({keys[b]: self.base.block(b) for b in range(blocks)})
             self.base.arrive(req)
             self.closed += keys
         self.queue.append(req)
@@ -116,10 +114,11 @@ class PrefillLoop:
         self.progress += 1
         self.base.attach(req, slots, stop)
 
-    def waits(self, load: PromptRecord) -> bool:
-        """Half of the time a prompt that is being loaded has nothing better to do."""
+    def costs(self, load: PromptRecord) -> PromptCosts:
+        """Half of the time a prompt that is being loaded has nothing better to do than to wait."""
+        costs = self.known_costs(load)
         odd = random.Random(f"{self.number} {load.rid}").random() < 0.5
-        return odd and BlockState.WANTED in load.meet.view().states
+        return replace(costs, prefill=FOR_EVER) if odd else costs
 
     # ---- what the adder asks of SGLang's scheduler ----
 
@@ -154,14 +153,6 @@ def test_queue_order_random_loads_every_request_finishes(
         adder.can_run_list.append(req)
         return req if req.extend_end < total else None
 
-    def next_step(load: PromptRecord, *args: Any) -> StepPlan:
-        view = load.meet.view()
-        if loop.waits(load):
-            return StepPlan(view.front, wait=True, load_from=view.first)
-        return planned(load, *args)
-
-    planned = PromptRecord.next_step
-    monkeypatch.setattr(PromptRecord, "next_step", next_step)
     monkeypatch.setattr(queue_order, "release_kv_cache", release)
     monkeypatch.setattr("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", compute)
     try:

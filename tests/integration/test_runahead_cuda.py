@@ -48,7 +48,7 @@ class Worker:
     ) -> None:
         self._cuda, self.span = cuda, span
         self.pool = mha(256, layers=LAYERS)
-        self._planes = [as_bytes(each) for each in buffers_of(self.pool)]
+        self.planes = [as_bytes(each) for each in buffers_of(self.pool)]
         self.rows = rows(DeviceKV(self.pool, block_tokens=16), on_device=on_device)
         self.gate = CudaGate(self.pool, self.rows)
         self.slots = torch.randperm(250)[: span.stop] + 1
@@ -60,7 +60,7 @@ class Worker:
     def run(self, passing: KvPassing) -> None:
         """As FlashInfer: asks for K and for V, attends, and writes its own after that."""
         stream = self._cuda.current_stream()
-        stream.launch(lambda: self._fill(range(self.span.stop), 3))  # whose slots these were
+        stream.launch(lambda: self.fill(range(self.span.stop), 3))  # whose slots these were
         if passing.receiver is not None:
             passing.receiver.bind(self.slots[: self.span.start], 0)
         if passing.sender is not None:
@@ -71,32 +71,32 @@ class Worker:
                 self.pool.get_value_buffer(layer)
                 self.launched = layer
                 self.ahead = max(self.ahead, layer - self.computed)
-                stream.launch(lambda layer=layer: self._attend(layer))
-                stream.launch(lambda layer=layer: self._write(layer))
+                stream.launch(lambda layer=layer: self.attend(layer))
+                stream.launch(lambda layer=layer: self.write(layer))
 
     def end(self, passing: KvPassing) -> None:
         if passing.sender is not None:
             passing.drain(20.0)
         passing.close("done")
         # From here on the slots are somebody else's.
-        self._cuda.current_stream().launch(lambda: self._fill(range(self.span.stop), 5))
+        self._cuda.current_stream().launch(lambda: self.fill(range(self.span.stop), 5))
 
-    def _attend(self, layer: int) -> None:
+    def attend(self, layer: int) -> None:
         self.computed = layer
         for plane in range(2):
-            rows = self._planes[2 * layer + plane]
+            rows = self.planes[2 * layer + plane]
             found = rows[self.slots[: self.span.start]]
             if not torch.equal(found, truth(layer, plane, range(self.span.start), rows.shape[1])):
                 self.wrong.append(f"layer {layer}: attention reads what is not there")
 
-    def _write(self, layer: int) -> None:
+    def write(self, layer: int) -> None:
         for plane in range(2):
-            rows = self._planes[2 * layer + plane]
+            rows = self.planes[2 * layer + plane]
             own = range(*self.span)
             rows[self.slots[self.span.start :]] = truth(layer, plane, own, rows.shape[1])
 
-    def _fill(self, tokens: Sequence[int], value: int) -> None:
-        for rows in self._planes:
+    def fill(self, tokens: Sequence[int], value: int) -> None:
+        for rows in self.planes:
             rows[self.slots[list(tokens)]] = value
 
 
@@ -207,7 +207,7 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     """All parts come while the device is still at the forward that had the slots before."""
     worker = Worker(cuda, Span(16, 32), rows)
     receiver = KvReceiver(worker.rows, [Predecessor(0, Span(0, 16))])
-    cuda.current_stream().launch(lambda: worker._fill(range(32), 3))
+    cuda.current_stream().launch(lambda: worker.fill(range(32), 3))
     receiver.bind(worker.slots[:16], 0)
     width = worker.rows.token_bytes // 2
     payloads = []
@@ -219,7 +219,7 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     with worker.gate(passing):
         for layer in range(LAYERS):
             worker.pool.get_kv_buffer(layer)
-            cuda.current_stream().launch(lambda layer=layer: worker._attend(layer))
+            cuda.current_stream().launch(lambda layer=layer: worker.attend(layer))
     cuda.run_all()
     return worker.wrong
 

@@ -55,14 +55,14 @@ class Coming:
     def forward(self) -> None:
         """As FlashInfer: asks for K and for V, attends, and writes its own after that."""
         worker, stream = self.worker, self.cuda.current_stream()
-        stream.launch(lambda: worker._fill(range(worker.span.stop), 3))  # whose slots these were
+        stream.launch(lambda: worker.fill(range(worker.span.stop), 3))  # whose slots these were
         worker.rows.begin()
         with worker.gate(self.tail):
             for layer in range(LAYERS):
                 worker.pool.get_key_buffer(layer)
                 worker.pool.get_value_buffer(layer)
-                stream.launch(lambda layer=layer: worker._attend(layer))
-                stream.launch(lambda layer=layer: worker._write(layer))
+                stream.launch(lambda layer=layer: worker.attend(layer))
+                stream.launch(lambda layer=layer: worker.write(layer))
 
     def reuse(self) -> None:
         """The buffers are somebody else's."""
@@ -137,13 +137,13 @@ def test_overlap_cuda_failed_block_does_not_overwrite_its_computed_kv(
     def compute() -> None:
         for layer in range(LAYERS):
             for plane in range(2):
-                rows = worker._planes[2 * layer + plane]
+                rows = worker.planes[2 * layer + plane]
                 tokens = range(BLOCK, 2 * BLOCK)
                 rows[second.slots] = truth(layer, plane, tokens, rows.shape[1])
 
     stream.launch(compute)
     cuda.run_all()
     for layer in range(LAYERS):
-        stream.launch(lambda layer=layer: worker._attend(layer))
+        stream.launch(lambda layer=layer: worker.attend(layer))
     cuda.run_all()
     assert worker.wrong == []

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
+from held_reads import PATIENCE_S, HeldReads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.buffers import BufferPool, TellBytes
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost
 from sglang_cake.loading.loader import (
@@ -29,21 +29,13 @@ from sglang_cake.loading.loader import (
     StagedBlock,
 )
 from sglang_cake.stores.base import Store
-from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore, SlowStore
+from sglang_cake.stores.tiers.tier import PlainBuffer
+from sglang_cake.testing.faulty import PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 
-BLOCK, BYTES, PATIENCE_S = 4, 32, 60.0
+BLOCK, BYTES = 4, 32
 NOW_S = 0.0  # long ago: who waits until then does not wait
 SEED = KeySeed(Digest(b"n" * 32))
-
-
-@dataclass(slots=True, eq=False)
-class HostBytes:
-    data: bytearray
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self.data)
 
 
 def tokens_of(name: int, blocks: int, shared: int = 0) -> array:
@@ -111,18 +103,16 @@ class HookedStore(PassingStore):
                 self.at_end[key]()
 
 
-class LoaderHarness:
-    """A loader, its store, and what came of it."""
+class LoaderHarness(HeldReads):
+    """A loader over a store whose reads the test opens, and what came of it."""
 
     def __init__(self, *, buffers: int = 8, depth: int = 2) -> None:
-        self.io = IoThread("test-io")
-        self.memory = MemoryStore()
-        self.slow = SlowStore(self.memory)
-        self.faulty = FaultyStore(self.slow)
-        self.store = RecordingStore(self.faulty)
-        self.pool = BufferPool(buffers, lambda: HostBytes(bytearray(BYTES)))
+        super().__init__()
+        self.recorded = RecordingStore(self.faulty)
+        self.pool = BufferPool(buffers, lambda: PlainBuffer(BYTES))
         self.counters = Counters()
-        self.loader = self.new_loader(self.store, depth)
+        self.loader = self.new_loader(self.recorded, depth)
+        self.keys: dict[str, list[BlockKey]] = {}  # by load id
         self.events: list[LoaderEvent] = []
         self.held: list[Fetched] = []
 
@@ -142,18 +132,14 @@ class LoaderHarness:
     # ---- the test's hands ----
 
     def fill(self, tokens: array, *, without: Sequence[int] = ()) -> list[BlockKey]:
-        async def put() -> None:
-            for block, key in enumerate(keys):
-                if block not in without:
-                    await self.memory.put(key, memoryview(bytes_of(key)))
-
         keys = keys_of(tokens)
-        self.io.run(put(), PATIENCE_S)
+        self.store({key: bytes_of(key) for b, key in enumerate(keys) if b not in without})
         return keys
 
     def begin(
         self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
     ) -> None:
+        self.keys[rid] = keys_of(tokens)
         prompt = LoadRequest(
             load_id=rid,
             chain=KeyChain(SEED, BLOCK),
@@ -164,37 +150,23 @@ class LoaderHarness:
         )
         self.loader.begin(prompt)
 
-    def settle(self) -> None:
-        """Return when nothing more happens in the I/O thread by itself."""
-
-        async def quiet() -> None:
-            for _ in range(30):
-                await asyncio.sleep(0)
-
-        self.io.run(quiet(), PATIENCE_S)
-
-    def open(self, *keys: BlockKey) -> None:
-        async def release() -> None:
-            self.slow.release(*keys)
-
-        self.io.run(release(), PATIENCE_S)
-        self.settle()
-
     def waiting(self) -> list[BlockKey]:
         self.settle()
         return list(self.slow.waiting)
 
     def news(self) -> list[LoaderEvent]:
+        """The loader's events since the last call; the bytes of fetched blocks must be right."""
         self.settle()
         events = self.loader.drain()
         for event in events:
             if isinstance(event, Fetched):
+                assert event.staged.buffer.view == bytes_of(self.keys[event.load_id][event.block])
                 self.held.append(event)
         self.events += events
         return events
 
     def landed(self) -> list[tuple[str, int]]:
-        """Fetched since the last call of `news` or `landed`; the bytes must be right."""
+        """Fetched since the last call of `news` or `landed`."""
         found = [e for e in self.news() if isinstance(e, Fetched)]
         return [(e.load_id, e.block) for e in found]
 
@@ -214,7 +186,7 @@ class LoaderHarness:
 
     def read_keys(self) -> list[BlockKey]:
         self.settle()
-        return self.store.keys_of("get")
+        return self.recorded.keys_of("get")
 
 
 def after_read_ends(
@@ -223,7 +195,7 @@ def after_read_ends(
     """Have `action` run in the I/O thread after the read of `key` ends, in the same iteration of
     the loop in which the loader starts the next read, and before it does. Returns a list that gets
     the key then."""
-    store = HookedStore(harness.store)
+    store = HookedStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     ended: list[BlockKey] = []
 
@@ -300,7 +272,7 @@ class TwoPlaces(PassingStore):
 def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
-    harness.loader = harness.new_loader(TwoPlaces(harness.store, keys))
+    harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys))
     harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
     asked: list[LoadCost] = []
 
@@ -308,6 +280,7 @@ def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness)
         asked.append(cost)
         return True
 
+    harness.keys["a"] = keys
     harness.loader.begin(LoadRequest("a", KeyChain(SEED, BLOCK), tokens, 6, 0, should_load))
     harness.settle()
     assert asked[0].block_s == pytest.approx((4 * 0.5 + 2 * 30.0) / 6)
@@ -328,7 +301,7 @@ class Broken(PassingStore):
 
 
 def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHarness) -> None:
-    harness.loader = harness.new_loader(Broken(harness.store))
+    harness.loader = harness.new_loader(Broken(harness.recorded))
     harness.fill(tokens_of(0, 6))
     harness.begin("a", tokens_of(0, 6))
     assert harness.news() == [LookedUp("a", (False,) * 6)]
@@ -338,7 +311,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
 def test_loader_fenced_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
-    store = TwoPlaces(harness.store, keys)
+    store = TwoPlaces(harness.recorded, keys)
     store.places = {key: int(number >= 3) for number, key in enumerate(keys)}
     harness.loader = harness.new_loader(store)
     harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
@@ -530,7 +503,7 @@ def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
 ) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
-    store = HookedStore(harness.store)
+    store = HookedStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     # The other prompt wants the block before the loader handles the end of the read.
     store.at_end[keys[0]] = lambda: harness.loader.set_load_from("b", 0)
@@ -549,7 +522,7 @@ def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
 def test_loader_under_way_shows_the_bytes_of_each_open_read(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 3)
     keys = harness.fill(tokens)
-    store = TellingStore(harness.store)
+    store = TellingStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     assert harness.loader.under_way("a") == {}
     harness.begin("a", tokens)
@@ -597,7 +570,7 @@ def test_loader_prompts_sharing_a_read_see_the_same_reading(
 def test_loader_prompt_joining_a_read_sees_its_bytes(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 1)
     keys = harness.fill(tokens)
-    store = TellingStore(harness.store)
+    store = TellingStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     harness.begin("a", tokens)
     harness.settle()
@@ -895,7 +868,7 @@ def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> N
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     asked, answer = threading.Event(), asyncio.Event()
-    harness.loader = harness.new_loader(SlowLookup(harness.store))
+    harness.loader = harness.new_loader(SlowLookup(harness.recorded))
     harness.begin("a", tokens)
     assert asked.wait(PATIENCE_S)
     harness.loader.end("a")
@@ -907,7 +880,7 @@ def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> N
 
 def test_staged_block_is_used_if_any_holder_used_it_and_freed_by_the_last() -> None:
     for uses in ([True, False], [False, True], [False, False]):
-        pool = BufferPool(1, lambda: HostBytes(bytearray(BYTES)))
+        pool = BufferPool(1, lambda: PlainBuffer(BYTES))
         buffer = pool.take()
         assert buffer is not None
         freed: list[StagedBlock] = []

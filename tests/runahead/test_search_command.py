@@ -102,7 +102,7 @@ def test_runahead_search_invalid_table_name_of_the_server_is_refused(name: objec
         search(FakeServer(table=name))
 
 
-def test_missing_help_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_help_is_one_line() -> None:
     server = FakeServer()
     server.busy = 10**9
     with pytest.raises(RunaheadError, match="no member helps") as error:

@@ -108,7 +108,7 @@ async def serve(url):
     (source,) = parse_sources(url)
     # To join and to put on a busy machine. Reads keep their limit: their peer may be dead.
     store = dataclasses.replace(source, patience_s=60.0).open(FRAME, depth=4)
-    store._reads._patience_s = source.patience_s
+    store.reads.patience_s = source.patience_s
     while (line := await asyncio.to_thread(sys.stdin.readline)) not in ("", "end\n"):
         verb, count = line.split()
         answers = []

@@ -20,9 +20,8 @@ from pathlib import Path
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.file import block_files
+from sglang_cake.stores.file import block_files, nofollow
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
@@ -75,13 +74,13 @@ class Log:
 
     def evictions(self):
         """Write down from now on what this process evicts."""
-        evict = Evictor._evict
+        remove = nofollow.remove_unread
 
-        def say_and_evict(evictor, index, booked):
-            self.say("gone", booked.key)
-            return evict(evictor, index, booked)
+        def say_and_remove(root, *names):
+            self.say("gone", bytes.fromhex(names[-1]))
+            return remove(root, *names)
 
-        Evictor._evict = say_and_evict
+        nofollow.remove_unread = say_and_remove
 
 
 def opened(root, fsync="off", **options):

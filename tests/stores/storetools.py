@@ -3,8 +3,11 @@
 import asyncio
 import json
 
+import pytest
+
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of
@@ -37,18 +40,30 @@ def url_of(root):
     return f"file://{root}?min_free=0"
 
 
-def in_store(root, frame, work):
-    """Run `work(store)` on one namespace of a file store."""
+def with_store(store, test):
+    """What `test(store)` returns; the store is closed then."""
 
-    async def run():
-        (source,) = parse_sources(url_of(root))
-        store = source.open(frame, depth=2)
+    async def main():
         try:
-            return await work(store)
+            return await test(store)
         finally:
             await store.close()
 
-    return asyncio.run(run())
+    return asyncio.run(main())
+
+
+def in_store(root, frame, work):
+    """Run `work(store)` on one namespace of a file store."""
+    (source,) = parse_sources(url_of(root))
+    return with_store(source.open(frame, depth=2), work)
+
+
+def refusal_of(text):
+    """What a store URL is refused with: one line."""
+    with pytest.raises(ConfigError) as error:
+        parse_sources(text)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def fill(root, frame, *names):

@@ -15,11 +15,11 @@ from filestore import files_below, nobody_evicts
 from nursery import FRAME
 from test_crash import SINCE, Nursery
 
-from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.index_supervisor import IndexSupervisor
+from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -300,23 +300,27 @@ def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path, mo
     put(folder, 0)
     folder.close()
     wreck(tmp_path, "absent")
-    go = threading.Event()
-    rebuild = IndexSupervisor._rebuild
+    go, clear = threading.Event(), BlockIndex.clear
 
-    def slow(supervisor, index):
-        go.wait(60)
-        rebuild(supervisor, index)
+    def slow(index):
+        assert go.wait(60)
+        clear(index)
 
-    monkeypatch.setattr(IndexSupervisor, "_rebuild", slow)
+    monkeypatch.setattr(BlockIndex, "clear", slow)
     monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.0)
     again = BlockFolder(tmp_path)
     assert there(again, [0, 1]) == [0]
     get(again, 0)
-    with pytest.raises(Exception, match="is being opened or rebuilt"):
+    with pytest.raises(StoreUnavailable, match="is being opened or rebuilt"):
         put(again, 1)
     go.set()
-    assert again.supervisor._opened.wait(60)
-    assert put(again, 1)
+    until_s = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(StoreUnavailable):
+            assert put(again, 1)
+            break
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
     again.close()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from storetools import with_store
 
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,
@@ -63,16 +64,6 @@ def url_of(folder, secret=SECRET, options=""):
 
 def opened(folder, secret=SECRET, frame=FRAME):
     return open_store(parse_sources(url_of(folder, secret)), frame, depth=2)
-
-
-def with_store(store, test):
-    async def main():
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
 
 
 def sealed_memory(inner=None, secret=SECRET, depth=2, frame=FRAME):

@@ -15,8 +15,9 @@ from hostile import patched_wait
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
-from sglang_cake.stores.file.index_supervisor import IndexSupervisor
+from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 
@@ -219,7 +220,8 @@ def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path
     free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
 
     async def test(store):
-        with store._folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
+        other = contextlib.closing(BlockFolder(tmp_path, min_free_bytes=0))
+        with other as folder, folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
             with pytest.raises(StoreFull, match="min_free=1000") as error:
                 await store.put(B, block_of("b"))
             assert error.value.reason == "full"
@@ -395,15 +397,15 @@ def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_path, slo
 
 
 def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(tmp_path, monkeypatch, caplog):
-    tick, mistakes = IndexSupervisor._tick, []
+    ask, mistakes = BlockIndex.clean_boot_id, []
 
-    def once(supervisor):
+    def once(index):
         if not mistakes:
-            mistakes.append(supervisor)
+            mistakes.append(index)
             raise KeyError("a mistake")
-        tick(supervisor)
+        return ask(index)
 
-    monkeypatch.setattr(IndexSupervisor, "_tick", once)
+    monkeypatch.setattr(BlockIndex, "clean_boot_id", once)
     monkeypatch.setattr(
         "sglang_cake.stores.file.index_supervisor.TICK_S", 0.01
     )  # rests after a mistake

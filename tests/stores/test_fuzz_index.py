@@ -24,7 +24,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file import index as index_module
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.schema import APPLICATION_ID, PREPARE, SCHEMA_VERSION
-from sglang_cake.testing.store_contract import block_of, key_of
+from sglang_cake.testing.store_contract import block_of, key_of, read
 
 FEW = settings(
     deadline=None,
@@ -182,7 +182,12 @@ def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
         rewrite(root / "index.db", flip)
 
     with folder_with_blocks(damage) as root:
-        with_store(root, lambda store: store.put(key_of("new"), block_of("new")))
+
+        async def test(store):
+            assert await store.put(key_of("new"), block_of("new"))
+            assert await read(store, key_of("new")) == block_of("new")
+
+        with_store(root, test)
 
 
 def test_index_row_with_invalid_text_still_allows_reads_and_puts(tmp_path):

@@ -45,7 +45,7 @@ def test_block_folder_with_blocks_keeps_its_fits_over_restarts(tmp_path, policy)
                 folder.evictor.refresh(index)  # as a second later
                 assert folder.evictor.known_blocks == 1000
                 assert index.fits() == kept
-            assert folder.evictor._policy.fits_to_save() == kept
+            assert folder.evictor.fits == kept
 
 
 def test_block_folder_refused_class_is_admitted_once_it_is_reused(tmp_path, monkeypatch):
@@ -55,9 +55,12 @@ def test_block_folder_refused_class_is_admitted_once_it_is_reused(tmp_path, monk
     kept = {**never, POOLED: ReuseFit(0.1, 0.05, 4000)}
     options = {"policy": "workload", "admission": AdmissionPolicy(1.0), "capacity_bytes": None}
     keys = [key_of(("prompt", at)) for at in range(600)]
+    folder = opened(tmp_path, **options)
+    with contextlib.closing(folder), folder.supervisor.open() as index:
+        index.save_fits(kept)
     with contextlib.closing(opened(tmp_path, **options)) as folder:
         evictor = folder.evictor
-        evictor._policy.resume(kept, now_s)
+        assert evictor.fits == kept
 
         def written(number):
             """Of one more request for the same blocks, which takes none of them to the disk."""

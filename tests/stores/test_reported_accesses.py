@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import stat
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -16,7 +17,13 @@ from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import AccessListener, report_access
-from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit, ReuseFit
+from sglang_cake.stores.eviction import (
+    UNKNOWN_CONTEXT,
+    AccessContext,
+    Benefit,
+    ReuseFit,
+    new_policy,
+)
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
@@ -85,31 +92,56 @@ def test_block_folder_read_being_recorded_protects_its_block(tmp_path, monkeypat
         assert there(folder, (0, 1)) == [0]
 
 
-def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):
+def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(
+    tmp_path, monkeypatch
+):
     """Facts are checked before; whatever else may come, it is one request's own loss."""
+    begun, go, written, touch = threading.Event(), threading.Event(), [], BlockIndex.touch
+
+    def gated(index, touches):
+        begun.set()
+        assert go.wait(60)
+        written.append(len(touches))
+        return touch(index, touches)
+
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
         put(folder, 1)
         bad = RequestFacts("bad", 1000)
         object.__setattr__(bad, "workload", "\ud800")
-        with folder.supervisor.open() as index, folder.supervisor._flushing:  # not one by one
-            folder.touched(DIGEST, keys(0), FACTS)
-            folder.touched(DIGEST, keys(1), bad)
-            folder.touched(DIGEST, keys(0, 2), RequestFacts("good", 1000, "good"))
-        assert index
+        put(folder, 2)
+        monkeypatch.setattr(BlockIndex, "touch", gated)
+        folder.touched(DIGEST, keys(2), RequestFacts("before", 1000))
+        folder.supervisor.wake()
+        assert begun.wait(60)  # what is reported now is written together
+        folder.touched(DIGEST, keys(0), FACTS)
+        folder.touched(DIGEST, keys(1), bad)
+        folder.touched(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
+        go.set()
         first, second = booked(folder, (0, 1))
+        assert max(written) >= 4
         assert (first.uses, first.context.workload) == (2, "good")
         assert second.uses == 0
 
 
-def test_block_folder_policy_fits_are_restored_after_a_restart(tmp_path):
+def test_block_folder_policy_fits_are_restored_after_a_restart(tmp_path, monkeypatch):
     fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
-    folder = opened_folder(tmp_path, policy="workload")
+    learned, resumed = {}, []
+
+    def taught(name, benefit):
+        policy = new_policy("lru", benefit)
+        policy.fits_to_save = lambda: learned
+        policy.resume = lambda given, now_s: resumed.append(given)
+        return policy
+
+    monkeypatch.setattr("sglang_cake.stores.file.evictor.new_policy", taught)
+    folder = opened_folder(tmp_path)
     with contextlib.closing(folder), folder.supervisor.open() as index:
-        folder.evictor._policy.resume(fits, time.time())
+        assert resumed[-1] == {}
+        learned.update(fits)
         folder.evictor.refresh(index)
-    with contextlib.closing(opened_folder(tmp_path, policy="workload")) as folder:
-        assert folder.evictor._policy.fits_to_save() == fits
+    with contextlib.closing(opened_folder(tmp_path)):
+        assert resumed[-1] == fits
 
 
 def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):

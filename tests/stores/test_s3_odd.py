@@ -54,7 +54,7 @@ class Odd:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
-            port = site._server.sockets[0].getsockname()[1]
+            port = runner.addresses[0][1]
             (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
             store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
             try:

@@ -25,7 +25,7 @@ async def serve(handle):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    return runner, site._server.sockets[0].getsockname()[1]
+    return runner, runner.addresses[0][1]
 
 
 def source_at(port):

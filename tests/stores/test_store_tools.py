@@ -297,7 +297,7 @@ def test_store_clear_deletes_one_namespace_or_all(root, capsys):
     fill(root, ALICE, "a")  # and goes on being a store
 
 
-def test_store_clear_without_yes_asks_or_refuses(root, capsys, monkeypatch):
+def test_store_clear_without_yes_asks_or_refuses(root, capsys):
     assert store("clear", url_of(root)) == 2
     assert "Say so with --yes" in capsys.readouterr().err
     for answer, left in (("n\n", 3), ("\n", 3), ("y\n", 0)):

@@ -1,7 +1,6 @@
 """Several stores as one: writing, write-down, moving up, deleting, closing."""
 
 import asyncio
-import threading
 
 import pytest
 from tiering import BLOCK, run, until
@@ -70,20 +69,25 @@ def test_tiered_store_put_that_every_tier_refuses_raises(errors, told):
     run(test)
 
 
+class Gated(PassingStore):
+    """Puts wait until the test opens the gate."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.gate = asyncio.Event()
+
+    async def put(self, key, data):
+        await self.gate.wait()
+        return await super().put(key, data)
+
+
 def test_tiered_store_copies_beyond_the_bound_are_dropped_and_counted():
     async def test(tiers):
-        gate = asyncio.Event()
-
-        class Gated(PassingStore):
-            async def put(self, key, data):
-                await gate.wait()
-                return await super().put(key, data)
-
-        tiers.store.tiers[1].store = Gated(tiers.memory[1])
+        gated = tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(10))
         assert len(tiers.memory[0]) == 10, "the first tier never waits for the second"
         assert (await tiers.counts(1))["queue_full_blocks"] == 7
-        gate.set()
+        gated.gate.set()
         await tiers.quiet()
         assert len(tiers.memory[1]) == 3
         await tiers.put(*range(10, 13))
@@ -106,18 +110,11 @@ def test_tiered_store_copy_has_the_bytes_at_the_time_of_the_put():
 
 def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
     async def test(tiers):
-        gate = asyncio.Event()
-
-        class Gated(PassingStore):
-            async def put(self, key, data):
-                await gate.wait()
-                return await super().put(key, data)
-
-        tiers.store.tiers[1].store = Gated(tiers.memory[1])
+        gated = tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(4))
         for name in range(4):
             await tiers.store.delete(key_of(name))
-        gate.set()
+        gated.gate.set()
         await tiers.quiet()
         assert len(tiers.memory[1]) == 0
         await tiers.put("b")
@@ -128,13 +125,18 @@ def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
 
 def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
     async def test(tiers):
-        blocked = threading.Event()
-        tiers.store._threads.submit(blocked.wait)  # the thread that would copy
-        putting = asyncio.create_task(tiers.store.put(key_of("a"), block_of("a")))
+        go = asyncio.Event()
+
+        async def form_of(tier):
+            if tier == 1:
+                await go.wait()
+            return block_of("a")
+
+        putting = asyncio.create_task(tiers.store.put_forms(key_of("a"), form_of))
         await until(lambda: tiers.store.tiers[1].copies.pending)
         await tiers.store.delete(key_of("a"))
-        blocked.set()
-        await putting
+        go.set()
+        assert await putting
         await tiers.quiet()
         assert [len(memory) for memory in tiers.memory] == [0, 0]
 

@@ -1,6 +1,7 @@
 """Several stores as one: the contract, lookups, reads, opening."""
 
 import asyncio
+import functools
 import heapq
 import itertools
 import threading
@@ -582,17 +583,17 @@ def test_tiered_store_stats_sum_known_values_and_list_each_tier():
 # ---- opening ----
 
 
-def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
+def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path, monkeypatch):
+    clock = Clock()
+    tiered = functools.partial(TieredStore, clock=clock)
+    monkeypatch.setattr("sglang_cake.stores.open_store.TieredStore", tiered)
+
     async def main():
         sources = parse_sources(
             f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0"
         )
         (tmp_path / "a").write_text("in the way of the folder")
-        clock = Clock()
         store = opened(sources, depth=1)
-        store._clock = clock
-        for tier in store.tiers:
-            tier._clock = clock
         assert await store.put(key_of("a"), block_of("a"))
         for _ in range(FAILURES_IN_A_ROW):
             assert await store.contains([key_of("a")]) == [True]

@@ -5,7 +5,6 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,21 +14,13 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.tiers.tier import PlainBuffer
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
 
 BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
 SEED = KeySeed(Digest(b"n" * 32))
-
-
-@dataclass(slots=True, eq=False)
-class HostBytes:
-    data: bytearray
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self.data)
 
 
 class HeldStore(PassingStore):
@@ -60,7 +51,7 @@ class Desk:
         self.faulty = FaultyStore(self.memory)
         self.store = RecordingStore(self.faulty)
         self.counters = Counters()
-        self.pool = BufferPool(CAPACITY, lambda: HostBytes(bytearray(BYTES)))
+        self.pool = BufferPool(CAPACITY, lambda: PlainBuffer(BYTES))
         self.writer = Writer(self.store, self.pool, self.io, self.counters)
 
     def offer(

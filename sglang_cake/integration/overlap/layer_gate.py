@@ -102,17 +102,20 @@ class LayerGate:
     forward runs at a time.
 
     `with gate(passage):` runs a forward with that passage.
+
+    Attributes:
+        passage: of the forward that runs; None: it has none.
     """
 
     def __init__(self, pool: Any) -> None:
         self.consumer_index = -1  # SGLang's counters have it; it is not used here
-        self._passage: Passage | None = None
+        self.passage: Passage | None = None
         pool.register_layer_transfer_counter(self)
 
     def wait_until(self, layer: int) -> None:
         """Called by the pool. Raises: OverlapError or RunaheadError, which leave the forward. Other
         exceptions of the passage become a RunaheadError, so that they are known as cake's there."""
-        passage = self._passage
+        passage = self.passage
         if passage is None:
             return
         try:
@@ -127,11 +130,11 @@ class LayerGate:
         passage.reach(layer)
 
     def __call__(self, passage: Passage) -> "LayerGate":
-        self._passage = passage
+        self.passage = passage
         return self
 
     def __enter__(self) -> None:
-        assert self._passage is not None
+        assert self.passage is not None
 
     def __exit__(self, *error: object) -> None:
-        self._passage = None
+        self.passage = None

@@ -139,8 +139,8 @@ class CudaGate(LayerGate):
         self._layer = -1
 
     def __exit__(self, *error: object) -> None:
-        passage = self._passage
-        self._passage = None
+        passage = self.passage
+        self.passage = None
         if passage is None or error[0] is not None:
             return
         if self._layer != self._rows.layers - 1:  # a layer was read that may not have come

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from sglang_cake.stores.base import EVICTION_COUNTS
-from sglang_cake.stores.eviction import AccessContext, Benefit, EvictionPolicy, Usage, new_policy
+from sglang_cake.stores.eviction import (
+    AccessContext,
+    Benefit,
+    EvictionPolicy,
+    ReuseFits,
+    Usage,
+    new_policy,
+)
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.file import nofollow
@@ -76,7 +83,7 @@ class Evictor:
         self._benefit = Benefit()
         self._reported_benefit = self._benefit
         self._policy = self._new_policy()
-        self._saved_fits = self._policy.fits_to_save()  # as in the index
+        self._saved_fits = self.fits  # as in the index
         self._seen = 0  # blocks with a larger id are not in the policy yet
         self._loaded_fits_s = 0.0
         self.leads = False
@@ -88,6 +95,11 @@ class Evictor:
     def known_blocks(self) -> int:
         """Number of blocks in the policy."""
         return len(self._policy)
+
+    @property
+    def fits(self) -> ReuseFits:
+        """Reuse statistics that the policy decides by and a restart should keep."""
+        return self._policy.fits_to_save()
 
     def limit_bytes(self) -> int | None:
         """Limit for all blocks and their folders; None: no limit."""
@@ -241,7 +253,7 @@ class Evictor:
                 self._policy.set_benefit(self._benefit)
             if self.leads:
                 self._policy.refresh(now_s)
-                fits = dict(self._policy.fits_to_save())
+                fits = dict(self.fits)
         if not self.leads:
             if abs(now_s - self._loaded_fits_s) >= LOAD_FITS_EVERY_S:
                 self._load_fits(index, leads=False)
@@ -260,7 +272,7 @@ class Evictor:
         with self.lock:
             self._policy = self._new_policy()
             self._policy.resume(fits, now_s)
-            self._saved_fits = dict(self._policy.fits_to_save())
+            self._saved_fits = dict(self.fits)
             self._loaded_fits_s = now_s
             self.leads = leads
 

@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import socket
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from gunicorn.errors import HaltServer
 from gunicorn.workers.base import Worker
 
 from sglang_cake.core.errors import CakeError, ConfigError, StoreUnavailable
+from sglang_cake.core.local_files import temporary_folder
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import ServerCredentials
 from sglang_cake.stores.http.request_body import STUCK_S
@@ -91,11 +91,10 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
         tls_files=None if tls[0] is None or tls[1] is None else (tls[0], tls[1]),
     )
     _allow_open_files(settings.max_connections)
-    with tempfile.TemporaryDirectory(prefix="sglang-cake-") as folder, _signals_restored():
+    with temporary_folder("sglang-cake-serve-") as shared, _signals_restored():
         listening = _listen(settings.host, settings.port)
         url = _url(settings, listening)
-        shared = Path(folder)
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # for `server_metrics`, in the workers
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)  # for `server_metrics`, in the workers
         application = _Application(settings, credentials, shared, lambda: announce(url), listening)
         try:
             _Arbiter(application).run()

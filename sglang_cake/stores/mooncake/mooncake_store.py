@@ -76,12 +76,15 @@ class CallThreads:
 
     A call that exceeds the limit is abandoned, and keeps its thread until it returns. While all
     threads are in late calls, further calls fail at once.
+
+    Attributes:
+        patience_s: limit for a call.
     """
 
     def __init__(self, name: str, threads: int, *, patience_s: float) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
         self._threads = threads
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._abandoned: dict[Future[Any], float] = {}  # start of each call; at most `threads`
 
     @property
@@ -96,7 +99,7 @@ class CallThreads:
         Cancellation: returns at once, or once the thread has left its `with hold:`.
         """
         now_s = time.monotonic()
-        late = sum(now_s >= since_s + self._patience_s for since_s in self._abandoned.values())
+        late = sum(now_s >= since_s + self.patience_s for since_s in self._abandoned.values())
         if late >= self._threads:
             raise StoreUnavailable(f"{late} calls wait for an answer that does not come")
         hold = Hold()
@@ -106,13 +109,13 @@ class CallThreads:
             raise StoreUnavailable(f"the store is closed ({error})") from error
         running = asyncio.wrap_future(queued)
         try:
-            await asyncio.wait((running,), timeout=self._patience_s)
+            await asyncio.wait((running,), timeout=self.patience_s)
         except asyncio.CancelledError:
             await self._abandon(queued, running, hold, now_s)
             raise
         if not running.done():
             await self._abandon(queued, running, hold, now_s)
-            raise StoreUnavailable(f"no answer within {self._patience_s:g} s")
+            raise StoreUnavailable(f"no answer within {self.patience_s:g} s")
         if running.cancelled():
             raise StoreUnavailable("the store was closed while the call was waiting")
         return running.result()
@@ -150,6 +153,9 @@ class MooncakeStore:
     block is copied once in this process, and hashed during the copy. A call ends after `patience_s`
     at the latest. A call that hangs holds a slot, never the caller's memory. A lookup is one round
     trip. A reader removes an object with wrong bytes.
+
+    Attributes:
+        reads: threads of reads.
     """
 
     def __init__(
@@ -172,7 +178,7 @@ class MooncakeStore:
         self._frame = frame
         self._patience_s = patience_s
         self._slots = Slots(2 * depth, frame.framed_bytes)
-        self._reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
+        self.reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
         self._writes = CallThreads("cake-mooncake-write", depth, patience_s=patience_s)
         self._asks = CallThreads("cake-mooncake-ask", 1, patience_s=patience_s)
         self._joining: asyncio.Task[MooncakeClient] | None = None
@@ -189,7 +195,7 @@ class MooncakeStore:
     ) -> int:
         try:
             return await self._call(
-                self._reads, lambda client, hold: self._get(client, key, out, progress, hold)
+                self.reads, lambda client, hold: self._get(client, key, out, progress, hold)
             )
         except BlockCorrupt:
             with contextlib.suppress(StoreError):  # the next reader finds it again
@@ -223,9 +229,9 @@ class MooncakeStore:
         The memory that this process lent to the store is taken back, with the blocks in it.
         """
         self._closed = True
-        for threads in (self._reads, self._writes, self._asks):
+        for threads in (self.reads, self._writes, self._asks):
             threads.shut()
-        for threads in (self._reads, self._writes, self._asks):
+        for threads in (self.reads, self._writes, self._asks):
             await asyncio.to_thread(threads.wait)
         joining = self._joining
         self._joining = None

@@ -3,7 +3,9 @@
 CAKE_TEST_DECODERS is the speed of every codec in bytes per second. A measured speed would vary.
 """
 
+import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 
@@ -13,9 +15,17 @@ def register() -> None:
         return
     from sglang_cake.codecs.codec_choice import AutoCodec
 
-    bytes_per_s = float(stated)
+    build = AutoCodec.__init__
 
-    def decode_s(_: Any, layout: Any, payload: Any, outs: Any, pool: Any) -> float:
-        return len(outs) * layout.block_bytes / bytes_per_s
+    def with_clock(codec: Any, layout: Any, *args: Any, decode_threads: int, **given: Any) -> None:
+        decode_s = decode_threads * layout.block_bytes / float(stated)  # in all threads at once
+        clock = ticking(decode_s)
+        build(codec, layout, *args, decode_threads=decode_threads, clock=clock, **given)
 
-    AutoCodec._decode_s = decode_s  # type: ignore[method-assign]
+    AutoCodec.__init__ = with_clock  # type: ignore[method-assign]
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock on which so many seconds pass between two looks at it."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * seconds

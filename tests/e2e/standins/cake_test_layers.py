@@ -24,7 +24,7 @@ def register() -> None:
     reach = LayerGate.wait_until
 
     def wait_until(gate: Any, layer: int) -> None:
-        if gate._passage is not None:
+        if gate.passage is not None:
             _obey(Path(folder), layer)
         reach(gate, layer)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from http_servers import (
     BIG_FRAME,
+    BIG_LAYOUT,
     FRAMED_BYTES,
     TOKEN,
     A,
@@ -30,7 +31,7 @@ from http_servers import (
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
-from sglang_cake.core.errors import StoreFull, StoreUnavailable
+from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,
@@ -113,12 +114,34 @@ def test_store_serve_put_of_a_wrong_body_stores_no_block(server, body, expected)
     assert put_block(server, "a") == 204
 
 
-def test_store_serve_put_after_a_broken_off_put_stores_the_block(server):
-    ask(server, "DELETE", PATH)
-    connection, _ = start_put(server, "a", FRAME, FRAMED_BYTES - 1)
-    connection.close()
-    assert put_block(server, "a") in (201, 204)  # 204: it is still being written by the other
-    poll(lambda: put_block(server, "a") == 204 and ask(server, "GET", PATH)[2] == GOOD, "is there")
+def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_path):
+    server = OurServer(tmp_path / "root")
+    claim(server, BIG_FRAME)
+    half_bytes = BIG_FRAME.framed_bytes // 2
+    writing, _ = start_put(server, "a", BIG_FRAME, half_bytes)
+
+    def is_half_written():
+        return any(path.stat().st_size > half_bytes // 2 for path in tmp_path.rglob(".tmp-*"))
+
+    async def look(store):
+        assert await store.contains([A]) == [False]
+        with pytest.raises(BlockMissing):
+            await read(store, A, BIG_LAYOUT)
+        assert [block async for block in store.list_blocks()] == []
+
+    poll(is_half_written, "half of the body is written")
+    with_client(server.base, look, frame=BIG_FRAME)
+    assert not list(tmp_path.rglob(A.hex()))
+    second, _ = start_put(server, "a", BIG_FRAME, 0)
+    assert read_status(second) == 204  # it is being written
+    writing.close()
+    poll(lambda: metrics(server)["puts_in_progress"] == 0, "the put is given up")
+    assert not list(tmp_path.rglob(".tmp-*"))
+    with_client(server.base, look, frame=BIG_FRAME)
+    assert put_block(server, "a", BIG_FRAME) == 201
+    path = block_path(BIG_FRAME.digest, A)
+    assert ask(server, "GET", path)[2] == framed("a", frame=BIG_FRAME)
+    assert server.stop() == 0
 
 
 def head(method, path, *fields):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from http_servers import OurServer, own_token
 from moto_process import moto
+from storetools import with_store
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.buffers import BufferPool
@@ -22,6 +23,7 @@ from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.s3.bucket import S3Place
 from sglang_cake.stores.s3.s3_store import S3Store
+from sglang_cake.stores.tiers.tier import PlainBuffer
 from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy, body_of
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
@@ -72,11 +74,6 @@ class Clock:
 
     def __call__(self):
         return self.now_s
-
-
-class HostBytes:
-    def __init__(self):
-        self.view = memoryview(bytearray(LAYOUT.block_bytes))
 
 
 @dataclass
@@ -146,16 +143,6 @@ def remote(served, monkeypatch):
         proxy.close()
 
 
-def with_store(store, test):
-    async def main():
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
-
-
 async def outcome(call):
     try:
         return await call
@@ -210,7 +197,8 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
     store = remote.opened(clock, remote.patience(fault))
     io, counters = IoThread("test-faults"), Counters()
-    pool, prior = BufferPool(BLOCKS, HostBytes), LoadCost(0.0, 1.0, depth=2)
+    pool = BufferPool(BLOCKS, lambda: PlainBuffer(LAYOUT.block_bytes))
+    prior = LoadCost(0.0, 1.0, depth=2)
     loader = Loader(store, pool, io, counters, queue_depth=2, prior=prior)
 
     def worth(stored, cost):

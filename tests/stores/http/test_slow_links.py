@@ -20,27 +20,9 @@ from http_servers import (
 
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
+from sglang_cake.testing.virtual_time import in_virtual_time
 
 PATH = block_path(BIG_FRAME.digest, A)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still while there is something to do, and jumps to the next timer."""
-
-    now_s = 0.0
-
-    def time(self):
-        return self.now_s
-
-    def _run_once(self):
-        if not self._ready and self._scheduled:
-            self.now_s = max(self.now_s, self._scheduled[0].when())
-        super()._run_once()
-
-
-def in_virtual_time(main):
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
 
 
 async def transfer(pieces, piece_bytes, every_s):

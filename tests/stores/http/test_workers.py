@@ -97,6 +97,26 @@ def test_worker_pool_stopped_or_killed_server_leaves_no_worker(server, tmp_path)
     assert once_more.stop() == 0
 
 
+def test_store_serve_start_removes_the_temporary_folder_of_a_killed_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def folders():
+        return set(tmp_path.glob("sglang-cake-serve-*"))
+
+    living = OurServer(tmp_path / "living")
+    used = folders()
+    killed = OurServer(tmp_path / "root")
+    (left,) = folders() - used
+    killed.kill()
+    assert list(left.glob("counter_*.db"))
+    again = OurServer(tmp_path / "root")
+    assert left not in folders()
+    assert used < folders()
+    for server in (living, again):
+        assert server.stop() == 0
+    assert folders() == set()
+
+
 def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     server = OurServer(tmp_path / "root", "--workers", 1)
     claim(server, BIG_FRAME)

@@ -1,0 +1,60 @@
+"""Time limits of calls to a remote store that never answers, on a clock of its own."""
+
+import asyncio
+
+import pytest
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.circuit_breaker import (
+    FAILURES,
+    FIRST_S,
+    LAST_S,
+    Circuit,
+    Fault,
+    RemoteCounters,
+    RemoteError,
+    TimeoutLimits,
+)
+from sglang_cake.testing.virtual_time import in_virtual_time
+
+AFTER_S = 1e-6  # so that a pause is over, however seconds are rounded
+
+
+async def call_in_vain(circuit):
+    """Seconds that a call takes which is never answered."""
+    now_s = asyncio.get_running_loop().time
+    began_s = now_s()
+    with pytest.raises(RemoteError) as error:
+        async with circuit.call(1):
+            await asyncio.Event().wait()
+    assert error.value.fault is Fault.TIMEOUTS
+    return now_s() - began_s
+
+
+def test_circuit_probe_without_an_answer_ends_after_the_longest_pause():
+    """However long ordinary calls would be waited for by then."""
+
+    async def main():
+        circuit = Circuit(
+            "the store",
+            "reads",
+            RemoteCounters(),
+            TimeoutLimits(first_s=20.0),
+            group=[],
+            redial=lambda: None,
+            clock=asyncio.get_running_loop().time,
+        )
+        limits_s = [await call_in_vain(circuit) for _ in range(FAILURES)]
+        assert limits_s == pytest.approx([20.0, 40.0, 80.0, 160.0, 320.0])
+        pause_s = FIRST_S
+        for _ in range(10):
+            await asyncio.sleep(pause_s - AFTER_S)
+            with pytest.raises(StoreUnavailable, match="left alone"):
+                async with circuit.call(1):
+                    pass
+            await asyncio.sleep(2 * AFTER_S)
+            assert await call_in_vain(circuit) == pytest.approx(LAST_S)
+            pause_s = min(2 * pause_s, LAST_S)
+
+    assert LAST_S == 60.0
+    in_virtual_time(main())
