@@ -1,6 +1,7 @@
 """SGLang's KV pools as rows of bytes: the layout of a block, and copies in and out of the pool."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 
-# Row copies use the widest integer type that divides the row, whatever the dtype of the KV: there
+# Row copies use the widest integer type that divides every row, whatever the dtype of the KV: there
 # are no index kernels for float8.
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +83,8 @@ class DeviceKV:
         )
         self.device = buffers[0].device
         self.encoded = encoded
-        self._rows = [_as_words(buffer) for buffer in buffers]
+        word = WORDS[math.gcd(max(WORDS), *self.layout.plane_token_bytes)]
+        self._rows = [buffer.view(len(buffer), -1).view(word) for buffer in buffers]
 
     @property
     def rows(self) -> Sequence[torch.Tensor]:
@@ -160,11 +162,11 @@ class DeviceKV:
 
     def _planes_of(self, block: torch.Tensor) -> Iterator[torch.Tensor]:
         """The planes of a block (uint8 `[block_bytes]`), in the words of the pool's rows."""
-        offset = 0
-        for rows, token_bytes in zip(self._rows, self.layout.plane_token_bytes, strict=True):
-            size = token_bytes * self.layout.block_tokens
-            yield block[offset : offset + size].view(rows.dtype).view(-1, rows.shape[1])
-            offset += size
+        for rows, start, token_bytes in zip(
+            self._rows, self.layout.plane_offsets, self.layout.plane_token_bytes, strict=True
+        ):
+            plane = block[start : start + token_bytes * self.layout.block_tokens]
+            yield plane.view(rows.dtype).view(-1, rows.shape[1])
 
 
 class CudaKV(DeviceKV):
@@ -260,12 +262,3 @@ def _planes(
 
 def _token_shape(buffer: torch.Tensor) -> tuple[int, ...]:
     return tuple(buffer.shape[1:])
-
-
-def _as_words(buffer: torch.Tensor) -> torch.Tensor:
-    """`[slots, words]` over the same memory."""
-    rows = buffer.view(torch.uint8).view(buffer.shape[0], -1)
-    for size, word in _WORDS:
-        if rows.shape[1] % size == 0:
-            return rows.view(word)
-    raise AssertionError("one byte divides everything")
