@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 DTYPE_BYTES = {
@@ -42,6 +43,12 @@ class BlockLayout:
         """Bytes of one token in each plane, in block order (`layers * len(parts)` entries)."""
         size = DTYPE_BYTES[self.dtype]
         return tuple(math.prod(shape) * size for _, shape in self.parts) * self.layers
+
+    @cached_property
+    def plane_offsets(self) -> tuple[int, ...]:
+        """The byte of a block at which each plane begins, in block order."""
+        sizes = [token_bytes * self.block_tokens for token_bytes in self.plane_token_bytes]
+        return tuple(accumulate(sizes[:-1], initial=0))
 
     @cached_property
     def token_bytes(self) -> int:

@@ -34,12 +34,16 @@ def test_block_layout_of_llama_3_8b_has_the_expected_sizes():
 def test_block_layout_planes_of_unequal_parts_are_in_layer_order():
     layout = BlockLayout(2, (("latent", (512,)), ("rope", (64,))), "bfloat16", 4)
     assert layout.plane_token_bytes == (1024, 128, 1024, 128)
+    assert layout.plane_offsets == (0, 4096, 4608, 8704)
 
 
 @given(LAYOUTS)
 def test_block_layout_block_bytes_are_the_sum_of_the_planes(layout):
     assert len(layout.plane_token_bytes) == layout.layers * len(layout.parts)
     assert layout.token_bytes == sum(layout.plane_token_bytes)
+    sizes = [n * layout.block_tokens for n in layout.plane_token_bytes]
+    ends = [*layout.plane_offsets[1:], layout.block_bytes]
+    assert [start + size for start, size in zip(layout.plane_offsets, sizes, strict=True)] == ends
     assert layout.block_bytes == layout.block_tokens * layout.token_bytes
     one_layer = sum(math.prod(shape) for _, shape in layout.parts) * DTYPE_BYTES[layout.dtype]
     assert layout.token_bytes == layout.layers * one_layer

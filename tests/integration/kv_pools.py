@@ -45,14 +45,20 @@ def mha(
 
 
 def mla(
-    slots: int, *, page: int = 1, dtype: torch.dtype = torch.float32, layers: int = 2
+    slots: int,
+    *,
+    page: int = 1,
+    dtype: torch.dtype = torch.float32,
+    latent: int = 6,
+    rope: int = 3,
+    layers: int = 2,
 ) -> MLATokenToKVPool:
     return MLATokenToKVPool(
         size=slots,
         page_size=page,
         dtype=dtype,
-        kv_lora_rank=6,
-        qk_rope_head_dim=3,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=rope,
         layer_num=layers,
         device="cpu",
         enable_memory_saver=False,

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from sglang_cake.core.layout import BlockLayout
 
 RING_BLOCKS = 4  # blocks that one kernel moves out of the pool
 RING_BYTES = 96 * 2**20  # at most, of device memory, for blocks on their way out
-# Row copies use the widest integer type that divides the row, whatever the dtype of the KV: there
+# Row copies use the widest integer type that divides every row, whatever the dtype of the KV: there
 # are no index kernels for float8.
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +95,8 @@ class DeviceKV:
         )
         self.device = buffers[0].device
         self.encoded = encoded
-        self._rows = [_as_words(buffer) for buffer in buffers]
+        word = WORDS[math.gcd(max(WORDS), *self.layout.plane_token_bytes)]
+        self._rows = [buffer.view(len(buffer), -1).view(word) for buffer in buffers]
 
     @property
     def rows(self) -> Sequence[torch.Tensor]:
@@ -180,11 +182,11 @@ class DeviceKV:
 
     def _planes_of(self, block: torch.Tensor) -> Iterator[torch.Tensor]:
         """The planes of a block (uint8 `[block_bytes]`), in the words of the pool's rows."""
-        offset = 0
-        for rows, token_bytes in zip(self._rows, self.layout.plane_token_bytes, strict=True):
-            size = token_bytes * self.layout.block_tokens
-            yield block[offset : offset + size].view(rows.dtype).view(-1, rows.shape[1])
-            offset += size
+        for rows, start, token_bytes in zip(
+            self._rows, self.layout.plane_offsets, self.layout.plane_token_bytes, strict=True
+        ):
+            plane = block[start : start + token_bytes * self.layout.block_tokens]
+            yield plane.view(rows.dtype).view(-1, rows.shape[1])
 
 
 class CudaKV(DeviceKV):
@@ -338,12 +340,3 @@ def _is_of_slots(value: object, slots: int) -> bool:
 
 def _token_shape(buffer: torch.Tensor) -> tuple[int, ...]:
     return tuple(buffer.shape[1:])
-
-
-def _as_words(buffer: torch.Tensor) -> torch.Tensor:
-    """`[slots, words]` over the same memory."""
-    rows = buffer.view(torch.uint8).view(buffer.shape[0], -1)
-    for size, word in _WORDS:
-        if rows.shape[1] % size == 0:
-            return rows.view(word)
-    raise AssertionError("one byte divides everything")

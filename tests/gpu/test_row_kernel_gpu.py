@@ -1,0 +1,117 @@
+"""The row kernel on a GPU copies what plain indexing copies, bit for bit. It needs no SGLang."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.memory.row_kernel import RowKernel
+
+SLOTS = 4096
+
+
+def _random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+
+
+def _rows_of(block: torch.Tensor, layout: BlockLayout) -> list[torch.Tensor]:
+    """The planes of a block, `[block_tokens, bytes]` each."""
+    sizes = [width * layout.block_tokens for width in layout.plane_token_bytes]
+    parts = block[: layout.block_bytes].split(sizes)
+    return [part.view(layout.block_tokens, -1) for part in parts]
+
+
+def _mha(k: int, v: int, dtype: str, layers: int = 3) -> tuple[object, ...]:
+    return layers, (("k", (1, k)), ("v", (1, v))), dtype
+
+
+def _mla(width: int, dtype: str) -> tuple[object, ...]:
+    return 3, (("kv", (1, width)),), dtype
+
+
+KINDS = {
+    "rows of 2048 bytes": _mha(1024, 1024, "bfloat16", layers=32),
+    "rows of 1152 bytes": _mla(576, "bfloat16"),
+    "rows of 576 bytes": _mla(576, "float8_e4m3fn"),
+    "rows of 384 and 256 bytes": _mha(192, 128, "bfloat16"),
+    "rows of 128 bytes": _mha(128, 128, "float8_e5m2"),
+    "rows of 96 bytes": _mha(96, 96, "float8_e5m2"),
+    "rows of 40 bytes": _mha(10, 10, "float32"),
+    "rows of 36 and 12 bytes": _mha(9, 3, "float32"),
+    "rows of 6 and 10 bytes": _mha(3, 5, "float16"),
+    "rows of 7 bytes": _mla(7, "float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("block_tokens", [1, 100, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
+    kind: str, block_tokens: int, index_dtype: str
+) -> None:
+    layout = BlockLayout(*KINDS[kind], block_tokens)
+    planes = [_random_bytes(SLOTS, width) for width in layout.plane_token_bytes]
+    kernel = RowKernel(planes, layout)
+    memory = _random_bytes(8, layout.block_bytes + 4096)
+    index = torch.tensor([6, 0, 3, 7, 1], dtype=getattr(torch, index_dtype), device="cuda")
+
+    def slots() -> torch.Tensor:
+        return torch.randperm(SLOTS, device="cuda")[: len(index) * block_tokens]
+
+    wanted, before, given = [plane.clone() for plane in planes], memory.clone(), slots()
+    for row, part in zip(index, given.view(len(index), -1), strict=True):
+        for plane, rows in zip(wanted, _rows_of(memory[row], layout), strict=True):
+            plane[part] = rows
+    kernel.scatter(memory, index, given)
+    assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
+    assert torch.equal(memory, before)
+
+    out, taken = memory.clone(), slots()
+    for row, part in zip(index, taken.view(len(index), -1), strict=True):
+        for plane, rows in zip(planes, _rows_of(out[row], layout), strict=True):
+            rows.copy_(plane[part])
+    kernel.gather(taken, memory, index)
+    assert torch.equal(memory, out)
+    assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
+
+
+def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
+    width = 2**12 + 1  # of bytes that are words
+    layout = BlockLayout(1, (("kv", (width,)),), "uint8", 1)
+    pool = torch.zeros((2**31 // width + 10, width), dtype=torch.uint8, device="cuda")
+    memory = torch.zeros((5, 2**29 + 2**12), dtype=torch.uint8, device="cuda")
+    kernel = RowKernel([pool], layout)
+    index = torch.tensor([4], dtype=torch.int32, device="cuda")
+    slots = torch.tensor([len(pool) - 1], device="cuda")
+    memory[-1] = 7
+    kernel.scatter(memory, index, slots)
+    assert bool((pool[-1] == 7).all())
+    assert not pool[:-1].any()
+    pool[-1] = 9
+    kernel.gather(slots, memory, index)
+    assert bool((memory[-1, :width] == 9).all())
+    assert bool((memory[-1, width:] == 7).all())
+
+
+def test_row_kernel_runs_on_the_current_stream_in_order() -> None:
+    layout = BlockLayout(*KINDS["rows of 2048 bytes"], 128)
+    planes = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in (2048,) * 64]
+    kernel = RowKernel(planes, layout)
+    memory, busy = _random_bytes(2, layout.block_bytes), torch.randn(4096, 4096, device="cuda")
+    index, slots = torch.tensor([1], device="cuda"), torch.arange(128, device="cuda")
+    kernel.scatter(memory, index[:0], slots[:0])  # compiles it
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            busy = busy @ busy.clamp(-1, 1)
+        memory.fill_(3)
+        kernel.scatter(memory, index, slots)
+        assert not side.query()  # nobody waited
+        memory.fill_(4)
+    side.synchronize()
+    assert all(bool((plane[:128] == 3).all()) for plane in planes)
+    assert not any(plane[128:].any() for plane in planes)

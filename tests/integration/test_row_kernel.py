@@ -1,0 +1,232 @@
+"""The row kernel copies what the plain path copies, bit for bit; here in Triton's interpreter."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kv_pools import as_bytes, buffers_of, mha, mla, scramble
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
+from sglang_cake.integration.memory.row_kernel import RowKernel
+
+SLOTS = 320
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+SOURCE = row_kernel.copy_rows.fn  # the Python function
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    """The kernel is what it is under TRITON_INTERPRET=1, whatever has imported Triton before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        kernel = triton.jit(SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_kernel, "copy_rows", kernel)
+        yield
+
+
+def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+def check(
+    make: Callable[[], Any],
+    *,
+    block_tokens: int,
+    blocks: int = 2,
+    gap_bytes: int = 0,
+    index_dtype: torch.dtype = torch.int64,
+    seed: int = 0,
+) -> None:
+    """Both ways, with two equal pools: one for the kernel, one for the plain path."""
+    ours, plain = make(), make()
+    scramble(ours, seed)
+    scramble(plain, seed)
+    kv = DeviceKV(plain, block_tokens=block_tokens)
+    kernel = RowKernel(DeviceKV(ours, block_tokens=block_tokens).rows, kv.layout)
+    random = torch.Generator().manual_seed(seed)
+    memory = random_bytes(blocks + 2, kv.layout.block_bytes + gap_bytes, seed=seed)
+    index = torch.randperm(blocks + 2, generator=random)[:blocks].to(index_dtype)
+
+    def parts_of(memory: torch.Tensor) -> list[HostBuffer]:
+        return [HostBuffer(memory[row][: kv.layout.block_bytes]) for row in index]
+
+    def slots() -> torch.Tensor:
+        return torch.randperm(SLOTS, generator=random)[: blocks * block_tokens] + 1
+
+    def pools_are_equal() -> bool:
+        pairs = zip(buffers_of(ours), buffers_of(plain), strict=True)
+        return all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in pairs)
+
+    before, given = memory.clone(), slots()
+    kernel.scatter(memory, index, given)
+    kv.load(parts_of(memory), given)
+    assert pools_are_equal()
+    assert torch.equal(memory, before)
+
+    wanted, taken = memory.clone(), slots()
+    kv.save(taken, parts_of(wanted))
+    kernel.gather(taken, memory, index)
+    assert torch.equal(memory, wanted)
+    assert pools_are_equal()
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Callable[[], Any]:
+    sizes = st.integers(1, 40)
+    make = partial(
+        draw(st.sampled_from([mha, mla])),
+        SLOTS,
+        layers=draw(st.integers(1, 4)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        page=draw(st.sampled_from([1, 16])),
+    )
+    if make.func is mla:
+        return partial(make, latent=draw(sizes), rope=draw(st.integers(1, 8)))
+    heads = draw(st.integers(1, 4))
+    return partial(make, heads=heads, dim=draw(sizes), v_dim=draw(st.none() | sizes))
+
+
+@settings(max_examples=30)
+@given(
+    make=pools(),
+    block_tokens=st.integers(1, 64),
+    blocks=st.integers(1, 5),
+    gap_bytes=st.sampled_from([0, 16, 4096]),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 2**20),
+)
+# V has wider words than K, and begins where it could not be read in them.
+@example(
+    make=partial(mha, SLOTS, heads=1, dim=1, v_dim=2),
+    block_tokens=3,
+    blocks=2,
+    gap_bytes=0,
+    index_dtype=torch.int64,
+    seed=0,
+)
+def test_row_kernel_copies_equal_those_of_the_plain_path(
+    make: Callable[[], Any], **options: Any
+) -> None:
+    check(make, **options)
+
+
+# Rows as real models have them, in bytes.
+ROWS = {
+    "2048": partial(mha, heads=8, dim=128, dtype=torch.bfloat16),
+    "1152": partial(mla, latent=512, rope=64, dtype=torch.bfloat16),
+    "576": partial(mla, latent=512, rope=64, dtype=torch.float8_e4m3fn),
+    "384 and 256": partial(mha, heads=1, dim=192, v_dim=128, dtype=torch.bfloat16),
+    "128": partial(mha, heads=1, dim=128, dtype=torch.float8_e5m2),
+    "96": partial(mha, heads=1, dim=96, dtype=torch.float8_e5m2),
+    "40": partial(mha, heads=1, dim=10, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS.keys())
+def test_row_kernel_rows_of_every_width_are_bit_equal(make: Callable[..., Any]) -> None:
+    check(partial(make, SLOTS, layers=1), block_tokens=36)
+
+
+def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib() -> None:
+    """Memory that is not touched costs nothing."""
+    width = 2**12 + 1  # of bytes that are words
+    layout = BlockLayout(1, (("kv", (width,)),), "uint8", 1)
+    pool = torch.empty((2**31 // width + 10, width), dtype=torch.uint8)
+    memory = torch.empty((5, 2**29 + 2**12), dtype=torch.uint8)
+    kernel = RowKernel([pool], layout)
+    rows = random_bytes(2, width)
+    index, slots = torch.tensor([4], dtype=torch.int32), torch.tensor([len(pool) - 1])
+    memory[-1, :width] = rows[0]
+    kernel.scatter(memory, index, slots)
+    assert torch.equal(pool[-1], rows[0])
+    pool[-1] = rows[1]
+    kernel.gather(slots, memory, index)
+    assert torch.equal(memory[-1, :width], rows[1])
+
+
+class Launches:
+    """A kernel that only notes its grids."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("blocks", [1, 64, 10_000])
+def test_row_kernel_any_number_of_blocks_is_one_launch(
+    monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    layout = BlockLayout(32, (("k", (8, 128)), ("v", (8, 128))), "bfloat16", 128)
+    planes = [torch.empty(1, width, dtype=torch.uint8) for width in layout.plane_token_bytes]
+    kernel, launches = RowKernel(planes, layout), Launches()
+    monkeypatch.setattr(row_kernel, "copy_rows", launches)
+    memory = torch.empty((1, layout.block_bytes), dtype=torch.uint8)
+    index, slots = (
+        torch.zeros(blocks, dtype=torch.int64),
+        torch.zeros(blocks * 128, dtype=torch.int64),
+    )
+    kernel.scatter(memory, index, slots)
+    kernel.gather(slots, memory, index)
+    assert len(launches.grids) == 2
+    for programs, planes_of_grid in launches.grids:  # the limits of CUDA
+        assert 0 < programs < 2**31
+        assert planes_of_grid == 64 < 2**16
+
+
+@pytest.mark.parametrize("into_pool", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "word", "access"),
+    [
+        (16, "i64", "v2.b64"),
+        (8, "i64", "b64"),
+        (4, "i32", "b32"),
+        (2, "i16", "b16"),
+        (1, "u8", "b8"),
+    ],
+)
+def test_row_kernel_compiles_for_a_gpu_with_accesses_of_one_unit(
+    unit: int, word: str, access: str, into_pool: bool
+) -> None:
+    """The interpreter accepts more than the compiler does."""
+    compiled = triton.compile(
+        ASTSource(
+            triton.JITFunction(SOURCE),
+            signature={
+                "blocks": f"*{word}",
+                **dict.fromkeys(("index", "slots", "planes"), "*i64"),
+                "stride": "i32",
+            }
+            | dict.fromkeys(
+                ("BLOCK_TOKENS", "UNIT_BYTES", "UNIT_WORDS", "TOKENS", "COLUMNS", "INTO_POOL"),
+                "constexpr",
+            ),
+            constexprs={
+                "BLOCK_TOKENS": 128,
+                "UNIT_BYTES": unit,
+                "UNIT_WORDS": 2 if unit == 16 else 1,
+                "TOKENS": 32,
+                "COLUMNS": 64,
+                "INTO_POOL": into_pool,
+            },
+            attrs={(0,): [["tt.divisibility", 16]]},
+        ),
+        target=GPUTarget("cuda", 90, 32),
+    )
+    copies = re.findall(r"(ld|st)\.global\.(\S+)", compiled.asm["ptx"])
+    assert ("ld", access) in copies
+    assert {kind for what, kind in copies if what == "st"} == {access}
