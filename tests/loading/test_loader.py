@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
@@ -37,13 +37,8 @@ NOW_S = 0.0  # long ago: who waits until then does not wait
 SEED = KeySeed(Digest(b"n" * 32))
 
 
-@dataclass(slots=True, eq=False)
-class HostBytes:
-    data: bytearray
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self.data)
+def buffer_pool(buffers: int) -> BufferPool:
+    return BufferPool([Buffer(on_page(BYTES)) for _ in range(buffers)])
 
 
 def tokens_of(name: int, blocks: int, shared: int = 0) -> array:
@@ -120,7 +115,7 @@ class LoaderHarness:
         self.slow = SlowStore(self.memory)
         self.faulty = FaultyStore(self.slow)
         self.store = RecordingStore(self.faulty)
-        self.pool = BufferPool(buffers, lambda: HostBytes(bytearray(BYTES)))
+        self.pool = buffer_pool(buffers)
         self.counters = Counters()
         self.loader = self.new_loader(self.store, depth)
         self.events: list[LoaderEvent] = []
@@ -907,7 +902,7 @@ def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> N
 
 def test_staged_block_is_used_if_any_holder_used_it_and_freed_by_the_last() -> None:
     for uses in ([True, False], [False, True], [False, False]):
-        pool = BufferPool(1, lambda: HostBytes(bytearray(BYTES)))
+        pool = buffer_pool(1)
         buffer = pool.take()
         assert buffer is not None
         freed: list[StagedBlock] = []

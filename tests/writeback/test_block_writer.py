@@ -4,11 +4,10 @@ import asyncio
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import pytest
 
-from sglang_cake.core.buffers import Buffer, BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
@@ -20,15 +19,6 @@ from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
 
 BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
 SEED = KeySeed(Digest(b"n" * 32))
-
-
-@dataclass(slots=True, eq=False)
-class HostBytes:
-    data: bytearray
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self.data)
 
 
 class HeldStore(PassingStore):
@@ -59,7 +49,7 @@ class Desk:
         self.faulty = FaultyStore(self.memory)
         self.store = RecordingStore(self.faulty)
         self.counters = Counters()
-        self.pool = BufferPool(CAPACITY, lambda: HostBytes(bytearray(BYTES)))
+        self.pool = BufferPool([Buffer(on_page(BYTES)) for _ in range(CAPACITY)])
         self.writer = Writer(self.store, self.pool, self.io, self.counters)
 
     def offer(

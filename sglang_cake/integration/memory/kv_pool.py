@@ -9,25 +9,13 @@ from typing import Any
 import torch
 
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
-from sglang_cake.core.buffers import PAGE_BYTES, Buffer
+from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 
 # Row copies use the widest integer type that divides the row, whatever the dtype of the KV: there
 # are no index kernels for float8.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-
-
-@dataclass(slots=True, eq=False)
-class HostBuffer:
-    """Host memory of one block, aligned to a page; pinned if the KV pool is on a GPU."""
-
-    tensor: torch.Tensor  # uint8 [block_bytes]
-
-    @property
-    def view(self) -> memoryview:
-        """All bytes, writable."""
-        return memoryview(self.tensor.numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +77,10 @@ class DeviceKV:
         """The pool itself, in block order: the planes of each layer, each `[slots, words]`."""
         return self._rows
 
-    def new_buffer(self) -> HostBuffer:
-        """A host buffer of one block, to save into."""
-        return HostBuffer(self._memory(self.layout.block_bytes))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that `new_buffer` takes."""
-        return self._taken_bytes(self.layout.block_bytes)
-
-    def new_load_buffer(self) -> HostBuffer:
-        """A host buffer of one block, to load from."""
-        return HostBuffer(self._memory(self._load_bytes))
-
     @property
     def load_buffer_bytes(self) -> int:
-        """Host memory that `new_load_buffer` takes."""
-        return self._taken_bytes(self._load_bytes)
+        """Size of a buffer that `load` takes; those of `save` have the size of a block."""
+        return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
 
     def load(self, blocks: Sequence[Buffer], slots: torch.Tensor) -> Copy:
         """Copy whole blocks into slots (int64 `[len(blocks) * block_tokens]`, on the device)."""
@@ -123,18 +98,6 @@ class DeviceKV:
 
     def order_after_copies(self) -> None:
         """Launches of the scheduler from now on start after the copies launched so far."""
-
-    @property
-    def _load_bytes(self) -> int:
-        return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
-
-    def _taken_bytes(self, size_bytes: int) -> int:
-        return size_bytes + PAGE_BYTES
-
-    def _memory(self, size_bytes: int) -> torch.Tensor:
-        whole = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
-        start = -whole.data_ptr() % PAGE_BYTES
-        return whole[start : start + size_bytes]
 
     def _fetched(self, buffer: Buffer) -> torch.Tensor:
         """The block that a buffer holds (uint8 `[block_bytes]`), on the device."""
@@ -171,7 +134,7 @@ class CudaKV(DeviceKV):
     """The same on a GPU: copies run on a side stream, beside the forwards.
 
     `load` and `save` order their copies after all launches so far; `order_after_copies` orders
-    later launches after the copies. Host buffers are pinned.
+    later launches after the copies. The host waits for a copy only if its buffer is not pinned.
 
     Args:
         forward_stream: the stream that forwards run on.
@@ -210,13 +173,6 @@ class CudaKV(DeviceKV):
     def order_after_copies(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _taken_bytes(self, size_bytes: int) -> int:
-        return int(1 << (size_bytes - 1).bit_length())  # as PyTorch rounds pinned memory
-
-    def _memory(self, size_bytes: int) -> torch.Tensor:
-        # Pinned memory always starts on a page.
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-
     def _beside(self) -> contextlib.AbstractContextManager[object]:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         self._side.wait_stream(self._forward)
@@ -229,8 +185,8 @@ class CudaKV(DeviceKV):
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:
-    assert isinstance(buffer, HostBuffer)
-    return buffer.tensor
+    """uint8, over the buffer's memory."""
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
 def _planes(

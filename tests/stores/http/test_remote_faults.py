@@ -10,7 +10,7 @@ from http_servers import OurServer, own_token
 from moto_process import moto
 from test_s3 import credentials  # noqa: F401 - a fixture
 
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
@@ -73,11 +73,6 @@ class Clock:
 
     def __call__(self):
         return self.now_s
-
-
-class HostBytes:
-    def __init__(self):
-        self.view = memoryview(bytearray(LAYOUT.block_bytes))
 
 
 @dataclass
@@ -211,7 +206,8 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
     store = remote.opened(clock, remote.patience(fault))
     io, counters = IoThread("test-faults"), Counters()
-    pool, prior = BufferPool(BLOCKS, HostBytes), LoadCost(0.0, 1.0, depth=2)
+    pool = BufferPool([Buffer(on_page(LAYOUT.block_bytes)) for _ in range(BLOCKS)])
+    prior = LoadCost(0.0, 1.0, depth=2)
     loader = Loader(store, pool, io, counters, queue_depth=2, prior=prior)
 
     def worth(stored, cost):
