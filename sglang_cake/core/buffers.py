@@ -1,9 +1,9 @@
-"""Host buffers for blocks in transit: allocated one by one, reused, bounded."""
+"""Host buffers for blocks in transit: a fixed number, used again and again."""
 
 import ctypes
-import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 # O_DIRECT reads fill memory that starts on a multiple of it without a copy. It is a multiple of the
 # alignment of every disk, whatever the machine's page size is.
@@ -26,43 +26,37 @@ def on_page(size_bytes: int) -> memoryview:
 TellBytes = Callable[[int], object]
 
 
-class Buffer(Protocol):
-    """One block of host memory, aligned to a page; `integration` makes it (pinned for a GPU)."""
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Host memory of one block. Attributes: view: all bytes, writable."""
 
-    @property
-    def view(self) -> memoryview:
-        """All bytes, writable."""
-        ...
+    view: memoryview
 
 
 class BufferPool:
-    """At most `capacity` buffers, allocated when first needed and then reused. Thread-safe."""
+    """A fixed set of buffers, handed out one by one. Thread-safe.
 
-    def __init__(self, capacity: int, make: Callable[[], Buffer]) -> None:
-        assert capacity > 0
-        self.capacity = capacity
-        self._make = make
-        self._lock = threading.Lock()
-        self._idle: list[Buffer] = []
-        self._made = 0
+    Attributes:
+        capacity: the number of all buffers.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        assert buffers
+        self.capacity = len(buffers)
+        self._idle = deque(buffers)
 
     def take(self) -> Buffer | None:
         """A buffer with undefined content, or None if all are in use. Never waits for one."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            if self._made == self.capacity:
-                return None
-            self._made += 1
-        return self._make()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer. No thread or device may use it any more."""
-        with self._lock:
-            self._idle.append(buffer)
+        self._idle.append(buffer)
 
     @property
     def free(self) -> int:
         """How many buffers could be taken now."""
-        with self._lock:
-            return len(self._idle) + self.capacity - self._made
+        return len(self._idle)

@@ -79,7 +79,9 @@ def _share(spelled: str, value: object) -> float:
     return float(cast(float, number))
 
 
-def _size(spelled: str, value: object) -> int:
+def _size(spelled: str, value: object) -> int | None:
+    if value is None:
+        return None
     number = value
     if isinstance(value, str):
         try:
@@ -210,15 +212,19 @@ class CakeConfig:
         None, _path, "FILE", "File to which one JSON line per event is appended."
     )
 
-    staging_bytes: int = _setting(
-        2**30, _size, "BYTES", "Host memory, per rank, for blocks that are being loaded."
+    staging_bytes: int | None = _setting(
+        None,
+        _size,
+        "BYTES",
+        "Host memory, per rank, for blocks that are being loaded. It holds at least 4 blocks more "
+        "than --cake-queue-depth. Default: 1GiB.",
     )
-    write_queue_bytes: int = _setting(
-        256 * 2**20,
+    write_queue_bytes: int | None = _setting(
+        None,
         _size,
         "BYTES",
         "Host memory, per rank, for blocks that are being stored. While it is full, new blocks are "
-        "not stored, and counted.",
+        "not stored, and counted. Default: two chunks of prefill, at least 256MiB.",
     )
     queue_depth: int = _setting(
         4, _integer(1, _MAX_QUEUE_DEPTH), "N", "Concurrent reads of the store, per rank."
@@ -303,8 +309,6 @@ class Help:
 def help_of(name: str) -> Help:
     """Of the setting with this plain name."""
     default: Any = _FIELDS[name].default
-    if name.endswith("_bytes"):
-        default = f"{default // 2**20}MiB"
     return Help(
         value=_FIELDS[name].metadata["value"],
         text=_FIELDS[name].metadata["text"],

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.config import CakeConfig, from_environment
 from sglang_cake.core.counters import Counters
@@ -31,6 +30,7 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.host_pools import host_pools
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.metrics import (
     FailureMetrics,
@@ -162,8 +162,17 @@ class CakeService:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self.setting = config.store
         self.counters = Counters()
-        self.loader = _loader(self.kv, self._io, self.counters, config)
-        self.writer = _writer(self.kv, self._io, self.counters, config)
+        staging, write_queue = host_pools(self.kv, config, chunk_tokens=_chunk_tokens(ctx))
+        block_s = self.kv.layout.block_bytes / PRIOR_BYTES_PER_S
+        self.loader = Loader(
+            None,
+            staging,
+            self._io,
+            self.counters,
+            queue_depth=config.queue_depth,
+            prior=LoadCost(0.0, block_s, depth=config.queue_depth),
+        )
+        self.writer = Writer(None, write_queue, self._io, self.counters)
         self.copier = CopyThread(self.kv, self.loader.copied)
         self.saving = BlockSaving(self.kv, self.copier, self.writer)
         self.step_costs = _step_costs(ctx, self.loader)
@@ -394,25 +403,6 @@ def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> D
 def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
     stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
     return stream if isinstance(stream, torch.cuda.Stream) else None
-
-
-def _loader(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) -> Loader:
-    depth = config.queue_depth
-    buffers = max(depth + 1, config.staging_bytes // kv.load_buffer_bytes)
-    block_s = kv.layout.block_bytes / PRIOR_BYTES_PER_S
-    return Loader(
-        None,
-        BufferPool(buffers, kv.new_load_buffer),
-        io,
-        counters,
-        queue_depth=depth,
-        prior=LoadCost(0.0, block_s, depth=depth),
-    )
-
-
-def _writer(kv: DeviceKV, io: IoThread, counters: Counters, config: CakeConfig) -> Writer:
-    buffers = max(1, config.write_queue_bytes // kv.buffer_bytes)
-    return Writer(None, BufferPool(buffers, kv.new_buffer), io, counters)
 
 
 def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing
@@ -189,11 +189,9 @@ class VirtualGpu:
 # ---- the KV pool and its copies, as in `kv_pool.CudaKV` and `copier.CopyThread` ----
 
 
-@dataclass(eq=False)
-class VirtualBuffer:
-    """A block of host memory without bytes."""
-
-    view: memoryview = field(default_factory=lambda: memoryview(bytearray(8)))
+def virtual_pool(buffers: int) -> BufferPool:
+    """Host memory of so many blocks, without their bytes."""
+    return BufferPool([Buffer(memoryview(bytearray(8))) for _ in range(buffers)])
 
 
 @dataclass(eq=False)
@@ -489,7 +487,7 @@ class VirtualScheduler:
         self.counters = Counters()
         depth = config.queue_depth
         staged_blocks = max(depth + 4, config.staging_bytes // layout.block_bytes)
-        self.staging = BufferPool(staged_blocks, VirtualBuffer)
+        self.staging = virtual_pool(staged_blocks)
         any_io: Any = io
         self.loader = Loader(
             self.store,
@@ -501,7 +499,7 @@ class VirtualScheduler:
         )
         chunk_blocks = -(-model.chunk_tokens // BLOCK_TOKENS)
         queue = max(2 * chunk_blocks, config.write_queue_bytes // layout.block_bytes)
-        self.writer = Writer(self.store, BufferPool(queue, VirtualBuffer), any_io, self.counters)
+        self.writer = Writer(self.store, virtual_pool(queue), any_io, self.counters)
         copier = VirtualCopier(io, self.kv, self.loader.copied)
         self.saving = BlockSaving(self.kv, copier, self.writer)
         self.step_costs = StepCosts(

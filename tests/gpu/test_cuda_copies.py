@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.core.buffers import is_on_page
+from sglang_cake.core.host_memory import HostArena
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
@@ -46,9 +46,22 @@ def test_device_decode_on_cuda_gives_the_values_of_the_cpu(codec: str) -> None:
         assert found.cpu().numpy().tobytes() == bytes(wanted), layout
 
 
+def _buffers(kv: Any, count: int) -> Any:
+    from sglang_cake.integration.memory.host_pools import pin
+
+    arena = HostArena([kv.layout.block_bytes] * count, prefault=True)
+    assert pin(arena, kv.device)
+    return arena.buffers
+
+
+def _tensor(buffer: Any) -> Any:
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
+
+
 def _fill(buffer: Any) -> Any:
-    buffer.tensor.copy_(torch.randint(0, 256, buffer.tensor.shape, dtype=torch.uint8))
-    return buffer.tensor.clone()
+    tensor = _tensor(buffer)
+    tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
+    return tensor.clone()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
@@ -59,27 +72,29 @@ def test_cuda_kv_blocks_return_bit_for_bit_beside_forwards(dtype: str) -> None:
     order = (torch.randperm(SLOTS) + 1).to("cuda", torch.int64)
     expected, loads = [], []
     for turn in range(16):
-        blocks = [kv.new_buffer(), kv.new_buffer()]
+        blocks = _buffers(kv, 2)
         expected.append([_fill(block) for block in blocks])
         slots = order[turn * 2 * BLOCK : (turn + 1) * 2 * BLOCK]
-        loads.append((kv.load(blocks, slots), blocks, slots))
+        after = kv.fence()
+        parts = zip(blocks, slots.split(BLOCK), strict=True)
+        loads.append(([kv.load(block, part, after) for block, part in parts], slots))
         with torch.cuda.stream(forward):
             for _ in range(4):
                 busy = busy @ busy.clamp(-1, 1)
-    kv.order_after_copies()
     saves = []
-    for _, _, slots in loads:
-        blocks = [kv.new_buffer(), kv.new_buffer()]
-        saves.append((kv.save(slots, blocks), blocks))
+    for copies, slots in loads:
+        kv.order_forwards_after(copies)
+        blocks = _buffers(kv, 2)
+        saves.append((kv.save(slots, blocks, kv.fence()), blocks))
     for (copy, blocks), wanted in zip(saves, expected, strict=True):
         copy.wait()
         assert copy.done()
         for block, bytes_ in zip(blocks, wanted, strict=True):
-            assert torch.equal(block.tensor, bytes_)
+            assert torch.equal(_tensor(block), bytes_)
 
 
 def test_cuda_kv_save_copies_rows_as_the_forward_before_it_left_them() -> None:
-    """Slots may be reused as soon as `save` has returned."""
+    """Forwards behind `order_forwards_after` may write to the slots."""
     forward = torch.cuda.Stream()
     kv = _kv(torch.float32, forward)
     slots = torch.arange(1, BLOCK + 1, device="cuda")
@@ -90,16 +105,30 @@ def test_cuda_kv_save_copies_rows_as_the_forward_before_it_left_them() -> None:
         for rows in kv.rows:
             rows[1 : BLOCK + 1] = 7
     with torch.cuda.stream(forward):
-        block = kv.new_buffer()
-        copy = kv.save(slots, [block])
+        (block,) = _buffers(kv, 1)
+        copy = kv.save(slots, [block], kv.fence())
+        kv.order_forwards_after([copy])
         for rows in kv.rows:
             rows[1 : BLOCK + 1] = 9
     copy.wait()
-    words = block.tensor.view(kv.rows[0].dtype)
+    words = _tensor(block).view(kv.rows[0].dtype)
     assert bool((words == 7).all())
 
 
-def test_cuda_kv_host_buffers_are_pinned_and_page_aligned() -> None:
-    buffer = _kv(torch.float16, torch.cuda.Stream()).new_buffer()
-    assert buffer.tensor.is_pinned()
-    assert is_on_page(buffer.view)
+def test_host_arena_is_pinned_until_its_memory_is_freed() -> None:
+    kv = _kv(torch.float16, torch.cuda.Stream())
+    for _ in range(2):  # the second may lie where the first was
+        tensors = [_tensor(buffer) for buffer in _buffers(kv, 3)]
+        assert all(tensor.is_pinned() for tensor in tensors)
+
+
+def test_failed_pinning_is_one_line_and_the_next_launch_works(caplog: Any) -> None:
+    from sglang_cake.integration.memory.host_pools import pin
+
+    kv = _kv(torch.float16, torch.cuda.Stream())
+    arena = HostArena([kv.layout.block_bytes], prefault=True)
+    assert pin(arena, kv.device)
+    assert not pin(arena, kv.device)  # it is registered already
+    (record,) = caplog.records
+    assert "cannot be pinned" in record.getMessage()
+    assert torch.ones(8, device="cuda").sum().item() == 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from held_reads import HeldReads
-from kv_pools import allocator_of, as_bytes, buffers_of, mha, scramble
+from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.config import CakeConfig
@@ -91,7 +91,7 @@ class CoordinatorHarness(HeldReads):
         self.peer: Callable[[torch.Tensor], None] | None = None
         self.adapter_error: Exception | None = None  # raised where an adapter's files are read
         self.counters = Counters()
-        self.staging = BufferPool(staging, self.kv.new_buffer)
+        self.staging = BufferPool(buffers_for(self.kv, staging))
         loader = self.loader = Loader(
             self.front,
             self.staging,

@@ -9,9 +9,9 @@ import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
-from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
+from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import StagedBlock
@@ -89,6 +89,11 @@ def allocator_of(pool: Any, page: int) -> Any:
     return PagedTokenToKVPoolAllocator(pool.size, page, pool.dtype, "cpu", pool, need_sort=False)
 
 
+def buffers_for(kv: DeviceKV, count: int) -> list[Buffer]:
+    """Host memory to save blocks into."""
+    return [Buffer(on_page(kv.layout.block_bytes)) for _ in range(count)]
+
+
 def record_of(
     blocks: int,
     *,
@@ -131,15 +136,16 @@ class Staging:
     freed: list[StagedBlock] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = BufferPool(64, self.kv.new_buffer)
+        self.pool = BufferPool(buffers_for(self.kv, 64))
 
     def fetch(self, block: int) -> tuple[bytes, StagedBlock]:
         """The bytes of `block`, in host memory."""
         buffer = self.pool.take()
-        assert isinstance(buffer, HostBuffer)
+        assert buffer is not None
         generator = torch.Generator().manual_seed(block)
-        size = len(buffer.tensor)
-        buffer.tensor.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
+        size = (len(buffer.view),)
+        raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        buffer.view[:] = raw.numpy().data
         return bytes(buffer.view), StagedBlock(buffer, self.pool, self.freed.append)
 
     def land(self, record: PromptRecord, block: int) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kv_pools import as_bytes, buffers_of, mha, record_of, scramble
+from kv_pools import as_bytes, buffers_for, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
@@ -30,7 +30,7 @@ class SavingHarness:
         self.store = RecordingStore(self.memory)
         self.io = IoThread("test-io")
         self.counters = Counters()
-        self.buffers = BufferPool(buffers, self.kv.new_buffer)
+        self.buffers = BufferPool(buffers_for(self.kv, buffers))
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
         self.saving = BlockSaving(self.kv, Copier(self.kv, lambda took_s: None), self.writer)
         # SGLang's rows of slots are int32, and slots come in no order.

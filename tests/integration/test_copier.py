@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.integration.memory.copier import Copier, CopyThread, SlotCopy
 from sglang_cake.loading.loader import StagedBlock
 
@@ -76,8 +76,8 @@ def slot_copy() -> SlotCopy:
     return copy
 
 
-class Bytes:
-    view = memoryview(bytearray(8))
+def host_bytes() -> Buffer:
+    return Buffer(memoryview(bytearray(8)))
 
 
 class CopierHarness:
@@ -85,7 +85,7 @@ class CopierHarness:
 
     def __init__(self) -> None:
         self.kv = SlowKV()
-        self.pool = BufferPool(8, Bytes)
+        self.pool = BufferPool([host_bytes() for _ in range(8)])
         self.took_s: list[float] = []
         self.freed = threading.Semaphore(0)
         self.reasons: list[tuple[bool, str]] = []
@@ -129,7 +129,7 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
 
 
 def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> None:
-    save = harness.copier.save(SLOTS, [Bytes()], ())
+    save = harness.copier.save(SLOTS, [host_bytes()], ())
     assert save.launched.result(PATIENCE_S) is not None
     copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
@@ -181,12 +181,12 @@ def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: Copier
         harness.copier.check()
     harness.copier.check()
     harness.kv.error = None
-    assert harness.copier.save(SLOTS, [Bytes()], ()).launched.result(PATIENCE_S)  # it goes on
+    assert harness.copier.save(SLOTS, [host_bytes()], ()).launched.result(PATIENCE_S)  # it goes on
 
 
 def test_copier_failed_save_is_told_to_the_writer(harness: CopierHarness) -> None:
     harness.kv.error = RuntimeError("the device is gone")
-    save = harness.copier.save(SLOTS, [Bytes()], ())
+    save = harness.copier.save(SLOTS, [host_bytes()], ())
     with pytest.raises(RuntimeError, match="gone"):
         save.ended.result(PATIENCE_S)
     with pytest.raises(RuntimeError, match="gone"):
@@ -196,7 +196,7 @@ def test_copier_failed_save_is_told_to_the_writer(harness: CopierHarness) -> Non
 
 def test_copier_close_completes_what_it_was_given() -> None:
     harness = CopierHarness()
-    save = harness.copier.save(SLOTS, [Bytes()], ())
+    save = harness.copier.save(SLOTS, [host_bytes()], ())
     harness.kv.wait_launched(1)
     harness.kv.let_end(harness.kv.launched[0])
     harness.copier.close()
@@ -207,7 +207,7 @@ def test_copier_close_completes_what_it_was_given() -> None:
 
 def test_copier_of_the_same_thread_completes_at_once() -> None:
     kv: Any = SlowKV()
-    staged_pool = BufferPool(1, Bytes)
+    staged_pool = BufferPool([host_bytes()])
     buffer = staged_pool.take()
     assert buffer is not None
     staged = StagedBlock(buffer, staged_pool, lambda _: None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_pools import as_bytes, buffers_of, mha, mla
+from kv_pools import as_bytes, buffers_for, buffers_of, mha, mla
 
 from sglang_cake.codecs.block_arrays import Block, parts_of
 from sglang_cake.codecs.catalogue import chain_of, decode, decodes_on_device, prepare
@@ -19,6 +19,7 @@ from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform
 from sglang_cake.codecs.pipeline import Chain, Raw, begin, split
 from sglang_cake.codecs.rope import InverseRope
+from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.codec_names import CODECS, ON_DEVICE, RAW
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
@@ -176,7 +177,7 @@ def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
     namespace = Namespace((("layout", kv.layout.describe()), ("codec", codec)))
     keys = [BlockKey(bytes([n]) * 32) for n in range(2)]
 
-    async def go(on_device: bool) -> list[torch.Tensor]:
+    async def go(on_device: bool) -> list[Buffer]:
         store = open_blocks(
             parse_sources(tmp_path.as_uri()),
             *(namespace, kv.layout),
@@ -184,22 +185,21 @@ def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
             depth=2,
             on_device=on_device,
         )
-        saved = [kv.new_buffer(), kv.new_buffer()]
+        saved = buffers_for(kv, len(keys))
         kv.save(slots, saved, ()).wait()
-        loaded = [kv.new_load_buffer() if on_device else kv.new_buffer() for _ in keys]
+        size = kv.load_buffer_bytes if on_device else kv.layout.block_bytes
+        loaded = [Buffer(on_page(size)) for _ in keys]
         for key, source, target in zip(keys, saved, loaded, strict=True):
             await store.put(key, source.view)
             assert await store.get_into(key, target.view) == len(target.view)
         await store.close()
-        return [buffer.tensor for buffer in loaded]
+        return loaded
 
-    blocks = asyncio.run(go(on_device=False))
+    blocks = [torch.frombuffer(b.view, dtype=torch.uint8) for b in asyncio.run(go(on_device=False))]
     wanted = torch.cat([torch.cat([*kv_rows(kv, block)], 1) for block in blocks])
     for pool_buffer in buffers_of(pool):
         pool_buffer.zero_()
-    buffers = [kv.new_load_buffer() for _ in keys]
-    for buffer, tensor in zip(buffers, asyncio.run(go(on_device=True)), strict=True):
-        buffer.tensor.copy_(tensor)
+    buffers = asyncio.run(go(on_device=True))
     for buffer, part in zip(buffers, slots.split(kv.layout.block_tokens), strict=True):
         assert kv.load(buffer, part, ()).done()
     found = torch.cat([as_bytes(b)[slots].view(len(slots), -1) for b in buffers_of(pool)], 1)

@@ -137,7 +137,7 @@ def test_launcher_help_lists_the_cake_flags(tmp_path: Path) -> None:
     assert "sglang_cake:" in text
     for flag in ("--enable-cake", "--cake-store URL", "--cake-mode MODE", "--cake-config FILE"):
         assert flag in text
-    assert "Default: 1024MiB" in text
+    assert "Default: 128." in text
 
 
 def _launch(

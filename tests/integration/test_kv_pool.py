@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_pools import as_bytes, buffers_of, mha, mla, scramble
+from kv_pools import as_bytes, buffers_for, buffers_of, mha, mla, scramble
 
-from sglang_cake.core.buffers import is_on_page
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
@@ -35,7 +34,7 @@ def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(
     assert kv_out.layout == kv_in.layout
     order = torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1
     taken, given = order[: 2 * BLOCK], order[2 * BLOCK : 4 * BLOCK]  # scattered, not the same
-    blocks = [kv_out.new_buffer(), kv_out.new_buffer()]
+    blocks = buffers_for(kv_out, 2)
     saved = kv_out.save(taken, blocks, kv_out.fence())
     saved.wait()
     assert saved.done()
@@ -53,7 +52,7 @@ def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
     pool = POOLS[kind](dtype=torch.bfloat16)
     scramble(pool, 1)
     kv = DeviceKV(pool, block_tokens=BLOCK)
-    block = kv.new_buffer()
+    (block,) = buffers_for(kv, 1)
     assert kv.layout.dtype == "bfloat16"
     assert len(block.view) == kv.layout.block_bytes
     slots = torch.arange(5, 5 + BLOCK)
@@ -68,13 +67,6 @@ def test_kv_pool_fp8_layout_keeps_its_dtype_name() -> None:
     pool = mha(32, dtype=torch.float8_e4m3fn)
     assert pool.k_buffer[0].dtype is torch.uint8
     assert DeviceKV(pool, block_tokens=BLOCK).layout.dtype == "float8_e4m3fn"
-
-
-def test_kv_pool_buffer_view_shares_memory_and_is_page_aligned() -> None:
-    block = DeviceKV(mha(32), block_tokens=BLOCK).new_buffer()
-    assert is_on_page(block.view)  # or a disk could not write it itself
-    block.view[:] = b"\x07" * len(block.view)
-    assert bool((block.tensor == 7).all())
 
 
 @pytest.mark.parametrize("name", ["k_scale_buffer", "native_k_scale_buffer", "index_k_buffer"])

@@ -14,9 +14,10 @@ from kv_pools import as_bytes, buffers_of, mha, mla, scramble
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory import row_kernel
-from sglang_cake.integration.memory.kv_pool import DeviceKV, HostBuffer
+from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.memory.row_kernel import RowKernel
 
 SLOTS = 320
@@ -59,8 +60,9 @@ def check(
     memory = random_bytes(blocks + 2, kv.layout.block_bytes + gap_bytes, seed=seed)
     index = torch.randperm(blocks + 2, generator=random)[:blocks].to(index_dtype)
 
-    def parts_of(memory: torch.Tensor) -> list[HostBuffer]:
-        return [HostBuffer(memory[row][: kv.layout.block_bytes]) for row in index]
+    def parts_of(memory: torch.Tensor) -> list[Buffer]:
+        blocks = (memory[row][: kv.layout.block_bytes] for row in index)
+        return [Buffer(block.numpy().data) for block in blocks]
 
     def slots() -> torch.Tensor:
         return torch.randperm(SLOTS, generator=random)[: blocks * block_tokens] + 1
@@ -71,12 +73,13 @@ def check(
 
     before, given = memory.clone(), slots()
     kernel.scatter(memory, index, given)
-    kv.load(parts_of(memory), given)
+    for part, its_slots in zip(parts_of(memory), given.split(block_tokens), strict=True):
+        kv.load(part, its_slots, ())
     assert pools_are_equal()
     assert torch.equal(memory, before)
 
     wanted, taken = memory.clone(), slots()
-    kv.save(taken, parts_of(wanted))
+    kv.save(taken, parts_of(wanted), ())
     kernel.gather(taken, memory, index)
     assert torch.equal(memory, wanted)
     assert pools_are_equal()

@@ -10,9 +10,10 @@ import torch
 from fake_cuda import FakeCuda, install
 from test_runahead_cuda import LAYERS, Rows, Worker, truth
 
+from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import OverlapError
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
+from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.overlapped_step import StreamedBlock, StreamedBlocks
 from sglang_cake.loading.loader import BlockRead
 
@@ -31,7 +32,7 @@ class Coming:
             tokens = range(block * BLOCK, (block + 1) * BLOCK)
             planes = [truth(i // 2, i % 2, tokens, width).flatten() for i in range(2 * LAYERS)]
             self.data.append(torch.cat(planes))
-            buffer = HostBuffer(torch.full_like(self.data[-1], 9))
+            buffer = Buffer(memoryview(bytearray(b"\x09" * len(self.data[-1]))))
             slots = self.worker.slots[block * BLOCK : (block + 1) * BLOCK]
             self.pieces.append(StreamedBlock(block, BlockRead(buffer), slots, 0))
         until_s = time.monotonic() + PATIENCE_S
@@ -47,7 +48,7 @@ class Coming:
         for layer in range(LAYERS):
             for piece, data in zip(self.pieces, self.data, strict=True):
                 part = slice(layer * size, (layer + 1) * size)
-                piece.block_read.buffer.tensor[part] = data[part]  # type: ignore[attr-defined]
+                piece.block_read.buffer.view[part] = data[part].numpy().data
                 piece.block_read.received((layer + 1) * size)
         for piece in self.pieces:
             piece.block_read.end(whole=whole)
@@ -67,7 +68,7 @@ class Coming:
     def reuse(self) -> None:
         """The buffers are somebody else's."""
         for piece in self.pieces:
-            piece.block_read.buffer.tensor.fill_(9)  # type: ignore[attr-defined]
+            piece.block_read.buffer.view[:] = b"\x09" * len(piece.block_read.buffer.view)
 
 
 def run(cuda: FakeCuda, rows: type[Rows] = Rows, *, before: bool = False) -> Sequence[str]:
@@ -129,7 +130,7 @@ def test_overlap_cuda_failed_block_does_not_overwrite_its_computed_kv(
         coming.forward()
     first, second = coming.pieces
     coming.tail.settle()
-    first.block_read.buffer.tensor[:] = coming.data[0]  # type: ignore[attr-defined]
+    first.block_read.buffer.view[:] = coming.data[0].numpy().data
     coming.tail.write_whole([first])
     coming.reuse()
     stream, worker = cuda.current_stream(), coming.worker

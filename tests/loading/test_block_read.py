@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.loading.loader import BlockRead
-from sglang_cake.stores.tiers.tier import PlainBuffer
 
 BYTES, PATIENCE_S = 64, 60.0
 NOW_S = 0.0  # long ago: who waits until then does not wait
@@ -31,7 +31,7 @@ class WatchedCondition(threading.Condition):
 class WatchedReading(BlockRead):
     def __init__(self) -> None:
         self.condition = WatchedCondition()
-        super().__init__(PlainBuffer(BYTES), self.condition)
+        super().__init__(Buffer(on_page(BYTES)), self.condition)
 
 
 def new_reading() -> WatchedReading:
@@ -203,7 +203,7 @@ class Uses(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.buffer = PlainBuffer(BYTES)
+        self.buffer = Buffer(on_page(BYTES))
         self.reading = BlockRead(self.buffer)
         self.turn = self.come = 0
         self.whole: bool | None = None

@@ -12,7 +12,7 @@ from held_reads import PATIENCE_S, HeldReads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
@@ -29,13 +29,16 @@ from sglang_cake.loading.loader import (
     StagedBlock,
 )
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.tiers.tier import PlainBuffer
 from sglang_cake.testing.faulty import PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 
 BLOCK, BYTES = 4, 32
 NOW_S = 0.0  # long ago: who waits until then does not wait
 SEED = KeySeed(Digest(b"n" * 32))
+
+
+def buffer_pool(buffers: int) -> BufferPool:
+    return BufferPool([Buffer(on_page(BYTES)) for _ in range(buffers)])
 
 
 def tokens_of(name: int, blocks: int, shared: int = 0) -> array:
@@ -109,7 +112,7 @@ class LoaderHarness(HeldReads):
     def __init__(self, *, buffers: int = 8, depth: int = 2) -> None:
         super().__init__()
         self.recorded = RecordingStore(self.faulty)
-        self.pool = BufferPool(buffers, lambda: PlainBuffer(BYTES))
+        self.pool = buffer_pool(buffers)
         self.counters = Counters()
         self.loader = self.new_loader(self.recorded, depth)
         self.keys: dict[str, list[BlockKey]] = {}  # by load id
@@ -880,7 +883,7 @@ def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> N
 
 def test_staged_block_is_used_if_any_holder_used_it_and_freed_by_the_last() -> None:
     for uses in ([True, False], [False, True], [False, False]):
-        pool = BufferPool(1, lambda: PlainBuffer(BYTES))
+        pool = buffer_pool(1)
         buffer = pool.take()
         assert buffer is not None
         freed: list[StagedBlock] = []

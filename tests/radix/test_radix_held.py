@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots
 
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
@@ -50,7 +50,8 @@ class TreeWithLandedBlocks(TreeWithSlots):
             self.tree.evict_own,
             self.counters,
         )
-        self.pool = BufferPool(SLOTS // BLOCK, kv.new_buffer)
+        size = kv.layout.block_bytes
+        self.pool = BufferPool([Buffer(on_page(size)) for _ in range(SLOTS // BLOCK)])
         self.records: list[PromptRecord] = []
         self.tree.coordinator = FakeCoordinator()
         self.tree.coordinator.held = lambda: self.device_slots.placed_tokens

@@ -10,6 +10,7 @@ import pytest
 from storetools import flip, write_key_file
 from tiering import BLOCK, Clock, Tiers, run, until
 
+from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -18,7 +19,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.open_store import open_store, parse_sources
-from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, PlainBuffer
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -295,7 +296,7 @@ class TellsNothing(PassingStore):
 
 def reading_of(tiers, name):
     """A block's read as the loader makes it; `await read()` ends it."""
-    buffer = PlainBuffer(BLOCK)
+    buffer = Buffer(on_page(BLOCK))
     reading = BlockRead(buffer)
 
     async def read():
@@ -355,7 +356,7 @@ def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_path):
     """A sealed store tells nothing of its bytes: only that they begin to come anew is said."""
     key_file = write_key_file(tmp_path)
     urls = f"file://{tmp_path}/a?min_free=0,file://{tmp_path}/b?min_free=0&key_file={key_file}"
-    buffer = PlainBuffer(BLOCK)
+    buffer = Buffer(on_page(BLOCK))
     reading = BlockRead(buffer)
     taken = []
 

@@ -8,13 +8,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from sglang_cake.core.buffers import Buffer, BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.tiers.tier import PlainBuffer
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
@@ -51,7 +50,7 @@ class Desk:
         self.faulty = FaultyStore(self.memory)
         self.store = RecordingStore(self.faulty)
         self.counters = Counters()
-        self.pool = BufferPool(CAPACITY, lambda: PlainBuffer(BYTES))
+        self.pool = BufferPool([Buffer(on_page(BYTES)) for _ in range(CAPACITY)])
         self.writer = Writer(self.store, self.pool, self.io, self.counters)
 
     def offer(

@@ -22,18 +22,6 @@ RING_BYTES = 96 * 2**20  # at most, of device memory, for blocks on their way ou
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@dataclass(slots=True, eq=False)
-class HostBuffer:
-    """Host memory of one block, aligned to a page; pinned if the KV pool is on a GPU."""
-
-    tensor: torch.Tensor  # uint8 [block_bytes]
-
-    @property
-    def view(self) -> memoryview:
-        """All bytes, writable."""
-        return memoryview(self.tensor.numpy())  # type: ignore[arg-type]
-
-
 # A point of the device's work: events that are recorded at it. On a CPU there are none.
 Fence = tuple[torch.cuda.Event, ...]
 
@@ -103,23 +91,10 @@ class DeviceKV:
         """The pool itself, in block order: the planes of each layer, each `[slots, words]`."""
         return self._rows
 
-    def new_buffer(self) -> HostBuffer:
-        """A host buffer of one block, to save into."""
-        return HostBuffer(self._memory(self.layout.block_bytes))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that `new_buffer` takes."""
-        return self._taken_bytes(self.layout.block_bytes)
-
-    def new_load_buffer(self) -> HostBuffer:
-        """A host buffer of one block, to load from."""
-        return HostBuffer(self._memory(self._load_bytes))
-
     @property
     def load_buffer_bytes(self) -> int:
-        """Host memory that `new_load_buffer` takes."""
-        return self._taken_bytes(self._load_bytes)
+        """Size of a buffer that `load` takes; those of `save` have the size of a block."""
+        return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         """The context of a thread that calls `load` and `save`."""
@@ -145,18 +120,6 @@ class DeviceKV:
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         """Forwards that are launched from now on start after these copies, all in one direction,
         have left the KV pool."""
-
-    @property
-    def _load_bytes(self) -> int:
-        return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
-
-    def _taken_bytes(self, size_bytes: int) -> int:
-        return size_bytes + PAGE_BYTES
-
-    def _memory(self, size_bytes: int) -> torch.Tensor:
-        whole = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
-        start = -whole.data_ptr() % PAGE_BYTES
-        return whole[start : start + size_bytes]
 
     def _fetched(self, buffer: Buffer) -> torch.Tensor:
         """The block that a buffer holds (uint8 `[block_bytes]`), on the device."""
@@ -194,7 +157,8 @@ class CudaKV(DeviceKV):
 
     A block goes through a ring of blocks in device memory: one DMA between host and ring, and one
     kernel between ring and slots (`row_kernel.py`). The order of launches on a stream is the order
-    in which its ring is used, so nothing waits for a free place. Host buffers are pinned.
+    in which its ring is used, so nothing waits for a free place. The host waits for
+    a copy only if its buffer is not pinned.
 
     Args:
         forward_stream: the stream that forwards run on; None: the scheduler's current stream.
@@ -275,13 +239,6 @@ class CudaKV(DeviceKV):
         current = torch.cuda.current_stream(self.device)
         return [current] if self._forward is None else [current, self._forward]
 
-    def _taken_bytes(self, size_bytes: int) -> int:
-        return int(1 << (size_bytes - 1).bit_length())  # as PyTorch rounds pinned memory
-
-    def _memory(self, size_bytes: int) -> torch.Tensor:
-        # Pinned memory always starts on a page.
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-
 
 def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=timed)
@@ -290,8 +247,8 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:
-    assert isinstance(buffer, HostBuffer)
-    return buffer.tensor
+    """uint8, over the buffer's memory."""
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
 def _planes(

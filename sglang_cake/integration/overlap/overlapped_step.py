@@ -23,7 +23,7 @@ from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.kv_pool import Copy, HostBuffer
+from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import preceding_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -153,7 +153,6 @@ class StreamedBlocks:
         size = self._layer_bytes
         for piece in pieces:
             buffer = piece.block_read.buffer
-            assert isinstance(buffer, HostBuffer)
             part = buffer.view[layer * size : (layer + 1) * size]
             self._copies.append(self._rows.write(layer, piece.slots, part, piece.skip))
 

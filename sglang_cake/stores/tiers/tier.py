@@ -86,17 +86,6 @@ class TierHealth:
         return False
 
 
-class PlainBuffer:
-    """Implements `Buffer` in ordinary memory."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._memory = bytearray(size_bytes)
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self._memory)
-
-
 class CopyQueue:
     """Blocks to be written to one tier in the background, after a put or to promote them.
 

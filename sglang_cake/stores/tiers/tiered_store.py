@@ -29,6 +29,7 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
@@ -42,14 +43,14 @@ from sglang_cake.stores.base import (
 )
 from sglang_cake.stores.link_speed import LinkSpeed, quickest, soonest
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.tiers.tier import PlainBuffer, ProgressOfTries, Tier
+from sglang_cake.stores.tiers.tier import ProgressOfTries, Tier
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _Answer = tuple[Tier, T]
 
-COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when needed
-MIN_COPY_BLOCKS = 2
+COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when first used
+MIN_COPY_BLOCKS, MAX_COPY_BLOCKS = 2, 4096
 LATE_ANSWER_S = 1.0  # time that other tiers have for a lookup after the first answer
 DRAIN_S = 10.0  # time that `close` goes on copying
 MAX_KEYS = 1 << 16  # about 20 MB
@@ -163,12 +164,12 @@ class TieredStore:
         self._drain_s = drain_s
         self._block_bytes = block_bytes
         self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
-        blocks = max(MIN_COPY_BLOCKS, copy_bytes // block_bytes)
+        blocks = min(max(MIN_COPY_BLOCKS, copy_bytes // block_bytes), MAX_COPY_BLOCKS)
         self.tiers = [
             Tier(
                 store,
                 index,
-                BufferPool(blocks, lambda: PlainBuffer(block_bytes)),
+                BufferPool(HostArena([block_bytes] * blocks, prefault=False).buffers),
                 self._threads,
                 clock,
                 self._copied,

@@ -8,10 +8,10 @@ from bad_server import bad_server, until
 from http_servers import FRAMED_BYTES, A, framed, opened
 
 from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.http.http_transport import HEDGE_FLOOR_S, Hedging
-from sglang_cake.stores.tiers.tier import PlainBuffer
 from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
 
 GOOD = framed("a")
@@ -238,7 +238,7 @@ def test_http_store_retried_read_restarts_its_progress(used):
         assert counts[-1] == LAYOUT.block_bytes
         assert reading.wait_whole(0.0) is not used
 
-    tries, counts, buffer = [], [], PlainBuffer(LAYOUT.block_bytes)
+    tries, counts, buffer = [], [], Buffer(on_page(LAYOUT.block_bytes))
     reading = BlockRead(buffer)
     against(answer, test)
 

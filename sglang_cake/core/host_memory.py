@@ -1,0 +1,147 @@
+"""Host memory of blocks in transit: how much of it there is, and where it lies."""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from sglang_cake.core.buffers import PAGE_BYTES, Buffer
+from sglang_cake.core.errors import ConfigError
+
+DEFAULT_STAGING_BYTES = 2**30
+DEFAULT_WRITE_QUEUE_BYTES = 2**28  # but at least two chunks
+COPIED_BLOCKS = 4  # staging holds these beside the blocks that are being read
+_MAX_POOLS = 2  # the most that a default takes, in sizes of the KV pool
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+class HostArena:
+    """One anonymous, private mapping, divided into buffers that start on pages.
+
+    The memory is freed when nothing refers to `mapping` or to a buffer's view any more. A forked
+    child does not have it: otherwise, the parent's first write after the fork would move a page
+    away from where a GPU expects it.
+
+    Attributes:
+        mapping: all of the memory.
+        address: of its first byte.
+        size_bytes: of the mapping.
+        buffers: in the order of their sizes.
+        huge_pages: whether the system may use huge pages for it.
+    """
+
+    def __init__(self, sizes_bytes: Sequence[int], *, prefault: bool) -> None:
+        """
+        Args:
+            sizes_bytes: of the buffers.
+            prefault: the calling thread touches all memory now. The first touch decides on which
+                NUMA node a page lies, so the thread must run on the right one. Otherwise a page is
+                allocated when a buffer is first used.
+
+        Raises: OSError if the system does not map so much.
+        """
+        strides = [_whole_pages(size) for size in sizes_bytes]
+        *starts, self.size_bytes = accumulate(strides, initial=0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.mapping = mmap.mmap(-1, self.size_bytes, flags=flags)
+        self.mapping.madvise(mmap.MADV_DONTFORK)
+        self.huge_pages = _advise_huge_pages(self.mapping)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+        if prefault:
+            ctypes.memset(self.address, 0, self.size_bytes)
+        view = memoryview(self.mapping)
+        parts = zip(starts, sizes_bytes, strict=True)
+        self.buffers = [Buffer(view[start : start + size]) for start, size in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCounts:
+    """How many blocks host memory holds.
+
+    Attributes:
+        loads: blocks that are being loaded.
+        writes: blocks that are being stored.
+        reduced: defaults were reduced to the memory that is available.
+    """
+
+    loads: int
+    writes: int
+    reduced: bool = False
+
+
+def buffer_counts(
+    *,
+    load_bytes: int,
+    write_bytes: int,
+    queue_depth: int,
+    chunk_blocks: int,
+    pool_blocks: int,
+    staging_bytes: int | None,
+    write_queue_bytes: int | None,
+    available_bytes: int,
+) -> BufferCounts:
+    """The settings, or defaults for this model and this server.
+
+    Args:
+        load_bytes, write_bytes: sizes of a buffer to load into, and of one to store from.
+        queue_depth: concurrent reads.
+        chunk_blocks: blocks that a prefill step computes at most.
+        pool_blocks: blocks that the KV pool of the device holds.
+        staging_bytes, write_queue_bytes: as set; None takes the default.
+        available_bytes: what the machine has left. At most half of it is used.
+
+    Raises: ConfigError if that is too little for what is set, or for the least that is needed.
+    """
+    load_bytes, write_bytes = _whole_pages(load_bytes), _whole_pages(write_bytes)
+    least_loads, least_writes = queue_depth + COPIED_BLOCKS, 1
+    if staging_bytes is None:
+        loads = min(DEFAULT_STAGING_BYTES // load_bytes, _MAX_POOLS * pool_blocks)
+    else:
+        loads = staging_bytes // load_bytes
+    if write_queue_bytes is None:
+        writes = max(DEFAULT_WRITE_QUEUE_BYTES // write_bytes, 2 * chunk_blocks)
+        writes = min(writes, _MAX_POOLS * pool_blocks)
+    else:
+        writes = write_queue_bytes // write_bytes
+    loads, writes = max(least_loads, loads), max(least_writes, writes)
+
+    limit_bytes = available_bytes // 2
+    whole_bytes = loads * load_bytes + writes * write_bytes
+    if whole_bytes <= limit_bytes:
+        return BufferCounts(loads, writes)
+    fixed_bytes = loads * load_bytes if staging_bytes is not None else 0
+    fixed_bytes += writes * write_bytes if write_queue_bytes is not None else 0
+    if fixed_bytes < limit_bytes:  # the defaults share what is left
+        left_bytes, default_bytes = limit_bytes - fixed_bytes, whole_bytes - fixed_bytes
+        if staging_bytes is None:
+            loads = max(least_loads, loads * left_bytes // default_bytes)
+        if write_queue_bytes is None:
+            writes = max(least_writes, writes * left_bytes // default_bytes)
+        whole_bytes = loads * load_bytes + writes * write_bytes
+    if whole_bytes > limit_bytes:
+        raise ConfigError(
+            f"cake needs {mib(whole_bytes)} of host memory for {loads} blocks being loaded and "
+            f"{writes} being stored, but may use only half of the {mib(available_bytes)} that are "
+            "available: lower --cake-staging-bytes, --cake-write-queue-bytes, --cake-queue-depth "
+            "or --cake-block-tokens"
+        )
+    return BufferCounts(loads, writes, reduced=True)
+
+
+def mib(size_bytes: int) -> str:
+    """`16 MiB`, `0.125 MiB`."""
+    return f"{size_bytes / 2**20:,.3f}".rstrip("0").rstrip(".") + " MiB"
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> bool:
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:  # a kernel without them
+        return False

@@ -1,0 +1,148 @@
+"""Host memory of a scheduler process: its pools, and its registration with a GPU."""
+
+import gc
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from kv_pools import mha
+
+from sglang_cake.core.buffers import PAGE_BYTES
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.host_memory import HostArena
+from sglang_cake.integration.memory.host_pools import host_pools, pin
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+
+BLOCK, CPU = 16, torch.device("cpu")
+
+
+class FakeCudart:
+    """Args: code: what registering ends with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
+        self._code = code
+        self.registered: list[tuple[int, int, int]] = []
+        self.unregistered: list[int] = []
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.registered.append((address, size_bytes, flags))
+        return self._code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unregistered.append(address)
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"error {code}"
+
+
+def kv_of(slots: int = 2048, *, encoded: bool = False) -> DeviceKV:
+    return DeviceKV(mha(slots, heads=4, dim=16), block_tokens=BLOCK, encoded=encoded)
+
+
+# ---- pinning ----
+
+
+def test_pin_registers_the_whole_arena_once_until_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = FakeCudart(monkeypatch)
+    arena = HostArena([PAGE_BYTES, 100, 10_000], prefault=True)
+    address, last = arena.address, arena.buffers[-1]
+    assert pin(arena, CPU)
+    assert cudart.registered == [(address, 5 * PAGE_BYTES, 0)]
+    del arena
+    gc.collect()
+    assert cudart.unregistered == []
+    del last
+    gc.collect()
+    assert cudart.unregistered == [address]
+
+
+def test_pin_refused_is_one_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = FakeCudart(monkeypatch, code=2)
+    arena = HostArena([2**20], prefault=True)
+    assert not pin(arena, CPU)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    for part in ("1 MiB", "error 2", "ulimit -l", "--ulimit memlock=-1", "--cake-staging-bytes"):
+        assert part in record.getMessage()
+    del arena
+    gc.collect()
+    assert cudart.unregistered == []
+
+
+def test_pin_refused_clears_the_error_that_the_next_launch_would_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        launches.append(args)
+        raise RuntimeError("CUDA error: out of memory")
+
+    launches: list[Any] = []
+    FakeCudart(monkeypatch, code=2)
+    monkeypatch.setattr(torch, "zeros", fail)
+    assert not pin(HostArena([1], prefault=True), CPU)
+    assert len(launches) == 1
+
+
+# ---- the pools of a process ----
+
+
+def test_host_pools_have_the_sizes_of_their_blocks() -> None:
+    kv = kv_of(encoded=True)
+    config = CakeConfig(block_tokens=BLOCK, staging_bytes=2**21, write_queue_bytes=2**20)
+    loads, writes = host_pools(kv, config, chunk_tokens=64)
+    assert kv.load_buffer_bytes > kv.layout.block_bytes == 4 * PAGE_BYTES
+    assert loads.capacity == loads.free == 2**21 // (5 * PAGE_BYTES)
+    assert writes.capacity == writes.free == 2**20 // (4 * PAGE_BYTES)
+    load, write = loads.take(), writes.take()
+    assert load is not None
+    assert write is not None
+    assert len(load.view) == kv.load_buffer_bytes
+    assert len(write.view) == kv.layout.block_bytes
+
+
+def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sglang_cake")
+    kv = kv_of()
+    loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    message = record.getMessage()
+    assert "pageable" in message
+    assert "huge pages" in message
+    assert f"{loads.capacity} blocks being loaded and {writes.capacity} being stored" in message
+
+
+def test_host_pools_of_a_machine_with_little_memory_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = kv_of()
+    few_bytes = 40 * kv.layout.block_bytes
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=few_bytes))
+    loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
+    assert loads.capacity + writes.capacity <= 20
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "less than the default" in record.getMessage()
+    with pytest.raises(ConfigError, match="--cake-staging-bytes"):
+        host_pools(kv, CakeConfig(block_tokens=BLOCK, staging_bytes=2**20), chunk_tokens=64)
+
+
+def test_host_pools_that_cannot_be_mapped_are_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("sglang_cake.integration.memory.host_pools.HostArena", fail)
+    with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
+        host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
