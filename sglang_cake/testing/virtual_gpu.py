@@ -28,6 +28,7 @@ from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing
+from sglang_cake.core.host_memory import buffer_counts
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.block_saving import BlockSaving
@@ -481,13 +482,22 @@ class VirtualScheduler:
         self.config = config = replace(config or CakeConfig(), mode=mode)
         self.gpu = VirtualGpu(io)
         layout = model.layout
-        self.kv: Any = VirtualKV(self.gpu, layout)
+        kv = VirtualKV(self.gpu, layout)
         self.allocator = VirtualAllocator(self.gpu, pool_tokens, page_tokens)
         self.store: Any = VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s)
         self.counters = Counters()
         depth = config.queue_depth
-        staged_blocks = max(depth + 4, config.staging_bytes // layout.block_bytes)
-        self.staging = virtual_pool(staged_blocks)
+        counts = buffer_counts(
+            load_bytes=layout.block_bytes,
+            write_bytes=layout.block_bytes,
+            queue_depth=depth,
+            chunk_blocks=-(-model.chunk_tokens // BLOCK_TOKENS),
+            pool_blocks=pool_tokens // BLOCK_TOKENS,
+            staging_bytes=config.staging_bytes,
+            write_queue_bytes=config.write_queue_bytes,
+            available_bytes=2**37,
+        )
+        self.staging = virtual_pool(counts.loads)
         any_io: Any = io
         self.loader = Loader(
             self.store,
@@ -497,18 +507,17 @@ class VirtualScheduler:
             queue_depth=depth,
             prior=LoadCost(0.0, layout.block_bytes / 1e9, depth=depth),
         )
-        chunk_blocks = -(-model.chunk_tokens // BLOCK_TOKENS)
-        queue = max(2 * chunk_blocks, config.write_queue_bytes // layout.block_bytes)
-        self.writer = Writer(self.store, virtual_pool(queue), any_io, self.counters)
-        copier = VirtualCopier(io, self.kv, self.loader.copied)
-        self.saving = BlockSaving(self.kv, copier, self.writer)
+        self.writer = Writer(self.store, virtual_pool(counts.writes), any_io, self.counters)
+        copier = VirtualCopier(io, kv, self.loader.copied)
+        device_kv: Any = kv
+        self.saving = BlockSaving(device_kv, copier, self.writer)
         self.step_costs = StepCosts(
             self.loader,
             PrefillCost.prior(hidden=4096, on_gpu=True),
             chunk_tokens=model.chunk_tokens,
             pipelined=overlap,
         )
-        slots = DeviceSlots(self.kv, copier, self.allocator, lambda tokens: None, self.counters)
+        slots = DeviceSlots(device_kv, copier, self.allocator, lambda tokens: None, self.counters)
         self.coordinator = Coordinator(
             self.loader,
             slots,
@@ -529,14 +538,6 @@ class VirtualScheduler:
 
     def keys(self, tokens: "array[int]") -> list[BlockKey]:
         return KeyChain(KeySeed(NAMESPACE), BLOCK_TOKENS).of(tokens)
-
-    def knows_costs(self) -> None:
-        """The server has run for long: it knows the costs of steps and loads."""
-        self.step_costs.recall(
-            replace(self.model.prefill, error=0.02),
-            [LoadCost(self.store._latency_s, self.store._block_s, error=0.02)],
-        )
-        self.io.until(self.io.now_s)
 
     def serve(self, prompts: Sequence[tuple[float, VirtualRequest]]) -> list[PromptRun]:
         """Serve prompts, each with its arrival from now, to their first tokens."""
@@ -561,11 +562,13 @@ class VirtualScheduler:
 
     def _arrive(self, run: PromptRun) -> None:
         self._live.append(run)
-        self.coordinator.arrive(run.req, lambda tokens, limit: run.req.prefix_len)  # type: ignore[arg-type]
+        req: Any = run.req
+        self.coordinator.arrive(req, lambda tokens, limit: run.req.prefix_len)
 
     def _iterate(self) -> bool:
         """Plan and launch a step, and process the one before. False: no step was launched."""
-        entries = [self.coordinator.queue_entry(run.req) for run in self._live]  # type: ignore[arg-type]
+        reqs: list[Any] = [run.req for run in self._live]
+        entries = [self.coordinator.queue_entry(req) for req in reqs]
         self._live = [self._live[i] for i in order(entries)]
         self.polls += 1
         with self.coordinator.timed():

@@ -71,7 +71,7 @@ class CudaRows(PoolRows):
             self._scatter(layer, slots, part, skip)
             written = self._event(self._in)
             self._in_pool[layer] = written
-        return Copy(written, (part,))
+        return Copy(written, written, (part,))
 
     # ---- where the forward is ----
 
