@@ -56,6 +56,20 @@ def beside_print() -> str:
     return table([*head, "both speedups lower", "one lower"], rows)
 
 
+def overlap() -> str:
+    """Each table without and with SGLang's overlap loop."""
+    rows = []
+    for name in tables.TABLES:
+        both = (tables.cells(name), tables.cells(name + tables.OVERLAP))
+        found = [(tables.beside(cells, "our"), tables.summary(cells)) for cells in both]
+        numbers = [f"{printed['mean']:.3f}" for printed, _ in found]
+        for key in ("over_ideal_median", "over_ideal_max", "over_single_max"):
+            numbers += [f"{s[key]:.3f}" for _, s in found]
+        rows.append([name.replace("table", "Table "), *numbers])
+    names = ("time over print, mean", "T/T* median", "max", "worst of the better single way")
+    return table(["", *(text for name in names for text in (name, "with the loop"))], rows)
+
+
 def averages() -> str:
     """Average speedups: printed, recomputed from the printed cells, ours."""
     rows = []
@@ -142,7 +156,10 @@ def codecs(result: dict[str, Any]) -> str:
 def sections(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Marker in the document -> what belongs there."""
     found = {"overview": overview(), "beside": beside_print(), "averages": averages()}
-    found |= {name: tables.markdown(name) for name in tables.TABLES if name in results}
+    printed = (*tables.TABLES, *tables.OVERLAPPED)
+    found |= {name: tables.markdown(name) for name in printed if name in results}
+    if results.keys() >= set(tables.OVERLAPPED):
+        found["overlap"] = overlap()
     makers = (figure3, figure5, figure6, figure7, anonymous5, codecs)
     found |= {m.__name__: m(results[m.__name__]) for m in makers if m.__name__ in results}
     return found

@@ -10,6 +10,7 @@ from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import (
     GPUS,
     MEDIA,
+    PLAN_S,
     Gpu,
     find_gpu,
     find_medium,
@@ -90,6 +91,12 @@ def add_machine_args(parser: Any) -> None:
         help="start the last step while the last block is loading, as a server does with "
         "FlashInfer and without prefill CUDA graphs",
     )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="plan each step while the one before runs, as SGLang's overlap scheduler does on a "
+        "GPU (default: when the one before is over)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,8 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
     _check_range("--smaller", args.smaller, 0.1, 100)
     if args.early_last_step and (args.gpus > 1 or args.smaller != 1):
         raise ConfigError("--early-last-step: needs --gpus 1 and no --smaller, as a server does")
+    if args.early_last_step and args.overlap:
+        raise ConfigError("--early-last-step: not with --overlap, which plans too early for it")
     shape = find_shape(args.model)
     gpu = find_gpu(args.gpu)
     cost = prefill_cost(
@@ -151,6 +160,7 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         others=(lambda step: other_tokens) if other_tokens else None,
         further=tuple(StoreLink(load) for load in loads[1:]),
         layers=shape.layers if args.early_last_step else 1,
+        plan_s=PLAN_S if args.overlap else None,
     )
     return ServerSpec(
         shape=shape,

@@ -40,6 +40,7 @@ EXPERTS = 0.55
 ATTENTION = 0.55
 MEMORY = 0.8  # share of the memory's bandwidth that reading weights reaches
 LAUNCH_S = 0.001
+PLAN_S = 0.0015  # SGLang's own time to form and launch a step
 SCALING = 0.88
 UNSURE = 1.3
 KV_ROOM = 0.88  # share of a GPU's memory for weights and KV: SGLang's --mem-fraction-static

@@ -126,6 +126,9 @@ class Machine:
             has only the simulated prompts.
         layers: of a model whose KV arrives layer by layer; 1: a step begins only when all KV that
             it reads has arrived.
+        plan_s: with SGLang's overlap loop, the host's time to plan a step and launch it while the
+            step before runs. No last step begins early then. None: a step is planned when the step
+            before is over, and the host's time is a part of its cost.
     """
 
     prefill: PrefillCost
@@ -137,6 +140,7 @@ class Machine:
     further: tuple[StoreLink, ...] = ()
     hub: Hub | None = None
     layers: int = 1
+    plan_s: float | None = None
 
     @property
     def store_links(self) -> tuple[StoreLink, ...]:

@@ -9,6 +9,8 @@ a batch are models:
 - Blocks cross each link one after another, last block first.
 - A device that waits for loads decides again when a block lands, and once in a block's time. While
   a last step may begin early, it decides as often as a real one.
+- With SGLang's overlap loop (`Machine.plan_s`), a step is planned when the one before begins, for
+  the moment at which that one is predicted to end. A plan to wait is made again when it ends.
 """
 
 import math
@@ -236,13 +238,15 @@ class SimulatedServer:
         self._rule = rule
         self._known = knowledge or Knowledge.of(machine)
         # As in the real server: the modes for benchmarks do not overlap.
-        self._overlap_share = 1 - 1 / machine.layers if mode == "auto" else 0.0
+        early = mode == "auto" and machine.plan_s is None
+        self._overlap_share = 1 - 1 / machine.layers if early else 0.0
         self._lives: list[LivePrompt] = []
         self._ranks: list[LivePrompt] = []
         self._links: list[tuple[StoreLink, list[Crossing]]] = [(s, []) for s in machine.store_links]
         self._landed_s = 0.0  # when the last block landed
-        self._busy = False
-        self._free_s = 0.0  # the predicted end of the current step
+        self._launched = 0  # steps that are not over: one, or two with the overlap loop
+        self._free_s = 0.0  # the predicted end of the last one
+        self._end_s = 0.0  # its true end
         self._poll_s = math.inf  # when it will decide next without an event
 
     def submit(self, prompt: Prompt) -> PromptResult:
@@ -300,13 +304,13 @@ class SimulatedServer:
         self, work: StepWork, steps: Sequence[tuple[LivePrompt, PromptStep]], begin_s: float
     ) -> None:
         now = self._clock.now
-        self._busy = False
+        self._launched -= 1
         self._known.prefill.observe(work, now - begin_s)
         for live in [x for x in self._lives if not x.in_prefill and x.decoded]:
             self._decoded(live)
         for live, step in steps:
             live.result.steps.append(step)
-            if not live.in_prefill:
+            if step.stop == live.result.prompt.prompt_tokens:
                 live.result.first_token_s = now
                 self._decoded(live)
         self._rank()
@@ -332,7 +336,16 @@ class SimulatedServer:
 
     @property
     def _costs(self) -> PromptCosts:
-        return replace(self._known.costs, overlap_share=self._overlap_share)
+        return replace(
+            self._known.costs,
+            pipelined=self._machine.plan_s is not None,
+            overlap_share=self._overlap_share,
+        )
+
+    @property
+    def _busy_s(self) -> float:
+        """Predicted time until the device has run all steps launched so far."""
+        return max(0.0, self._free_s - self._clock.now) if self._launched else 0.0
 
     def _revise(self, waiting: Sequence[LivePrompt]) -> None:
         """Decide for each waiting prompt whether to load it, given the prompts ahead of it."""
@@ -343,7 +356,7 @@ class SimulatedServer:
         costs, ahead, changed = self._own_costs(others), StepWork(), False
         for live in self._ranks:
             if live in waiting and live.missing_blocks:
-                backlog_s = max(0.0, self._free_s - now) + costs.prefill.queue_s(ahead, chunk)
+                backlog_s = self._busy_s + costs.prefill.queue_s(ahead, chunk)
                 loads = should_load(
                     live.meet.view(),
                     mode=self._mode,
@@ -453,11 +466,16 @@ class SimulatedServer:
             store_link.hub.active -= 1
 
     def _step(self) -> None:
-        """Form the next batch and begin it, unless a step is running."""
-        if self._busy or not any(live.in_prefill or live.decoded for live in self._lives):
+        """Launch the next step, unless one is running."""
+        if not self._launched:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Form the next batch. It begins when the device is free."""
+        if not self._lives:
             return
         number = len(self.steps)
-        decodes = sum(1 for live in self._lives if live.decoded)
+        decodes = sum(1 for live in self._lives if not live.in_prefill)
         taken = self._machine.others(number) if self._machine.others else 0
         work = StepWork(taken, 0.0, decodes)
         parts: list[tuple[LivePrompt, int, int]] = []
@@ -488,32 +506,35 @@ class SimulatedServer:
             live.meet.view(),
             mode=self._mode,
             chunk_tokens=left,
-            costs=self._own_costs(work),
+            costs=replace(self._own_costs(work), backlog_s=self._busy_s),
             progress=live.progress(now),
         )
         live.planned = True
         if step.load_from is None:
             self._stop(live, overdue=step.overdue)
         live.load_from = step.load_from
-        live.waits(step.wait, now)
+        live.waits(step.wait, max(now, self._end_s))
         return step.stop
 
     def _begin(
         self, number: int, work: StepWork, parts: Sequence[tuple[LivePrompt, int, int]], taken: int
     ) -> None:
-        now = self._clock.now
-        self._free_s = now + self._known.prefill.cost.work_s(work)
+        plan_s = self._machine.plan_s
+        begin_s = max(self._end_s, self._clock.now + (plan_s or 0.0))
+        self._free_s = begin_s + self._known.prefill.cost.work_s(work)
         took_s = self._machine.prefill.work_s(work) * self._machine.noise(number)
-        end_s = self._machine.device.done_s(now, took_s)
+        self._end_s = end_s = self._machine.device.done_s(begin_s, took_s)
         steps = []
         for live, start, stop in parts:
             self._claim(live, start, stop)
-            steps.append((live, PromptStep(start, stop, now, end_s)))
+            steps.append((live, PromptStep(start, stop, begin_s, end_s)))
         stored = sum(stop - start for live, start, stop in parts if live.stored)
         plain = sum(stop - start for live, start, stop in parts if not live.stored)
-        self.steps.append(StepRecord(now, end_s, work.decodes, plain, stored, taken))
-        self._busy = True
-        self._clock.at(end_s, lambda: self._stepped(work, steps, now))
+        self.steps.append(StepRecord(begin_s, end_s, work.decodes, plain, stored, taken))
+        self._launched += 1
+        if plan_s is not None:
+            self._clock.at(begin_s, self._launch)
+        self._clock.at(end_s, lambda: self._stepped(work, steps, begin_s))
 
     def _claim(self, live: LivePrompt, start: int, stop: int) -> None:
         live.meet.claim(stop)
@@ -550,8 +571,8 @@ class SimulatedServer:
         )
         step = PromptStep(start, stop, now, end_s)
         self.steps.append(StepRecord(now, end_s, 0, 0, stop - start))
-        self._busy = True
-        self._free_s = end_s
+        self._launched += 1
+        self._free_s = self._end_s = end_s
         self._clock.at(end_s, lambda: self._overlapped(live, step, [c.block for c in tail]))
         return True
 

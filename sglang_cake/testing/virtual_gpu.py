@@ -43,7 +43,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work
 from sglang_cake.loading.loader import Loader
 from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import order
-from sglang_cake.simulator.hardware import GPUS, prefill_cost
+from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
@@ -52,7 +52,6 @@ from sglang_cake.writeback.block_writer import Writer
 BLOCK_TOKENS = 128
 NAMESPACE = Digest(b"n" * 32)
 POLL_S = 0.0005  # SGLang's pause while only loads are awaited
-PLAN_S = 0.0015  # SGLang's own time to form and launch a step
 DMA_BYTES_PER_S = 52e9  # PCIe Gen5 x16, pinned memory
 HBM_BYTES_PER_S = 2.6e12
 KERNEL_S = 3e-6  # the least time of a kernel

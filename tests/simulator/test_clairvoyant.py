@@ -44,6 +44,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     layers=st.sampled_from([1, 2, 40]),
     taken=st.one_of(st.none(), st.lists(st.floats(0, 0.95), min_size=1, max_size=9)),
     noises=st.lists(st.floats(1, 2), min_size=1, max_size=9),
+    plan_s=st.sampled_from([None, 0.0, 0.0015]),
 )
 def test_clairvoyant_random_races_are_never_faster(
     cost: PrefillCost,
@@ -58,6 +59,7 @@ def test_clairvoyant_random_races_are_never_faster(
     layers: int,
     taken: list[float] | None,
     noises: list[float],
+    plan_s: float | None,
 ) -> None:
     """Alone and among others, whatever is stored."""
     machine = Machine(
@@ -69,6 +71,7 @@ def test_clairvoyant_random_races_are_never_faster(
         others=taken and (lambda step: int(chunk * taken[step % len(taken)])),
         further=(StoreLink(load),) if further else (),
         layers=layers,
+        plan_s=plan_s,
     )
     stored = None if share is None else int(share * (tokens // 128))
     result = simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)

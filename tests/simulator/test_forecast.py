@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_cake.cli import main
+from sglang_cake.simulator.hardware import PLAN_S
 
 MACHINE = ["--model", "llama-2-13b", "--gpu", "a100", "--store", "32Gbps,38ms"]
 
@@ -71,6 +72,16 @@ def test_simulate_early_last_step_saves_at_most_five_percent(
     for more in (["--gpus", "2"], ["--smaller", "2"]):
         assert main([*args, "--early-last-step", *more]) == 2
         assert "--early-last-step: needs" in capsys.readouterr().err
+
+
+def test_simulate_overlap_is_near_the_time_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["simulate", *MACHINE, "--prompt-tokens", "8k,16k"]
+    plain, loop = (told(capsys, *args, *more)["prompts"] for more in ([], ["--overlap"]))
+    for before, row in zip(plain, loop, strict=True):
+        assert row["optimum"] == before["optimum"] <= row["cake"] <= 1.05 * before["cake"]
+        assert row["compute"] == pytest.approx(before["compute"] + PLAN_S)
+    assert main([*args, "--overlap", "--early-last-step"]) == 2
+    assert "not with --overlap" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

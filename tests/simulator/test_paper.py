@@ -142,9 +142,15 @@ def test_paper_anonymous_version_savings_are_within_three_points() -> None:
 def test_paper_benchmark_table7_writes_cells_and_table9_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert __main__.main(["table7", "--out", str(tmp_path)]) == 0
-    assert "8.10\\\\1.10 → " in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "table7.json").read_text())["cells"]) == 12
+    assert __main__.main(["table7", "table7-overlap", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("8.10\\\\1.10 → ") == 2
+    plain, loop = (
+        json.loads((tmp_path / f"{name}.json").read_text())["cells"]
+        for name in ("table7", "table7-overlap")
+    )
+    assert len(plain) == len(loop) == 12
+    for cell, later in zip(plain, loop, strict=True):
+        assert cell["ideal_s"] == later["ideal_s"] < cell["cake_s"] < later["cake_s"]
     with pytest.raises(SystemExit) as wrong:
         __main__.main(["table9"])
     assert wrong.value.code == 2
@@ -155,6 +161,14 @@ def test_evaluation_page_tables_equal_the_generated_ones() -> None:
     for name in tables.TABLES:
         assert report.tables.markdown(name) in text, f"run python -m benchmarks.paper all: {name}"
     assert report.overview() in text
+    assert report.overlap() in text
+
+
+def test_paper_tables_with_the_overlap_loop_cake_is_faster_than_both_sides() -> None:
+    cells = [cell for name in tables.OVERLAPPED for cell in tables.cells(name)]
+    assert max(cell["over_single"] for cell in cells) <= 1
+    alone = [cell["over_ideal"] for cell in cells if cell.get("util", 1) == 1]
+    assert max(alone) <= 1.05
 
 
 def test_paper_section_5_4_gains_of_smaller_kv_are_within_11_percent() -> None:

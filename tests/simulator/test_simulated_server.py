@@ -44,12 +44,18 @@ prompts = st.lists(
     mode=st.sampled_from(["auto", "both", "compute", "load"]),
     others=st.sampled_from([None, 0, 200, 448]),
     layers=st.sampled_from([1, 32]),
+    plan_s=st.sampled_from([None, 0.0, 0.0015, 0.1]),
 )
 def test_simulated_server_random_prompts_finish_with_every_token_once(
-    given_prompts: list[Prompt], policy: Policy, mode: Mode, others: int | None, layers: int
+    given_prompts: list[Prompt],
+    policy: Policy,
+    mode: Mode,
+    others: int | None,
+    layers: int,
+    plan_s: float | None,
 ) -> None:
     taken = None if others is None else lambda step: others
-    machine = Machine(PREFILL, MACHINE.load, others=taken, layers=layers)
+    machine = Machine(PREFILL, MACHINE.load, others=taken, layers=layers, plan_s=plan_s)
     server = serve(machine, given_prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
     for result in server.results:
         assert result.computed_tokens + result.loaded_tokens == result.prompt.prompt_tokens
