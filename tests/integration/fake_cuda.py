@@ -37,12 +37,15 @@ class FakeEvent:
         record = self.last = _Record()
         stream.launch(lambda: setattr(record, "done", True))
 
+    def query(self) -> bool:
+        return self.last is None or self.last.done
+
     def synchronize(self) -> None:
         self._cuda.run_until(self.last)
 
 
 class FakeStream:
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self._cuda = FakeCuda.now
         self.queue: deque[tuple[_Record | None, Callable[[], object]]] = deque()
         self._cuda.streams.append(self)
