@@ -151,7 +151,7 @@ async def outcome(call):
 
 
 def lines_in(caplog):
-    return [record.message for record in caplog.records if record.name.endswith("circuit")]
+    return [record.message for record in caplog.records if record.name.endswith("circuit_breaker")]
 
 
 @pytest.mark.parametrize("fault", READS)
