@@ -115,10 +115,10 @@ class PrefillLoop:
         self.base.attach(req, slots, stop)
 
     def costs(self, load: PromptRecord) -> PromptCosts:
-        """Half of the time a prompt that is being loaded has nothing better to do than to wait."""
+        """Most of the time a prompt that is being loaded has nothing better to do than to wait."""
         costs = self.known_costs(load)
-        odd = random.Random(f"{self.number} {load.rid}").random() < 0.5
-        return replace(costs, prefill=FOR_EVER) if odd else costs
+        waits = random.Random(f"{self.number} {load.rid}").random() < 0.7
+        return replace(costs, prefill=FOR_EVER) if waits else costs
 
     # ---- what the adder asks of SGLang's scheduler ----
 
@@ -131,11 +131,14 @@ class PrefillLoop:
 
 
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
-@pytest.mark.parametrize("seed", range(4))
 def test_queue_order_random_loads_every_request_finishes(
-    monkeypatch: pytest.MonkeyPatch, seed: int, priority: str
+    monkeypatch: pytest.MonkeyPatch, priority: str
 ) -> None:
-    loop = PrefillLoop(seed, priority)
+    assert sum(returns_in(PrefillLoop(seed, priority), monkeypatch) for seed in range(10)) > 0
+
+
+def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a request went back to the queue until all have ended."""
 
     def release(req: Any, tree: Any, checkpoint: bool) -> None:
         loop.returns += 1
@@ -170,3 +173,4 @@ def test_queue_order_random_loads_every_request_finishes(
     finally:
         loop.base.coordinator.end_all()
         loop.base.io.close()
+    return loop.returns
