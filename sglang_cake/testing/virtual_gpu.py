@@ -355,6 +355,11 @@ class VirtualStore:
         self.keys: set[BlockKey] = set()
         self.read_s: list[float] = []
 
+    @property
+    def cost(self) -> LoadCost:
+        """The true cost of reads."""
+        return LoadCost(self._latency_s, self._block_s, error=0.02)
+
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         await self._until(self._io.now_s + self._latency_s)
         return [key in self.keys for key in keys]
@@ -537,6 +542,11 @@ class VirtualScheduler:
 
     def keys(self, tokens: "array[int]") -> list[BlockKey]:
         return KeyChain(KeySeed(NAMESPACE), BLOCK_TOKENS).of(tokens)
+
+    def knows_costs(self) -> None:
+        """The server has run for long: it knows the costs of steps and loads."""
+        self.step_costs.recall(replace(self.model.prefill, error=0.02), [self.store.cost])
+        self.io.until(self.io.now_s)
 
     def serve(self, prompts: Sequence[tuple[float, VirtualRequest]]) -> list[PromptRun]:
         """Serve prompts, each with its arrival from now, to their first tokens."""
