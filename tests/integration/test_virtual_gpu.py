@@ -12,6 +12,7 @@ from sglang_cake.loading.cost_model import LoadCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Machine
+from sglang_cake.testing.scheduler_loop import PromptRun, prompt
 from sglang_cake.testing.virtual_gpu import (
     BLOCK_TOKENS,
     DMA_BYTES_PER_S,
@@ -19,9 +20,7 @@ from sglang_cake.testing.virtual_gpu import (
     LLAMA_8B,
     MODELS,
     GpuModel,
-    PromptRun,
     VirtualScheduler,
-    prompt,
     virtual_scheduler,
 )
 
