@@ -268,14 +268,16 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
 
     - The server has one rank, so no other rank has to agree.
     - Stored blocks have the format of the memory.
-    - The attention backend passes the layer gate at each layer.
+    - The server runs on a CPU, and its attention backend passes the layer gate at each layer. On a
+      GPU this would save 0.6 % of the time to first token (`benchmarks/reports/gpu.md`).
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
     if config.mode != "auto" or config.codec != RAW or ctx.tp_size > 1:
         return False
-    return _unfit_device(resolving_view(ctx.server_args), ModelTraits.of(ctx.model_config)) is None
+    args = resolving_view(ctx.server_args)
+    return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
 
 
 def _unsupported_model(model: ModelTraits) -> str | None:

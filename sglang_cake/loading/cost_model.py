@@ -277,16 +277,24 @@ class LoadFit:
     def __init__(self, prior: LoadCost) -> None:
         self.cost = prior
         self.measured = False
-        self._prior_s = prior.block_s
+        self._prior = prior
         self._least_s = math.inf
+        self._least_latency_s = math.inf
         self._group_s = 0.0
         self._group = 0
 
     @property
     def best(self) -> LoadCost:
-        """The cost with the shortest time per block that was measured; if none was, the prior's."""
-        best_s = self._least_s if math.isfinite(self._least_s) else self._prior_s
-        return replace(self.cost, block_s=min(self.cost.block_s, best_s))
+        """The cost with the shortest latency and time per block that were measured; if none was,
+        the prior's."""
+        cost = self.cost
+        block_s = self._least_s if math.isfinite(self._least_s) else self._prior.block_s
+        latency_s = self._least_latency_s
+        if not math.isfinite(latency_s):
+            latency_s = self._prior.latency_s
+        return replace(
+            cost, block_s=min(cost.block_s, block_s), latency_s=min(cost.latency_s, latency_s)
+        )
 
     def recall(self, cost: LoadCost) -> None:
         """The cost that an earlier process learned replaces the prior."""
@@ -304,6 +312,7 @@ class LoadFit:
             latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)
             latency_s = cost.latency_s + _NEWEST_LATENCY * (latency_s - cost.latency_s)
             self.cost = replace(cost, latency_s=latency_s)
+            self._least_latency_s = min(self._least_latency_s, latency_s)
         else:
             self._group_s += took_s
             self._group += 1

@@ -31,13 +31,16 @@ from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, RING_BYTES
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
+from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
+from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.base import BlockInfo, StoreStats
-from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop
+from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 BLOCK_TOKENS = 128
+STORE_LATENCY_S = 0.0005
 DMA_BYTES_PER_S = 52e9  # PCIe Gen5 x16, pinned memory
 HBM_BYTES_PER_S = 2.6e12
 KERNEL_S = 3e-6  # the least time of a kernel
@@ -58,6 +61,16 @@ class GpuModel:
     @property
     def layout(self) -> BlockLayout:
         return BlockLayout(self.layers, self.parts, "bfloat16", BLOCK_TOKENS)
+
+    def ideal_s(self, tokens: int, link_bytes_per_s: float) -> float:
+        """T* of a wholly stored prompt."""
+        load = LoadCost(STORE_LATENCY_S, self.layout.block_bytes / link_bytes_per_s)
+        return clairvoyant(
+            Machine(self.prefill, load),
+            tokens,
+            chunk_tokens=self.chunk_tokens,
+            block_tokens=BLOCK_TOKENS,
+        ).ttft_s
 
 
 def _gpu_model(name: str, kv_heads: int, head_dim: int, gpus: int) -> GpuModel:
@@ -418,7 +431,7 @@ class VirtualScheduler(SchedulerLoop):
         link_bytes_per_s: float,
         mode: Mode = "auto",
         overlap: bool = True,
-        latency_s: float = 0.0005,
+        latency_s: float = STORE_LATENCY_S,
         page_tokens: int = 1,
         config: CakeConfig | None = None,
         pool_tokens: int = 400_000,
@@ -459,6 +472,15 @@ class VirtualScheduler(SchedulerLoop):
         """The server has run for long: it knows the costs of steps and loads."""
         self.step_costs.recall(replace(self.model.prefill, error=0.02), [self.store.cost])
         self.io.until(self.io.now_s)
+
+    def restore(self, tokens: int, *, prompts_before: int = 3) -> PromptRun:
+        """Serve a wholly stored prompt, after others of its length from which costs were
+        learned."""
+        for number in range(prompts_before + 1):
+            req = prompt(number, tokens)
+            self.store.keys |= set(self.keys(req.origin_input_ids))
+            (run,) = self.serve([(0.0, req)])
+        return run
 
     def launch(self, work: StepWork, batch: Sequence[PromptRun]) -> VirtualTimer:
         work_s = self.model.prefill.work_s(work)

@@ -256,23 +256,12 @@ def every_copy_fails(harness: "LastStepHarness") -> None:
     harness.rows.write = _fail  # type: ignore[method-assign]
 
 
-def the_first_copy_does_not_complete(harness: "LastStepHarness") -> None:
-    write = harness.rows.write
-
-    def broken(*args: Any) -> Any:
-        harness.rows.write = write  # type: ignore[method-assign]
-        return SimpleNamespace(wait=_fail)
-
-    harness.rows.write = broken  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize(
     ("fault", "computed"),
     [
         (rows_cannot_begin, []),
         (the_first_copy_fails, []),
         (every_copy_fails, [Span(0, 2 * BLOCK)]),
-        (the_first_copy_does_not_complete, []),
     ],
 )
 def test_overlapped_step_failing_part_still_gives_right_kv(

@@ -8,47 +8,25 @@ import statistics
 
 import pytest
 
-from sglang_cake.loading.cost_model import LoadCost, StepWork
+from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.clairvoyant import clairvoyant
-from sglang_cake.simulator.machine import Machine
-from sglang_cake.testing.scheduler_loop import PromptRun, prompt
+from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
-    BLOCK_TOKENS,
     DMA_BYTES_PER_S,
     HBM_BYTES_PER_S,
     LLAMA_8B,
     MODELS,
     GpuModel,
-    VirtualScheduler,
     virtual_scheduler,
 )
 
-LATENCY_S = 0.0005
 GB = 1e9
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 
 
-def restored(scheduler: VirtualScheduler, tokens: int, *, prompts_before: int = 3) -> PromptRun:
-    """A wholly stored prompt, after some from which costs were learned."""
-    for number in range(prompts_before + 1):
-        req = prompt(number, tokens)
-        scheduler.store.keys |= set(scheduler.keys(req.origin_input_ids))
-        (run,) = scheduler.serve([(0.0, req)])
-    return run
-
-
 def ttft_s(model: GpuModel, tokens: int, link_bytes_per_s: float, mode: Mode) -> float:
     with virtual_scheduler(model, link_bytes_per_s=link_bytes_per_s, mode=mode) as scheduler:
-        return restored(scheduler, tokens).ttft_s
-
-
-def ideal_s(model: GpuModel, tokens: int, link_bytes_per_s: float) -> float:
-    load = LoadCost(LATENCY_S, model.layout.block_bytes / link_bytes_per_s)
-    machine = Machine(model.prefill, load)
-    return clairvoyant(
-        machine, tokens, chunk_tokens=model.chunk_tokens, block_tokens=BLOCK_TOKENS
-    ).ttft_s
+        return scheduler.restore(tokens).ttft_s
 
 
 @models
@@ -70,7 +48,7 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
             ttft_s(model, tokens, link * GB, mode) for mode in ("auto", "compute", "load")
         )
         assert auto <= 1.02 * min(compute, load), (tokens, link)
-        over.append(auto / ideal_s(model, tokens, link * GB))
+        over.append(auto / model.ideal_s(tokens, link * GB))
     assert statistics.median(over) <= 1.05
     assert min(over) >= 1 - 1e-9
 
@@ -78,7 +56,7 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
 @pytest.mark.parametrize("link", [8, 25])
 def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(link: int) -> None:
     with virtual_scheduler(LLAMA_8B, link_bytes_per_s=link * GB) as scheduler:
-        restored(scheduler, 32768)
+        scheduler.restore(32768)
         reads = scheduler.store.read_s[-100:]  # of the last prompt
         carried_bytes = (len(reads) - 1) * LLAMA_8B.layout.block_bytes
         assert carried_bytes / (reads[-1] - reads[0]) >= 0.9 * link * GB
@@ -99,11 +77,11 @@ def test_virtual_gpu_scheduler_thread_never_waits_and_launches_little(
     model: GpuModel, page_tokens: int
 ) -> None:
     with virtual_scheduler(model, link_bytes_per_s=8 * GB, page_tokens=page_tokens) as scheduler:
-        restored(scheduler, 32768, prompts_before=1)
+        scheduler.restore(32768, prompts_before=1)
         host = scheduler.gpu.scheduler
         before, polls = host.launches, scheduler.polls
         copied = scheduler.gpu.copier.launches
-        restored(scheduler, 32768, prompts_before=0)  # stored and known by now
+        scheduler.restore(32768, prompts_before=0)  # stored and known by now
         assert host.syncs == 0
         assert (host.launches - before) / (scheduler.polls - polls) <= 10
         blocks = (scheduler.gpu.copier.launches - copied) / 2
@@ -117,7 +95,7 @@ def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() 
     with virtual_scheduler(
         LLAMA_8B, link_bytes_per_s=25 * GB, mode="load", decodes=decodes
     ) as scheduler:
-        restored(scheduler, 32768, prompts_before=0)
+        scheduler.restore(32768, prompts_before=0)
         gpu = scheduler.gpu
         plain_s = LLAMA_8B.prefill.work_s(StepWork(decodes=decodes))
         *steps, _ = [end - begin for begin, end in gpu.forwards]  # the last one prefills a token
@@ -130,7 +108,7 @@ def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() 
 def test_virtual_gpu_ends_with_all_its_memory_back() -> None:
     with virtual_scheduler(LLAMA_8B, link_bytes_per_s=8 * GB) as scheduler:
         free = scheduler.allocator.available_size()
-        restored(scheduler, 16384)
+        scheduler.restore(16384)
         scheduler.settle()
         assert scheduler.allocator.available_size() == free
         assert scheduler.coordinator.placed_tokens == 0

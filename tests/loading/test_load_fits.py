@@ -76,6 +76,18 @@ def test_load_fits_slow_source_is_taken_for_fast_again_after_doubt_time() -> Non
     assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
 
 
+def test_load_fits_late_first_answers_are_doubted_as_well() -> None:
+    """A source whose first answers were late is asked again: nothing else would show that it is
+    quick now."""
+    fits = LoadFits(PRIOR)
+    for latency_s in (0.02, 5.0):
+        for _ in range(30):
+            fits.fetched(0, latency_s + 0.01, 1.0, first=True)
+            fits.fetched(0, 0.01, 1.0, first=False)
+    assert fits.of({0: 5}, 1.0 + DOUBT_S).latency_s > 2.0
+    assert fits.of({0: 5}, 2.0 + DOUBT_S).latency_s <= 0.02
+
+
 def test_load_fits_recalled_cost_falls_back_to_the_prior_after_doubt_time() -> None:
     fits = LoadFits(PRIOR)
     fits.recall([LoadCost(0.1, 9.0)], 1.0)

@@ -23,7 +23,6 @@ from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import preceding_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -96,7 +95,6 @@ class StreamedBlocks:
         self._until_s = until_s
         self._layer_bytes = rows.token_bytes * block_tokens
         self._written = 0  # layers
-        self._copies: list[Copy] = []
         self.pieces = pieces
         self.waited_s = 0.0
 
@@ -136,25 +134,18 @@ class StreamedBlocks:
         """The forward has run. Raises: OverlapError if it used bytes that were not checked."""
         if self._written != self._rows.layers:
             raise OverlapError(f"attention ended before layer {self._written}", LAYERS)
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait for all copies: then buffers may be reused, and slots written by others."""
-        while self._copies:
-            self._copies.pop().wait()
 
     def write_whole(self, pieces: Sequence[StreamedBlock]) -> None:
         """Copy all layers of pieces whose reads have ended well, again if need be."""
         for layer in range(self._rows.layers):
             self._write(pieces, layer)
-        self.settle()
 
     def _write(self, pieces: Sequence[StreamedBlock], layer: int) -> None:
         size = self._layer_bytes
         for piece in pieces:
             buffer = piece.block_read.buffer
             part = buffer.view[layer * size : (layer + 1) * size]
-            self._copies.append(self._rows.write(layer, piece.slots, part, piece.skip))
+            self._rows.write(layer, piece.slots, part, piece.skip)  # complete: this is a CPU
 
     def _arrived(self, block_read: BlockRead, layer: int) -> bool:
         if self._is_last(layer):
@@ -374,7 +365,6 @@ class OverlapRunner:
         """Write the blocks that have been fetched by now to their slots, whatever was written
         before. Returns these blocks."""
         record = self._begun(req).record
-        streamed.settle()
         self._coordinator.inbox.take()
         fetched = {piece.block for piece in pieces if piece.block in record.local.fetched}
         streamed.write_whole([piece for piece in pieces if piece.block in fetched])
