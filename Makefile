@@ -3,7 +3,7 @@
 #   make demo MODEL=smollm2        a trained model that answers a question
 #   make test ARGS="tests/simulator/test_ideal_ttft.py"
 #   make test ARGS="-n 0"    in one process, as a debugger wants it
-.PHONY: setup setup-tests smollm2 test lint demo bench docs clean
+.PHONY: setup setup-tests smollm2 test lint demo bench gpu-check gpu-serve docs clean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -30,6 +30,10 @@ demo: $(if $(filter smollm2,$(MODEL)),smollm2,setup)
 
 bench: setup
 	.venv/bin/python -m benchmarks $(ARGS)
+
+# On a machine with an NVIDIA GPU, also without a network: nothing is installed.
+gpu-check gpu-serve: gpu-%:
+	$(or $(wildcard .venv/bin/python),python3) -m benchmarks.gpu.$* $(ARGS)
 
 docs: setup
 	.venv/bin/python docs/generate.py

@@ -44,9 +44,9 @@ FIELDS = {
 }
 FULL = {"groups": 4, "prompts": 3, "system": 2048, "rates": [0.5, 2.0], "repeats": 2, "name": "cpu"}
 SMALL = {"groups": 2, "prompts": 2, "system": 512, "rates": [1.0], "repeats": 1, "name": "small"}
-FULL |= {"tokens": 4096, "requests": 20}
-SMALL |= {"tokens": 1024, "requests": 4}
-QUESTION, OUTPUT = 64, 16
+FULL |= {"tokens": 4096, "requests": 20, "output": 16}
+SMALL |= {"tokens": 1024, "requests": 4, "output": 16}
+QUESTION = 64
 LIMIT_S = 600
 
 
@@ -83,9 +83,9 @@ def start(
     arm: str, args: argparse.Namespace, model: Path, work: Path, bandwidth: float
 ) -> FrozenServer:
     """The server of an arm, not started."""
-    longest = args.system + max(TURNS.values()) * (QUESTION + OUTPUT) + 64
+    longest = args.system + max(TURNS.values()) * (QUESTION + args.output) + 64
     if LENGTHS in args.workloads:
-        longest = max(longest, args.tokens + OUTPUT)
+        longest = max(longest, args.tokens + args.output)
     flags = servers.common_flags(CHUNK, longest)
     log = work / f"server-{arm}.log"
     if arm == "off":
@@ -115,12 +115,12 @@ def command(
         *("--dataset-name", "generated-shared-prefix", "--gsp-num-turns", str(turns)),
         *("--gsp-num-groups", str(args.groups), "--gsp-prompts-per-group", str(args.prompts)),
         *("--gsp-system-prompt-len", str(args.system), "--gsp-question-len", str(QUESTION)),
-        *("--gsp-output-len", str(OUTPUT), "--num-prompts", str(args.groups * args.prompts)),
+        *("--gsp-output-len", str(args.output), "--num-prompts", str(args.groups * args.prompts)),
     ]
     if workload == LENGTHS:
         prompts = [
             *("--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "0.125"),
-            *("--random-input-len", str(args.tokens), "--random-output-len", str(OUTPUT)),
+            *("--random-input-len", str(args.tokens), "--random-output-len", str(args.output)),
             *("--num-prompts", str(args.requests)),
         ]
     return [

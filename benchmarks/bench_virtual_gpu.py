@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks import documents, facts
 from sglang_cake.cli.text_tables import table
 from sglang_cake.loading.planner import Mode
-from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, prompt, virtual_scheduler
+from sglang_cake.testing.scheduler_loop import prompt
+from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, virtual_scheduler
 
 BEFORE = facts.RESULTS / "virtual-gpu-before.json"
 REPORT = facts.REPORTS / "gpu.md"

@@ -74,5 +74,8 @@ def shown(path: Path) -> str:
 
 
 def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -51,7 +51,7 @@ BENCHES = (
         "runahead",
         "runahead_link",
     ),
-    *("sealed", "serving", "stores", "ttft"),
+    *("sealed", "serving", "stores", "ttft", "virtual_gpu"),
 )
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))
 REPORTS = sorted(ROOT.glob("benchmarks/reports/*.md"))
 LINKED = [*DOCS, *REPORTS, *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
-LINKED += [ROOT / folder / "README.md" for folder in ("benchmarks", "patches")]
+LINKED += [ROOT / folder / "README.md" for folder in ("benchmarks", "benchmarks/gpu", "patches")]
 LINKED += [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [path for path in LINKED if path.name != "CHANGELOG.md"]  # which names what has gone
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

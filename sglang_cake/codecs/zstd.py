@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import zstandard
 
 from sglang_cake.codecs.block_arrays import Block
 from sglang_cake.codecs.codec_steps import Bytes, Malformed, is_whole
@@ -77,6 +76,8 @@ class Zstd:
         return len(compressed)
 
     def decode(self, data: Bytes, out: Bytes) -> int:
+        import zstandard
+
         try:
             size = zstandard.frame_content_size(data.data)
             if not 0 <= size <= len(out):
@@ -97,6 +98,8 @@ class Zstd:
     def _compressor(self) -> Any:
         known: dict[Zstd, Any] = _own.__dict__.setdefault("compressors", {})
         if self not in known:
+            import zstandard
+
             params = zstandard.ZstdCompressionParameters.from_level(
                 self.level, enable_ldm=self.long, write_content_size=1
             )
@@ -106,6 +109,8 @@ class Zstd:
 
 def _decompressor() -> Any:
     if not hasattr(_own, "decompressor"):
+        import zstandard
+
         # A frame of long mode needs a window as large as the block.
         _own.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     return _own.decompressor

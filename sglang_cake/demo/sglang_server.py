@@ -43,10 +43,10 @@ def has_gpu() -> bool:
     return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
 
 
-def device_flags(gpu: bool) -> list[str]:
+def device_flags(gpu: bool, attention_backend: str | None) -> list[str]:
     """The flags that SGLang needs on this device."""
     if gpu:
-        return ["--attention-backend", "flashinfer"]
+        return [] if attention_backend is None else ["--attention-backend", attention_backend]
     return [
         *("--device", "cpu"),
         *("--attention-backend", "torch_native"),
@@ -112,6 +112,7 @@ class SglangServer:
         flags: appended to the command line, after the flags of the device.
         env: added to this process's environment.
         log: file for the server's output; it is overwritten.
+        attention_backend: on a GPU; None: SGLang's own choice.
         launcher: the command before the flags; fakes in tests replace it.
         run: starts the command, with this environment and this file for its output.
         stop_signal: SIGTERM, which SGLang checks every 5 s, or SIGINT, which ends it at once.
@@ -128,6 +129,7 @@ class SglangServer:
         env: Mapping[str, str] | None = None,
         log: Path,
         gpu: bool = False,
+        attention_backend: str | None = "flashinfer",
         start_timeout_s: float = START_TIMEOUT_S,
         launcher: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
         run: Run = spawned,
@@ -144,7 +146,7 @@ class SglangServer:
         self._command = [
             *launcher,
             *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
-            *device_flags(gpu),
+            *device_flags(gpu, attention_backend),
             *flags,
         ]
         device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -247,12 +249,17 @@ def generate(
     max_new_tokens: int = 8,
     timeout_s: float = REQUEST_TIMEOUT_S,
     custom_params: Mapping[str, object] | None = None,
+    logprobs: bool = False,
 ) -> Reply:
-    """Greedy streaming `/generate`. Raises: RuntimeError if the server answers with an error."""
+    """Greedy streaming `/generate`. Raises: RuntimeError if the server answers with an error.
+
+    Args: logprobs: `Reply.meta` has `output_token_logprobs`.
+    """
     body = json.dumps(
         {
             "input_ids": list(input_ids),
             "stream": True,
+            **({"return_logprob": True} if logprobs else {}),
             "sampling_params": {
                 "temperature": 0,
                 "max_new_tokens": max_new_tokens,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -38,6 +40,25 @@ class StepTimer(Protocol):
     def seconds(self) -> float:
         """How long the device took, once the forward is over."""
         ...
+
+
+class CudaTimer:
+    """A `StepTimer`: events around what is launched on the current stream between construction and
+    `stop`."""
+
+    def __init__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    def seconds(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 @dataclass(slots=True)

@@ -5,56 +5,42 @@ blocks of real size. Models stand in for the rest:
 
 - `VirtualGpu`: streams, copy engines, forwards, and the time that launches take of a host thread.
 - `VirtualStore`: a link of one bandwidth in each direction; blocks without bytes.
-- `VirtualScheduler`: SGLang's loop. With overlap, iteration k polls, plans and launches step k,
-  and then waits for step k - 1 (`Scheduler.event_loop_overlap` of SGLang 0.5.23).
+- `VirtualScheduler`: SGLang's loop (`scheduler_loop.py`).
 
 Times of the GPU are estimates from data sheets and from measured host times of launches; none was
 measured on the GPU that is named.
 """
 
 import weakref
-from array import array
 from bisect import insort
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
 from sglang_cake.core.config import CakeConfig
-from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.host_memory import buffer_counts
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier
-from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, RING_BYTES
-from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.scheduler.coordinator import Coordinator
-from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
-from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
-from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
-from sglang_cake.loading.priority import order
 from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
-from sglang_cake.writeback.block_writer import Writer
 
 BLOCK_TOKENS = 128
 STORE_LATENCY_S = 0.0005
-NAMESPACE = Digest(b"n" * 32)
-POLL_S = 0.0005  # SGLang's pause while only loads are awaited
 DMA_BYTES_PER_S = 52e9  # PCIe Gen5 x16, pinned memory
 HBM_BYTES_PER_S = 2.6e12
 KERNEL_S = 3e-6  # the least time of a kernel
@@ -346,6 +332,10 @@ class VirtualAllocator:
         self._gpu.launch(1, LAUNCH_S)
         self._free = torch.cat([self._free, slots])
 
+    def take_back(self, rows: Sequence[torch.Tensor]) -> None:
+        """Free the slots of a prompt that has ended, which SGLang's tree does at another time."""
+        self._free = torch.cat([self._free, *rows])
+
 
 # ---- the store ----
 
@@ -425,58 +415,12 @@ class VirtualStore:
 # ---- SGLang's part ----
 
 
-@dataclass(eq=False)
-class VirtualRequest:
-    """What the coordinator touches of SGLang's request."""
-
-    rid: str
-    origin_input_ids: "array[int]"
-    prefix_len: int = 0
-    output_ids: "array[int]" = field(default_factory=lambda: array("q"))
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    lora_id: str | None = None
-    input_embeds: Any = None
-    positional_embed_overrides: Any = None
-    multimodal_inputs: Any = None
-    session: Any = None
-    sampling_params: Any = field(
-        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=1)
-    )
-    customized_info: dict[str, Any] | None = None
-    retracted_stain: bool = False
-    cached_tokens: int = 0
-    cached_tokens_storage: int = 0
-    storage_hit_length: int = 0
-    storage_hit_start: int | None = None
-    _cache_breakdown_computed: bool = False
-    row: list[torch.Tensor] = field(default_factory=list)
-
-    def _compute_max_prefix_len(self, tokens: int) -> int:
-        return max(0, tokens - 1)
-
-
-@dataclass(slots=True)
-class PromptRun:
-    """How one prompt went."""
-
-    req: VirtualRequest
-    arrive_s: float
-    ttft_s: float = 0.0
-    report: dict[str, Any] = field(default_factory=dict)
-    predictions: list[tuple[float, float]] = field(default_factory=list)  # (predicted, true)
-
-
-class VirtualScheduler:
-    """One rank: SGLang's loop over the real coordinator.
+class VirtualScheduler(SchedulerLoop):
+    """SGLang's loop on a virtual GPU.
 
     Args:
         link_bytes_per_s: of the store, in each direction.
-        overlap: SGLang's overlap scheduler; otherwise it waits for each step before the next.
-        decodes: other requests, which decode one token in every step while there are prompts.
-
-    Attributes:
-        polls: iterations of the loop.
+        overlap, decodes: as `SchedulerLoop`.
     """
 
     def __init__(
@@ -493,88 +437,41 @@ class VirtualScheduler:
         pool_tokens: int = 400_000,
         decodes: int = 0,
     ) -> None:
-        self.io = io
-        self.model = model
-        self.overlap = overlap
-        self.config = config = replace(config or CakeConfig(), mode=mode)
-        self.gpu = VirtualGpu(io)
+        config = replace(config or CakeConfig(), mode=mode)
         layout = model.layout
-        kv = VirtualKV(self.gpu, layout)
-        self.allocator = VirtualAllocator(self.gpu, pool_tokens, page_tokens)
-        self.store: Any = VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s)
-        self.counters = Counters()
-        depth = config.queue_depth
         counts = buffer_counts(
             load_bytes=layout.block_bytes,
             write_bytes=layout.block_bytes,
-            queue_depth=depth,
+            queue_depth=config.queue_depth,
             chunk_blocks=-(-model.chunk_tokens // BLOCK_TOKENS),
             pool_blocks=pool_tokens // BLOCK_TOKENS,
             staging_bytes=config.staging_bytes,
             write_queue_bytes=config.write_queue_bytes,
             available_bytes=2**37,
         )
-        self.staging = virtual_pool(counts.loads)
-        any_io: Any = io
-        self.loader = Loader(
-            self.store,
-            self.staging,
-            any_io,
-            self.counters,
-            queue_depth=depth,
-            prior=LoadCost(0.0, layout.block_bytes / 1e9, depth=depth),
-        )
-        self.writer = Writer(self.store, virtual_pool(counts.writes), any_io, self.counters)
-        copier = VirtualCopier(io, kv, self.loader.copied)
-        device_kv: Any = kv
-        self.saving = BlockSaving(device_kv, copier, self.writer)
-        self.step_costs = StepCosts(
-            self.loader,
-            PrefillCost.prior(hidden=4096, on_gpu=True),
+        self.model = model
+        self.gpu = VirtualGpu(io)
+        kv = VirtualKV(self.gpu, layout)
+        super().__init__(
+            io,
+            kv,
+            VirtualAllocator(self.gpu, pool_tokens, page_tokens),
+            VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s),
+            copier=partial(VirtualCopier, io, kv),
+            staging=virtual_pool(counts.loads),
+            write_queue=virtual_pool(counts.writes),
+            prior=PrefillCost.prior(hidden=4096, on_gpu=True),
             chunk_tokens=model.chunk_tokens,
-            pipelined=overlap,
-        )
-        slots = DeviceSlots(device_kv, copier, self.allocator, lambda tokens: None, self.counters)
-        self.coordinator = Coordinator(
-            self.loader,
-            slots,
             config=config,
             page_tokens=page_tokens,
-            step_costs=self.step_costs,
-            adapter=lambda lora_id: None,
-            consensus=RankConsensus(None),
-            counters=self.counters,
-            reporter=RequestReporter(None, speaks=False, metrics=None),
+            overlap=overlap,
+            decodes=decodes,
         )
-        self.coordinator.rebase(NAMESPACE, suspended=False)
-        self.polls = 0
-        self._decodes = decodes
-        self._live: list[PromptRun] = []
-        self._in_flight: deque[tuple[float, list[PromptRun]]] = deque()
-        self._chunked: list[PromptRun] = []  # of the step launched last
-
-    def keys(self, tokens: "array[int]") -> list[BlockKey]:
-        return KeyChain(KeySeed(NAMESPACE), BLOCK_TOKENS).of(tokens)
 
     def knows_costs(self) -> None:
         """The server has run for long: it knows the costs of steps and loads."""
         self.step_costs.recall(replace(self.model.prefill, error=0.02), [self.store.cost])
         self.io.until(self.io.now_s)
-
-    def serve(self, prompts: Sequence[tuple[float, VirtualRequest]]) -> list[PromptRun]:
-        """Serve prompts, each with its arrival from now, to their first tokens."""
-        begun_s = self.io.now_s
-        coming = deque(PromptRun(req, begun_s + at_s) for at_s, req in prompts)
-        runs = list(coming)
-        while coming or self._live or self._in_flight:
-            while coming and coming[0].arrive_s <= self.io.now_s:
-                self._arrive(coming.popleft())
-            if not self._iterate() and not self._in_flight:
-                pause_s = POLL_S
-                if coming and not self._live:
-                    pause_s = max(POLL_S, coming[0].arrive_s - self.io.now_s)
-                self.io.until(self.io.now_s + pause_s)
-        return runs
 
     def restore(self, tokens: int, *, prompts_before: int = 3) -> PromptRun:
         """Serve a wholly stored prompt, after others of its length from which costs were
@@ -585,98 +482,21 @@ class VirtualScheduler:
             (run,) = self.serve([(0.0, req)])
         return run
 
-    def settle(self) -> None:
-        """Let all writes end."""
-        self.io.run(self.writer.drained(), 1e9)
+    def launch(self, work: StepWork, batch: Sequence[PromptRun]) -> VirtualTimer:
+        work_s = self.model.prefill.work_s(work)
+        for run in batch:
+            run.predictions.append((self.step_costs.agreed.work_s(work), work_s))
+        self.io.until(self.io.now_s + PLAN_S)
+        self.gpu.forward(work_s)
+        step = VirtualTimer(self.io, *self.gpu.forwards[-1])
+        self.gpu.schedule.wait(step.end_s)  # `_apply_war_barrier` of fa3
+        return step
 
-    # ---- one iteration of the loop ----
+    def wait(self, step: VirtualTimer) -> None:
+        self.io.until(max(step.end_s, self.io.now_s))
 
-    def _arrive(self, run: PromptRun) -> None:
-        self._live.append(run)
-        req: Any = run.req
-        self.coordinator.arrive(req, lambda tokens, limit: run.req.prefix_len)
-
-    def _iterate(self) -> bool:
-        """Plan and launch a step, and process the one before. False: no step was launched."""
-        reqs: list[Any] = [run.req for run in self._live]
-        entries = [self.coordinator.queue_entry(req) for req in reqs]
-        self._live = [self._live[i] for i in order(entries)]
-        self.polls += 1
-        with self.coordinator.timed():
-            self.coordinator.poll([run.req.rid for run in self._live])
-            self.saving.polled(lambda record: self.coordinator.record(record.rid) is record)
-        for run in self._chunked:
-            self._checkpoint(run, last=False)
-        self._chunked = []
-        work, batch = self._form()
-        launched = work != StepWork()
-        if launched:
-            self.io.until(self.io.now_s + PLAN_S)
-            end_s = self.gpu.forward(self.model.prefill.work_s(work))
-            self.step_costs.launched(VirtualTimer(self.io, *self.gpu.forwards[-1]))
-            self.gpu.schedule.wait(end_s)  # `_apply_war_barrier` of fa3
-            self._in_flight.append((end_s, [run for run in batch if _prefilled(run)]))
-            self._live = [run for run in self._live if not _prefilled(run)]
-            self._chunked = [run for run in batch if not _prefilled(run)]
-        if self._in_flight and (len(self._in_flight) > 1 or not launched or not self.overlap):
-            self._process()
-        return launched
-
-    def _form(self) -> tuple[StepWork, list[PromptRun]]:
-        decodes = self._decodes if self._live else 0
-        work = StepWork(decodes=decodes)
-        batch = []
-        self.step_costs.scheduling(decodes=decodes)
-        for run in self._live:
-            req: Any = run.req
-            left = self.model.chunk_tokens - work.tokens - decodes
-            if left <= 0 or self.coordinator.awaits_lookup(req):
-                continue
-            self.coordinator.settle(req, self._attach)
-            step = self.coordinator.plan(req, left)
-            total = len(req.origin_input_ids)
-            stop = min(total, req.prefix_len + left) if step is None else step.stop
-            if stop <= req.prefix_len:
-                continue
-            slots = self.allocator.alloc(stop - req.prefix_len)
-            assert slots is not None, "the pool is too small for this test"
-            req.row.append(slots)
-            part = work_of(req.prefix_len, stop)
-            predicted_s = self.step_costs.agreed.work_s(work + part)
-            run.predictions.append((predicted_s, self.model.prefill.work_s(work + part)))
-            self.coordinator.claimed(req, stop)
-            req.prefix_len = stop
-            work += part
-            batch.append(run)
-        return work, batch
-
-    def _process(self) -> None:
-        end_s, ended = self._in_flight.popleft()
-        self.io.until(max(end_s, self.io.now_s))
-        for run in ended:
-            run.ttft_s = self.io.now_s - run.arrive_s
-            self._checkpoint(run, last=True)
-            record = self.coordinator.record(run.req.rid)
-            if record is not None:
-                self.saving.released(record)
-            run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
-            self.coordinator.end(run.req.rid)
-            self.allocator._free = torch.cat([self.allocator._free, *run.req.row])
-            run.req.row.clear()
-
-    def _checkpoint(self, run: PromptRun, *, last: bool) -> None:
-        record = self.coordinator.record(run.req.rid)
-        if record is not None:
-            tokens = run.req.origin_input_ids[: run.req.prefix_len]
-            self.saving.checkpointed(record, tokens, torch.cat(run.req.row), last=last)
-
-    def _attach(self, req: Any, slots: torch.Tensor, stop: int) -> None:
-        req.row.append(slots)
-        req.prefix_len = stop
-
-
-def _prefilled(run: PromptRun) -> bool:
-    return run.req.prefix_len == len(run.req.origin_input_ids)
+    def release(self, run: PromptRun) -> None:
+        self.allocator.take_back(run.req.row)
 
 
 @contextmanager
@@ -684,9 +504,3 @@ def virtual_scheduler(model: GpuModel, **kwargs: Any) -> Iterator[VirtualSchedul
     """A scheduler that lives in virtual time inside the context. Args: as `VirtualScheduler`."""
     with virtual_time() as io:
         yield VirtualScheduler(io, model, **kwargs)
-
-
-def prompt(number: int, tokens: int) -> VirtualRequest:
-    """A request whose tokens no other number has."""
-    start = number * 1_000_000
-    return VirtualRequest(str(number), array("q", range(start, start + tokens)))

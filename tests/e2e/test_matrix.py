@@ -10,7 +10,7 @@ import pytest
 from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
 from warm import run_forked
 
-from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.models import build_deepseek, build_llama
 
 Make = Callable[[int], list[int]]
 HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV changes tokens
@@ -97,13 +97,11 @@ def test_tensor_parallel_aborts_at_four_stages_leave_a_clean_log(
 
 
 @pytest.fixture(scope="module")
-def latent(
-    start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
-) -> Iterator[Live]:
+def latent(start: Start, folder: Path, standins: dict[str, str]) -> Iterator[Live]:
     """A tiny dense DeepSeek-V2. Its KV is one latent row per layer."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
     flags += ("--sleep-on-idle",)
-    model = build_deepseek(folder / "latent" / "model", tokenizer_of=models["first"])
+    model = build_deepseek(folder / "latent" / "model", hidden=256, layers=3, heads=4, latent=64)
     store = folder / "store-mla"
     # A latent row is small, so the link is slow: a part is loaded and a part is computed.
     with start(model, flags, store=store, bandwidth="600kB/s", env=standins) as live:
@@ -114,64 +112,6 @@ def test_mla_model_stored_answer_equals_cold(latent: Live, prompt: Make) -> None
     _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
     layout = json.loads(json.loads(latent.store.namespaces()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
-
-
-def build_deepseek(path: Path, tokenizer_of: Path) -> Path:
-    import torch
-    from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=512,
-        max_position_embeddings=8192,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        kv_lora_rank=64,
-        q_lora_rank=None,
-        qk_rope_head_dim=32,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        first_k_dense_replace=3,
-        n_group=1,
-        topk_group=1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = DeepseekV2ForCausalLM(config)
-    model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(path)
-    # SGLang reads these fields, and this version of transformers does not write them.
-    file = path / "config.json"
-    facts = json.loads(file.read_text())
-    scaling = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    facts |= {
-        "moe_layer_freq": 1,
-        "scoring_func": "softmax",
-        "rope_theta": 10000.0,
-        "rope_scaling": scaling,
-        "rope_parameters": {**scaling, "rope_theta": 10000.0},
-    }
-    file.write_text(json.dumps(facts))
-    return path
 
 
 ENGINE = """

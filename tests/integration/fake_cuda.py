@@ -10,12 +10,15 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.memory import row_kernel
 
 GARBAGE = 0xEE
 _aten = torch.ops.aten
@@ -26,6 +29,11 @@ class _Record:
     """One recording of an event."""
 
     done = False
+    at_s = 0.0
+
+    def set(self) -> None:
+        self.at_s = time.monotonic()
+        self.done = True
 
 
 class FakeEvent:
@@ -33,15 +41,24 @@ class FakeEvent:
         self._cuda = FakeCuda.now
         self.last: _Record | None = None
 
-    def record(self, stream: "FakeStream") -> None:
+    def record(self, stream: "FakeStream | None" = None) -> None:
         record = self.last = _Record()
-        stream.launch(lambda: setattr(record, "done", True))
+        (stream or self._cuda.current_stream()).launch(record.set)
 
     def query(self) -> bool:
+        """Some time passes while the host asks."""
+        self._cuda.run_some()
         return self.last is None or self.last.done
 
     def synchronize(self) -> None:
         self._cuda.run_until(self.last)
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.last is not None
+        assert end.last is not None
+        assert self.last.done
+        assert end.last.done
+        return 1e3 * (end.last.at_s - self.last.at_s)
 
 
 class FakeStream:
@@ -53,6 +70,8 @@ class FakeStream:
     def launch(self, work: Callable[[], object], after: _Record | None = None) -> None:
         with self._cuda.lock:
             self.queue.append((after, work))
+        if self._cuda.eager:
+            self._cuda.run_all()
 
     def wait_event(self, event: FakeEvent) -> None:
         self.launch(lambda: None, after=event.last)
@@ -64,12 +83,18 @@ class FakeStream:
 
 
 class FakeCuda:
-    """One at a time. Args: seed: of the order in which streams go on."""
+    """One at a time.
+
+    Args:
+        seed: of the order in which streams go on.
+        eager: what is launched runs at once.
+    """
 
     now: "FakeCuda"
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, eager: bool = False) -> None:
         FakeCuda.now = self
+        self.eager = eager
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
         self._random = random.Random(seed)
@@ -80,7 +105,7 @@ class FakeCuda:
         before = getattr(self._here, "stream", None)
         self._here.stream = stream
         try:
-            with _Later(stream):
+            with contextlib.nullcontext() if self.eager else _Later(stream):
                 yield
         finally:
             self._here.stream = before
@@ -99,7 +124,11 @@ class FakeCuda:
                 assert time.monotonic() < end_s, "streams wait for each other"
                 time.sleep(0.0005)
 
-    def run_all(self) -> None:
+    def run_some(self) -> None:
+        for _ in range(self._random.randrange(4)):
+            self._step()
+
+    def run_all(self, device: object = None) -> None:
         while self._step():
             pass
 
@@ -134,14 +163,57 @@ class _Later(TorchDispatchMode):
         return result
 
 
-def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> FakeCuda:
-    """In place of what `sglang_cake` uses of `torch.cuda`."""
-    cuda = FakeCuda(seed)
+class PlainRowKernel:
+    """In place of `RowKernel`, which needs a GPU."""
+
+    def __init__(self, planes: Sequence[torch.Tensor], layout: BlockLayout) -> None:
+        self._planes = planes
+        self._layout = layout
+
+    def scatter(self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor) -> None:
+        for plane, part, rows in self._parts(blocks, index, slots):
+            plane.index_copy_(0, part, rows)
+
+    def gather(self, slots: torch.Tensor, blocks: torch.Tensor, index: torch.Tensor) -> None:
+        for plane, part, rows in self._parts(blocks, index, slots):
+            torch.index_select(plane, 0, part, out=rows)
+
+    def _parts(
+        self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        layout = self._layout
+        for block, part in zip(index.tolist(), slots.split(layout.block_tokens), strict=True):
+            for plane, start, width in zip(
+                self._planes, layout.plane_offsets, layout.plane_token_bytes, strict=True
+            ):
+                rows = blocks[block, start : start + width * layout.block_tokens]
+                yield plane, part, rows.view(plane.dtype).view(layout.block_tokens, -1)
+
+
+class _Cudart:
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch, seed: int, *, eager: bool = False) -> FakeCuda:
+    """In place of what `sglang_cake` and its benchmarks use of `torch.cuda`."""
+    cuda = FakeCuda(seed, eager=eager)
     for name, value in (
         ("Event", FakeEvent),
         ("Stream", FakeStream),
         ("stream", cuda.stream),
         ("current_stream", cuda.current_stream),
+        ("synchronize", cuda.run_all),
+        ("device", lambda device: contextlib.nullcontext()),
+        ("cudart", _Cudart),
+        ("set_sync_debug_mode", lambda mode: None),
+        ("memory_allocated", lambda device: 0),
+        ("max_memory_allocated", lambda device: 0),
+        ("reset_peak_memory_stats", lambda device: None),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(row_kernel, "RowKernel", PlainRowKernel)
     return cuda

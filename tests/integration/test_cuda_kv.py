@@ -8,27 +8,9 @@ from fake_cuda import FakeCuda, install
 from kv_pools import as_bytes, buffers_for, buffers_of, mha
 
 from sglang_cake.core.buffers import Buffer, on_page
-from sglang_cake.integration.memory import row_kernel
-from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, Copy, CudaKV, DeviceKV
+from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, Copy, CudaKV
 
 BLOCK, SEEDS = 16, range(12)
-
-
-class PlainKernel:
-    """`RowKernel` as index operations, each of which runs when its stream comes to it."""
-
-    def __init__(self, planes: Any, layout: Any) -> None: ...
-
-    pool: DeviceKV
-
-    def scatter(self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor) -> None:
-        self.pool._scatter(self._chosen(blocks, index), slots)
-
-    def gather(self, slots: torch.Tensor, blocks: torch.Tensor, index: torch.Tensor) -> None:
-        self.pool._gather(slots, self._chosen(blocks, index))
-
-    def _chosen(self, blocks: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
-        return [blocks[i][: self.pool.layout.block_bytes] for i in range(len(index))]
 
 
 class GpuHarness:
@@ -36,9 +18,7 @@ class GpuHarness:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self.cuda: FakeCuda = install(monkeypatch, seed)
-        monkeypatch.setattr(row_kernel, "RowKernel", PlainKernel)
         self.pool = mha(12 * BLOCK)
-        PlainKernel.pool = DeviceKV(self.pool, block_tokens=BLOCK)
         self.forward: Any = torch.cuda.Stream()
         self.kv = CudaKV(self.pool, block_tokens=BLOCK, forward_stream=self.forward)
         order = torch.randperm(12 * BLOCK, generator=torch.Generator().manual_seed(seed)) + 1

@@ -1,7 +1,12 @@
 """Slots of landed blocks are allocated, filled, and passed on or freed, with SGLang's allocator."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from fake_cuda import install
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import Staging, allocator_of, as_bytes, buffers_of, mha, record_of, scramble
@@ -10,7 +15,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 
@@ -314,3 +319,34 @@ def test_device_slots_random_actions_lose_no_slot(
     assert harness.device_slots.placed_tokens == 0
     assert harness.free == harness.size - given_on
     assert harness.staging.pool.free == 64
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_device_slots_copies_start_when_the_device_knows_the_slots(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With pages of several tokens, SGLang's allocator computes them on the device."""
+    install(monkeypatch, seed)
+    pool, stream = mha(2 * BLOCK), torch.cuda.current_stream()
+    numbers = torch.arange(BLOCK, 2 * BLOCK)
+
+    def alloc(tokens: int) -> torch.Tensor:
+        slots = torch.zeros(tokens, dtype=torch.int64)
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                slots.copy_(slots)
+            return slots.copy_(numbers[:tokens])
+
+    kv = CudaKV(pool, block_tokens=BLOCK, forward_stream=None)
+    staging = Staging(kv)
+    allocator: Any = SimpleNamespace(alloc=alloc, available_size=lambda: BLOCK)
+    ignored: Callable[..., None] = lambda *args: None  # noqa: E731
+    copier = Copier(kv, ignored)
+    device_slots = DeviceSlots(kv, copier, allocator, ignored, Counters())
+    record = record_of(1, block=BLOCK)
+    record.meet.found([True])
+    data = staging.land(record, 0)
+    assert device_slots.place(record, [0])
+    torch.cuda.synchronize()
+    found = b"".join(bytes(as_bytes(b)[numbers].numpy()) for b in buffers_of(pool))
+    assert found == data

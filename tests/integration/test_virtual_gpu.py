@@ -10,13 +10,13 @@ import pytest
 
 from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.planner import Mode
+from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
     DMA_BYTES_PER_S,
     HBM_BYTES_PER_S,
     LLAMA_8B,
     MODELS,
     GpuModel,
-    prompt,
     virtual_scheduler,
 )
 

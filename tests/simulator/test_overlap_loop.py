@@ -17,7 +17,8 @@ from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.simulated_server import Prompt, serve, simulate_prompt
-from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, prompt, virtual_scheduler
+from sglang_cake.testing.scheduler_loop import prompt
+from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, virtual_scheduler
 
 MACHINE = Machine(PrefillCost(0.01, 1e-4, 1e-9, 1e-4), LoadCost(0.02, 0.015), plan_s=PLAN_S)
 CHUNK = 512

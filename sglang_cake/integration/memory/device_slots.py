@@ -247,14 +247,18 @@ class DeviceSlots:
         count = min(len(blocks), self._allocator.available_size() // size)
         if not count:
             return {}
-        # Whatever can fail comes before the allocation, so that no slot is lost.
-        after = self._kv.fence()
-        copies = {b: SlotCopy(after) for b, _ in zip(blocks, range(count), strict=False)}
         slots = self._allocator.alloc(count * size)
         if slots is None:
             return {}
-        for copy, part in zip(copies.values(), slots.split(size), strict=True):
-            copy.slots = part
+        try:
+            # Behind the allocation: with larger pages, the device computes the slots' numbers.
+            after = self._kv.fence()
+            copies = {b: SlotCopy(after) for b, _ in zip(blocks, range(count), strict=False)}
+            for copy, part in zip(copies.values(), slots.split(size), strict=True):
+                copy.slots = part
+        except BaseException:
+            self.free(slots)
+            raise
         return copies
 
     def _waste(self, record: PromptRecord, blocks: int, reason: str) -> None:

@@ -3,7 +3,6 @@ KV-Runahead."""
 
 from typing import Any
 
-import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
@@ -12,28 +11,10 @@ from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
+from sglang_cake.integration.step_costs import CudaTimer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
-
-
-class CudaTimer:
-    """A `StepTimer`: events around what is launched on the current stream between construction and
-    `stop`."""
-
-    def __init__(self) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
-        self._begin.record()
-
-    def stop(self) -> None:
-        self._end.record()
-
-    def done(self) -> bool:
-        return bool(self._end.query())
-
-    def seconds(self) -> float:
-        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class ForwardProcess:

@@ -1,0 +1,223 @@
+"""The GPU checks run up to the calls of CUDA, for which a device that is made up stands in."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import PlainRowKernel, install
+
+from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory.kv_pool import CudaKV
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
+
+from benchmarks.gpu import check, environment, exact, overlap, sanitizer, serve, speed  # noqa: E402
+from benchmarks.gpu.measuring import SMALL, Finding, Load  # noqa: E402
+from benchmarks.gpu.stand_ins import PoolForm, make_pool  # noqa: E402
+from sglang_cake.core.layout import BlockLayout  # noqa: E402
+
+CPU = torch.device("cpu")
+FORMS = {
+    "MHA": PoolForm(layers=2, heads=2, dim=8, v_dim=8),
+    "K and V of other widths, fp8": PoolForm(2, 1, 12, 8, torch.float8_e4m3fn),
+    "MLA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, dtype=torch.float32),
+}
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that does at once what it is told."""
+    install(monkeypatch, 0, eager=True)
+    unpinned: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
+    monkeypatch.setattr(speed, "pinned_by_torch", unpinned)
+
+
+# ---- the steps ----
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_check_copies_are_compared_with_plain_indexing(
+    monkeypatch: pytest.MonkeyPatch, eager: None, form: str, page: int
+) -> None:
+    load = Load(SMALL, torch.cuda.Stream(), CPU)
+    assert exact.copies_of(FORMS[form], page, load, CPU) == ""
+
+    class Twisted(PlainRowKernel):
+        def scatter(self, blocks: Any, index: Any, slots: Any) -> None:
+            super().scatter(blocks, index, slots.roll(1))
+
+    monkeypatch.setattr(row_kernel, "RowKernel", Twisted)
+    assert "after loads" in exact.copies_of(FORMS[form], page, load, CPU)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_gpu_check_reused_slots_show_copies_that_are_not_ordered(
+    monkeypatch: pytest.MonkeyPatch, seed: int, own_stream: bool
+) -> None:
+    """Streams go on in any order that events allow."""
+    install(monkeypatch, seed)
+    load = Load(SMALL, torch.cuda.Stream(), CPU) if own_stream else None
+
+    def found(*, ordered: bool) -> tuple[int, int]:
+        pool = make_pool(FORMS["MHA"], exact.SLOTS, device=CPU)
+        stream = load.stream if load else None
+        kv = CudaKV(pool, block_tokens=exact.BLOCK_TOKENS, forward_stream=stream)
+        return exact.reuse(kv, SMALL.turns, load, seed=seed, ordered=ordered)
+
+    wrong, checked = found(ordered=True)
+    assert wrong == 0
+    assert checked > 10
+    assert found(ordered=False)[0] > 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_gpu_check_decoded_blocks_are_compared(eager: None, codec: str) -> None:
+    layout = BlockLayout(2, exact.LAYOUTS["MHA"], "bfloat16", 64)
+    assert exact.decoded(layout, codec, CPU) == ""
+
+
+def test_gpu_check_overlap_loop_serves_prompts_and_finds_a_wrong_byte(eager: None) -> None:
+    found = {each.what: each for each in overlap.overlap(SMALL, CPU)}
+    assert [each for each in found.values() if each.ok is False] == []
+    assert found["the same with one wrong byte in the store"].value > 0
+    for mode in ("compute", "load", "auto", "T*"):
+        assert found[f"0.05 GB/s, 517 tokens: {mode}"].value > 0
+
+
+@pytest.mark.parametrize(
+    "step",
+    [speed.memcpy, speed.row_kernel, speed.cake_copies, speed.launches, sanitizer.sanitized],
+    ids=lambda step: step.__name__,
+)
+def test_gpu_check_other_steps_run(eager: None, step: Callable[..., Iterator[Finding]]) -> None:
+    found = list(step(SMALL, CPU))
+    assert found
+    assert all(each.ok is not False for each in found)
+
+
+def test_gpu_check_decoding_is_measured(monkeypatch: pytest.MonkeyPatch, eager: None) -> None:
+    monkeypatch.setattr(speed, "CODECS", ("raw", "int8"))
+    assert len(list(speed.decoding(SMALL, CPU))) == 6
+
+
+def test_gpu_check_sizes_are_those_of_llama_3_8b() -> None:
+    from benchmarks.gpu.measuring import FULL
+
+    assert FULL.form.token_bytes * FULL.block_tokens == 16 * 2**20
+
+
+# ---- the command ----
+
+
+def _outcome(status: int | None = 0, **finding: Any) -> dict[str, Any]:
+    findings = [{"what": "x", "value": 1.0, "unit": "s", "ok": None, **finding}]
+    return check.outcome("memcpy", findings, status, "Traceback\nKeyError: 'x'", 1.0)
+
+
+def test_gpu_check_outcomes_pass_only_without_errors_and_wrong_findings() -> None:
+    assert _outcome()["status"] == _outcome(ok=True)["status"] == check.PASS
+    assert _outcome(ok=False)["status"] == check.FAIL
+    assert _outcome(status=1)["status"] == _outcome(status=None)["status"] == check.FAIL
+    assert _outcome(status=None)["error"].startswith("hung")
+
+
+def test_gpu_check_table_has_every_finding_and_the_last_line_of_an_error() -> None:
+    text = check.text_of([_outcome(value=1234.5), _outcome(status=1, ok=False, value="differs")])
+    assert "1,234" in text
+    assert "differs" in text
+    assert "KeyError" in text
+    assert check.FAIL in text
+
+
+def test_gpu_check_arguments_name_steps() -> None:
+    assert check.parse_args([]).steps == list(check.STEPS)
+    assert check.parse_args(["--steps", "memcpy,overlap"]).steps == ["memcpy", "overlap"]
+    with pytest.raises(SystemExit):
+        check.parse_args(["--steps", "nothing"])
+
+
+def test_gpu_check_steps_exist() -> None:
+    modules = {"environment": environment, "exact": exact, "speed": speed}
+    modules |= {"overlap": overlap, "sanitizer": sanitizer}
+    for place in (check.STEPS | check.INNER).values():
+        module, _, function = place.partition(":")
+        assert callable(getattr(modules[module], function))
+
+
+def test_gpu_check_without_a_gpu_says_so_and_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    out = tmp_path / "gpu.json"
+    assert check.main(["--small", "--out", str(out)]) == 1
+    (outcome,) = json.loads(out.read_text())["outcomes"]
+    assert outcome["status"] == check.FAIL
+    assert "no NVIDIA GPU" in outcome["error"]
+    assert "no NVIDIA GPU" in capsys.readouterr().out
+
+
+BARE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+from benchmarks.gpu import stand_ins
+stand_ins.install()
+from benchmarks.gpu import environment, exact, measuring, overlap, sanitizer, speed
+"""
+
+
+def test_gpu_check_needs_neither_sglang_nor_what_only_servers_need() -> None:
+    missing = {"sglang", "aiohttp", "cryptography", "gunicorn", "msgspec", "zmq", "zstandard"}
+    subprocess.run(
+        [sys.executable, "-c", BARE.replace("{names}", repr(missing))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+
+
+# ---- servers ----
+
+
+def test_gpu_serve_arguments_and_flags_of_every_arm(tmp_path: Path) -> None:
+    args = serve.parse_args([])
+    assert args.cases == list(serve.CASES)
+    assert args.arms == list(serve.ARMS)
+    with pytest.raises(SystemExit):
+        serve.parse_args(["--cases", "nothing"])
+    assert serve.flags_of("off", tmp_path, None)[0] == []
+    flags, _ = serve.flags_of("auto", tmp_path, "8GB/s")
+    assert f"file://{tmp_path}?bandwidth=8GB/s" in flags
+    flags, env = serve.flags_of("hicache-wait_complete", tmp_path, None)
+    assert flags[-1] == "wait_complete"
+    assert str(tmp_path) in env.values()
+
+
+def _reply(ids: list[int], ttft_s: float, logprob: float, loaded: int) -> Reply:
+    meta = {"cake": {"loaded_tokens": loaded}, "output_token_logprobs": [[logprob, ids[0], None]]}
+    return Reply(ids, meta, 0.0, ttft_s)
+
+
+def test_gpu_serve_summary_compares_with_the_first_answer() -> None:
+    cold = _reply([1, 2, 3], 2.0, -1.0, 0)
+    found = serve.summary(cold, [_reply([1, 2, 4], 1.0, -1.25, 128)])
+    assert (found["cold_s"], found["ttft_s"]) == (2.0, 1.0)
+    assert (found["same_tokens"], found["first_logprob_gap"]) == (2, 0.25)
+    result = {"case": "default", "arm": "auto", "prompts": {16384: found}, "load": {}}
+    failed = {"case": "mla", "arm": "off", "error": "the server ended\nno memory"}
+    text = serve.text([result, failed])
+    assert "16,384" in text
+    assert "no memory" in text
