@@ -150,7 +150,7 @@ def test_worker_pool_irreplaceable_worker_ends_the_server(tmp_path, capfd):
 
 
 def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
-    server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": 3})
+    server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": 8})
     victim = server.workers()[0]
     os.kill(victim, signal.SIGSTOP)
     poll(lambda: not is_alive(victim), "it is killed")
