@@ -64,7 +64,7 @@ FULL = Size(
     gemm=8192,
     gemms=300,
     blocks=48,
-    turns=400,
+    turns=240,
 )
 SMALL = Size(
     form=PoolForm(layers=4, heads=2, dim=32, v_dim=32),
