@@ -221,3 +221,24 @@ def test_gpu_serve_summary_compares_with_the_first_answer() -> None:
     text = serve.text([result, failed])
     assert "16,384" in text
     assert "no memory" in text
+
+
+OPERATIONS = """
+import torch
+import benchmarks.gpu.common_ops
+ops, norm = torch.ops.sgl_kernel, torch.nn.functional.rms_norm
+x, residual, weight = torch.randn(5, 64), torch.randn(5, 64), torch.rand(64)
+out, both = torch.empty_like(x), x + residual
+ops.rmsnorm.default(out, x, weight, 1e-6, False)
+torch.testing.assert_close(out, norm(x, (64,), weight, 1e-6))
+ops.fused_add_rmsnorm.default(x, residual, weight, 1e-6, False)
+torch.testing.assert_close(residual, both)
+torch.testing.assert_close(x, norm(both, (64,), weight, 1e-6))
+assert ops.weak_ref_tensor(x).data_ptr() == x.data_ptr()
+"""
+
+
+def test_gpu_serve_operations_in_place_of_kernels_are_those_of_pytorch() -> None:
+    """In a process of its own: SGLang looks at what is defined."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", OPERATIONS], cwd=ROOT, env=env, check=True)
