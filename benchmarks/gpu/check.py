@@ -67,7 +67,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ---- in the process of a step ----
 
 
-def run_here(name: str, found: Path, *, small: bool) -> None:
+def run_here(name: str, found: Path, *, small: bool, device: str = "cuda:0") -> None:
     """Run one step and write each of its findings as a line of JSON. Raises: what it raises."""
     from benchmarks.gpu import stand_ins
 
@@ -79,7 +79,7 @@ def run_here(name: str, found: Path, *, small: bool) -> None:
     module, _, function = (STEPS | INNER)[name].partition(":")
     step = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
     with found.open("a", buffering=1) as out:
-        for finding in step(SMALL if small else FULL, torch.device("cuda", 0)):
+        for finding in step(SMALL if small else FULL, torch.device(device)):
             out.write(json.dumps(asdict(finding)) + "\n")
 
 

@@ -154,6 +154,14 @@ def test_gpu_check_steps_exist() -> None:
         assert callable(getattr(modules[module], function))
 
 
+def test_gpu_check_findings_are_written_one_by_one(eager: None, tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    check.run_here("memcpy", found, small=True, device="cpu")
+    lines = [json.loads(line) for line in found.read_text().splitlines()]
+    assert {"to the device, registered memory", "a block"} <= {line["what"] for line in lines}
+    assert check.outcome("memcpy", lines, 0, "", 1.0)["status"] == check.PASS
+
+
 def test_gpu_check_without_a_gpu_says_so_and_stops(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
