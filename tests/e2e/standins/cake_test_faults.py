@@ -29,18 +29,18 @@ def register() -> None:
     if "CAKE_TEST_PATIENT" in os.environ:
         boundary.MOST_FAILURES = 10**6
     apply = HookRegistry.apply_hooks
-    attach = boundary.Boundary.attach
+    set_handler = boundary.Boundary.set_handler
 
     def apply_hooks() -> None:
         _replace_all(Path(folder))
         apply()
 
-    def attach_handler(*args: Any) -> None:  # when this is called, everything is imported
+    def replace_and_set(*args: Any) -> None:  # when this is called, everything is imported
         _replace_all(Path(folder))
-        attach(*args)
+        set_handler(*args)
 
     HookRegistry.apply_hooks = apply_hooks  # type: ignore[assignment]
-    boundary.Boundary.attach = attach_handler  # type: ignore[method-assign]
+    boundary.Boundary.set_handler = replace_and_set  # type: ignore[method-assign]
 
 
 def _replace_all(folder: Path) -> None:
