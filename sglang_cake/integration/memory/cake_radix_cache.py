@@ -172,8 +172,10 @@ class CakeRadixCache(UnifiedRadixCache):
     # ---- what cake calls ----
 
     def evict_own(self, tokens: int) -> None:
-        """Evict from the tree alone, never landed blocks."""
-        self._before_slots_are_freed()
+        """Evict from the tree alone, never landed blocks. Its errors are those of the caller: no
+        request may end while slots are allocated for it."""
+        if self.saving is not None:
+            self.saving.before_slots_are_freed()
         super().evict_for_alloc(EvictParams(num_tokens=tokens))
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
