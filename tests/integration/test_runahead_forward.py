@@ -224,7 +224,17 @@ def test_runahead_scheduler_shared_step_computes_only_the_last_span(
 def test_runahead_scheduler_helper_failure_is_computed_in_the_same_step(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = setup(fail_after_one_layer, left_out_s=(60.0, 120.0))
+    shared = threading.Event()
+
+    def fail_when_shared(transport: ZmqTransport, job: str) -> None:
+        def fail() -> None:
+            assert shared.wait(60)
+            fail_after_one_layer(transport, job)
+
+        threading.Thread(target=fail, daemon=True).start()
+
+    one = setup(fail_when_shared, left_out_s=(60.0, 120.0))
+    shared.set()  # the owner has seen that the helper accepted
     monkeypatch.setattr(module, "run_forward", lambda worker, part: one.compute(worker, part))
     assert one.run() == (SPLIT, STOP)
     assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
