@@ -24,14 +24,12 @@ class _Unsaved:
         row: device slot of each of these tokens.
         next_block: blocks before this one were looked at.
         blocks: blocks that are new to the store, and had no buffer yet, ascending.
-        saves: copies that may still read the row.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     row: torch.Tensor | None = None
     next_block: int = 0
     blocks: list[int] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
 
 
 class BlockSaving:
@@ -47,7 +45,7 @@ class BlockSaving:
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
         self._requests: WeakKeyDictionary[PromptRecord, _Unsaved] = WeakKeyDictionary()
-        self._released: list[Save] = []  # of requests whose slots the tree may free
+        self._saves: list[tuple[PromptRecord, Save]] = []  # copies that may still read slots
 
     def checkpointed(
         self, record: PromptRecord, tokens: "array[int]", row: torch.Tensor, *, last: bool
@@ -85,14 +83,15 @@ class BlockSaving:
         unsaved = self._requests.pop(record, None)
         if unsaved is not None:
             self._writer.give_up(len(unsaved.blocks))
-            self._released += [save for save in unsaved.saves if not save.ended.done()]
 
-    def before_slots_are_freed(self) -> None:
+    def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """The tree is about to free slots: forwards that write to them start after they were
-        read. The scheduler thread waits until these copies are launched, which takes under a
-        millisecond."""
-        saves = [save for save in self._released if not save.ended.done()]
-        self._released.clear()
+        read. The scheduler thread waits until these copies are launched.
+
+        Args: is_live: whether a request still locks its slots in the tree.
+        """
+        self._saves = [(record, save) for record, save in self._saves if not save.ended.done()]
+        saves = [save for record, save in self._saves if not is_live(record)]
         self._kv.order_forwards_after([save.launched.result() for save in saves])
 
     def _save(self, record: PromptRecord, unsaved: _Unsaved) -> None:
@@ -112,8 +111,8 @@ class BlockSaving:
         assert row is not None
         slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
         save = self._copier.save(slots, buffers, self._kv.fence())
-        unsaved.saves = [each for each in unsaved.saves if not each.ended.done()]
-        unsaved.saves.append(save)
+        self._saves = [each for each in self._saves if not each[1].ended.done()]
+        self._saves.append((record, save))
         end = (blocks[-1] + 1) * size
         self._writer.offer(
             WriteJob(

@@ -148,8 +148,14 @@ class CakeRadixCache(UnifiedRadixCache):
     def switch_off(self) -> None:
         """From now on this process does nothing for any request. With several ranks, cake takes
         part in the reductions until all ranks know (`let_go`)."""
+        saving = self.saving
         self.saving = None
         self.runahead = None
+        if saving is not None:
+            try:
+                saving.before_slots_are_freed(lambda record: False)
+            except Exception:
+                logger.exception("cake: blocks could not be saved")
         coordinator = self.coordinator
         if coordinator is None:
             return
@@ -174,8 +180,7 @@ class CakeRadixCache(UnifiedRadixCache):
     def evict_own(self, tokens: int) -> None:
         """Evict from the tree alone, never landed blocks. Its errors are those of the caller: no
         request may end while slots are allocated for it."""
-        if self.saving is not None:
-            self.saving.before_slots_are_freed()
+        self._order_after_saves()
         super().evict_for_alloc(EvictParams(num_tokens=tokens))
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
@@ -251,8 +256,14 @@ class CakeRadixCache(UnifiedRadixCache):
 
     @guarded("CakeRadixCache.evict")
     def _before_slots_are_freed(self) -> None:
+        self._order_after_saves()
+
+    def _order_after_saves(self) -> None:
+        coordinator = self.coordinator
         if self.saving is not None:
-            self.saving.before_slots_are_freed()
+            self.saving.before_slots_are_freed(
+                lambda record: coordinator is not None and coordinator.record(record.rid) is record
+            )
 
     @guarded("CakeRadixCache.on_release")
     def _released(self, req: "Req") -> None:
