@@ -568,7 +568,8 @@ class Loader:
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
                 left = self._staging.free - ends
-                return queue if first or left > self._staging.capacity // 4 else None
+                if first or left > self._staging.capacity // 4:
+                    return queue
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
