@@ -58,6 +58,8 @@ def clairvoyant(
     blocks = prompt_tokens // block_tokens
     count = blocks if stored_blocks is None else min(stored_blocks, blocks)
     stored = min(count * block_tokens, prompt_tokens - 1)
+    if machine.end_blocks:
+        stored -= stored % block_tokens
     prefix_s = machine.prefill.prefix_s
     plain = replace(machine.prefill, prefix_s=0.0, graph_tokens=())
 
@@ -78,7 +80,7 @@ def _clairvoyant(
     machine: Machine, prompt_tokens: int, chunk_tokens: int, block_tokens: int, stored: int
 ) -> Ideal:
     device = _Device(machine, prompt_tokens, chunk_tokens)
-    early = 1 - 1 / machine.layers if machine.others is None else 0.0
+    early = 1 - 1 / machine.layers if machine.others is None and not machine.end_blocks else 0.0
 
     def bound_s(begin_s: float, end_s: float) -> float:
         """A lower bound for all t between these."""
@@ -201,12 +203,13 @@ def _least(missing: Callable[[float], float], most: float) -> float:
 
 
 def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
-    """Tokens that all links together can have delivered by then."""
+    """Tokens that all links together can have delivered by then, behind the end state."""
     store_links = machine.store_links
     begin_s = min(store_link.load.latency_s for store_link in store_links)
     if when_s <= begin_s:
         return 0.0
-    return sum(
-        block_tokens * store_link.speed.work_s(begin_s, when_s) / store_link.load.block_s
+    blocks = sum(
+        store_link.speed.work_s(begin_s, when_s) / store_link.load.block_s
         for store_link in store_links
     )
+    return block_tokens * max(0.0, blocks - machine.end_blocks)

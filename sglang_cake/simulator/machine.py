@@ -129,6 +129,7 @@ class Machine:
         plan_s: with SGLang's overlap loop, the host's time to plan a step and launch it while the
             step before runs. No last step begins early then. None: a step is planned when the step
             before is over, and the host's time is a part of its cost.
+        end_blocks: of one end state of the model; 0: it has none.
     """
 
     prefill: PrefillCost
@@ -141,6 +142,7 @@ class Machine:
     hub: Hub | None = None
     layers: int = 1
     plan_s: float | None = None
+    end_blocks: int = 0
 
     @property
     def store_links(self) -> tuple[StoreLink, ...]:

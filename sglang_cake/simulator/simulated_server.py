@@ -44,7 +44,8 @@ class Prompt:
     """A request.
 
     Attributes:
-        stored_blocks: so many of its first full blocks are stored; None: all.
+        stored_blocks: so many of its first full blocks are stored; None: all. With end states, that
+            of the last end among them is stored, and no other.
         new_tokens: to generate; the first one ends the prefill.
     """
 
@@ -154,13 +155,16 @@ class LivePrompt:
     @property
     def missing_blocks(self) -> int:
         """Blocks that it waits for."""
-        return self.meet.view().states.count(BlockState.WANTED)
+        return self.meet.view().wanted
 
     def wanted(self, store_link: StoreLink) -> int | None:
         """The block to read next, the last one first."""
         if self.load_from is None:
             return None
         view = self.meet.view()
+        for block in reversed(self.meet.end_indices):
+            if self.meet.state(block) is BlockState.WANTED and block not in self.reading:
+                return block
         end = len(view.states)
         while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
             block, end = view.first + found, found
@@ -265,12 +269,13 @@ class SimulatedServer:
             page_tokens=1,
             limit_tokens=prompt.prompt_tokens - 1,
             prompt_tokens=prompt.prompt_tokens,
+            end_blocks=self._machine.end_blocks,
         )
         count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
         live = LivePrompt(result, meet, count, self._clock.now + self._known_latency_s())
         stored = [b < count for b in range(meet.blocks)]
         if self._mode != "compute":
-            meet.found(stored)
+            meet.found(stored, [b + 1 == min(count, meet.blocks) for b in range(meet.blocks)])
         self._lives.append(live)
         self._rank()
         self._revise([live])
@@ -381,8 +386,8 @@ class SimulatedServer:
         live.load_from = None
         live.since_s = None
         if overdue:
-            live.meet.give_up()
-        self._cancel(live, live.meet.blocks)
+            live.result.wasted_blocks += len(live.meet.give_up())
+        self._cancel(live, all_reads=True)
 
     def _rank(self) -> None:
         """Order the prompts, for the device and the links."""
@@ -451,10 +456,12 @@ class SimulatedServer:
         self._links[number][1].append(crossing)
         self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
 
-    def _cancel(self, live: LivePrompt, below: int) -> None:
-        """Cancel its reads of blocks below that one."""
+    def _cancel(self, live: LivePrompt, *, all_reads: bool = False) -> None:
+        """Cancel its reads, or those of blocks that it does not want any more."""
         for store_link, carried in self._links:
-            if carried and carried[0].live is live and carried[0].block < below:
+            if not carried or carried[0].live is not live:
+                continue
+            if all_reads or live.meet.state(carried[0].block) is not BlockState.WANTED:
                 live.reading.discard(carried[0].block)
                 live.result.wasted_blocks += 1
                 carried.clear()
@@ -537,9 +544,10 @@ class SimulatedServer:
         self._clock.at(end_s, lambda: self._stepped(work, steps, begin_s))
 
     def _claim(self, live: LivePrompt, start: int, stop: int) -> None:
+        live.result.wasted_blocks += len(live.meet.drop_before(stop))
         live.meet.claim(stop)
         live.result.computed_tokens += stop - start
-        self._cancel(live, live.meet.fence)  # compute has claimed them
+        self._cancel(live)  # compute has claimed them
 
     def _begin_last_early(self, number: int) -> bool:
         """Begin the last step of a prompt while its last blocks are on their way, if that is

@@ -2,7 +2,7 @@
 drives it as SGLang's scheduler does."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scram
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
@@ -23,7 +23,7 @@ from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.loader import Loader
+from sglang_cake.loading.loader import Loader, StagedBlock
 from sglang_cake.stores.base import Store
 
 BLOCK, PAGE, CHUNK = 16, 4, 40
@@ -79,9 +79,11 @@ class CoordinatorHarness(HeldReads):
         io: Any = None,
         load: LoadCost = LOAD,
         chunk: int = 64,
+        end_blocks: int = 0,
     ) -> None:
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         super().__init__(io)
+        self.end_blocks = end_blocks
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
@@ -120,6 +122,7 @@ class CoordinatorHarness(HeldReads):
             consensus=RankConsensus(self.reduce if ranks else None),
             counters=self.counters,
             reporter=RequestReporter(None, speaks=True, metrics=None),
+            end_blocks=end_blocks,
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
 
@@ -141,6 +144,15 @@ class CoordinatorHarness(HeldReads):
         self.store({keys[b]: self.block(b) for b in blocks})
         return keys
 
+    def fill_end(self, tokens: array, stop: int) -> list[BlockKey]:
+        """Store the end state behind token `stop`."""
+        keys = end_keys(KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens[:stop])[-1], self.end_blocks)
+        self.store({key: self.end_block(stop, number) for number, key in enumerate(keys)})
+        return keys
+
+    def end_block(self, stop: int, number: int) -> bytes:
+        return self.block(1_000_000 + stop * 100 + number)
+
     def block(self, number: int) -> bytes:
         generator = torch.Generator().manual_seed(number)
         size = (self.kv.layout.block_bytes,)
@@ -156,7 +168,13 @@ class CoordinatorHarness(HeldReads):
         self.coordinator.arrive(req, lambda tokens, limit: matched)
         self.settle()
 
-    def attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
+    def attach(
+        self, req: FakeReq, slots: torch.Tensor, stop: int, end: Sequence[StagedBlock]
+    ) -> None:
+        assert len(end) == self.end_blocks
+        for number, staged in enumerate(end):
+            assert staged.buffer.view == self.end_block(stop, number)
+            staged.release(used=True)
         assert stop - req.prefix_len == len(slots)
         want, have = b"", b""
         for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):

@@ -47,6 +47,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     taken=st.one_of(st.none(), st.lists(st.floats(0, 0.95), min_size=1, max_size=9)),
     noises=st.lists(st.floats(1, 2), min_size=1, max_size=9),
     plan_s=st.sampled_from([None, 0.0, 0.0015]),
+    end_blocks=st.sampled_from([0, 0, 1, 30]),
 )
 def test_clairvoyant_random_races_are_never_faster(
     cost: PrefillCost,
@@ -62,6 +63,7 @@ def test_clairvoyant_random_races_are_never_faster(
     taken: list[float] | None,
     noises: list[float],
     plan_s: float | None,
+    end_blocks: int,
 ) -> None:
     """Alone and among others, whatever is stored."""
     machine = Machine(
@@ -74,6 +76,7 @@ def test_clairvoyant_random_races_are_never_faster(
         further=(StoreLink(load),) if further else (),
         layers=layers,
         plan_s=plan_s,
+        end_blocks=end_blocks,
     )
     stored = None if share is None else int(share * (tokens // 128))
     result = simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)
@@ -101,11 +104,17 @@ def test_clairvoyant_last_step_also_computes_blocks_not_loaded() -> None:
 
 # The same examples every time: 8,000 random ones held, which is no proof that all do.
 @settings(deadline=None, max_examples=100, derandomize=True)
-@given(cost=costs, load=loads, tokens=st.integers(129, 20000), chunk=st.sampled_from([256, 512]))
+@given(
+    cost=costs,
+    load=loads,
+    tokens=st.integers(129, 20000),
+    chunk=st.sampled_from([256, 512]),
+    end_blocks=st.sampled_from([0, 0, 1, 30]),
+)
 def test_mode_auto_is_at_most_two_percent_behind_the_better_mode(
-    cost: PrefillCost, load: LoadCost, tokens: int, chunk: int
+    cost: PrefillCost, load: LoadCost, tokens: int, chunk: int, end_blocks: int
 ) -> None:
-    machine = Machine(cost, load)
+    machine = Machine(cost, load, end_blocks=end_blocks)
     times = {
         mode: simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
         for mode in ("auto", "compute", "load")
@@ -121,6 +130,16 @@ def test_clairvoyant_constant_speeds_equal_the_closed_form() -> None:
     found = clairvoyant(machine, tokens, chunk_tokens=512)
     assert found.ttft_s == pytest.approx(expected_s + token_s, rel=2 * TOLERANCE)
     assert found.meet_token == pytest.approx(expected_s / token_s, rel=1e-3)
+
+
+def test_clairvoyant_end_blocks_are_loaded_before_any_token() -> None:
+    token_s, block_s, tokens = 1e-4, 0.01, 12801
+    machine = Machine(PrefillCost(0.0, token_s, 0.0), LoadCost(0.0, block_s), end_blocks=20)
+    load_token_s = block_s / 128
+    # Until t the device computes t / token_s tokens, and (t - 20 block_s) / load_token_s come.
+    expected_s = (12800 + 20 * 128) * token_s * load_token_s / (token_s + load_token_s)
+    found = clairvoyant(machine, tokens, chunk_tokens=512)
+    assert found.ttft_s == pytest.approx(expected_s + token_s, rel=2 * TOLERANCE)
 
 
 def test_clairvoyant_very_slow_link_is_not_used() -> None:

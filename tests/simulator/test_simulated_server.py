@@ -45,6 +45,7 @@ prompts = st.lists(
     others=st.sampled_from([None, 0, 200, 448]),
     layers=st.sampled_from([1, 32]),
     plan_s=st.sampled_from([None, 0.0, 0.0015, 0.1]),
+    end_blocks=st.sampled_from([0, 0, 1, 20]),
 )
 def test_simulated_server_random_prompts_finish_with_every_token_once(
     given_prompts: list[Prompt],
@@ -53,9 +54,17 @@ def test_simulated_server_random_prompts_finish_with_every_token_once(
     others: int | None,
     layers: int,
     plan_s: float | None,
+    end_blocks: int,
 ) -> None:
     taken = None if others is None else lambda step: others
-    machine = Machine(PREFILL, MACHINE.load, others=taken, layers=layers, plan_s=plan_s)
+    machine = Machine(
+        PREFILL,
+        MACHINE.load,
+        others=taken,
+        layers=layers,
+        plan_s=plan_s,
+        end_blocks=end_blocks,
+    )
     server = serve(machine, given_prompts, chunk_tokens=CHUNK, mode=mode, policy=policy)
     for result in server.results:
         assert result.computed_tokens + result.loaded_tokens == result.prompt.prompt_tokens
@@ -70,6 +79,37 @@ def test_simulated_server_random_prompts_finish_with_every_token_once(
         assert held <= CHUNK + step.decodes
     ends = [(step.begin_s, step.end_s) for step in server.steps]
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(1, 9000),
+    stored=st.one_of(st.none(), st.integers(0, 70)),
+    end_blocks=st.integers(1, 40),
+    mode=st.sampled_from(["auto", "both", "load"]),
+)
+def test_simulated_server_loads_a_prompt_with_its_end_state_or_nothing(
+    tokens: int, stored: int | None, end_blocks: int, mode: Mode
+) -> None:
+    """The blocks that are loaded end where the stored prefix ends."""
+    machine = Machine(PREFILL, MACHINE.load, end_blocks=end_blocks)
+    found = simulate_prompt(machine, tokens, chunk_tokens=CHUNK, mode=mode, stored_blocks=stored)
+    blocks = (tokens - 1) // 128 if stored is None else min(stored, (tokens - 1) // 128)
+    landed = [block for _, block in found.landings]
+    if found.loaded_tokens:
+        assert sum(step.start == blocks * 128 for step in found.steps) == 1
+        first = (tokens - 1) // 128 + (blocks - 1) * end_blocks
+        assert landed[:end_blocks] == list(range(first, first + end_blocks))[::-1]
+        assert found.loaded_tokens <= 128 * (len(landed) - end_blocks)
+    elif mode == "load":
+        assert blocks == 0
+
+
+def test_simulated_server_end_state_slower_than_computing_is_not_loaded() -> None:
+    slow = Machine(PREFILL, MACHINE.load, end_blocks=60)  # 0.9 s; computing takes 0.5 s
+    found = simulate_prompt(slow, 4200, chunk_tokens=CHUNK)
+    assert found.landings == []
+    assert found.ttft_s == simulate_prompt(slow, 4200, chunk_tokens=CHUNK, mode="compute").ttft_s
 
 
 def test_simulated_server_link_carries_one_block_at_a_time() -> None:

@@ -1,6 +1,7 @@
 """SGLang's radix tree, which calls cake where KV is computed, released or evicted."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
+    from sglang_cake.loading.loader import StagedBlock
 
 logger = logging.getLogger("sglang_cake")
 
@@ -188,8 +190,11 @@ class CakeRadixCache(UnifiedRadixCache):
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
-    def attach_running(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
+    def attach_running(
+        self, req: "Req", slots: torch.Tensor, stop: int, end: "Sequence[StagedBlock]"
+    ) -> None:
         """Give `slots` to the row of a request between two chunks, and with the row to the tree."""
+        assert not end, "models with end states are refused"
         row = (req.kv.req_pool_idx, slice(req.prefix_len, stop))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
         req.kv.kv_allocated_len = stop
@@ -204,8 +209,11 @@ class CakeRadixCache(UnifiedRadixCache):
         row = (req.kv.req_pool_idx, slice(start, start + len(slots)))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
 
-    def attach_waiting(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
+    def attach_waiting(
+        self, req: "Req", slots: torch.Tensor, stop: int, end: "Sequence[StagedBlock]"
+    ) -> None:
         """Give `slots` to the tree, below the prefix that a waiting request has matched."""
+        assert not end, "models with end states are refused"
         prefix = self.prefix_device_indices(req)
         self.insert(
             InsertParams(

@@ -139,6 +139,10 @@ class DeviceSlots:
         self.placed_tokens -= len(copies) * self._block_tokens
         return slots
 
+    def take_end(self, record: PromptRecord, blocks: Iterable[int]) -> list[StagedBlock]:
+        """The staged end blocks of an island, in this order. The caller releases each of them."""
+        return [record.memory.staged.pop(block) for block in blocks]
+
     # ---- from slots to an overlapped last step, and back ----
 
     def lend(
@@ -214,23 +218,21 @@ class DeviceSlots:
 
         Computing would reach the leftmost block soonest.
         """
-        freed = 0
+        before = self.placed_tokens
         for record in reversed(records):
             for block in sorted(record.memory.reserved):
-                if freed >= tokens:
-                    return freed
+                if before - self.placed_tokens >= tokens:
+                    break
                 self.unreserve(record, [block], "memory")
                 if record.meet.state(block) is BlockState.WANTED:
-                    record.meet.lost(block)
-                freed += self._block_tokens
+                    self.discard(record, record.meet.lost(block), "memory")
             for block in sorted(record.memory.slots):
-                if freed >= tokens:
-                    return freed
+                if before - self.placed_tokens >= tokens:
+                    break
                 self.discard(record, [block], "memory")
                 if record.meet.state(block) is BlockState.LANDED:
-                    record.meet.dropped(block)
-                freed += self._block_tokens
-        return freed
+                    self.discard(record, record.meet.dropped(block), "memory")
+        return before - self.placed_tokens
 
     # ---- inside ----
 

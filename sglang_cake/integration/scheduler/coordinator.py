@@ -40,15 +40,15 @@ from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
-from sglang_cake.loading.loader import Loader, LoadRequest
-from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
+from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-AttachSlots = Callable[["Req", torch.Tensor, int], None]
+AttachSlots = Callable[["Req", torch.Tensor, int, Sequence[StagedBlock]], None]
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
@@ -63,6 +63,7 @@ class Coordinator:
     Args:
         page_tokens: page size of the tree.
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
+        end_blocks: blocks of one end state; 0: the model has none.
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
@@ -85,7 +86,9 @@ class Coordinator:
         consensus: RankConsensus,
         counters: Counters,
         reporter: RequestReporter,
+        end_blocks: int = 0,
     ) -> None:
+        self._end_blocks = end_blocks
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
@@ -154,6 +157,7 @@ class Coordinator:
                 limit_tokens=limit,
                 prompt_tokens=len(tokens),
                 front=matched(tokens, limit),
+                end_blocks=self._end_blocks,
             ),
             local=LocalLoads(cost, served_since_s=arrived_s),
             agreed=AgreedLoads(cost),
@@ -175,6 +179,7 @@ class Coordinator:
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
                 take=partial(self._device_slots.take_bytes, record),
+                end_blocks=self._end_blocks,
             )
         )
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -290,8 +295,9 @@ class Coordinator:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
         Args:
-            attach: `(req, slots, stop)` makes `slots` the KV of `[req.prefix_len, stop)`, gives
-                them to the tree and moves `req.prefix_len` to `stop`.
+            attach: `(req, slots, stop, end)` makes `slots` the KV of `[req.prefix_len, stop)`,
+                gives them to the tree and moves `req.prefix_len` to `stop`. `end` has the end
+                blocks behind `stop`, in order, for a model with end states; each is released once.
         """
         if (record := self._records.get(req.rid)) is None:
             return
@@ -306,10 +312,14 @@ class Coordinator:
                 unplaced = [b for b in blocks if b not in record.memory.slots]
                 self._device_slots.discard(record, unplaced, "memory")
                 for block in unplaced:
-                    record.meet.dropped(block)
+                    if record.meet.state(block) is BlockState.LANDED:
+                        surplus = record.meet.dropped(block)
+                        self._device_slots.discard(record, surplus, "memory")
                 continue
+            end_indices = record.meet.end_indices
             self._attached(record, span)
-            attach(req, self._device_slots.take(record, span), span.stop)
+            slots = self._device_slots.take(record, span)
+            attach(req, slots, span.stop, self._device_slots.take_end(record, end_indices))
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
@@ -343,6 +353,7 @@ class Coordinator:
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record, req)
+            self._device_slots.discard(record, record.meet.drop_before(stop), "overtaken")
             self._claim(req, record, stop)
 
     def overlapped_step_ran(
@@ -512,7 +523,8 @@ class Coordinator:
         self.inbox.serve(served)
         if served:
             first = served[0]
-            self._device_slots.place(first, list(first.memory.staged))
+            blocks = [block for block in first.memory.staged if block < first.meet.blocks]
+            self._device_slots.place(first, blocks)
             self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
