@@ -194,7 +194,7 @@ def encoded(size: Size, device: torch.device) -> Iterator[Finding]:
     for codec in CODECS:
         for name, parts in LAYOUTS.items():
             for dtype in ("bfloat16", "float16", "float32"):
-                layout = BlockLayout(2, parts, dtype, 64)
+                layout = BlockLayout.plain(2, parts, dtype, 64)
                 wrong = decoded(layout, codec, device)
                 yield Finding(f"{codec}, {name}, {dtype}", wrong or "equal", ok=not wrong)
 
@@ -214,7 +214,7 @@ def encode(layout: BlockLayout, codec: str, device: torch.device) -> tuple[Buffe
     draw = np.random.default_rng(0)
     values = torch.from_numpy(
         draw.standard_normal(layout.block_bytes // _itemsize(layout), dtype=np.float32)
-    ).to(getattr(torch, layout.dtype))
+    ).to(getattr(torch, layout.groups[0].dtype))
     block = memoryview(values.view(torch.uint8).numpy()).cast("B")
     chain = chain_of(codec, layout, rope_theta=ROPE_THETA)
     return payload, chain.encode(layout, block, payload.view)
@@ -222,17 +222,16 @@ def encode(layout: BlockLayout, codec: str, device: torch.device) -> tuple[Buffe
 
 def planes_of(block: torch.Tensor, kv: DeviceKV) -> list[torch.Tensor]:
     """The planes of a block (uint8 `[block_bytes]`), in the words of the pool's rows."""
-    layout = kv.layout
     return [
-        block[start : start + width * layout.block_tokens].view(rows.dtype).view(-1, rows.shape[1])
-        for rows, start, width in zip(
-            kv.rows, layout.plane_offsets, layout.plane_token_bytes, strict=True
-        )
+        block[plane.start : plane.start + plane.rows * plane.row_bytes]
+        .view(rows.dtype)
+        .view(-1, rows.shape[1])
+        for rows, plane in zip(kv.rows, kv.layout.planes, strict=True)
     ]
 
 
 def _itemsize(layout: BlockLayout) -> int:
-    return int(getattr(torch, layout.dtype).itemsize)
+    return int(getattr(torch, layout.groups[0].dtype).itemsize)
 
 
 def _fill(*kvs: DeviceKV) -> None:

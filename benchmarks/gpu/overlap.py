@@ -450,7 +450,7 @@ def _cell(
     yield Finding(f"{name}: T*", best.ttft_s, "s")
     yield Finding(f"{name}: auto to T*", auto.median_s / best.ttft_s, "x")
     yield Finding(f"{name}: auto to the better single way", auto.median_s / single_s, "x")
-    token_bytes = gpu.kv.layout.token_bytes
+    token_bytes = gpu.size.form.token_bytes
     for mode in ("load", "auto"):
         rate = statistics.median(
             count * token_bytes / took_s

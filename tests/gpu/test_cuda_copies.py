@@ -51,7 +51,7 @@ def test_cuda_kv_slots_that_change_hands_hold_what_was_written_last(
 def test_device_decode_on_cuda_gives_the_values_of_the_cpu(
     codec: str, parts: str, dtype: str
 ) -> None:
-    layout = BlockLayout(2, exact.LAYOUTS[parts], dtype, 64)
+    layout = BlockLayout.plain(2, exact.LAYOUTS[parts], dtype, 64)
     assert exact.decoded(layout, codec, _device()) == ""
 
 

@@ -19,7 +19,7 @@ def _random_bytes(*shape: int) -> torch.Tensor:
 
 def _rows_of(block: torch.Tensor, layout: BlockLayout) -> list[torch.Tensor]:
     """The planes of a block, `[block_tokens, bytes]` each."""
-    sizes = [width * layout.block_tokens for width in layout.plane_token_bytes]
+    sizes = [plane.rows * plane.row_bytes for plane in layout.planes]
     parts = block[: layout.block_bytes].split(sizes)
     return [part.view(layout.block_tokens, -1) for part in parts]
 
@@ -52,8 +52,8 @@ KINDS = {
 def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
     kind: str, block_tokens: int, index_dtype: str
 ) -> None:
-    layout = BlockLayout(*KINDS[kind], block_tokens)
-    planes = [_random_bytes(SLOTS, width) for width in layout.plane_token_bytes]
+    layout = BlockLayout.plain(*KINDS[kind], block_tokens)
+    planes = [_random_bytes(SLOTS, plane.row_bytes) for plane in layout.planes]
     kernel = RowKernel(planes, layout)
     memory = _random_bytes(8, layout.block_bytes + 4096)
     index = torch.tensor([6, 0, 3, 7, 1], dtype=getattr(torch, index_dtype), device="cuda")
@@ -80,7 +80,7 @@ def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
 
 def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
     width = 2**12 + 1  # of bytes that are words
-    layout = BlockLayout(1, (("kv", (width,)),), "uint8", 1)
+    layout = BlockLayout.plain(1, (("kv", (width,)),), "uint8", 1)
     pool = torch.zeros((2**31 // width + 10, width), dtype=torch.uint8, device="cuda")
     memory = torch.zeros((5, 2**29 + 2**12), dtype=torch.uint8, device="cuda")
     kernel = RowKernel([pool], layout)
@@ -97,7 +97,7 @@ def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
 
 
 def test_row_kernel_runs_on_the_current_stream_in_order() -> None:
-    layout = BlockLayout(*KINDS["rows of 2048 bytes"], 128)
+    layout = BlockLayout.plain(*KINDS["rows of 2048 bytes"], 128)
     planes = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in (2048,) * 64]
     kernel = RowKernel(planes, layout)
     memory, busy = _random_bytes(2, layout.block_bytes), torch.randn(4096, 4096, device="cuda")

@@ -59,11 +59,10 @@ class SlotsHarness:
 
     def cut(self, data: bytes, start: int, stop: int) -> bytes:
         """Tokens [start, stop) of a block's bytes."""
-        planes, at = [], 0
-        for size in self.kv.layout.plane_token_bytes:
-            planes.append(data[at + start * size : at + stop * size])
-            at += size * self.block
-        return b"".join(planes)
+        return b"".join(
+            data[plane.start + start * plane.row_bytes : plane.start + stop * plane.row_bytes]
+            for plane in self.kv.layout.planes
+        )
 
     def wasted(self) -> dict[str, int]:
         values = self.counters.snapshot()

@@ -82,7 +82,7 @@ def test_gpu_check_reused_slots_show_copies_that_are_not_ordered(
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_gpu_check_decoded_blocks_are_compared(eager: None, codec: str) -> None:
-    layout = BlockLayout(2, exact.LAYOUTS["MHA"], "bfloat16", 64)
+    layout = BlockLayout.plain(2, exact.LAYOUTS["MHA"], "bfloat16", 64)
     assert exact.decoded(layout, codec, CPU) == ""
 
 

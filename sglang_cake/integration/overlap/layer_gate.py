@@ -22,13 +22,17 @@ class PoolRows:
     """`kv_passing.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
 
     Slots are int64 tensors.
+
+    Args: kv: of a pool with equal layers, a row for each slot.
     """
 
     def __init__(self, kv: DeviceKV) -> None:
-        self._planes = len(kv.layout.parts)
+        assert kv.layout.is_plain, kv.layout.describe()
+        (group,) = kv.layout.groups
+        self._planes = len(group.parts)
         self._rows = kv.rows
-        self._plane_bytes = kv.layout.plane_token_bytes[: self._planes]
-        self.layers = kv.layout.layers
+        self._plane_bytes = group.part_bytes
+        self.layers = group.layers
         self.token_bytes = sum(self._plane_bytes)
 
     def buffer(self, size_bytes: int) -> Payload:
