@@ -60,7 +60,7 @@ class TestCachegen3(CodecContract):
 
 
 layouts = st.builds(
-    BlockLayout,
+    BlockLayout.plain,
     layers=st.integers(1, 3),
     parts=st.sampled_from(
         [
@@ -73,10 +73,19 @@ layouts = st.builds(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     block_tokens=st.sampled_from([1, 2, 7, 8, 33, 129, 140]),
 )
+several_groups = st.builds(
+    lambda some, tokens: BlockLayout(tuple(one.groups[0] for one in some), tokens),
+    st.lists(layouts, min_size=2, max_size=3),
+    st.sampled_from([1, 7, 8, 33]),
+)
 
 
 @settings(deadline=None, max_examples=60)
-@given(layout=layouts, seed=st.integers(0, 2**32), codec=st.sampled_from(["raw", "zstd"]))
+@given(
+    layout=layouts | several_groups,
+    seed=st.integers(0, 2**32),
+    codec=st.sampled_from(["raw", "zstd"]),
+)
 def test_lossless_codecs_random_bytes_return_bit_for_bit(
     layout: BlockLayout, seed: int, codec: str
 ) -> None:

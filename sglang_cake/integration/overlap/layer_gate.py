@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_cake.core.errors import CakeError, RunaheadError
+from sglang_cake.core.errors import CakeError, ConfigError, RunaheadError
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.runahead.transport import Payload
@@ -23,11 +23,12 @@ class PoolRows:
 
     Slots are int64 tensors.
 
-    Args: kv: of a pool with equal layers, a row for each slot.
+    Args: kv: of a pool with equal layers, a row for each slot. Raises: ConfigError for others.
     """
 
     def __init__(self, kv: DeviceKV) -> None:
-        assert kv.layout.is_plain, kv.layout.describe()
+        if not kv.layout.is_plain:
+            raise ConfigError("KV-Runahead needs equal layers: remove --cake-runahead-peers")
         (group,) = kv.layout.groups
         self._planes = len(group.parts)
         self._rows = kv.rows
