@@ -22,8 +22,7 @@ def _device() -> Any:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.mark.parametrize("page", exact.PAGES)
-@pytest.mark.parametrize("form", exact.FORMS)
+@pytest.mark.parametrize(("form", "page"), exact.CASES)
 def test_cuda_kv_copies_equal_plain_indexing_beside_forwards(form: str, page: int) -> None:
     load = Load(SMALL, torch.cuda.Stream(), _device())
     assert exact.copies_of(exact.FORMS[form], page, load, _device()) == ""

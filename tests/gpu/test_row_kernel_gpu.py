@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.integration.memory.row_kernel import RowKernel
 
 SLOTS = 4096
@@ -44,6 +44,35 @@ KINDS = {
     "rows of 6 and 10 bytes": _mha(3, 5, "float16"),
     "rows of 7 bytes": _mla(7, "float8_e4m3fn"),
 }
+
+
+def _pages(count: int, tokens: int) -> torch.Tensor:
+    """The slots of `count` pages of `tokens`, in any order."""
+    pages = torch.randperm(SLOTS // tokens, device="cuda")[:count]
+    return (pages[:, None] * tokens + torch.arange(tokens, device="cuda")).flatten()
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128, 256])
+@pytest.mark.parametrize("page_bytes", [8448, 8449, 132])
+def test_row_kernel_rows_of_pages_equal_plain_indexing(page_bytes: int, block_tokens: int) -> None:
+    kv = PlaneGroup(3, (("kv", (1, 576)),), "bfloat16")
+    index = PlaneGroup(2, (("index", (page_bytes,)),), "uint8", row_tokens=64)
+    layout = BlockLayout((kv, index), block_tokens)
+    planes = [_random_bytes(SLOTS // p.row_tokens, p.row_bytes) for p in layout.planes]
+    kernel, memory = RowKernel(planes, layout), _random_bytes(4, -(-layout.block_bytes // 16) * 16)
+    which = torch.tensor([2, 0, 3], device="cuda")
+    slots = _pages(len(which) * block_tokens // 64, 64)
+    wanted = [plane.clone() for plane in planes]
+    for row, part in zip(which, slots.view(len(which), -1), strict=True):
+        for plane, its in zip(wanted, layout.planes, strict=True):
+            rows = memory[row, its.start : its.start + its.rows * its.row_bytes]
+            plane[part[:: its.row_tokens] // its.row_tokens] = rows.view(its.rows, -1)
+    kernel.scatter(memory, which, slots)
+    assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
+    out = memory.clone()
+    out[which] = 0
+    kernel.gather(slots, out, which)
+    assert torch.equal(out[which, : layout.block_bytes], memory[which, : layout.block_bytes])
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
