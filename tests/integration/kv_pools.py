@@ -75,10 +75,10 @@ def mla(
     )
 
 
-def dsa(slots: int, *, kind: type = DSATokenToKVPool, **options: Any) -> Any:
+def dsa(slots: int, *, page: int = 64, kind: type = DSATokenToKVPool, **options: Any) -> Any:
     """DeepSeek V3.2: MLA rows, and the pages of an index."""
     sizes = {
-        "page_size": 64,
+        "page_size": page,
         "dtype": torch.bfloat16,
         "kv_lora_rank": 8,
         "qk_rope_head_dim": 4,

@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: minimax(SLOTS, enable_hisparse=True),
         "HiSparseMHAMainPool: its slots are not rows",
     ),
-    "pooled index": (lambda: dsa(SLOTS, index_kpool=2, page_size=128), "several tokens"),
+    "pooled index": (lambda: dsa(SLOTS, index_kpool=2, page=128), "several tokens"),
     "scales": (
         lambda: MHATokenToKVPoolFP4(SLOTS, 1, torch.uint8, 2, 32, 2, "cpu", False),
         "it keeps k_scale_buffer, v_scale_buffer beside K and V",
