@@ -67,7 +67,7 @@ class Shape:
     @property
     def layout(self) -> BlockLayout:
         parts = (("k", (self.heads, self.head)), ("v", (self.heads, self.head)))
-        return BlockLayout(self.layers, parts, "bfloat16", BLOCK_TOKENS)
+        return BlockLayout.plain(self.layers, parts, "bfloat16", BLOCK_TOKENS)
 
 
 SHAPES = (

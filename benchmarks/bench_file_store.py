@@ -44,7 +44,9 @@ FSYNC = {"off": False, "data": True}
 
 
 def frame_of(block_bytes: int) -> BlockFrame:
-    layout = BlockLayout(layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1)
+    layout = BlockLayout.plain(
+        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
+    )
     return BlockFrame(Namespace((("model", "bench"), ("layout", layout.describe()))), layout)
 
 

@@ -114,7 +114,7 @@ class Served:
 
 def fill(root: Path, size_mib: int, count: int) -> Blocks:
     """Store `count` blocks of `size_mib` each."""
-    layout = BlockLayout(1, (("kv", (size_mib * 8192,)),), "uint8", 128)
+    layout = BlockLayout.plain(1, (("kv", (size_mib * 8192,)),), "uint8", 128)
     frame = BlockFrame(Namespace((("size", f"{size_mib} MiB"),)), layout)
     keys = [BlockKey(os.urandom(32)) for _ in range(count)]
 

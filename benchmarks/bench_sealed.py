@@ -36,8 +36,7 @@ Pairs = dict[tuple[str, str], list[tuple[float, float]]]  # (arm, call) -> one p
 
 
 def frame_of(block_bytes: int) -> BlockFrame:
-    layout = BlockLayout(layers=1, parts=(("kv", (1024,)),), dtype="uint8", block_tokens=1)
-    layout = BlockLayout(1, layout.parts, layout.dtype, block_bytes // layout.token_bytes)
+    layout = BlockLayout.plain(1, (("kv", (1024,)),), "uint8", block_bytes // 1024)
     assert layout.block_bytes == block_bytes, block_bytes
     return BlockFrame(Namespace((("model", "benchmark"), ("bytes", str(block_bytes)))), layout)
 

@@ -68,7 +68,7 @@ class Judge:
         config = self.model.config
         self.heads = (config.num_key_value_heads, config.head_dim)
         parts = (("k", self.heads), ("v", self.heads))
-        self.layout = BlockLayout(config.num_hidden_layers, parts, "bfloat16", BLOCK_TOKENS)
+        self.layout = BlockLayout.plain(config.num_hidden_layers, parts, "bfloat16", BLOCK_TOKENS)
         self.theta = float(config.rope_parameters["rope_theta"])
         self.prefix = prefix
         self.batches_of_windows = windows.split(max(1, AT_ONCE_TOKENS // windows.shape[1]))
@@ -211,7 +211,7 @@ def _figures(
         float(np.mean([gaps[draw.randrange(len(gaps))] for _ in gaps])) for _ in range(BOOTSTRAPS)
     )
     low, high = means[int(0.025 * BOOTSTRAPS)], means[int(0.975 * BOOTSTRAPS) - 1]
-    numbers = layout.block_bytes / DTYPE_BYTES[layout.dtype]
+    numbers = layout.block_bytes / DTYPE_BYTES[layout.groups[0].dtype]
     return {
         "bytes_per_token": round(float(np.mean(sizes)) / BLOCK_TOKENS, 2),
         "ratio": round(layout.block_bytes / float(np.mean(sizes)), 4),

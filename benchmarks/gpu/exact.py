@@ -37,8 +37,15 @@ FORMS = {
     "float16, rows of 6 and 10 bytes": PoolForm(3, 1, 3, 5, torch.float16),
     "MLA bf16": PoolForm(layers=4, heads=1, dim=576, v_dim=0),
     "MLA fp8": PoolForm(layers=4, heads=1, dim=576, v_dim=0, dtype=torch.float8_e4m3fn),
+    "DSA bf16": PoolForm(layers=4, heads=1, dim=576, v_dim=0, index_page_bytes=64 * 132),
 }
-PAGES = (1, 64)
+# With pages of which sizes a form is tried. An index has pages of 64 tokens.
+CASES = tuple(
+    (name, page)
+    for name, form in FORMS.items()
+    for page in (1, 64)
+    if page == 64 or not form.index_page_bytes
+)
 LAYOUTS = {
     "MHA": (("k", (2, 16)), ("v", (2, 16))),
     "K and V of other sizes": (("k", (3, 8)), ("v", (1, 20))),
@@ -51,10 +58,9 @@ def copies(size: Size, device: torch.device) -> Iterator[Finding]:
     """`CudaKV` beside plain indexing on the CPU."""
     forward = torch.cuda.Stream(device)
     load = Load(size, forward, device)
-    for name, form in FORMS.items():
-        for page in PAGES:
-            wrong = copies_of(form, page, load, device)
-            yield Finding(f"{name}, page {page}", wrong or "equal", ok=not wrong)
+    for name, page in CASES:
+        wrong = copies_of(FORMS[name], page, load, device)
+        yield Finding(f"{name}, page {page}", wrong or "equal", ok=not wrong)
 
 
 def copies_of(form: PoolForm, page: int, load: Load | None, device: torch.device) -> str:
@@ -194,7 +200,7 @@ def encoded(size: Size, device: torch.device) -> Iterator[Finding]:
     for codec in CODECS:
         for name, parts in LAYOUTS.items():
             for dtype in ("bfloat16", "float16", "float32"):
-                layout = BlockLayout(2, parts, dtype, 64)
+                layout = BlockLayout.plain(2, parts, dtype, 64)
                 wrong = decoded(layout, codec, device)
                 yield Finding(f"{codec}, {name}, {dtype}", wrong or "equal", ok=not wrong)
 
@@ -214,7 +220,7 @@ def encode(layout: BlockLayout, codec: str, device: torch.device) -> tuple[Buffe
     draw = np.random.default_rng(0)
     values = torch.from_numpy(
         draw.standard_normal(layout.block_bytes // _itemsize(layout), dtype=np.float32)
-    ).to(getattr(torch, layout.dtype))
+    ).to(getattr(torch, layout.groups[0].dtype))
     block = memoryview(values.view(torch.uint8).numpy()).cast("B")
     chain = chain_of(codec, layout, rope_theta=ROPE_THETA)
     return payload, chain.encode(layout, block, payload.view)
@@ -222,17 +228,16 @@ def encode(layout: BlockLayout, codec: str, device: torch.device) -> tuple[Buffe
 
 def planes_of(block: torch.Tensor, kv: DeviceKV) -> list[torch.Tensor]:
     """The planes of a block (uint8 `[block_bytes]`), in the words of the pool's rows."""
-    layout = kv.layout
     return [
-        block[start : start + width * layout.block_tokens].view(rows.dtype).view(-1, rows.shape[1])
-        for rows, start, width in zip(
-            kv.rows, layout.plane_offsets, layout.plane_token_bytes, strict=True
-        )
+        block[plane.start : plane.start + plane.rows * plane.row_bytes]
+        .view(rows.dtype)
+        .view(-1, rows.shape[1])
+        for rows, plane in zip(kv.rows, kv.layout.planes, strict=True)
     ]
 
 
 def _itemsize(layout: BlockLayout) -> int:
-    return int(getattr(torch, layout.dtype).itemsize)
+    return int(getattr(torch, layout.groups[0].dtype).itemsize)
 
 
 def _fill(*kvs: DeviceKV) -> None:

@@ -308,7 +308,7 @@ class LiveScheduler(SchedulerLoop):
 
     def release(self, run: PromptRun) -> None:
         self._gpu.model.check(run.req.origin_input_ids[0], run.req.row)
-        self.saving.before_slots_are_freed()
+        self.saving.before_slots_are_freed(lambda record: False)
         self.allocator.free_segment(torch.cat(run.req.row), 0)
 
     def _iterate(self) -> bool:
@@ -450,7 +450,7 @@ def _cell(
     yield Finding(f"{name}: T*", best.ttft_s, "s")
     yield Finding(f"{name}: auto to T*", auto.median_s / best.ttft_s, "x")
     yield Finding(f"{name}: auto to the better single way", auto.median_s / single_s, "x")
-    token_bytes = gpu.kv.layout.token_bytes
+    token_bytes = gpu.size.form.token_bytes
     for mode in ("load", "auto"):
         rate = statistics.median(
             count * token_bytes / took_s

@@ -207,7 +207,7 @@ def decoding(size: Size, device: torch.device) -> Iterator[Finding]:
     """Blocks decoded on the device; bytes are those of the decoded block."""
     form = size.form
     token = (("k", (form.heads, form.dim)), ("v", (form.heads, form.v_dim)))
-    layout = BlockLayout(form.layers, token, "bfloat16", size.block_tokens)
+    layout = BlockLayout.plain(form.layers, token, "bfloat16", size.block_tokens)
     for codec in CODECS:
         payload, encoded_bytes = encode(layout, codec, device)
         source = bytes_of(payload)

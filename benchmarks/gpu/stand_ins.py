@@ -35,17 +35,19 @@ def install() -> None:
 
 @dataclass(frozen=True, slots=True)
 class PoolForm:
-    """A KV pool. `v_dim` 0: MLA, one row of `heads * dim` values for each token and layer."""
+    """A KV pool. `v_dim` 0: MLA, one row of `heads * dim` values for each token and layer, and with
+    `index_page_bytes` an index of it (DSA), with that many bytes for each page."""
 
     layers: int
     heads: int
     dim: int
     v_dim: int
     dtype: torch.dtype = torch.bfloat16
+    index_page_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers."""
+        """Of all layers, without an index."""
         return self.layers * self.heads * (self.dim + self.v_dim) * self.dtype.itemsize
 
 
@@ -70,7 +72,7 @@ class MhaPool:
 
 
 class MlaPool:
-    """As `MLATokenToKVPool`."""
+    """As `MLATokenToKVPool`, and `DSATokenToKVPool`."""
 
     def __init__(self, form: PoolForm, slots: int, page_tokens: int, device: torch.device) -> None:
         self.size = slots
@@ -78,6 +80,11 @@ class MlaPool:
         self.dtype = form.dtype
         shape = (slots + page_tokens, form.heads, form.dim)
         self.kv_buffer = [_zeros(shape, form.dtype, device) for _ in range(form.layers)]
+        if form.index_page_bytes:
+            pages = (slots // page_tokens + 1, form.index_page_bytes)
+            self.index_k_with_scale_buffer = [
+                _zeros(pages, torch.uint8, device) for _ in range(form.layers)
+            ]
 
 
 def make_pool(

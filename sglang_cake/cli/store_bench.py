@@ -139,7 +139,7 @@ def _table(found: list[Measured]) -> str:
 async def _measure_size(
     named: NamedStore, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
 ) -> list[Measured]:
-    layout = BlockLayout(1, (("bench", (size_bytes,)),), "uint8", 1)
+    layout = BlockLayout.plain(1, (("bench", (size_bytes,)),), "uint8", 1)
     fields = {LABEL: "sglang-cake store bench", "run": secrets.token_hex(8)}
     namespace = Namespace((*fields.items(), ("layout", layout.describe())))
     frame = BlockFrame(namespace, layout)

@@ -42,20 +42,26 @@ class Part:
 
 @lru_cache(maxsize=64)
 def parts_of(layout: BlockLayout) -> tuple[Part, ...]:
-    """The parts of a block, in the order of the layout."""
-    tokens = layout.block_tokens
-    widths = [math.prod(shape) for _, shape in layout.parts]
+    """The parts of a block of one group, in the order of the layout."""
+    (group,) = layout.groups
+    rows = layout.block_tokens // group.row_tokens
+    widths = [math.prod(shape) for _, shape in group.parts]
     parts, start = [], 0
-    for (name, _), channels in zip(layout.parts, widths, strict=True):
-        stride = tokens * sum(widths)
-        parts.append(Part(name, start, stride, layout.layers, tokens, channels))
-        start += tokens * channels
+    for (name, _), channels in zip(group.parts, widths, strict=True):
+        stride = rows * sum(widths)
+        parts.append(Part(name, start, stride, group.layers, rows, channels))
+        start += rows * channels
     return tuple(parts)
 
 
 def takes_lossy(layout: BlockLayout) -> bool:
-    """Whether lossy codecs take the dtype: numbers of 8 bits have no bits to lose."""
-    return layout.dtype in KINDS
+    """Whether lossy codecs take such blocks: they know K and V of equal layers, not an index; and
+    numbers of 8 bits have no bits to lose."""
+    return layout.is_plain and layout.groups[0].dtype in KINDS
+
+
+def _words(dtype: str) -> Any:
+    return _WORDS[DTYPE_BYTES[dtype]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +69,41 @@ class Block:
     """Numbers of a block in the caller's memory, whose length was checked."""
 
     layout: BlockLayout
-    words: Words  # flat, contiguous
+    words: Words  # flat, contiguous; single bytes if the layout has several groups
 
     @classmethod
     def over(cls, layout: BlockLayout, view: memoryview) -> "Block":
         """Args: view: `layout.block_bytes` bytes, aligned to the size of a word."""
         assert view.nbytes == layout.block_bytes, view.nbytes
-        return cls(layout, np.frombuffer(view, _WORDS[DTYPE_BYTES[layout.dtype]]))
+        words = _words(layout.groups[0].dtype) if len(layout.groups) == 1 else np.uint8
+        return cls(layout, np.frombuffer(view, words))
+
+    def by_group(self) -> Iterator["Block"]:
+        """The planes of each group as a block of its own, over the same memory."""
+        memory, start = self.words.view(np.uint8), 0
+        for group, size in zip(self.layout.groups, self.layout.group_bytes, strict=True):
+            words = memory[start : start + size].view(_words(group.dtype))
+            yield Block(BlockLayout((group,), self.layout.block_tokens), words)
+            start += size
 
     @property
     def kind(self) -> int:
-        """How the words are read. Raises: KeyError for a dtype that lossy steps do not take."""
-        return KINDS[self.layout.dtype]
+        """How the words of a block that `takes_lossy` are read."""
+        return KINDS[self.layout.groups[0].dtype]
 
     @property
     def parts(self) -> tuple[Part, ...]:
+        """Of a block of one group."""
         return parts_of(self.layout)
 
     def planes(self) -> Iterator[Words]:
         """Each plane in the order of the block, `[tokens, channels]`: views, not copies."""
-        at, tokens = 0, self.layout.block_tokens
-        for _ in range(self.layout.layers):
-            for part in self.parts:
-                yield self.words[at : at + tokens * part.channels].reshape(tokens, part.channels)
-                at += tokens * part.channels
+        parts = self.parts
+        for layer in range(parts[0].layers):
+            for part in parts:
+                at = part.start + layer * part.stride
+                words = self.words[at : at + part.tokens * part.channels]
+                yield words.reshape(part.tokens, part.channels)
 
     def floats(self, part: Part) -> npt.NDArray[np.float32]:
         """The part's numbers in float32, `[layers, tokens, channels]`. They are a copy, twice as

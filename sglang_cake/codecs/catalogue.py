@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from sglang_cake.codecs.block_arrays import KEYS, Block
-from sglang_cake.codecs.codec_steps import Malformed, Scratch
+from sglang_cake.codecs.codec_steps import Malformed, Scratch, check_plain
 from sglang_cake.codecs.entropy import Entropy
 from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform
@@ -53,10 +53,12 @@ def chain_of(codec: str, layout: BlockLayout, rope_theta: float | None = None) -
     Raises: ConfigError if there is no such codec, or it cannot take blocks of `layout`.
     """
     chain = _CHAINS.get(codec) or _registered(codec)
-    keys = dict(layout.parts).get(KEYS)
+    keys = dict(layout.groups[0].parts).get(KEYS)
     if codec in BEFORE_ROPE and rope_theta is not None and keys and keys[-1] % 2 == 0:
         chain = replace(chain, arrays=(InverseRope(rope_theta, keys[-1]),))
     try:
+        if codec not in _CHAINS:
+            check_plain(layout)
         chain.max_bytes(layout)
     except Malformed as error:
         raise ConfigError(f"codec {codec!r} cannot take this KV cache: {error}") from None

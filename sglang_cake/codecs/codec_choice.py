@@ -233,8 +233,10 @@ class AutoCodec:
         return relative_error(self._layout, block, memoryview(self._spare))
 
     def _measure(self, codec: str, forms: Forms, pool: Executor) -> CodecTraits:
-        layers = max(1, SAMPLE_BYTES * self._layout.layers // self._layout.block_bytes)
-        layout = replace(self._layout, layers=min(layers, self._layout.layers))
+        group = self._layout.groups[0]
+        layers = max(1, SAMPLE_BYTES * group.layers // self._layout.block_bytes)
+        some = replace(group, layers=min(layers, group.layers))
+        layout = BlockLayout((some,), self._layout.block_tokens)  # a block begins with them
         sample, chain = forms.block[: layout.block_bytes], self._chain(codec, forms)
         payload = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
         size = chain.encode(layout, sample, payload)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.block_arrays import Block
+from sglang_cake.codecs.block_arrays import Block, takes_lossy
 from sglang_cake.core.layout import BlockLayout
 
 Bytes = npt.NDArray[np.uint8]  # flat, contiguous
@@ -31,6 +31,20 @@ class Unencodable(Exception):
 
 class Malformed(ValueError):
     """Bytes that no encoder made, or a layout that a step cannot take."""
+
+
+def check_plain(layout: BlockLayout) -> None:
+    """Raises: Malformed if blocks have more than K and V of equal layers. Steps that know nothing
+    of groups call it."""
+    if not layout.is_plain:
+        raise Malformed("it has more than K and V of equal layers: use raw or zstd")
+
+
+def check_lossy(layout: BlockLayout) -> None:
+    """Raises: Malformed if the numbers of such blocks cannot be rounded."""
+    check_plain(layout)
+    if not takes_lossy(layout):
+        raise Malformed(f"{layout.groups[0].dtype} has no bits to lose")
 
 
 class ArrayStep(Protocol):

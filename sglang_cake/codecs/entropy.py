@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from sglang_cake.codecs.block_arrays import KINDS, VALUES, Block, Part, parts_of
-from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, taken
+from sglang_cake.codecs.block_arrays import VALUES, Block, Part, parts_of
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, check_lossy, taken
 from sglang_cake.codecs.distributions import (
     BITS,
     CLASSES,
@@ -85,8 +85,7 @@ class Entropy:
             raise ValueError(f"steps {self.values!r} times as large")
 
     def max_bytes(self, layout: BlockLayout) -> int:
-        if layout.dtype not in KINDS:
-            raise Malformed(f"{layout.dtype} has no bits to lose")
+        check_lossy(layout)
         sizes = (
             _side_bytes(part) + 8 * part.layers * part.channels + 4 * part.count
             for part in parts_of(layout)

@@ -15,8 +15,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.block_arrays import KEYS, KINDS, Block, Part, parts_of
-from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, is_whole, taken
+from sglang_cake.codecs.block_arrays import KEYS, Block, Part, parts_of
+from sglang_cake.codecs.codec_steps import (
+    Bytes,
+    Malformed,
+    Unencodable,
+    check_lossy,
+    is_whole,
+    taken,
+)
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.core.layout import BlockLayout
 
@@ -61,8 +68,7 @@ class Groups:
             raise ValueError(f"groups of {self.group!r}")
 
     def max_bytes(self, layout: BlockLayout) -> int:
-        if layout.dtype not in KINDS:
-            raise Malformed(f"{layout.dtype} has no bits to lose")
+        check_lossy(layout)
         return sum(self.section(part).size for part in parts_of(layout))
 
     def section(self, part: Part) -> GroupSection:

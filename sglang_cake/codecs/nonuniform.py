@@ -22,8 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.block_arrays import KEYS, KINDS, Block, Part, parts_of
-from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, taken
+from sglang_cake.codecs.block_arrays import KEYS, Block, Part, parts_of
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, check_lossy, taken
 from sglang_cake.codecs.groups import Floats, grid, unpacked
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
@@ -81,8 +81,7 @@ class NonUniform:
             raise ValueError(f"{self.bits!r} bits")
 
     def max_bytes(self, layout: BlockLayout) -> int:
-        if layout.dtype not in KINDS:
-            raise Malformed(f"{layout.dtype} has no bits to lose")
+        check_lossy(layout)
         return sum(self.section(part, layout).size for part in parts_of(layout))
 
     def section(self, part: Part, layout: BlockLayout) -> NonUniformSection:
@@ -98,7 +97,7 @@ class NonUniform:
             kept=kept,
             coded=(part.layers, self.bits, -(-part.tokens // 8), part.channels),
             place_type=np.uint8 if numbers <= 256 else np.uint32 if numbers > 65536 else np.uint16,
-            kept_type=np.uint32 if DTYPE_BYTES[layout.dtype] == 4 else np.uint16,
+            kept_type=np.uint32 if DTYPE_BYTES[layout.groups[0].dtype] == 4 else np.uint16,
         )
 
     def encode(self, block: Block, out: Bytes) -> int:

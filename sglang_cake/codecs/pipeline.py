@@ -7,6 +7,7 @@ with the chain `raw` instead. So a payload is at most ENCODED_HEAD_BYTES longer 
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sglang_cake.codecs.block_arrays import Block
+from sglang_cake.codecs.block_arrays import Block, Words
 from sglang_cake.codecs.codec_steps import (
     ArrayStep,
     Bytes,
@@ -56,14 +57,14 @@ class Leading:
 
     def size_bytes(self, layout: BlockLayout) -> int:
         """Bytes of the rows. Raises: Malformed if a block has fewer."""
-        if self.tokens > layout.block_tokens:
-            raise Malformed(f"{self.tokens} tokens of {layout.block_tokens}")
-        return -(-self.tokens * layout.token_bytes // _ALIGN) * _ALIGN
+        if self.tokens > layout.block_tokens or not layout.is_plain:
+            raise Malformed(f"{self.tokens} tokens of {layout.describe()}")
+        return -(-self.tokens * layout.groups[0].row_bytes // _ALIGN) * _ALIGN
 
     def set_apart(self, block: Block, kept: Bytes) -> None:
         """Move the rows to `kept`, of `size_bytes`."""
         kept[:] = 0
-        words, at = kept[: self.tokens * block.layout.token_bytes].view(block.words.dtype), 0
+        words, at = self._rows(kept, block), 0
         for plane in block.planes():
             rows = plane[: self.tokens]
             words[at : at + rows.size] = rows.reshape(-1)
@@ -73,11 +74,15 @@ class Leading:
 
     def put_back(self, kept: Bytes, block: Block) -> None:
         """The inverse of `set_apart`."""
-        words, at = kept[: self.tokens * block.layout.token_bytes].view(block.words.dtype), 0
+        words, at = self._rows(kept, block), 0
         for plane in block.planes():
             rows = plane[: self.tokens]
             rows[:] = words[at : at + rows.size].reshape(rows.shape)
             at += rows.size
+
+    def _rows(self, kept: Bytes, block: Block) -> Words:
+        size = self.tokens * block.layout.groups[0].row_bytes
+        return kept[:size].view(block.words.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,11 @@ class Chain:
 
     def warm_up(self, layout: BlockLayout) -> None:
         """Compile the loops that such blocks need, before a request waits for them."""
-        small = replace(layout, layers=1, block_tokens=min(8, layout.block_tokens))
+        page = math.lcm(*(group.row_tokens for group in layout.groups))
+        small = BlockLayout(
+            tuple(replace(group, layers=1) for group in layout.groups),
+            min(8, layout.block_tokens) if page == 1 else page,
+        )
         zeros = Block.over(small, memoryview(bytearray(small.block_bytes)))
         self.decode(self._encode(zeros).copy(), zeros)
 

@@ -17,8 +17,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.codecs.block_arrays import KEYS, KINDS, Block
-from sglang_cake.codecs.codec_steps import Malformed, Unencodable, is_whole
+from sglang_cake.codecs.block_arrays import KEYS, Block
+from sglang_cake.codecs.codec_steps import Malformed, Unencodable, check_lossy, is_whole
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.core.layout import BlockLayout
 
@@ -44,8 +44,9 @@ class InverseRope:
             raise ValueError(f"a head of {self.head!r}")
 
     def layout(self, layout: BlockLayout) -> BlockLayout:
-        keys = [shape for name, shape in layout.parts if name == KEYS]
-        if layout.dtype not in KINDS or any(int(np.prod(shape)) % self.head for shape in keys):
+        check_lossy(layout)
+        keys = [shape for name, shape in layout.groups[0].parts if name == KEYS]
+        if any(int(np.prod(shape)) % self.head for shape in keys):
             raise Malformed(f"no heads of {self.head} in {layout.describe()}")
         return layout
 

@@ -10,12 +10,13 @@ on, so that similar bytes lie side by side.
 # mypy: disable-error-code="no-untyped-def"
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from sglang_cake.codecs.block_arrays import Block
+from sglang_cake.codecs.block_arrays import Block, Part, Words
 from sglang_cake.codecs.codec_steps import Bytes, Malformed, is_whole
 from sglang_cake.codecs.kernels import compiled
 from sglang_cake.core.layout import BlockLayout
@@ -25,8 +26,8 @@ _own = threading.local()  # contexts are not thread-safe, and take a while to ma
 
 @dataclass(frozen=True, slots=True)
 class BytePlanes:
-    """The shuffle. Implements `PackStep`, without loss. For each part the uppermost bytes of all
-    its numbers, layer after layer, token after token; then the next bytes."""
+    """The shuffle. Implements `PackStep`, without loss. For each part of each group the uppermost
+    bytes of all its numbers, layer after layer, token after token; then the next bytes."""
 
     name: ClassVar[str] = "planes"
     loses: ClassVar[bool] = False
@@ -36,9 +37,9 @@ class BytePlanes:
 
     def encode(self, block: Block, out: Bytes) -> int:
         at = 0
-        for part in block.parts:
-            size = part.count * block.words.itemsize
-            place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
+        for words, part in _parts(block):
+            size = part.count * words.itemsize
+            place = (words, part.start, part.stride, part.layers, part.tokens, part.channels)
             shuffle(*place, out[at : at + size].reshape(-1, part.count))
             at += size
         return at
@@ -47,11 +48,18 @@ class BytePlanes:
         if len(data) != block.layout.block_bytes:
             raise Malformed(f"{len(data)} bytes, a block has {block.layout.block_bytes}")
         at = 0
-        for part in block.parts:
-            size = part.count * block.words.itemsize
-            place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
+        for words, part in _parts(block):
+            size = part.count * words.itemsize
+            place = (words, part.start, part.stride, part.layers, part.tokens, part.channels)
             unshuffle(*place, data[at : at + size].reshape(-1, part.count))
             at += size
+
+
+def _parts(block: Block) -> Iterator[tuple[Words, Part]]:
+    """The parts of all groups, with the words of their group."""
+    for group in block.by_group():
+        for part in group.parts:
+            yield group.words, part
 
 
 @dataclass(frozen=True, slots=True)

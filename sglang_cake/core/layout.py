@@ -1,16 +1,16 @@
 """The layout of one block of KV in bytes.
 
-A block is the concatenation of planes, one after the other, each `[block_tokens, *token_shape]` in
-row-major order: for MHA and GQA the planes are K of layer 0, V of layer 0, K of layer 1, ...; for
-MLA one latent plane a layer.
+A block is the concatenation of planes, one after the other, each `[rows, *row_shape]` in row-major
+order: for MHA and GQA the planes are K of layer 0, V of layer 0, K of layer 1, ...; for MLA one
+latent plane a layer. Layers of another shape, and an index beside K and V, are further groups of
+planes behind them.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -25,6 +25,40 @@ MAX_TEXT_CHARS = 4096
 MAX_LAYERS = 4096
 MAX_BLOCK_BYTES = 2**34
 
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Plane(NamedTuple):
+    """Where a plane lies in a block."""
+
+    start: int  # its first byte
+    rows: int
+    row_bytes: int
+    row_tokens: int
+
+
+@dataclass(frozen=True)
+class PlaneGroup:
+    """The planes of layers that have equal ones, layer after layer."""
+
+    layers: int
+    parts: Parts  # planes of one layer: (name, shape of a row)
+    dtype: str  # a key of DTYPE_BYTES
+    # 1; or the tokens of a page, if only a whole page has a meaning: an index may hold the keys of
+    # its tokens first, and then their scales.
+    row_tokens: int = 1
+
+    @cached_property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Bytes of one row of each plane of a layer."""
+        size = DTYPE_BYTES[self.dtype]
+        return tuple(math.prod(shape) * size for _, shape in self.parts)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all planes."""
+        return self.layers * sum(self.part_bytes)
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -33,32 +67,41 @@ class BlockLayout:
     Derived sizes are cached, since each block needs them several times.
     """
 
-    layers: int
-    parts: tuple[tuple[str, tuple[int, ...]], ...]  # planes of one layer: (name, shape of a token)
-    dtype: str  # a key of DTYPE_BYTES
+    groups: tuple[PlaneGroup, ...]  # their `row_tokens` divide `block_tokens`
     block_tokens: int
 
-    @cached_property
-    def plane_token_bytes(self) -> tuple[int, ...]:
-        """Bytes of one token in each plane, in block order (`layers * len(parts)` entries)."""
-        size = DTYPE_BYTES[self.dtype]
-        return tuple(math.prod(shape) * size for _, shape in self.parts) * self.layers
+    @classmethod
+    def plain(cls, layers: int, parts: Parts, dtype: str, block_tokens: int) -> "BlockLayout":
+        """Of a model with equal layers, and a row for each token."""
+        return cls((PlaneGroup(layers, parts, dtype),), block_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all layers are equal, and a row is a token's."""
+        return len(self.groups) == 1 and self.groups[0].row_tokens == 1
 
     @cached_property
-    def plane_offsets(self) -> tuple[int, ...]:
-        """The byte of a block at which each plane begins, in block order."""
-        sizes = [token_bytes * self.block_tokens for token_bytes in self.plane_token_bytes]
-        return tuple(accumulate(sizes[:-1], initial=0))
+    def planes(self) -> tuple[Plane, ...]:
+        """All planes in block order."""
+        found, start = [], 0
+        for group in self.groups:
+            rows = self.block_tokens // group.row_tokens
+            for row_bytes in group.part_bytes * group.layers:
+                found.append(Plane(start, rows, row_bytes, group.row_tokens))
+                start += rows * row_bytes
+        return tuple(found)
 
     @cached_property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all planes."""
-        return sum(self.plane_token_bytes)
+    def group_bytes(self) -> tuple[int, ...]:
+        """Bytes of each group in a block."""
+        return tuple(
+            self.block_tokens // group.row_tokens * group.row_bytes for group in self.groups
+        )
 
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self.token_bytes * self.block_tokens
+        return sum(self.group_bytes)
 
     def describe(self) -> str:
         """Canonical JSON: equal layouts give equal text."""
@@ -66,15 +109,12 @@ class BlockLayout:
 
     @cached_property
     def _text(self) -> str:
-        return json.dumps(
-            {
-                "layers": self.layers,
-                "parts": [[name, list(shape)] for name, shape in self.parts],
-                "dtype": self.dtype,
-                "block_tokens": self.block_tokens,
-            },
-            separators=(",", ":"),
-        )
+        groups = [asdict(group) for group in self.groups]
+        tokens = {"block_tokens": self.block_tokens}
+        if self.is_plain:
+            del groups[0]["row_tokens"]
+            return json.dumps(groups[0] | tokens, separators=(",", ":"))
+        return json.dumps({"groups": groups} | tokens, separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str) -> "BlockLayout":
@@ -86,24 +126,33 @@ class BlockLayout:
             if len(text) > MAX_TEXT_CHARS:
                 raise ValueError(f"{len(text)} characters")
             found: Any = json.loads(text)
-            layout = cls(
-                layers=_count(found["layers"], MAX_LAYERS),
-                parts=tuple(
-                    (str(name), tuple(_count(size) for size in shape))
-                    for name, shape in found["parts"]
-                ),
-                dtype=str(found["dtype"]),
-                block_tokens=_count(found["block_tokens"]),
-            )
+            groups = found["groups"] if "groups" in found else [found | {"row_tokens": 1}]
+            layout = cls(tuple(_group(group) for group in groups), _count(found["block_tokens"]))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"not a block layout: {error!r}") from None
         if layout.describe() != text:
             raise ValueError("not a block layout: it is not spelled as it should be")
-        if layout.dtype not in DTYPE_BYTES or not layout.parts:
-            raise ValueError(f"not a block layout: no planes, or of unknown dtype {layout.dtype!r}")
-        if layout.block_bytes > MAX_BLOCK_BYTES:
+        for group in layout.groups:
+            if group.dtype not in DTYPE_BYTES or not group.parts:
+                raise ValueError(
+                    f"not a block layout: no planes, or of unknown dtype {group.dtype!r}"
+                )
+            if layout.block_tokens % group.row_tokens:
+                raise ValueError("not a block layout: a row has a part of its tokens only")
+        if not 0 < layout.block_bytes <= MAX_BLOCK_BYTES:
             raise ValueError(f"not a block layout: a block of {layout.block_bytes} bytes")
         return layout
+
+
+def _group(found: Any) -> PlaneGroup:
+    return PlaneGroup(
+        layers=_count(found["layers"], MAX_LAYERS),
+        parts=tuple(
+            (str(name), tuple(_count(size) for size in shape)) for name, shape in found["parts"]
+        ),
+        dtype=str(found["dtype"]),
+        row_tokens=_count(found["row_tokens"]),
+    )
 
 
 def _count(value: object, at_most: int = MAX_BLOCK_BYTES) -> int:

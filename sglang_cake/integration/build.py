@@ -102,7 +102,7 @@ def _join_forwards(
     Raises: ConfigError.
     """
     setting = group_setting(config)
-    overlaps = may_overlap(ctx, config)
+    overlaps = may_overlap(ctx, config) and service.kv.layout.is_plain
     if setting is not None or overlaps or service.step_costs.pipelined:
         forward_hook.ForwardProcess.tree = tree
     if setting is None and not overlaps:

@@ -189,7 +189,9 @@ def _reason_when_resolved(record: Any) -> str | None:
     if view.model_path.lower() not in ("none", "dummy"):  # SGLang's spellings of "no model"
         traits = ModelTraits.of(model_config_of(record))
     reason = unsupported(view, traits, config.block_tokens)
-    return reason or unsupported_group(view, traits, config) or unsupported_codec(view, config)
+    return (
+        reason or unsupported_group(view, traits, config) or unsupported_codec(view, traits, config)
+    )
 
 
 def _reason_despite_failure(record: Any) -> str | None:

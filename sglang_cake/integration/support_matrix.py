@@ -28,7 +28,8 @@ class ModelTraits:
     is_encoder_decoder: bool = False
     is_generation: bool = True
     is_multimodal: bool = False
-    is_sparse: bool = False  # keeps an indexer's cache beside K and V
+    is_sparse: bool = False  # keeps an index beside K and V
+    is_index_pooled: bool = False  # a key of that index stands for several tokens
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
@@ -40,17 +41,20 @@ class ModelTraits:
         from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
         from sglang.srt.configs.model_config import (
             AttentionArch,
+            get_dsa_index_kpool,
             is_deepseek_dsa,
             is_minimax_sparse,
         )
 
+        is_dsa = is_deepseek_dsa(model.hf_config)
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
             is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
             is_generation=bool(model.is_generation),
             is_multimodal=bool(model.is_multimodal),
-            is_sparse=bool(is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)),
+            is_sparse=bool(is_dsa or is_minimax_sparse(model.hf_config)),
+            is_index_pooled=bool(is_dsa and get_dsa_index_kpool(model.hf_config) > 1),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
             longrope_tokens=longrope_tokens(model),
@@ -106,6 +110,7 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "does not support speculative decoding: remove --speculative-algorithm",
     ),
+    ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
     (
         "enable_hierarchical_cache",
@@ -151,7 +156,7 @@ _MODEL_RULES: tuple[tuple[str, str], ...] = (
         "is_hybrid_swa",
         "models with a KV pool for sliding windows (slots leave it behind the window)",
     ),
-    ("is_sparse", "sparse attention (an indexer cache beside KV)"),
+    ("is_index_pooled", "sparse attention whose index keys stand for several tokens"),
     ("is_ngram", "models with n-gram embeddings"),
 )
 
@@ -198,6 +203,8 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
     backend = _GROUP_BACKENDS.get(args.device)
     if backend is None:
         return "runs with --device cpu or cuda: set one of them"
+    if model is not None and model.is_sparse:
+        return "does not support sparse attention with an index: use another model"
     if (args.prefill_attention_backend or args.attention_backend) != backend:
         return f"needs --attention-backend {backend} with --device {args.device}: set it"
     if args.device == "cpu":
@@ -209,7 +216,7 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
     return None
 
 
-def unsupported_codec(args: Any, config: CakeConfig) -> str | None:
+def unsupported_codec(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
     """Why the codec cannot encode the KV cache that these settings make; None if it can.
 
     A quantized checkpoint may imply an 8-bit KV cache without a flag. That is known only in the
@@ -217,7 +224,13 @@ def unsupported_codec(args: Any, config: CakeConfig) -> str | None:
 
     Args:
         args: resolved; `auto` is the model's own dtype.
+        model: None if there is none.
     """
+    if config.codec in LOSSY and model is not None and model.is_sparse:
+        return (
+            f"cake's codec {config.codec} takes K and V only, and this model keeps an index beside "
+            "them: set --cake-codec raw, zstd or auto"
+        )
     if config.codec not in LOSSY or not args.kv_cache_dtype.startswith("fp8"):
         return None
     return (
@@ -243,12 +256,8 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         reason = "cake does not support pipeline parallelism: set --pp-size 1"
     elif params.attn_cp_size > 1:
         reason = "cake does not support context parallelism: set --attn-cp-size 1"
-    elif ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa:
-        kinds = ModelTraits(
-            is_hybrid_swa=ctx.is_hybrid_swa,
-            is_hybrid_ssm=ctx.is_hybrid_ssm,
-            is_sparse=ctx.is_dsa,
-        )
+    elif ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        kinds = ModelTraits(is_hybrid_swa=ctx.is_hybrid_swa, is_hybrid_ssm=ctx.is_hybrid_ssm)
         reason = _unsupported_model(kinds)
     else:
         view = resolving_view(ctx.server_args)
@@ -257,7 +266,7 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
             unsupported(view, traits, config.block_tokens)
             or _page_mismatch(params.page_size, config.block_tokens)
             or unsupported_group(view, traits, config)
-            or unsupported_codec(view, config)
+            or unsupported_codec(view, traits, config)
         )
     if reason is not None:
         raise ConfigError(reason)

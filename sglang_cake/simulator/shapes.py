@@ -13,6 +13,7 @@ from sglang_cake.core.errors import ConfigError
 
 Config = dict[str, Any]
 
+_INDEX_SCALE_BYTES = 4  # of an index key, whose values have one byte
 _KV_VALUE_BYTES = 2  # SGLang keeps KV in BF16 or FP16 unless --kv-cache-dtype says otherwise
 _DEFAULT_CONTEXT_TOKENS = 2048  # SGLang's, for a config without any length
 _CONTEXT_FIELDS = (
@@ -77,7 +78,8 @@ class Shape:
 
     Attributes:
         heads, kv_heads: that tensor parallelism divides; MLA has one row of KV for all heads.
-        active: parameters that a token passes, embeddings aside; `parameters`: all.
+        active: parameters that a token passes, embeddings aside, and as many as attention to the
+            tokens that an index selects costs; `parameters`: all.
         weight_bytes: of one parameter.
         pair_flops: of one (query, key) pair, all layers.
         kv_head_bytes: of one token and one KV head, all layers.
@@ -216,6 +218,9 @@ def shape_of(whole: Config) -> Shape:
         head_dim = int(config.get("head_dim") or hidden // heads)
         attention = hidden * head_dim * 2 * (heads + kv_heads)
         pair_width, kv_values = 2 * head_dim, 2 * head_dim
+    pair_flops, selected, index_bytes = 2 * heads * pair_width * layers, 0, 0
+    if config.get("index_topk") is not None:
+        pair_flops, selected, index_bytes = _index(config, layers, heads * pair_width)
     active_mlp, every_mlp = _mlp(config, layers)
     vocabulary = int(config.get("vocab_size") or 0) * hidden
     embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
@@ -225,11 +230,11 @@ def shape_of(whole: Config) -> Shape:
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        active=layers * attention + active_mlp,
+        active=layers * attention + active_mlp + selected,
         parameters=layers * attention + every_mlp + embeddings,
         weight_bytes=_weight_bytes(config.get("quantization_config") or {}),
-        pair_flops=2 * heads * pair_width * layers,
-        kv_head_bytes=layers * kv_values * _KV_VALUE_BYTES,
+        pair_flops=pair_flops,
+        kv_head_bytes=layers * kv_values * _KV_VALUE_BYTES + index_bytes,
         context_tokens=_context_tokens(config),
         refused=_refused(whole, config),
     )
@@ -245,6 +250,14 @@ def _latent_attention(config: Config) -> tuple[int, int, int]:
     queries = query_rank * (hidden + query) if query_rank else hidden * query
     keys = hidden * (latent + rope) + latent * heads * (key + value)
     return queries + keys + heads * value * hidden, key + rope + value, latent + rope
+
+
+def _index(config: Config, layers: int, attention_width: int) -> tuple[int, int, int]:
+    """DSA: FLOPs of a pair, which the index compares; what a token costs by the pairs that it
+    selects, as if they were parameters; bytes of its index keys."""
+    heads, width = int(config.get("index_n_heads", 64)), int(config.get("index_head_dim", 128))
+    selected = int(config["index_topk"]) * attention_width * layers
+    return 2 * heads * width * layers, selected, layers * (width + _INDEX_SCALE_BYTES)
 
 
 def _mlp(config: Config, layers: int) -> tuple[int, int]:
@@ -309,8 +322,8 @@ def _refused(whole: Config, config: Config) -> str | None:
         return "models with Mamba or linear attention (state beside KV)"
     if config.get("is_hybrid_swa") or WINDOW_POOLS.intersection(names):
         return "models with a KV pool for sliding windows (slots leave it behind the window)"
-    if config.get("index_topk") is not None or any("Sparse" in name for name in names):
-        return "sparse attention (an indexer cache beside KV)"
+    if int(config.get("index_kpool") or 1) > 1:
+        return "sparse attention whose index keys stand for several tokens"
     if config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
         return "models with n-gram embeddings"
     if names and not any(_generates(name) for name in names):

@@ -18,7 +18,7 @@ MHA = (("k", (2, 16)), ("v", (2, 16)))
 UNEQUAL = (("k", (3, 8)), ("v", (1, 20)))  # K and V of different sizes, no multiples of a group
 MLA = (("kv", (36,)),)
 LAYOUTS = [
-    BlockLayout(layers, parts, dtype, tokens)
+    BlockLayout.plain(layers, parts, dtype, tokens)
     for layers, parts, tokens in (
         (2, MHA, 64),
         (1, UNEQUAL, 19),
@@ -49,37 +49,42 @@ def kv_like(layout: BlockLayout, seed: int = 0) -> bytes:
     """Like real keys and values: smooth along tokens, with a few large channels in K."""
     draw = np.random.default_rng(seed)
     planes = []
-    for _ in range(layout.layers):
-        for name, shape in layout.parts:
+    (group,) = layout.groups
+    for _ in range(group.layers):
+        for name, shape in group.parts:
             channels = int(np.prod(shape))
             walk = draw.normal(size=(layout.block_tokens, channels)).cumsum(axis=0) * 0.1
             walk += draw.normal(size=channels) * (4.0 if name == "k" else 0.2)
             if name == "k":
                 walk[:, :: max(1, channels // 3)] *= 20
             planes.append(walk.reshape(-1))
-    return as_bytes(np.concatenate(planes), layout.dtype)
+    return as_bytes(np.concatenate(planes), layout.groups[0].dtype)
 
 
 def odd_blocks(layout: BlockLayout) -> Iterator[tuple[str, bytes]]:
     """Extreme blocks, which any model may make."""
-    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    dtype = layout.groups[0].dtype
+    count = layout.block_bytes // DTYPE_BYTES[dtype]
     draw = np.random.default_rng(1)
     noise = draw.normal(size=count)
     yield "zeros", bytes(layout.block_bytes)
     if not count:
         return
-    yield "one value", as_bytes(np.full(count, -3.0), layout.dtype)
-    yield "negative zeros", as_bytes(np.full(count, -0.0), layout.dtype)
-    yield "subnormal", as_bytes(noise * TINY[layout.dtype], layout.dtype)
+    yield "one value", as_bytes(np.full(count, -3.0), dtype)
+    yield "negative zeros", as_bytes(np.full(count, -0.0), dtype)
+    yield "subnormal", as_bytes(noise * TINY[dtype], dtype)
     with np.errstate(over="ignore"):
-        yield "large", as_bytes(np.clip(noise, -1, 1) * LARGE[layout.dtype], layout.dtype)
+        yield (
+            "large",
+            as_bytes(np.clip(noise, -1, 1) * LARGE[dtype], dtype),
+        )
     spiked = noise.copy()
     spiked[:: max(1, count // 7)] *= 1000
-    yield "outliers", as_bytes(spiked, layout.dtype)
+    yield "outliers", as_bytes(spiked, dtype)
     for name, value in (("nan", np.nan), ("infinity", np.inf), ("-infinity", -np.inf)):
         broken = noise.copy()
         broken[count // 2] = value
-        yield name, as_bytes(broken, layout.dtype)
+        yield name, as_bytes(broken, dtype)
     yield "any bits", draw.bytes(layout.block_bytes)
 
 
@@ -106,7 +111,9 @@ class CodecContract:
         assert out[layout.block_bytes :] == b"\x5a" * 64
         return bytes(view[:size]), bytes(out[: layout.block_bytes])
 
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+    @pytest.mark.parametrize(
+        "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
+    )
     def test_codec_block_round_trip_is_within_its_error(self, layout: BlockLayout) -> None:
         block = kv_like(layout)
         _, restored = self.round_trip(layout, block)
@@ -114,7 +121,9 @@ class CodecContract:
             assert restored == block
         assert relative_error(layout, memoryview(block), memoryview(restored)) <= self.max_error
 
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+    @pytest.mark.parametrize(
+        "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
+    )
     def test_codec_odd_blocks_round_trip_within_the_odd_error(self, layout: BlockLayout) -> None:
         for name, block in odd_blocks(layout):
             _, restored = self.round_trip(layout, block)
@@ -126,7 +135,9 @@ class CodecContract:
                 error = relative_error(layout, memoryview(block), memoryview(restored))
                 assert error <= self.odd_error, (name, error)
 
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+    @pytest.mark.parametrize(
+        "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
+    )
     def test_codec_first_token_of_a_prompt_is_restored_exactly(self, layout: BlockLayout) -> None:
         """It is a sink, and far out: what is lost of the others does not grow by it."""
         whole = memoryview(bytearray(kv_like(layout)))

@@ -19,7 +19,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 
-LAYOUT = BlockLayout(
+LAYOUT = BlockLayout.plain(
     layers=2, parts=(("k", (2, 8)), ("v", (2, 8))), dtype="bfloat16", block_tokens=8
 )
 NAMESPACE = Namespace((("model", "contract"), ("dtype", "bfloat16"), ("layout", LAYOUT.describe())))

@@ -74,7 +74,7 @@ class GpuModel:
 
     @property
     def layout(self) -> BlockLayout:
-        return BlockLayout(self.layers, self.parts, "bfloat16", BLOCK_TOKENS)
+        return BlockLayout.plain(self.layers, self.parts, "bfloat16", BLOCK_TOKENS)
 
     def ideal_s(self, tokens: int, link_bytes_per_s: float) -> float:
         """T* of a wholly stored prompt."""

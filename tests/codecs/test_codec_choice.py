@@ -37,7 +37,7 @@ INT8 = CodecTraits("int8", 0.52, 5000 * MB, 0.006)
 INT4 = CodecTraits("int4", 0.27, 5000 * MB, 0.1)
 CACHEGEN = CodecTraits("cachegen2", 0.25, 20 * MB, 0.09)
 ALL = (ZSTD, INT8, INT4, CACHEGEN)
-LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+LAYOUT = BlockLayout.plain(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 
 facts = st.builds(
     CodecTraits,

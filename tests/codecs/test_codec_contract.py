@@ -60,7 +60,7 @@ class TestCachegen3(CodecContract):
 
 
 layouts = st.builds(
-    BlockLayout,
+    BlockLayout.plain,
     layers=st.integers(1, 3),
     parts=st.sampled_from(
         [
@@ -73,10 +73,19 @@ layouts = st.builds(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     block_tokens=st.sampled_from([1, 2, 7, 8, 33, 129, 140]),
 )
+several_groups = st.builds(
+    lambda some, tokens: BlockLayout(tuple(one.groups[0] for one in some), tokens),
+    st.lists(layouts, min_size=2, max_size=3),
+    st.sampled_from([1, 7, 8, 33]),
+)
 
 
 @settings(deadline=None, max_examples=60)
-@given(layout=layouts, seed=st.integers(0, 2**32), codec=st.sampled_from(["raw", "zstd"]))
+@given(
+    layout=layouts | several_groups,
+    seed=st.integers(0, 2**32),
+    codec=st.sampled_from(["raw", "zstd"]),
+)
 def test_lossless_codecs_random_bytes_return_bit_for_bit(
     layout: BlockLayout, seed: int, codec: str
 ) -> None:
@@ -96,15 +105,15 @@ def test_int_codecs_random_numbers_move_at_most_half_a_group_step(
 ) -> None:
     """The bound of even grids, number by number, from the definition of a group."""
     name, steps = codec
-    if layout.dtype == "float16":
+    if layout.groups[0].dtype == "float16":
         exponent = max(-8, min(8, exponent))
     draw = np.random.default_rng(seed)
-    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    count = layout.block_bytes // DTYPE_BYTES[layout.groups[0].dtype]
     numbers = draw.normal(size=count) * draw.choice([1, 1, 1, 30], size=count) * 2.0**exponent
-    block = as_bytes(numbers, layout.dtype)
+    block = as_bytes(numbers, layout.groups[0].dtype)
     restored = _round_trip(layout, block, name)
     before, after = _numbers(layout, block), _numbers(layout, restored)
-    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}[layout.dtype]
+    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}[layout.groups[0].dtype]
     for (part, exact), (_, found) in zip(before, after, strict=True):
         axis = 0 if part == "k" else 1
         for first in range(0, exact.shape[axis], 128):
@@ -140,7 +149,7 @@ def _round_trip(layout: BlockLayout, block: bytes, codec: str) -> bytes:
 
 
 def test_relative_error_one_wrong_plane_is_the_rms_over_all_planes() -> None:
-    layout = BlockLayout(2, (("k", (1, 4)), ("v", (1, 4))), "float32", 2)
+    layout = BlockLayout.plain(2, (("k", (1, 4)), ("v", (1, 4))), "float32", 2)
     exact = np.ones(32, np.float32)
     decoded = exact.copy()
     decoded[8:16] *= 1.5  # V of the first layer
@@ -162,18 +171,18 @@ def test_lossy_codecs_random_layouts_stay_within_their_error(
     layout: BlockLayout, seed: int, codec: tuple[str, float], exponent: int
 ) -> None:
     name, most = codec
-    if layout.dtype == "float16":
+    if layout.groups[0].dtype == "float16":
         exponent = max(-6, min(8, exponent))
     draw = np.random.default_rng(seed)
-    count = layout.block_bytes // DTYPE_BYTES[layout.dtype]
-    block = as_bytes(draw.normal(size=count) * 2.0**exponent, layout.dtype)
+    count = layout.block_bytes // DTYPE_BYTES[layout.groups[0].dtype]
+    block = as_bytes(draw.normal(size=count) * 2.0**exponent, layout.groups[0].dtype)
     restored = _round_trip(layout, block, name)
     assert relative_error(layout, memoryview(block), memoryview(restored)) <= most
 
 
 def test_kvquant_outliers_are_restored_exactly() -> None:
     """KVQuant's dense-and-sparse: the few numbers farthest out keep every bit."""
-    layout = BlockLayout(1, (("k", (1, 4)), ("v", (1, 128))), "float32", 128)
+    layout = BlockLayout.plain(1, (("k", (1, 4)), ("v", (1, 128))), "float32", 128)
     draw = np.random.default_rng(5)
     numbers = draw.normal(size=128 * 132).astype(np.float32)
     keys, values = numbers[: 128 * 4].reshape(128, 4), numbers[128 * 4 :].reshape(128, 128)
@@ -210,7 +219,7 @@ def test_inverse_rope_rotated_equal_keys_become_equal_again() -> None:
     from sglang_cake.codecs.block_arrays import Block
     from sglang_cake.codecs.rope import InverseRope
 
-    layout = BlockLayout(1, (("k", (2, 8)), ("v", (2, 8))), "float32", 64)
+    layout = BlockLayout.plain(1, (("k", (2, 8)), ("v", (2, 8))), "float32", 64)
     position, half = 1000 + np.arange(64)[:, None, None], 4
     angle = position * 500.0 ** (-np.arange(0, 8, 2) / 8)
     before = np.random.default_rng(2).normal(size=(2, 8))
@@ -237,12 +246,12 @@ def test_codecs_known_model_layouts_reach_their_compression(
     codec: str, least: float, layers: int, heads: int
 ) -> None:
     """Llama-3.1-8B, LongAlpaca-13B, a rank of eight of Llama-3.1-70B; these sizes are fixed."""
-    layout = BlockLayout(layers, (("k", (heads, 128)), ("v", (heads, 128))), "bfloat16", 128)
+    layout = BlockLayout.plain(layers, (("k", (heads, 128)), ("v", (heads, 128))), "bfloat16", 128)
     chain = chain_of(codec, layout, rope_theta=500000.0)
     stored_bytes = HEADER_BYTES + 192 + chain.max_bytes(layout)
     assert layout.block_bytes / stored_bytes >= least
 
 
 def test_codec_chain_description_is_shorter_than_188_bytes() -> None:
-    layout = BlockLayout(1, (("k", (1, 128)), ("v", (1, 128))), "bfloat16", 128)
+    layout = BlockLayout.plain(1, (("k", (1, 128)), ("v", (1, 128))), "bfloat16", 128)
     assert all(len(chain_of(codec, layout, 500000.0).describe()) < 188 for codec in CODECS)

@@ -46,7 +46,7 @@ from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
 from sglang_cake.testing.store_contract import StoreContract, block_of, key_of
 
-LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+LAYOUT = BlockLayout.plain(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 BLOCK = kv_like(LAYOUT)
 KEY = BlockKey(bytes(range(32)))
 
@@ -315,7 +315,7 @@ def test_one_codec_block_with_nan_is_stored_raw() -> None:
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_codec_chain_lossy_codec_on_fp8_raises_config_error(codec: str) -> None:
-    fp8 = BlockLayout(1, (("k", (1, 8)), ("v", (1, 8))), "float8_e4m3fn", 16)
+    fp8 = BlockLayout.plain(1, (("k", (1, 8)), ("v", (1, 8))), "float8_e4m3fn", 16)
     with pytest.raises(ConfigError, match="float8_e4m3fn"):
         chain_of(codec, fp8)
     chain_of("zstd", fp8)

@@ -19,7 +19,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.testing.codec_contract import kv_like
 
 queue = constriction.stream.queue
-LAYOUT = BlockLayout(2, (("k", (2, 32)), ("v", (2, 32))), "bfloat16", 64)
+LAYOUT = BlockLayout.plain(2, (("k", (2, 32)), ("v", (2, 32))), "bfloat16", 64)
 ONES = 2**32 - 1
 
 

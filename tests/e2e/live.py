@@ -157,9 +157,7 @@ def _is_indexed(folder: BlockFolder, file: Path) -> bool:
 
 def layout_of(file: Path) -> BlockLayout:
     description = json.loads((file.parents[2] / "namespace.json").read_text())
-    layout = json.loads(description["layout"])
-    parts = tuple((name, tuple(shape)) for name, shape in layout["parts"])
-    return BlockLayout(layout["layers"], parts, layout["dtype"], layout["block_tokens"])
+    return BlockLayout.parse(description["layout"])
 
 
 def check_block(file: Path) -> None:
@@ -178,12 +176,12 @@ def falsify(file: Path) -> None:
     """Replace a block file by a valid one with wrong KV: tokens and planes are permuted."""
     layout = layout_of(file)
     payload = np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.uint8)
-    planes, offset = [], 0
-    for token_bytes in layout.plane_token_bytes:
-        size = token_bytes * layout.block_tokens
-        plane = payload[offset : offset + size].reshape(layout.block_tokens, token_bytes)
-        planes.append(plane[::-1].ravel())
-        offset += size
+    planes = [
+        payload[plane.start : plane.start + plane.rows * plane.row_bytes]
+        .reshape(plane.rows, plane.row_bytes)[::-1]
+        .ravel()
+        for plane in layout.planes
+    ]
     wrong = np.concatenate(planes[1:] + planes[:1]).tobytes()
     header = make_header(
         namespace=Digest(bytes.fromhex(file.parents[2].name)),

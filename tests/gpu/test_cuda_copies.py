@@ -22,8 +22,7 @@ def _device() -> Any:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.mark.parametrize("page", exact.PAGES)
-@pytest.mark.parametrize("form", exact.FORMS)
+@pytest.mark.parametrize(("form", "page"), exact.CASES)
 def test_cuda_kv_copies_equal_plain_indexing_beside_forwards(form: str, page: int) -> None:
     load = Load(SMALL, torch.cuda.Stream(), _device())
     assert exact.copies_of(exact.FORMS[form], page, load, _device()) == ""
@@ -51,7 +50,7 @@ def test_cuda_kv_slots_that_change_hands_hold_what_was_written_last(
 def test_device_decode_on_cuda_gives_the_values_of_the_cpu(
     codec: str, parts: str, dtype: str
 ) -> None:
-    layout = BlockLayout(2, exact.LAYOUTS[parts], dtype, 64)
+    layout = BlockLayout.plain(2, exact.LAYOUTS[parts], dtype, 64)
     assert exact.decoded(layout, codec, _device()) == ""
 
 

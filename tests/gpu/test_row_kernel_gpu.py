@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.integration.memory.row_kernel import RowKernel
 
 SLOTS = 4096
@@ -19,7 +19,7 @@ def _random_bytes(*shape: int) -> torch.Tensor:
 
 def _rows_of(block: torch.Tensor, layout: BlockLayout) -> list[torch.Tensor]:
     """The planes of a block, `[block_tokens, bytes]` each."""
-    sizes = [width * layout.block_tokens for width in layout.plane_token_bytes]
+    sizes = [plane.rows * plane.row_bytes for plane in layout.planes]
     parts = block[: layout.block_bytes].split(sizes)
     return [part.view(layout.block_tokens, -1) for part in parts]
 
@@ -46,14 +46,43 @@ KINDS = {
 }
 
 
+def _pages(count: int, tokens: int) -> torch.Tensor:
+    """The slots of `count` pages of `tokens`, in any order."""
+    pages = torch.randperm(SLOTS // tokens, device="cuda")[:count]
+    return (pages[:, None] * tokens + torch.arange(tokens, device="cuda")).flatten()
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128, 256])
+@pytest.mark.parametrize("page_bytes", [8448, 8449, 132])
+def test_row_kernel_rows_of_pages_equal_plain_indexing(page_bytes: int, block_tokens: int) -> None:
+    kv = PlaneGroup(3, (("kv", (1, 576)),), "bfloat16")
+    index = PlaneGroup(2, (("index", (page_bytes,)),), "uint8", row_tokens=64)
+    layout = BlockLayout((kv, index), block_tokens)
+    planes = [_random_bytes(SLOTS // p.row_tokens, p.row_bytes) for p in layout.planes]
+    kernel, memory = RowKernel(planes, layout), _random_bytes(4, -(-layout.block_bytes // 16) * 16)
+    which = torch.tensor([2, 0, 3], device="cuda")
+    slots = _pages(len(which) * block_tokens // 64, 64)
+    wanted = [plane.clone() for plane in planes]
+    for row, part in zip(which, slots.view(len(which), -1), strict=True):
+        for plane, its in zip(wanted, layout.planes, strict=True):
+            rows = memory[row, its.start : its.start + its.rows * its.row_bytes]
+            plane[part[:: its.row_tokens] // its.row_tokens] = rows.view(its.rows, -1)
+    kernel.scatter(memory, which, slots)
+    assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
+    out = memory.clone()
+    out[which] = 0
+    kernel.gather(slots, out, which)
+    assert torch.equal(out[which, : layout.block_bytes], memory[which, : layout.block_bytes])
+
+
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("block_tokens", [1, 100, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
     kind: str, block_tokens: int, index_dtype: str
 ) -> None:
-    layout = BlockLayout(*KINDS[kind], block_tokens)
-    planes = [_random_bytes(SLOTS, width) for width in layout.plane_token_bytes]
+    layout = BlockLayout.plain(*KINDS[kind], block_tokens)
+    planes = [_random_bytes(SLOTS, plane.row_bytes) for plane in layout.planes]
     kernel = RowKernel(planes, layout)
     memory = _random_bytes(8, layout.block_bytes + 4096)
     index = torch.tensor([6, 0, 3, 7, 1], dtype=getattr(torch, index_dtype), device="cuda")
@@ -80,7 +109,7 @@ def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
 
 def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
     width = 2**12 + 1  # of bytes that are words
-    layout = BlockLayout(1, (("kv", (width,)),), "uint8", 1)
+    layout = BlockLayout.plain(1, (("kv", (width,)),), "uint8", 1)
     pool = torch.zeros((2**31 // width + 10, width), dtype=torch.uint8, device="cuda")
     memory = torch.zeros((5, 2**29 + 2**12), dtype=torch.uint8, device="cuda")
     kernel = RowKernel([pool], layout)
@@ -97,7 +126,7 @@ def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
 
 
 def test_row_kernel_runs_on_the_current_stream_in_order() -> None:
-    layout = BlockLayout(*KINDS["rows of 2048 bytes"], 128)
+    layout = BlockLayout.plain(*KINDS["rows of 2048 bytes"], 128)
     planes = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in (2048,) * 64]
     kernel = RowKernel(planes, layout)
     memory, busy = _random_bytes(2, layout.block_bytes), torch.randn(4096, 4096, device="cuda")

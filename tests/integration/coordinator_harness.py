@@ -178,14 +178,11 @@ class CoordinatorHarness(HeldReads):
         assert stop - req.prefix_len == len(slots)
         want, have = b"", b""
         for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):
-            data, at = self.block(token // BLOCK), 0
-            for buffer, size in zip(
-                buffers_of(self.pool), self.kv.layout.plane_token_bytes, strict=True
-            ):
-                start = at + token % BLOCK * size
-                want += data[start : start + size]
+            data = self.block(token // BLOCK)
+            for buffer, plane in zip(buffers_of(self.pool), self.kv.layout.planes, strict=True):
+                start = plane.start + token % BLOCK * plane.row_bytes
+                want += data[start : start + plane.row_bytes]
                 have += bytes(as_bytes(buffer)[slot].numpy())
-                at += size * BLOCK
         assert want == have
         req.owned.append(slots)
         req.prefix_len = stop

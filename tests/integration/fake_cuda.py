@@ -22,7 +22,7 @@ from sglang_cake.integration.memory import row_kernel
 
 GARBAGE = 0xEE
 _aten = torch.ops.aten
-_LATER = {_aten.copy_, _aten.index_copy_, _aten.index_select}
+_LATER = {_aten.copy_, _aten.index_copy_, _aten.index_select, _aten.floor_divide}
 
 
 class _Record:
@@ -183,11 +183,13 @@ class PlainRowKernel:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         layout = self._layout
         for block, part in zip(index.tolist(), slots.split(layout.block_tokens), strict=True):
-            for plane, start, width in zip(
-                self._planes, layout.plane_offsets, layout.plane_token_bytes, strict=True
-            ):
-                rows = blocks[block, start : start + width * layout.block_tokens]
-                yield plane, part, rows.view(plane.dtype).view(layout.block_tokens, -1)
+            for pool, plane in zip(self._planes, layout.planes, strict=True):
+                rows = blocks[block, plane.start : plane.start + plane.rows * plane.row_bytes]
+                index = part
+                if plane.row_tokens > 1:
+                    index = torch.empty(plane.rows, dtype=part.dtype)
+                    torch.floor_divide(part[:: plane.row_tokens], plane.row_tokens, out=index)
+                yield pool, index, rows.view(pool.dtype).view(plane.rows, -1)
 
 
 class _Cudart:

@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MiniMaxSparseKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.minimax_m3_nvfp4_pool import MiniMaxM3Nvfp4KVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_context
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
@@ -65,10 +75,153 @@ def mla(
     )
 
 
+def dsa(slots: int, *, page: int = 64, kind: type = DSATokenToKVPool, **options: Any) -> Any:
+    """DeepSeek V3.2: MLA rows, and the pages of an index."""
+    sizes = {
+        "page_size": page,
+        "dtype": torch.bfloat16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "kv_cache_dim": 12,
+        "index_head_dim": 128,
+        "layer_num": 3,
+    }
+    with get_context().override_server_args(device="cpu"):
+        return kind(size=slots, device="cpu", enable_memory_saver=False, **sizes | options)
+
+
+def minimax(slots: int, **options: Any) -> MiniMaxSparseKVPool:
+    """MiniMax M3: the index has K and V in one layer, K in two layers, and none in one."""
+    sizes = {
+        "page_size": 64,
+        "dtype": torch.bfloat16,
+        "head_num": 2,
+        "head_dim": 8,
+        "idx_head_dim": 16,
+        "dense_layer_ids": [0],
+        "sparse_layer_ids": [1, 2, 3],
+        "disable_value_sparse_layer_ids": [2, 3],
+        "start_layer": 0,
+        "end_layer": 4,
+    }
+    return MiniMaxSparseKVPool(size=slots, device="cpu", **sizes | options)
+
+
+def nvfp4(slots: int) -> MiniMaxM3Nvfp4KVPool:
+    """MiniMax M3 with four bits a number: pages of K, V and their scales."""
+    return MiniMaxM3Nvfp4KVPool(
+        size=slots,
+        page_size=128,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=128,
+        idx_head_dim=128,
+        dense_layer_ids=[],
+        sparse_layer_ids=[0, 1],
+        disable_value_sparse_layer_ids=[0, 1],
+        start_layer=0,
+        end_layer=2,
+        device="cpu",
+    )
+
+
+def deepseek_v4(slots: int) -> DeepSeekV4TokenToKVPool:
+    """Pages of 256 tokens, compressed 4 and 128 times, and an index of the former."""
+    with get_context().override_server_args(device="cpu"):
+        return DeepSeekV4TokenToKVPool(
+            max_num_reqs=4,
+            swa_size=slots,
+            c4_size=slots // 4,
+            c128_size=slots // 128,
+            c4_state_pool_size=32,
+            c128_state_pool_size=32,
+            page_size=256,
+            swa_page_size=256,
+            dtype=torch.float8_e4m3fn,
+            c4_state_dtype=torch.float32,
+            c128_state_dtype=torch.float32,
+            qk_nope_head_dim=448,
+            qk_rope_head_dim=64,
+            indexer_head_dim=128,
+            layer_num=4,
+            device="cpu",
+            enable_memory_saver=False,
+            compression_ratios=[0, 4, 128, 4],
+            start_layer=0,
+            end_layer=4,
+        )
+
+
+def states_of(pool: DeepSeekV4TokenToKVPool) -> tuple[object, ...]:
+    """What it keeps for the end of a prompt."""
+    return pool.swa_kv_pool, pool.compress_state_pools, pool.indexer_compress_state_pools
+
+
+def windows(slots: int, **options: Any) -> SWAKVPool:
+    """Two layers of full attention, and two of sliding windows with other heads."""
+    sizes = {"head_num": 2, "head_dim": 8, "v_head_dim": 4}
+    sizes |= {"swa_head_num": 4, "swa_head_dim": 6, "swa_v_head_dim": 5}
+    return SWAKVPool(
+        size=slots,
+        size_swa=slots // 2,
+        page_size=1,
+        dtype=torch.bfloat16,
+        swa_attention_layer_ids=[0, 2],
+        full_attention_layer_ids=[1, 3],
+        device="cpu",
+        **sizes | options,
+    )
+
+
+def hybrid(slots: int, *, kind: type = HybridLinearKVPool, **options: Any) -> Any:
+    """Two layers of full attention among those of linear attention."""
+    with get_context().override_server_args(device="cpu"):
+        return kind(
+            size=slots,
+            page_size=64,
+            dtype=torch.bfloat16,
+            head_num=2,
+            head_dim=8,
+            full_attention_layer_ids=[1, 3],
+            device="cpu",
+            mamba_pool=None,
+            **options,
+        )
+
+
 def buffers_of(pool: Any) -> list[torch.Tensor]:
+    """Of a pool with a row for each slot, in block order."""
     if isinstance(pool, MLATokenToKVPool):
         return list(pool.kv_buffer)
     return [b for pair in zip(pool.k_buffer, pool.v_buffer, strict=True) for b in pair]
+
+
+def rows_of(pool: Any) -> list[tuple[torch.Tensor, int]]:
+    """All that a pool has for a slot, and the slots of a row, in block order."""
+    match pool:
+        case DSATokenToKVPool():
+            index = pool.index_k_with_scale_buffer
+            pages = [(each, 64) for each in index if len(each)]
+            return [*((each, 1) for each in pool.kv_buffer), *pages]
+        case MiniMaxM3Nvfp4KVPool():
+            slabs = (pool.main_pool.slab, pool.index_k_pool.slab)
+            return [(rows, 128) for slab in slabs for rows in slab]
+        case MiniMaxSparseKVPool():
+            found = [*buffers_of(pool.main_pool), *buffers_of(pool.index_kv_pool)]
+            return [(each, 1) for each in (*found, *pool.index_k_pool.k_buffer)]
+        case DeepSeekV4TokenToKVPool():
+            pools = (pool.c4_kv_pool, pool.c128_kv_pool)
+            pages = [each for inner in pools for each in inner.kv_buffer]
+            return [(b, 256) for b in (*pages, *pool.c4_indexer_kv_pool.index_k_with_scale_buffer)]
+        case SWAKVPool() | HybridLinearKVPool():
+            return rows_of(pool.full_kv_pool)
+    return [(each, 1) for each in buffers_of(pool)]
+
+
+def slots_in_pages(slots: int, page: int, seed: int) -> torch.Tensor:
+    """All slots of a pool, page by page in any order."""
+    pages = torch.randperm(slots // page, generator=torch.Generator().manual_seed(seed)) + 1
+    return (pages[:, None] * page + torch.arange(page)).flatten()
 
 
 def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
@@ -78,7 +231,7 @@ def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
 def scramble(pool: Any, seed: int) -> None:
     """Any bytes at all, NaNs among them: a copy must not care."""
     generator = torch.Generator().manual_seed(seed)
-    for buffer in buffers_of(pool):
+    for buffer, _ in rows_of(pool):
         raw = as_bytes(buffer)
         raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
 

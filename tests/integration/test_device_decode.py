@@ -52,7 +52,7 @@ def by_torch(layout: BlockLayout, memory: bytearray) -> bytes:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}")
 def test_device_decode_groups_equal_the_cpu_loops(layout: BlockLayout, bits: int) -> None:
     for name, block in [("smooth", kv_like(layout)), *odd_blocks(layout)]:
         memory, size = encoded(Chain(Groups(bits)), layout, block)
@@ -61,7 +61,7 @@ def test_device_decode_groups_equal_the_cpu_loops(layout: BlockLayout, bits: int
 
 
 @pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Groups(4)], ids=lambda a: f"{a}")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.dtype}-{a.block_tokens}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}")
 def test_device_decode_exact_first_token_equals_the_cpu_loops(
     layout: BlockLayout, pack: PackStep
 ) -> None:
@@ -69,8 +69,8 @@ def test_device_decode_exact_first_token_equals_the_cpu_loops(
     assert by_torch(layout, memory) == by_loops(layout, memoryview(memory)[:size])
 
 
-WIDE = BlockLayout(2, (("k", (2, 64)), ("v", (3, 64))), "bfloat16", 128)  # numbers are kept
-LONG = BlockLayout(1, (("k", (1, 2)), ("v", (1, 2))), "float16", 70000)  # places of 32 bits
+WIDE = BlockLayout.plain(2, (("k", (2, 64)), ("v", (3, 64))), "bfloat16", 128)  # numbers are kept
+LONG = BlockLayout.plain(1, (("k", (1, 2)), ("v", (1, 2))), "float16", 70000)  # places of 32 bits
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -89,7 +89,7 @@ def test_device_decode_nonuniform_levels_equal_the_cpu_loops(
 @pytest.mark.parametrize("pack", [NonUniform(3), Groups(8), Raw()], ids=lambda a: a.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_device_decode_rotated_keys_equal_the_cpu_loops(pack: PackStep, dtype: str) -> None:
-    layout = replace(WIDE, dtype=dtype)
+    layout = BlockLayout((replace(WIDE.groups[0], dtype=dtype),), WIDE.block_tokens)
     for arrays in ((InverseRope(500000.0, 64),), (InverseRope(10000.0, 64), InverseRope(3.0, 2))):
         chain = Chain(pack, arrays)
         assert decodes_on_device(chain)
@@ -208,5 +208,5 @@ def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
 
 def kv_rows(kv: DeviceKV, block: torch.Tensor) -> list[torch.Tensor]:
     """The planes of a block, `[block_tokens, bytes]` each."""
-    sizes = [n * kv.layout.block_tokens for n in kv.layout.plane_token_bytes]
+    sizes = [plane.rows * plane.row_bytes for plane in kv.layout.planes]
     return [p.view(kv.layout.block_tokens, -1) for p in block.split(sizes)]

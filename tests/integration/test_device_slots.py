@@ -9,7 +9,17 @@ import torch
 from fake_cuda import install
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_pools import Staging, allocator_of, as_bytes, buffers_of, mha, record_of, scramble
+from kv_pools import (
+    Staging,
+    allocator_of,
+    as_bytes,
+    buffers_of,
+    dsa,
+    mha,
+    record_of,
+    rows_of,
+    scramble,
+)
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
@@ -25,10 +35,17 @@ BLOCK = 64
 class SlotsHarness:
     """Device slots on a pool of `blocks` blocks, beside a tree that can be evicted."""
 
-    def __init__(self, *, blocks: int = 8, page: int = 16, block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int = 8,
+        page: int = 16,
+        block: int = BLOCK,
+        make: Callable[..., Any] = mha,
+    ) -> None:
         self.block, self.page = block, page
         self.size = blocks * block
-        self.pool = mha(self.size, page=page)
+        self.pool = make(self.size, page=page)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, page)
         self.kv = DeviceKV(self.pool, block_tokens=block)
@@ -55,15 +72,17 @@ class SlotsHarness:
 
     def bytes_at(self, slots: torch.Tensor) -> bytes:
         """What the pool holds at `slots`, as a block of that many tokens."""
-        return b"".join(bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(self.pool))
+        return b"".join(bytes(as_bytes(b)[slots[::n] // n].numpy()) for b, n in rows_of(self.pool))
 
     def cut(self, data: bytes, start: int, stop: int) -> bytes:
         """Tokens [start, stop) of a block's bytes."""
-        planes, at = [], 0
-        for size in self.kv.layout.plane_token_bytes:
-            planes.append(data[at + start * size : at + stop * size])
-            at += size * self.block
-        return b"".join(planes)
+        parts = []
+        for plane in self.kv.layout.planes:
+            first, last = (
+                plane.start + at // plane.row_tokens * plane.row_bytes for at in (start, stop)
+            )
+            parts.append(data[first:last])
+        return b"".join(parts)
 
     def wasted(self) -> dict[str, int]:
         values = self.counters.snapshot()
@@ -74,38 +93,42 @@ class SlotsHarness:
         return int(self.allocator.available_size())
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("make", "page", "block"),
+    [(mha, 1, BLOCK), (mha, 16, BLOCK), (mha, 64, BLOCK), (dsa, 64, 3 * 64)],
+)
 @pytest.mark.parametrize(("offset", "cut"), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 3)])
 def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
-    page: int, offset: int, cut: int
+    make: Callable[..., Any], page: int, block: int, offset: int, cut: int
 ) -> None:
-    harness = SlotsHarness(page=page)
-    offset, cut = offset * page % BLOCK, cut * page % BLOCK
-    record = harness.record(3, limit=3 * BLOCK - cut)
+    harness = SlotsHarness(page=page, block=block, make=make)
+    offset, cut = offset * page % block, cut * page % block
+    record = harness.record(3, limit=3 * block - cut)
     data = {b: harness.staging.land(record, b) for b in (2, 1, 0)}
-    before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
+    before = [as_bytes(b).clone() for b, _ in rows_of(harness.pool)]
     assert harness.device_slots.place(record, [0, 1, 2])
-    assert harness.free == harness.size - 3 * BLOCK
-    assert harness.device_slots.placed_tokens == 3 * BLOCK
+    assert harness.free == harness.size - 3 * block
+    assert harness.device_slots.placed_tokens == 3 * block
     placed = torch.cat([copy.slots for copy in record.memory.slots.values()])
     assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in harness.staging.freed)
     record.meet.advance(offset)
     span = record.meet.island()
-    assert span == Span(offset, 3 * BLOCK - cut)
+    assert span == Span(offset, 3 * block - cut)
     slots = harness.device_slots.take(record, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert harness.free == harness.size - span.tokens
     assert harness.device_slots.placed_tokens == 0
     assert record.memory.slots == {}
     for b in range(3):
-        start, stop = max(span.start, b * BLOCK), min(span.stop, (b + 1) * BLOCK)
+        start, stop = max(span.start, b * block), min(span.stop, (b + 1) * block)
         there = harness.bytes_at(slots[start - span.start : stop - span.start])
-        assert there == harness.cut(data[b], start - b * BLOCK, stop - b * BLOCK)
+        assert there == harness.cut(data[b], start - b * block, stop - b * block)
     others = torch.ones(harness.size + page, dtype=torch.bool)
     others[placed] = False
-    for buffer, old in zip(buffers_of(harness.pool), before, strict=True):
-        assert torch.equal(as_bytes(buffer)[others], old[others])
+    for (buffer, tokens), old in zip(rows_of(harness.pool), before, strict=True):
+        rows = others[::tokens]
+        assert torch.equal(as_bytes(buffer)[rows], old[rows])
     harness.allocator.free(slots)
     assert harness.free == harness.size
     assert harness.wasted() == {}

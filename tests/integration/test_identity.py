@@ -26,7 +26,7 @@ from sglang_cake.integration.identity.identity import (
     server_fields,
 )
 
-LAYOUT = BlockLayout(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
+LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
 
 
 @pytest.fixture(autouse=True)

@@ -1,89 +1,198 @@
 """Blocks in and out of SGLang's own pools, bit for bit."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kv_pools import as_bytes, buffers_for, buffers_of, mha, mla, scramble
+from kv_pools import (
+    as_bytes,
+    buffers_for,
+    deepseek_v4,
+    dsa,
+    hybrid,
+    mha,
+    minimax,
+    mla,
+    nvfp4,
+    rows_of,
+    scramble,
+    slots_in_pages,
+    states_of,
+    windows,
+)
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-POOLS: dict[str, Callable[..., Any]] = {
-    "mha": lambda **k: mha(96, heads=4, dim=8, **k),
-    "gqa": lambda **k: mha(96, heads=1, dim=8, **k),
-    "odd": lambda **k: mha(96, heads=1, dim=3, layers=3, **k),
-    "v_dim": lambda **k: mha(96, heads=2, dim=6, v_dim=4, **k),
-    "mla": lambda **k: mla(96, **k),
+SLOTS, BLOCK = 96, 16
+PLAIN: dict[str, Callable[..., Any]] = {
+    "mha": lambda **k: mha(SLOTS, heads=4, dim=8, **k),
+    "gqa": lambda **k: mha(SLOTS, heads=1, dim=8, **k),
+    "odd": lambda **k: mha(SLOTS, heads=1, dim=3, layers=3, **k),
+    "v_dim": lambda **k: mha(SLOTS, heads=2, dim=6, v_dim=4, **k),
+    "mla": lambda **k: mla(SLOTS, **k),
 }
-BLOCK = 16
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", POOLS)
-def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(
-    kind: str, dtype: torch.dtype
-) -> None:
-    source, target = POOLS[kind](dtype=dtype), POOLS[kind](dtype=dtype)
-    scramble(source, 1)
-    scramble(target, 2)
-    before = [as_bytes(b).clone() for b in buffers_of(target)]
-    kv_out, kv_in = DeviceKV(source, block_tokens=BLOCK), DeviceKV(target, block_tokens=BLOCK)
-    assert kv_out.layout == kv_in.layout
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1
-    taken, given = order[: 2 * BLOCK], order[2 * BLOCK : 4 * BLOCK]  # scattered, not the same
-    blocks = buffers_for(kv_out, 2)
-    saved = kv_out.save(taken, blocks, kv_out.fence())
-    saved.wait()
-    assert saved.done()
-    for block, part in zip(blocks, given.split(BLOCK), strict=True):
-        assert kv_in.load(block, part, kv_in.fence()).done()
-    others = torch.ones(97, dtype=torch.bool)
-    others[given] = False
-    for a, b, old in zip(buffers_of(source), buffers_of(target), before, strict=True):
-        assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
-        assert torch.equal(as_bytes(b)[others], old[others])
+def unequal() -> Any:
+    pool = mha(SLOTS)
+    pool.v_buffer[1] = torch.zeros(SLOTS + 1, 2, 5)
+    return pool
 
 
-@pytest.mark.parametrize("kind", POOLS)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pool, the tokens of its pages and of a block, and what of it is stored otherwise."""
+
+    make: Callable[[], Any]
+    page: int
+    block: int
+    apart: Callable[[Any], tuple[object, ...]] = lambda pool: ()
+
+    def kv(self, pool: Any) -> DeviceKV:
+        return DeviceKV(pool, block_tokens=self.block, apart=self.apart(pool))
+
+
+CASES = {
+    f"{kind} {dtype}": Case(partial(make, dtype=dtype), 1, BLOCK)
+    for kind, make in PLAIN.items()
+    for dtype in DTYPES
+} | {
+    "unequal layers": Case(unequal, 1, BLOCK),
+    "dsa": Case(lambda: dsa(512), 64, 128),
+    "dsa, a page a block": Case(lambda: dsa(512), 64, 64),
+    "dsa, a layer without an index": Case(
+        lambda: dsa(512, skip_topk_layers=[True, False, True]), 64, 128
+    ),
+    "dsa, packed": Case(lambda: dsa(512, dtype=torch.float8_e4m3fn, kv_cache_dim=656), 64, 128),
+    "minimax": Case(lambda: minimax(512), 64, 128),
+    "minimax, 8 bits beside 16": Case(
+        lambda: minimax(512, dtype=torch.float8_e4m3fn, index_dtype=torch.bfloat16), 64, 128
+    ),
+    "minimax, 4 bits": Case(lambda: nvfp4(512), 128, 128),
+    "deepseek v4": Case(lambda: deepseek_v4(2048), 256, 512, states_of),
+    "full attention beside windows": Case(
+        lambda: windows(SLOTS), 1, BLOCK, lambda pool: (pool.swa_kv_pool,)
+    ),
+    "windows": Case(lambda: windows(2 * SLOTS).swa_kv_pool, 1, BLOCK),
+    "full attention beside states": Case(lambda: hybrid(512), 64, 128),
+}
+
+
+@dataclass(slots=True)
+class Moved:
+    """Two blocks of a pool with random bytes, in other slots of another one."""
+
+    source: Any
+    target: Any
+    taken: torch.Tensor
+    given: torch.Tensor
+    before: list[torch.Tensor]
+
+    @classmethod
+    def by(cls, case: Case) -> "Moved":
+        source, target = case.make(), case.make()
+        scramble(source, 1)
+        scramble(target, 2)
+        before = [as_bytes(b).clone() for b, _ in rows_of(target)]
+        kv_out, kv_in = case.kv(source), case.kv(target)
+        assert kv_out.layout == kv_in.layout
+        size = 2 * case.block
+        slots = slots_in_pages(source.size, case.page, seed=3)  # scattered, not the same
+        taken, given = slots[:size], slots[-size:]
+        blocks = buffers_for(kv_out, 2)
+        saved = kv_out.save(taken, blocks, kv_out.fence())
+        saved.wait()
+        assert saved.done()
+        for block, part in zip(blocks, given.split(case.block), strict=True):
+            assert kv_in.load(block, part, kv_in.fence()).done()
+        return cls(source, target, taken, given, before)
+
+    def wrong(self) -> list[int]:
+        """The planes whose rows are not those of the source, or changed elsewhere."""
+        found = []
+        pairs = zip(rows_of(self.source), rows_of(self.target), self.before, strict=True)
+        for number, ((a, tokens), (b, _), old) in enumerate(pairs):
+            taken, given = self.taken[::tokens] // tokens, self.given[::tokens] // tokens
+            others = torch.ones(len(b), dtype=torch.bool)
+            others[given] = False
+            if not torch.equal(as_bytes(b)[given], as_bytes(a)[taken]) or not torch.equal(
+                as_bytes(b)[others], old[others]
+            ):
+                found.append(number)
+        return found
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(kind: str) -> None:
+    assert Moved.by(CASES[kind]).wrong() == []
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_kv_pool_round_trip_check_finds_a_row_of_another_token(kind: str) -> None:
+    """The control: in each plane, one row of another token."""
+    moved = Moved.by(CASES[kind])
+    for number, (rows, tokens) in enumerate(rows_of(moved.target)):
+        one, other = (moved.given[at] // tokens for at in (0, -1))
+        raw = as_bytes(rows)
+        right = raw[one].clone()
+        raw[one] = raw[other]
+        assert moved.wrong() == [number]
+        raw[one] = right
+    assert moved.wrong() == []
+
+
+def index_of(pool: Any, layer: int, slots: torch.Tensor) -> torch.Tensor:
+    """The index keys and scales of tokens as SGLang's kernels find them: in the page of a slot, the
+    keys of all its tokens come before their scales. `[tokens, 128 + 4]`."""
+    pages = pool.index_key_cache.get_local_buffer(layer)[slots // 64]
+    keys = pages[:, : 64 * 128].view(-1, 64, 128)
+    scales = pages[:, 64 * 128 :].view(-1, 64, 4)
+    row = torch.arange(len(slots))
+    return torch.cat((keys[row, slots % 64], scales[row, slots % 64]), dim=1)
+
+
+def test_kv_pool_index_keys_move_with_their_tokens() -> None:
+    moved = Moved.by(CASES["dsa"])
+    for layer in range(3):
+        wanted = index_of(moved.source, layer, moved.taken)
+        assert torch.equal(index_of(moved.target, layer, moved.given), wanted)
+        assert not torch.equal(index_of(moved.target, layer, moved.given.roll(1)), wanted)
+
+
+@pytest.mark.parametrize("kind", CASES)
 def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
-    pool = POOLS[kind](dtype=torch.bfloat16)
+    case = CASES[kind]
+    pool = case.make()
     scramble(pool, 1)
-    kv = DeviceKV(pool, block_tokens=BLOCK)
+    kv = case.kv(pool)
     (block,) = buffers_for(kv, 1)
-    assert kv.layout.dtype == "bfloat16"
     assert len(block.view) == kv.layout.block_bytes
-    slots = torch.arange(5, 5 + BLOCK)
+    slots = torch.arange(case.page, case.page + case.block)
     kv.save(slots, [block], ()).wait()
     # Planes one after the other, each row by row: as `layout` promises to every reader.
-    planes = [bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(pool)]
-    assert bytes(block.view) == b"".join(planes)
-    assert [len(p) for p in planes] == [n * BLOCK for n in kv.layout.plane_token_bytes]
+    planes = [bytes(as_bytes(b)[slots[::n] // n].numpy()) for b, n in rows_of(pool)]
+    if kind != "unequal layers":  # they are in groups
+        assert bytes(block.view) == b"".join(planes)
+    assert sorted(len(p) for p in planes) == sorted(p.rows * p.row_bytes for p in kv.layout.planes)
 
 
 def test_kv_pool_fp8_layout_keeps_its_dtype_name() -> None:
     pool = mha(32, dtype=torch.float8_e4m3fn)
     assert pool.k_buffer[0].dtype is torch.uint8
-    assert DeviceKV(pool, block_tokens=BLOCK).layout.dtype == "float8_e4m3fn"
+    assert DeviceKV(pool, block_tokens=BLOCK).layout.groups[0].dtype == "float8_e4m3fn"
 
 
-@pytest.mark.parametrize("name", ["k_scale_buffer", "native_k_scale_buffer", "index_k_buffer"])
-def test_kv_pool_with_more_than_k_and_v_for_a_slot_is_refused(name: str) -> None:
-    pool = mha(32)
-    setattr(pool, name, [torch.zeros(33, 2, 1)] * 2)
-    with pytest.raises(ConfigError, match=name):
-        DeviceKV(pool, block_tokens=BLOCK)
+@pytest.mark.parametrize("block_tokens", [32, 96])
+def test_kv_pool_blocks_that_end_inside_of_a_page_are_refused(block_tokens: int) -> None:
+    with pytest.raises(ConfigError, match="set --cake-block-tokens 64"):
+        DeviceKV(dsa(512), block_tokens=block_tokens)
 
 
-def test_kv_pool_without_known_buffers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="object"):
-        DeviceKV(object(), block_tokens=BLOCK)
-
-
-def test_kv_pool_unequal_layers_are_refused() -> None:
-    pool = mha(32)
-    pool.k_buffer[1] = torch.zeros(33, 2, 5)
-    with pytest.raises(ConfigError, match="equal layers"):
-        DeviceKV(pool, block_tokens=BLOCK)
+def test_kv_pool_counts_slots_and_not_rows() -> None:
+    assert DeviceKV(mha(32), block_tokens=BLOCK).slots == 33
+    assert DeviceKV(nvfp4(512), block_tokens=128).slots == 512 + 128

@@ -197,7 +197,7 @@ class LastStepHarness:
         )
 
     def _rows_of(self, layer: int, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        sizes = self.base.kv.layout.plane_token_bytes
+        sizes = [plane.row_bytes for plane in self.base.kv.layout.planes]
         parts = len(sizes) // LAYERS
         blocks = [
             torch.frombuffer(bytearray(self.base.block(b)), dtype=torch.uint8)

@@ -10,7 +10,19 @@ import torch
 import triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_pools import as_bytes, buffers_of, mha, mla, scramble
+from kv_pools import (
+    as_bytes,
+    deepseek_v4,
+    dsa,
+    mha,
+    minimax,
+    mla,
+    nvfp4,
+    rows_of,
+    scramble,
+    slots_in_pages,
+    states_of,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -49,13 +61,16 @@ def check(
     gap_bytes: int = 0,
     index_dtype: torch.dtype = torch.int64,
     seed: int = 0,
+    page: int = 1,
+    apart: Callable[[Any], tuple[object, ...]] = lambda pool: (),
 ) -> None:
     """Both ways, with two equal pools: one for the kernel, one for the plain path."""
     ours, plain = make(), make()
     scramble(ours, seed)
     scramble(plain, seed)
-    kv = DeviceKV(plain, block_tokens=block_tokens)
-    kernel = RowKernel(DeviceKV(ours, block_tokens=block_tokens).rows, kv.layout)
+    kv = DeviceKV(plain, block_tokens=block_tokens, apart=apart(plain))
+    of_ours = DeviceKV(ours, block_tokens=block_tokens, apart=apart(ours))
+    kernel = RowKernel(of_ours.rows, kv.layout)
     random = torch.Generator().manual_seed(seed)
     memory = random_bytes(blocks + 2, kv.layout.block_bytes + gap_bytes, seed=seed)
     index = torch.randperm(blocks + 2, generator=random)[:blocks].to(index_dtype)
@@ -65,11 +80,12 @@ def check(
         return [Buffer(block.numpy().data) for block in blocks]
 
     def slots() -> torch.Tensor:
-        return torch.randperm(SLOTS, generator=random)[: blocks * block_tokens] + 1
+        order = int(torch.randint(2**31, (), generator=random))
+        return slots_in_pages(plain.size, page, order)[: blocks * block_tokens]
 
     def pools_are_equal() -> bool:
-        pairs = zip(buffers_of(ours), buffers_of(plain), strict=True)
-        return all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in pairs)
+        pairs = zip(rows_of(ours), rows_of(plain), strict=True)
+        return all(torch.equal(as_bytes(one), as_bytes(other)) for (one, _), (other, _) in pairs)
 
     before, given = memory.clone(), slots()
     kernel.scatter(memory, index, given)
@@ -142,10 +158,33 @@ def test_row_kernel_rows_of_every_width_are_bit_equal(make: Callable[..., Any]) 
     check(partial(make, SLOTS, layers=1), block_tokens=36)
 
 
+# Pools with several groups of planes, and rows of several slots.
+GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "index pages": (partial(dsa, 512), {"page": 64, "block_tokens": 128}),
+    "index pages, one a block": (partial(dsa, 512), {"page": 64, "block_tokens": 64, "blocks": 3}),
+    "packed KV": (
+        partial(dsa, 512, dtype=torch.float8_e4m3fn, kv_cache_dim=656),
+        {"page": 64, "block_tokens": 192, "blocks": 1},
+    ),
+    "index rows": (partial(minimax, 512), {"page": 64, "block_tokens": 64}),
+    "pages only": (partial(nvfp4, 512), {"page": 128, "block_tokens": 128}),
+    "compressed pages": (
+        partial(deepseek_v4, 2048),
+        {"page": 256, "block_tokens": 256, "apart": states_of},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_row_kernel_copies_of_every_group_equal_those_of_the_plain_path(kind: str) -> None:
+    make, options = GROUPS[kind]
+    check(make, gap_bytes=4096, **options)
+
+
 def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib() -> None:
     """Memory that is not touched costs nothing."""
     width = 2**12 + 1  # of bytes that are words
-    layout = BlockLayout(1, (("kv", (width,)),), "uint8", 1)
+    layout = BlockLayout.plain(1, (("kv", (width,)),), "uint8", 1)
     pool = torch.empty((2**31 // width + 10, width), dtype=torch.uint8)
     memory = torch.empty((5, 2**29 + 2**12), dtype=torch.uint8)
     kernel = RowKernel([pool], layout)
@@ -174,8 +213,8 @@ class Launches:
 def test_row_kernel_any_number_of_blocks_is_one_launch(
     monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    layout = BlockLayout(32, (("k", (8, 128)), ("v", (8, 128))), "bfloat16", 128)
-    planes = [torch.empty(1, width, dtype=torch.uint8) for width in layout.plane_token_bytes]
+    layout = BlockLayout.plain(32, (("k", (8, 128)), ("v", (8, 128))), "bfloat16", 128)
+    planes = [torch.empty(1, plane.row_bytes, dtype=torch.uint8) for plane in layout.planes]
     kernel, launches = RowKernel(planes, layout), Launches()
     monkeypatch.setattr(row_kernel, "copy_rows", launches)
     memory = torch.empty((1, layout.block_bytes), dtype=torch.uint8)
@@ -191,6 +230,7 @@ def test_row_kernel_any_number_of_blocks_is_one_launch(
         assert planes_of_grid == 64 < 2**16
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("into_pool", [False, True])
 @pytest.mark.parametrize(
     ("unit", "word", "access"),
@@ -203,7 +243,7 @@ def test_row_kernel_any_number_of_blocks_is_one_launch(
     ],
 )
 def test_row_kernel_compiles_for_a_gpu_with_accesses_of_one_unit(
-    unit: int, word: str, access: str, into_pool: bool
+    unit: int, word: str, access: str, into_pool: bool, paged: bool
 ) -> None:
     """The interpreter accepts more than the compiler does."""
     compiled = triton.compile(
@@ -215,7 +255,10 @@ def test_row_kernel_compiles_for_a_gpu_with_accesses_of_one_unit(
                 "stride": "i32",
             }
             | dict.fromkeys(
-                ("BLOCK_TOKENS", "UNIT_BYTES", "UNIT_WORDS", "TOKENS", "COLUMNS", "INTO_POOL"),
+                (
+                    *("BLOCK_TOKENS", "UNIT_BYTES", "UNIT_WORDS", "TOKENS", "COLUMNS"),
+                    *("PAGED", "INTO_POOL"),
+                ),
                 "constexpr",
             ),
             constexprs={
@@ -224,6 +267,7 @@ def test_row_kernel_compiles_for_a_gpu_with_accesses_of_one_unit(
                 "UNIT_WORDS": 2 if unit == 16 else 1,
                 "TOKENS": 32,
                 "COLUMNS": 64,
+                "PAGED": paged,
                 "INTO_POOL": into_pool,
             },
             attrs={(0,): [["tt.divisibility", 16]]},

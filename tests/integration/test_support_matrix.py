@@ -34,6 +34,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
+        "enable_hisparse": False,
         "dllm_algorithm": None,
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
@@ -99,6 +100,7 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("dcp_size", 2),
         ("use_ray", True),
         ("speculative_algorithm", "EAGLE3"),
+        ("enable_hisparse", True),
         ("dllm_algorithm", "LowConfidence"),
         ("enable_hierarchical_cache", True),
         ("enable_lmcache", True),
@@ -141,7 +143,7 @@ def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
         replace(PLAIN, is_encoder_decoder=True),
         replace(PLAIN, is_generation=False),
         replace(PLAIN, is_multimodal=True),
-        replace(PLAIN, is_sparse=True),
+        replace(PLAIN, is_sparse=True, is_index_pooled=True),
         replace(PLAIN, is_ngram=True),
     ],
 )
@@ -158,7 +160,6 @@ def _context(**changes: Any) -> Any:
         "disable_radix_cache": False,
         "is_hybrid_swa": False,
         "is_hybrid_ssm": False,
-        "is_dsa": False,
     }
     params |= {name: changes.pop(name) for name in list(changes) if name in params}
     assert set(changes) <= set(fields)
@@ -175,7 +176,6 @@ def _context(**changes: Any) -> Any:
         {"attn_cp_size": 2},
         {"is_hybrid_swa": True},
         {"is_hybrid_ssm": True},
-        {"is_dsa": True},
     ],
 )
 def test_support_matrix_unsupported_scheduler_context_is_one_line(changes: dict[str, Any]) -> None:
@@ -242,13 +242,27 @@ def test_support_matrix_runahead_member_on_cpu_or_gpu_is_supported(device: dict[
 def test_support_matrix_lossy_codec_on_fp8_cache_is_refused(dtype: str) -> None:
     for codec in CHOICES:
         config = CakeConfig(codec=codec)
-        reason = unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), config)
+        reason = unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), PLAIN, config)
         assert (reason is not None) == (codec in LOSSY)
         assert reason is None or (f"--kv-cache-dtype {dtype}" in reason and "\n" not in reason)
         for wider in ("auto", "bfloat16"):
-            assert unsupported_codec(SimpleNamespace(kv_cache_dtype=wider), config) is None
+            assert unsupported_codec(SimpleNamespace(kv_cache_dtype=wider), PLAIN, config) is None
     bounded = CakeConfig(codec="auto", max_error=0.01)  # it takes zstd then
-    assert unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), bounded) is None
+    assert unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), PLAIN, bounded) is None
+
+
+def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_groups() -> None:
+    sparse = replace(PLAIN, is_sparse=True)
+    assert unsupported(_args(page_size=64), sparse, 128) is None
+    args = SimpleNamespace(kv_cache_dtype="auto")
+    for codec in CHOICES:
+        reason = unsupported_codec(args, sparse, CakeConfig(codec=codec))
+        assert (reason is not None) == (codec in LOSSY)
+        assert reason is None or ("an index" in reason and "\n" not in reason)
+    group = CakeConfig(runahead_peers="a:1,b:1")
+    reason = unsupported_group(SimpleNamespace(**MEMBER), sparse, group)
+    assert reason is not None
+    assert "index" in reason
 
 
 def test_support_matrix_rules_use_existing_server_args() -> None:
@@ -257,6 +271,6 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
 
     args = ServerArgs(model_path="none")
     assert unsupported(args, None, 128) is None
-    assert unsupported_codec(args, CakeConfig(codec="int4")) is None
+    assert unsupported_codec(args, None, CakeConfig(codec="int4")) is None
     for field in MEMBER:
         getattr(args, field)

@@ -223,6 +223,15 @@ def test_shape_is_refused_exactly_if_the_server_refuses(kind: str, tmp_path: Pat
         assert found.context_tokens == context_tokens
 
 
+def test_shape_index_bounds_attention_and_adds_its_keys() -> None:
+    plain, sparse = shape_of(CONFIGS["mla"]), shape_of(CONFIGS["dsa"])
+    assert sparse.kv_bytes(1) == plain.kv_bytes(1) + 61 * 132
+    assert sparse.pair_flops == 61 * 2 * 64 * 128 == plain.pair_flops / 5
+    # Behind `index_topk` tokens, a token costs the attention to so many of them.
+    assert 2 * (sparse.active - plain.active) == 2048 * plain.pair_flops
+    assert sparse.parameters == plain.parameters
+
+
 def test_shape_longrope_context_ends_at_the_original_length() -> None:
     config = {**LLAMA, "original_max_position_embeddings": 4096, "rope_scaling": LONGROPE}
     assert shape_of(config).context_tokens == 4096

@@ -22,7 +22,7 @@ from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 START_S = 120  # two slow cores that have other work
 CLIENT_TTL_S = 3  # how long the master believes in a client that is dead
-LAYOUT = BlockLayout(layers=1, parts=(("kv", (1024,)),), dtype="float32", block_tokens=64)
+LAYOUT = BlockLayout.plain(layers=1, parts=(("kv", (1024,)),), dtype="float32", block_tokens=64)
 FRAME = BlockFrame(NAMESPACE, LAYOUT)  # 256 KiB
 
 

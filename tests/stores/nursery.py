@@ -26,7 +26,7 @@ from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 
-LAYOUT = BlockLayout(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
+LAYOUT = BlockLayout.plain(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
 FRAME = BlockFrame(NAMESPACE, LAYOUT)
 NAMES = range(12)
 FILL = [("fill", number) for number in range(80)]

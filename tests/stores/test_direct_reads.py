@@ -28,7 +28,7 @@ SIZES = [1, 511, 4095, 4096, 4097, 3 * SMALL, 3 * SMALL + 4096, 3 * SMALL - 1, 3
 
 
 def layout_of(size):
-    return BlockLayout(layers=1, parts=(("kv", (size,)),), dtype="uint8", block_tokens=1)
+    return BlockLayout.plain(layers=1, parts=(("kv", (size,)),), dtype="uint8", block_tokens=1)
 
 
 class Stored:

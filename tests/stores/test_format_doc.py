@@ -35,9 +35,7 @@ def block_file(tmp_path):
     """The example's block as the store writes it: (path below the root, bytes)."""
 
     async def main():
-        shape = json.loads(EXAMPLE["layout"])
-        parts = tuple((name, tuple(dims)) for name, dims in shape.pop("parts"))
-        layout = BlockLayout(parts=parts, **shape)
+        layout = BlockLayout.parse(EXAMPLE["layout"])
         folder = BlockFolder(tmp_path, sync=False, min_free_bytes=0)
         store = FileStore(folder, BlockFrame(NAMESPACE, layout), threads=1)
         key = bytes.fromhex(EXAMPLE["keys"][1])

@@ -60,7 +60,7 @@ def test_block_header_made_from_a_block_has_its_fields():
     payload=st.binary(max_size=64),
 )
 def test_block_header_of_any_layout_round_trips(layers, shapes, dtype, key, fields, payload):
-    layout = BlockLayout(layers, tuple((f"p{i}", s) for i, s in enumerate(shapes)), dtype, 16)
+    layout = BlockLayout.plain(layers, tuple((f"p{i}", s) for i, s in enumerate(shapes)), dtype, 16)
     digest = Namespace(tuple(fields.items())).digest()
     raw = make_header(
         namespace=digest,
@@ -128,7 +128,7 @@ def test_incoming_block_wrong_header_reports_no_payload(header, pieces):
     assert told_of(header + bytes(block_of("a")), pieces)[0] == [0]
 
 
-OTHER_LAYOUT = BlockLayout(2, (("k", (8, 2)), ("v", (8, 2))), "bfloat16", 8)
+OTHER_LAYOUT = BlockLayout.plain(2, (("k", (8, 2)), ("v", (8, 2))), "bfloat16", 8)
 
 
 @pytest.mark.parametrize(

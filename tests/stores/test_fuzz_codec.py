@@ -35,9 +35,9 @@ MANY = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 LAYOUTS = (
-    BlockLayout(2, (("k", (2, 32)), ("v", (2, 32))), "bfloat16", 64),
-    BlockLayout(3, (("k", (3, 8)), ("v", (1, 20))), "float32", 19),
-    BlockLayout(1, (("kv", (36,)),), "float16", 5),
+    BlockLayout.plain(2, (("k", (2, 32)), ("v", (2, 32))), "bfloat16", 64),
+    BlockLayout.plain(3, (("k", (3, 8)), ("v", (1, 20))), "float32", 19),
+    BlockLayout.plain(1, (("kv", (36,)),), "float16", 5),
 )
 CHAINS = [chain_of(codec, LAYOUTS[0], theta) for codec in CODECS for theta in (None, 10000.0)]
 CHAINS += [chain.of_first() for chain in CHAINS]

@@ -162,7 +162,7 @@ class TestSealedMooncakeStore(TestMooncakeStore):
 
 
 def test_store_progress_of_a_large_read_grows_piece_by_piece(shared):
-    layout = BlockLayout(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)
+    layout = BlockLayout.plain(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)
 
     async def test(store):
         data, out = block_of("a", layout), bytearray(layout.block_bytes)

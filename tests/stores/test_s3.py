@@ -35,7 +35,9 @@ from sglang_cake.testing.store_contract import (
 )
 
 A, B = key_of("a"), key_of("b")
-LARGE = BlockLayout(layers=1, parts=(("kv", (4096,)),), dtype="float32", block_tokens=256)  # 4 MiB
+LARGE = BlockLayout.plain(
+    layers=1, parts=(("kv", (4096,)),), dtype="float32", block_tokens=256
+)  # 4 MiB
 LARGE_FRAME = BlockFrame(NAMESPACE, LARGE)
 
 

@@ -27,7 +27,7 @@ from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 MB = 1e6
-LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+LAYOUT = BlockLayout.plain(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 BLOCK = kv_like(LAYOUT)
 PAYLOAD_BYTES = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
 DECODE_S = LAYOUT.block_bytes / (100 * MB)

@@ -13,7 +13,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.testing.codec_contract import kv_like
 
-LAYOUT = BlockLayout(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+LAYOUT = BlockLayout.plain(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 KEYS = [BlockKey(bytes([turn]) * 32) for turn in range(3)]
 
 

@@ -116,7 +116,8 @@ def put_back_leading(
 ) -> None:
     """Fill the first rows of `block` (uint8 `[block_bytes]`) as `Leading.requeue` does, on the
     device of both."""
-    words = kept[: step.tokens * layout.token_bytes].view(_word(layout)).view(layout.layers, -1)
+    (group,) = layout.groups
+    words = kept[: step.tokens * group.row_bytes].view(_word(layout)).view(group.layers, -1)
     for part, rows in zip(
         parts_of(layout),
         words.split([step.tokens * part.channels for part in parts_of(layout)], dim=1),
@@ -130,8 +131,7 @@ def turn_keys(layout: BlockLayout, step: InverseRope, block: torch.Tensor) -> No
     """Turn the keys of `block` (uint8 `[block_bytes]`) as `InverseRope.decode` does, in place."""
     for part in parts_of(layout):
         if part.name == KEYS:
-            kind = getattr(torch, layout.dtype)
-            pairs = _planes(layout, part, block).view(kind).float()
+            pairs = _planes(layout, part, block).view(_dtype(layout)).float()
             pairs = pairs.unflatten(2, (-1, 2, step.head // 2))
             left, right = pairs.unbind(3)
             cos, sin = (some.unsqueeze(1) for some in _turns(step, part.tokens, block.device))
@@ -148,8 +148,16 @@ def _turns(
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
+def _dtype(layout: BlockLayout) -> torch.dtype:
+    """Of a layout that lossy codecs take."""
+    (group,) = layout.groups
+    found = getattr(torch, group.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def _word(layout: BlockLayout) -> torch.dtype:
-    return _SAME_SIZE[getattr(torch, layout.dtype).itemsize]
+    return _SAME_SIZE[_dtype(layout).itemsize]
 
 
 def _planes(layout: BlockLayout, part: Part, block: torch.Tensor) -> torch.Tensor:
@@ -162,9 +170,10 @@ def _planes(layout: BlockLayout, part: Part, block: torch.Tensor) -> torch.Tenso
 
 def _write(layout: BlockLayout, part: Part, numbers: torch.Tensor, block: torch.Tensor) -> None:
     """Round float32 `[layers, tokens, channels]` into their places. `numbers` is used up."""
-    if layout.dtype == "float16":
+    dtype = _dtype(layout)
+    if dtype == torch.float16:
         numbers.clamp_(-_HALF_MAX, _HALF_MAX)
-    _planes(layout, part, block).view(getattr(torch, layout.dtype)).copy_(numbers)
+    _planes(layout, part, block).view(dtype).copy_(numbers)
 
 
 def _field(

@@ -35,7 +35,7 @@ def host_pools(
         write_bytes=layout.block_bytes,
         queue_depth=config.queue_depth,
         chunk_blocks=-(-chunk_tokens // layout.block_tokens),
-        pool_blocks=len(kv.rows[0]) // layout.block_tokens,
+        pool_blocks=kv.slots // layout.block_tokens,
         staging_bytes=config.staging_bytes,
         write_queue_bytes=config.write_queue_bytes,
         available_bytes=psutil.virtual_memory().available,

@@ -14,6 +14,7 @@ from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.memory.pool_planes import pool_planes
 
 RING_BLOCKS = 4  # blocks that one kernel moves out of the pool
 RING_BYTES = 96 * 2**20  # at most, of device memory, for blocks on their way out
@@ -66,29 +67,45 @@ class DeviceKV:
     """Copies between blocks in host memory and slots of SGLang's KV pool, in CPU memory.
 
     Every copy is complete when the call returns. The copier's thread calls `load` and `save`, and
-    the scheduler thread the rest.
+    the scheduler thread the rest. The slots of a block are those of whole pages, in order.
+
+    Attributes:
+        slots: the pool's, with those of the first page, which are never used.
 
     Args:
-        pool: `MHATokenToKVPool` or `MLATokenToKVPool`. Raises: ConfigError for any other.
+        pool: as `pool_planes` takes it. Raises: ConfigError for any other.
         encoded: `load` gets payloads, which are decoded on the device.
+        apart: as for `pool_planes`.
     """
 
-    def __init__(self, pool: Any, *, block_tokens: int, encoded: bool = False) -> None:
-        buffers, parts, dtype = _planes(pool)
-        self.layout = BlockLayout(
-            layers=len(buffers) // len(parts),
-            parts=parts,
-            dtype=str(dtype).removeprefix("torch."),
-            block_tokens=block_tokens,
-        )
-        self.device = buffers[0].device
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        block_tokens: int,
+        encoded: bool = False,
+        apart: Sequence[object] = (),
+    ) -> None:
+        found = pool_planes(pool, apart=apart)
+        for each in found:
+            if block_tokens % each.group.row_tokens:
+                raise ConfigError(
+                    f"cake stores whole pages, and {block_tokens} tokens are no multiple of "
+                    f"{each.group.row_tokens}: set --cake-block-tokens {each.group.row_tokens}"
+                )
+        self.layout = BlockLayout(tuple(each.group for each in found), block_tokens)
+        self.slots = min(each.slots for each in found)
+        self.device = found[0].buffers[0].device
         self.encoded = encoded
-        word = WORDS[math.gcd(max(WORDS), *self.layout.plane_token_bytes)]
-        self._rows = [buffer.view(len(buffer), -1).view(word) for buffer in buffers]
+        word = WORDS[math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))]
+        self._rows = [
+            buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
+        ]
 
     @property
     def rows(self) -> Sequence[torch.Tensor]:
-        """The pool itself, in block order: the planes of each layer, each `[slots, words]`."""
+        """The pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
+        holds `row_tokens` slots of the layout's plane."""
         return self._rows
 
     @property
@@ -131,25 +148,30 @@ class DeviceKV:
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            for rows, plane in zip(self._rows, self._planes_of(block), strict=True):
-                rows.index_copy_(0, part, plane)
+            for rows, index, plane in self._planes_of(block, part):
+                rows.index_copy_(0, index, plane)
 
     def _gather(self, slots: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            for rows, plane in zip(self._rows, self._planes_of(block), strict=True):
-                torch.index_select(rows, 0, part, out=plane)
+            for rows, index, plane in self._planes_of(block, part):
+                torch.index_select(rows, 0, index, out=plane)
 
     def _parts(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         size = self.layout.block_tokens
         return (slots[i : i + size] for i in range(0, len(slots), size))
 
-    def _planes_of(self, block: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The planes of a block (uint8 `[block_bytes]`), in the words of the pool's rows."""
-        for rows, start, token_bytes in zip(
-            self._rows, self.layout.plane_offsets, self.layout.plane_token_bytes, strict=True
-        ):
-            plane = block[start : start + token_bytes * self.layout.block_tokens]
-            yield plane.view(rows.dtype).view(-1, rows.shape[1])
+    def _planes_of(
+        self, block: torch.Tensor, slots: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each plane: the pool's rows, which of them are those of `slots`, and the plane of a
+        block (uint8 `[block_bytes]`) in the same words."""
+        index = {1: slots}
+        for rows, plane in zip(self._rows, self.layout.planes, strict=True):
+            tokens = plane.row_tokens
+            if tokens not in index:
+                index[tokens] = slots[::tokens] // tokens
+            data = block[plane.start : plane.start + plane.rows * plane.row_bytes]
+            yield rows, index[tokens], data.view(rows.dtype).view(-1, rows.shape[1])
 
 
 class CudaKV(DeviceKV):
@@ -171,10 +193,11 @@ class CudaKV(DeviceKV):
         block_tokens: int,
         forward_stream: torch.cuda.Stream | None,
         encoded: bool = False,
+        apart: Sequence[object] = (),
     ) -> None:
         from sglang_cake.integration.memory.row_kernel import RowKernel  # loads Triton
 
-        super().__init__(pool, block_tokens=block_tokens, encoded=encoded)
+        super().__init__(pool, block_tokens=block_tokens, encoded=encoded, apart=apart)
         self._forward = forward_stream
         # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
         # normal priority. A kernel of ours is short, and waits for no block of a long one.
@@ -249,51 +272,3 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
 def _tensor(buffer: Buffer) -> torch.Tensor:
     """uint8, over the buffer's memory."""
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
-
-
-def _planes(
-    pool: Any,
-) -> tuple[list[torch.Tensor], tuple[tuple[str, tuple[int, ...]], ...], torch.dtype]:
-    """The pool's buffers in block order, the planes of a layer, and the dtype of the KV.
-
-    Raises: ConfigError for a pool with anything else for each slot (scales, an index), or with
-    buffers of another form.
-    """
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    if (k_buffer := getattr(pool, "k_buffer", None)) and (v_buffer := pool.v_buffer):
-        known = {"k_buffer", "v_buffer"}
-        buffers = [buffer for pair in zip(k_buffer, v_buffer, strict=True) for buffer in pair]
-        parts = (("k", _token_shape(k_buffer[0])), ("v", _token_shape(v_buffer[0])))
-    elif kv_buffer := getattr(pool, "kv_buffer", None):
-        known = {"kv_buffer"}
-        buffers = list(kv_buffer)
-        parts = (("kv", _token_shape(kv_buffer[0])),)
-    else:
-        raise ConfigError(
-            f"cake cannot store a {type(pool).__name__}: it supports plain MHA, GQA and MLA pools"
-        )
-    slots = len(buffers[0])
-    further = sorted(
-        name
-        for name, value in vars(pool).items()
-        if name not in known and _is_of_slots(value, slots)
-    )
-    if further:
-        raise ConfigError(
-            f"cake cannot store a {type(pool).__name__}: it keeps {', '.join(further)} beside K "
-            "and V; use another --kv-cache-dtype or model"
-        )
-    shapes = {_token_shape(b) for b in buffers[:: len(parts)]}
-    if len(shapes) != 1 or any(b.dim() != 3 or not b.is_contiguous() for b in buffers):
-        raise ConfigError("cake needs KV buffers of [slots, heads, dim] with equal layers")
-    return buffers, parts, pool.dtype
-
-
-def _is_of_slots(value: object, slots: int) -> bool:
-    """Whether a member of a pool is memory with an entry for each slot, in one or all layers."""
-    first = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(first, torch.Tensor) and first.dim() > 1 and len(first) == slots
-
-
-def _token_shape(buffer: torch.Tensor) -> tuple[int, ...]:
-    return tuple(buffer.shape[1:])

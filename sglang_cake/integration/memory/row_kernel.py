@@ -32,33 +32,41 @@ def copy_rows(
     blocks,  # the words of all blocks
     index,  # [copied blocks]: which blocks
     slots,  # [copied blocks * BLOCK_TOKENS]
-    planes,  # int64 [planes, 3]: address in the pool; units of a row; units before it in a block
+    planes,  # int64 [planes, 4]: address in the pool; units of a row; units before it in a block;
+    #                  slots of a row
     stride,  # units from a block to the next
     BLOCK_TOKENS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     UNIT_WORDS: tl.constexpr,
     TOKENS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,  # of a tile
+    PAGED: tl.constexpr,  # rows of some planes have several slots
     INTO_POOL: tl.constexpr,
 ):
     """A program copies up to TOKENS rows of one plane of one block."""
     TILES: tl.constexpr = (BLOCK_TOKENS + TOKENS - 1) // TOKENS
     block = tl.program_id(0) // TILES
-    token = tl.program_id(0) % TILES * TOKENS + tl.arange(0, TOKENS)
-    inside = token < BLOCK_TOKENS
-    slot = tl.load(slots + block * BLOCK_TOKENS + token, mask=inside)
+    row = tl.program_id(0) % TILES * TOKENS + tl.arange(0, TOKENS)
+    plane = planes + tl.program_id(1) * 4
+    if PAGED:
+        row_slots = tl.load(plane + 3)
+        inside = row * row_slots < BLOCK_TOKENS
+        first = tl.load(slots + block * BLOCK_TOKENS + row * row_slots, mask=inside)
+        in_rows = first // row_slots
+    else:
+        inside = row < BLOCK_TOKENS
+        in_rows = tl.load(slots + block * BLOCK_TOKENS + row, mask=inside)
     place = tl.load(index + block).to(tl.int64)
-    plane = planes + tl.program_id(1) * 3
     pool = tl.multiple_of(tl.load(plane).to(blocks.dtype), UNIT_BYTES)
     # The compiler knows that a product with UNIT_WORDS is a multiple of it. So a thread copies
     # whole units. Width and start are int64, and all offsets with them: a plane, and the memory of
     # all blocks, may have more than 2 GiB.
     width = tl.load(plane + 1) * UNIT_WORDS
     start = (place * stride + tl.load(plane + 2)) * UNIT_WORDS
-    in_pool = pool + slot[:, None] * width
-    in_block = blocks + start + token[:, None] * width
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)[None, :]
+    in_pool = pool + in_rows[:, None] * width
+    in_block = blocks + start + row[:, None] * width
+    for begin in range(0, width, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
         mask = inside[:, None] & (column < width)
         if INTO_POOL:
             tl.store(in_pool + column, tl.load(in_block + column, mask=mask), mask=mask)
@@ -80,12 +88,12 @@ class RowKernel:
 
     Args:
         planes: the pool in block order (`DeviceKV.rows`): for each plane a contiguous tensor of any
-            dtype, `[slots, ...]`. Its memory must not move.
+            dtype, `[rows, ...]`. Its memory must not move.
         layout: of a block.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: BlockLayout) -> None:
-        widths = layout.plane_token_bytes
+        widths = [plane.row_bytes for plane in layout.planes]
         for plane, width in zip(planes, widths, strict=True):
             assert plane.is_contiguous(), plane.stride()
             assert plane.nbytes == len(plane) * width, (plane.shape, width)
@@ -102,14 +110,14 @@ class RowKernel:
             "UNIT_WORDS": unit // self._word.itemsize,
             "TOKENS": tokens,
             "COLUMNS": columns,
+            "PAGED": any(plane.row_tokens > 1 for plane in layout.planes),
         }
         self._layout = layout
         self._pool = tuple(planes)  # keeps the addresses valid
-        offsets = layout.plane_offsets
         self._planes = torch.tensor(
             [
-                (address, width // unit, offset // unit)
-                for address, width, offset in zip(addresses, widths, offsets, strict=True)
+                (address, plane.row_bytes // unit, plane.start // unit, plane.row_tokens)
+                for address, plane in zip(addresses, layout.planes, strict=True)
             ],
             dtype=torch.int64,
             device=planes[0].device,
@@ -122,7 +130,8 @@ class RowKernel:
             blocks: uint8 `[blocks, stride_bytes]`. A block begins at the first byte of its row,
                 and its bytes are contiguous. Address and stride are multiples of 16 bytes.
             index: int32 or int64 `[n]`: which of `blocks` are copied.
-            slots: int64 `[n * block_tokens]`, those of each block in turn, all different.
+            slots: int64 `[n * block_tokens]`, those of each block in turn, all different. Where a
+                row of a plane has several slots, they are those of whole rows, in order.
 
         Indices and slots are not checked, since they are on the device.
         """

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_cake.core.errors import CakeError, RunaheadError
+from sglang_cake.core.errors import CakeError, ConfigError, RunaheadError
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.runahead.transport import Payload
@@ -22,13 +22,18 @@ class PoolRows:
     """`kv_passing.Rows` over a pool in CPU memory. Every copy is complete when the call returns.
 
     Slots are int64 tensors.
+
+    Args: kv: of a pool with equal layers, a row for each slot. Raises: ConfigError for others.
     """
 
     def __init__(self, kv: DeviceKV) -> None:
-        self._planes = len(kv.layout.parts)
+        if not kv.layout.is_plain:
+            raise ConfigError("KV-Runahead needs equal layers: remove --cake-runahead-peers")
+        (group,) = kv.layout.groups
+        self._planes = len(group.parts)
         self._rows = kv.rows
-        self._plane_bytes = kv.layout.plane_token_bytes[: self._planes]
-        self.layers = kv.layout.layers
+        self._plane_bytes = group.part_bytes
+        self.layers = group.layers
         self.token_bytes = sum(self._plane_bytes)
 
     def buffer(self, size_bytes: int) -> Payload:

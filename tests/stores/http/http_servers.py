@@ -319,7 +319,7 @@ def make_certificate(folder):
 
 
 # Large enough to be on its way for a while: 8 MiB.
-BIG_LAYOUT = BlockLayout(
+BIG_LAYOUT = BlockLayout.plain(
     layers=4, parts=(("k", (8, 128)), ("v", (8, 128))), dtype="bfloat16", block_tokens=512
 )
 BIG_FRAME = BlockFrame(Namespace((("model", "big"), ("layout", BIG_LAYOUT.describe()))), BIG_LAYOUT)

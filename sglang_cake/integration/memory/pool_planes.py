@@ -1,0 +1,183 @@
+"""What SGLang's device pools keep for a slot, as groups of planes.
+
+A pool is known by the buffers that it has, not by its class. It is also searched for memory that is
+none of these planes: KV without a part of what belongs to it would be wrong KV.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.layout import DTYPE_BYTES, Parts, PlaneGroup
+
+# Pools inside of a pool that have the same slots, and what their parts are called: full attention
+# of a hybrid; all layers, and the index, of MiniMax's sparse attention.
+_INNER = {"full_kv_pool": "", "main_pool": "", "index_kv_pool": "index_", "index_k_pool": "index_"}
+# Pools of DeepSeek V4, by compression ratio.
+_COMPRESSED = ("kv_pools", "index_pools")
+# What a pool has if its slots are not the rows of its buffers: they are translated, or a rank has
+# some of the rows only.
+_NO_ROWS = (
+    "host_transfer_translate",
+    "requires_physical_write_loc",
+    "translate_loc_to_hisparse_device",
+    "layer_shard_enabled",
+    "shard_spec",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlanes:
+    """The planes of one group in device memory.
+
+    Attributes:
+        buffers: one for each plane, in block order, contiguous. Row `i` holds the slots
+            `[i * row_tokens, (i + 1) * row_tokens)`. SGLang owns them.
+    """
+
+    group: PlaneGroup
+    buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def slots(self) -> int:
+        """Every buffer has rows for at least so many slots."""
+        return min(map(len, self.buffers)) * self.group.row_tokens
+
+
+def pool_planes(pool: Any, *, apart: Sequence[object] = ()) -> list[PoolPlanes]:
+    """All that a pool keeps for a slot. In a hybrid, this is the KV of full attention.
+
+    Args: apart: pools inside of `pool` that the caller stores in another way: end states.
+    Raises: ConfigError, one line, if the pool keeps anything else, or its slots are not rows.
+    """
+    name = type(pool).__name__
+    found = list(_planes(pool))
+    if not found:
+        raise ConfigError(f"cake cannot store a {name}: it has no K and V in rows of slots")
+    needed = (pool.size // pool.page_size + 1) * pool.page_size  # the first page is never used
+    buffers = [buffer for planes in found for buffer in planes.buffers]
+    if min(planes.slots for planes in found) < needed or not all(
+        buffer.is_contiguous() for buffer in buffers
+    ):
+        raise ConfigError(f"cake cannot store a {name}: its buffers are no rows of {needed} slots")
+    known = {_storage(tensor) for tensor in (*buffers, *(each for _, each in _memory(apart, "")))}
+    further = {
+        path.split(".")[0]
+        for path, tensor in _memory(pool, "")
+        if tensor.dim() > 1 and tensor.nbytes >= needed and _storage(tensor) not in known
+    }
+    if further:
+        raise ConfigError(
+            f"cake cannot store a {name}: it keeps {', '.join(sorted(further))} beside K and V; "
+            "use another --kv-cache-dtype or model"
+        )
+    return found
+
+
+def _planes(pool: Any, prefix: str = "") -> Iterator[PoolPlanes]:
+    for name, its_prefix in _INNER.items():
+        if (inner := getattr(pool, name, None)) is not None:
+            yield from _planes(inner, prefix + its_prefix)
+    for name in _COMPRESSED:
+        for ratio, inner in getattr(pool, name, {}).items():
+            if inner is not None:
+                yield from _own_planes(inner, prefix, inner.page_size * ratio)
+    yield from _own_planes(pool, prefix, getattr(pool, "page_size", 1))
+
+
+def _own_planes(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes]:
+    """The planes of a pool without those of the pools in it.
+
+    Args: page_tokens: tokens of a page, which may be one row.
+    """
+    keys, values, both, index, slab = (
+        () if value is None else value
+        for value in (
+            getattr(pool, name, None)
+            for name in ("k_buffer", "v_buffer", "kv_buffer", "index_k_with_scale_buffer", "slab")
+        )
+    )
+    if not any(map(len, (keys, both, index, slab))):
+        return
+    if any(getattr(pool, name, None) for name in _NO_ROWS):
+        raise ConfigError(
+            f"cake cannot store a {type(pool).__name__}: its slots are not rows of its buffers"
+        )
+    if getattr(pool, "index_kpool", 1) > 1:
+        raise ConfigError("cake cannot store an index whose keys stand for several tokens")
+    layers: Iterable[dict[str, torch.Tensor]]
+    if len(slab):  # K, V and their scales are views of it
+        layers = ({"page": each} for each in slab)
+    elif len(both):
+        layers = ({"kv": each} for each in both)
+    elif len(values):
+        layers = ({"k": k, "v": v} for k, v in zip(keys, values, strict=True))
+    else:
+        layers = ({"k": each} for each in keys)
+    yield from _grouped(pool, layers, prefix, page_tokens)
+    if index:  # layers without an index of their own have buffers without rows
+        indexed = ({"index": each} for each in index if len(each))
+        yield from _grouped(pool, indexed, prefix, page_tokens)
+
+
+def _grouped(
+    pool: Any, layers: Iterable[Mapping[str, torch.Tensor]], prefix: str, page_tokens: int
+) -> Iterator[PoolPlanes]:
+    """Layers with equal planes together, in the order of the pool."""
+    groups: dict[tuple[Parts, bool], list[torch.Tensor]] = {}
+    for layer in layers:
+        parts = tuple((prefix + name, tuple(each.shape[1:])) for name, each in layer.items())
+        dims = {each.dim() for each in layer.values()}
+        if not dims <= {2, 3} or len(dims) > 1:
+            raise ConfigError(
+                f"cake cannot store a {type(pool).__name__}: it needs KV buffers of "
+                "[slots, heads, dim]"
+            )
+        groups.setdefault((parts, dims == {2}), []).extend(layer.values())
+    for (parts, is_paged), buffers in groups.items():
+        dtype = _dtype(pool, buffers, packed=is_paged)
+        row_tokens = page_tokens if is_paged else 1
+        group = PlaneGroup(len(buffers) // len(parts), parts, dtype, row_tokens)
+        yield PoolPlanes(group, tuple(buffers))
+
+
+def _dtype(pool: Any, buffers: Sequence[torch.Tensor], *, packed: bool) -> str:
+    """The dtype of the numbers in `buffers`; that of bytes if they are packed with their scales."""
+    packed = packed or getattr(pool, "dsa_kv_cache_store_fp8", False)
+    dtype = torch.uint8 if packed else pool.dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES or any(each.itemsize != dtype.itemsize for each in buffers):
+        raise ConfigError(
+            f"cake cannot store KV of {name} in a {type(pool).__name__}: use another "
+            "--kv-cache-dtype"
+        )
+    return name
+
+
+def _memory(holder: object, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """All tensors that a pool holds, also in pools and caches inside of it, by where they are."""
+    seen = set() if seen is None else seen
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    inside: Iterable[tuple[str, object]] = ()
+    if isinstance(holder, torch.Tensor):
+        yield path, holder
+    elif isinstance(holder, list | tuple):
+        inside = ((path, each) for each in holder)
+    elif isinstance(holder, dict):
+        inside = ((path, each) for each in holder.values())
+    elif not path or type(holder).__module__.startswith("sglang.srt.mem_cache"):
+        inside = (
+            (f"{path}.{name}".removeprefix("."), each)
+            for name, each in getattr(holder, "__dict__", {}).items()
+        )
+    for its_path, each in inside:
+        yield from _memory(each, its_path, seen)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

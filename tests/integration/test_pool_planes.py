@@ -1,0 +1,241 @@
+"""What a pool keeps for a slot is found completely, or the pool is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kv_pools import deepseek_v4, dsa, hybrid, mha, minimax, mla, nvfp4, rows_of, states_of, windows
+from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
+    MLATokenToKVPoolFP4,
+)
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
+
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.layout import PlaneGroup
+from sglang_cake.integration.memory.pool_planes import pool_planes
+
+SLOTS = 256
+FP8 = torch.float8_e4m3fn
+KV = PlaneGroup(3, (("kv", (1, 12)),), "bfloat16")
+INDEX = PlaneGroup(3, (("index", (64 * (128 + 4),)),), "uint8", row_tokens=64)
+K_AND_V = PlaneGroup(4, (("k", (2, 8)), ("v", (2, 8))), "bfloat16")
+INDEX_K_AND_V = PlaneGroup(1, (("index_k", (1, 16)), ("index_v", (1, 16))), "bfloat16")
+INDEX_K = PlaneGroup(2, (("index_k", (1, 16)),), "bfloat16")
+
+# Pools that are stored: how they are made, what is kept apart, and their planes.
+STORED: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[object, ...]], list[PlaneGroup]]]
+STORED = {
+    "mha": (
+        lambda: mha(SLOTS, v_dim=3),
+        lambda pool: (),
+        [PlaneGroup(2, (("k", (2, 4)), ("v", (2, 3))), "float32")],
+    ),
+    "mla": (lambda: mla(SLOTS), lambda pool: (), [PlaneGroup(2, (("kv", (1, 9)),), "float32")]),
+    "dsa": (lambda: dsa(SLOTS), lambda pool: (), [KV, INDEX]),
+    "dsa, a layer without an index": (
+        lambda: dsa(SLOTS, skip_topk_layers=[False, True, False]),
+        lambda pool: (),
+        [KV, PlaneGroup(2, INDEX.parts, "uint8", row_tokens=64)],
+    ),
+    "dsa, KV packed with its scales": (
+        lambda: dsa(SLOTS, dtype=FP8, kv_cache_dim=24),
+        lambda pool: (),
+        [PlaneGroup(3, (("kv", (1, 24)),), "uint8"), INDEX],
+    ),
+    "minimax": (lambda: minimax(SLOTS), lambda pool: (), [K_AND_V, INDEX_K_AND_V, INDEX_K]),
+    "minimax, 8 bits beside 16": (
+        lambda: minimax(SLOTS, dtype=FP8, index_dtype=torch.bfloat16),
+        lambda pool: (),
+        [PlaneGroup(4, K_AND_V.parts, "float8_e4m3fn"), INDEX_K_AND_V, INDEX_K],
+    ),
+    "minimax, 4 bits": (
+        lambda: nvfp4(SLOTS),
+        lambda pool: (),
+        [
+            PlaneGroup(2, (("page", (2 * 2 * 128 * 72,)),), "uint8", row_tokens=128),
+            PlaneGroup(2, (("index_page", (128 * 72,)),), "uint8", row_tokens=128),
+        ],
+    ),
+    "deepseek v4": (
+        lambda: deepseek_v4(1024),
+        states_of,
+        [
+            PlaneGroup(2, (("kv", (37440,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("kv", (1728,)),), "uint8", row_tokens=256),
+            PlaneGroup(2, (("index", (64 * (128 + 4),)),), "uint8", row_tokens=256),
+        ],
+    ),
+    "full attention beside windows": (
+        lambda: windows(SLOTS),
+        lambda pool: (pool.swa_kv_pool,),
+        [PlaneGroup(2, (("k", (2, 8)), ("v", (2, 4))), "bfloat16")],
+    ),
+    "windows": (
+        lambda: windows(SLOTS).swa_kv_pool,
+        lambda pool: (),
+        [PlaneGroup(2, (("k", (4, 6)), ("v", (4, 5))), "bfloat16")],
+    ),
+    "full attention beside states": (
+        lambda: hybrid(SLOTS),
+        lambda pool: (),
+        [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
+    ),
+    "dsa beside states": (
+        lambda: hybrid(
+            SLOTS,
+            use_mla=True,
+            use_dsa=True,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            index_head_dim=128,
+            kv_cache_dim=12,
+        ),
+        lambda pool: (),
+        [
+            PlaneGroup(2, KV.parts, "bfloat16"),
+            PlaneGroup(2, INDEX.parts, "uint8", row_tokens=64),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
+    make, apart, groups = STORED[kind]
+    pool = make()
+    found = pool_planes(pool, apart=apart(pool))
+    assert [each.group for each in found] == groups
+    planes = [(b, each.group.row_tokens) for each in found for b in each.buffers]
+    assert [(b.data_ptr(), tokens) for b, tokens in planes] == [
+        (b.data_ptr(), tokens) for b, tokens in rows_of(pool)
+    ]
+    assert all(each.slots >= pool.size + pool.page_size for each in found)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STORED if kind != "deepseek v4"])
+def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:
+    make, apart, _ = STORED[kind]
+    pool = make()
+    found = pool_planes(pool, apart=apart(pool))
+    counted = getattr(pool, "full_kv_pool", pool).get_kv_size_bytes()
+    total = sum(counted) if isinstance(counted, tuple) else counted
+    assert sum(b.nbytes for each in found for b in each.buffers) == total
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "dsa", "windows"])
+def test_pool_planes_begin_with_those_of_sglangs_own_inventory(kind: str) -> None:
+    pool = STORED[kind][0]()
+    (info,) = pool.get_device_pool_infos()
+    buffers = info.buffer_info.buffers
+    known = buffers if isinstance(buffers, tuple) else [*buffers.k, *buffers.v]
+    first = pool_planes(pool)[0]
+    assert {b.data_ptr() for b in first.buffers} == {b.data_ptr() for b in known}
+    assert first.group.layers == len(info.layer_ids)
+
+
+def test_pool_planes_of_unequal_layers_are_one_group_for_each_shape() -> None:
+    pool = mha(32, layers=4)
+    rows = len(pool.k_buffer[0])
+    for layer in (1, 3):
+        pool.k_buffer[layer] = torch.zeros(rows, 2, 5)
+    first, second = pool_planes(pool)
+    assert first.group == PlaneGroup(2, (("k", (2, 4)), ("v", (2, 4))), "float32")
+    assert second.group == PlaneGroup(2, (("k", (2, 5)), ("v", (2, 4))), "float32")
+    assert [b is pool.k_buffer[1] for b in second.buffers] == [True, False, False, False]
+    assert second.buffers[2] is pool.k_buffer[3]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "nothing": (lambda: object(), "cannot store a object: it has no K and V"),
+    "translated slots": (
+        lambda: dsa(SLOTS, kind=HiSparseDSATokenToKVPool),
+        "HiSparseDSATokenToKVPool: its slots are not rows",
+    ),
+    "translated slots inside": (
+        lambda: minimax(SLOTS, enable_hisparse=True),
+        "HiSparseMHAMainPool: its slots are not rows",
+    ),
+    "pooled index": (lambda: dsa(SLOTS, index_kpool=2, page=128), "several tokens"),
+    "scales": (
+        lambda: MHATokenToKVPoolFP4(SLOTS, 1, torch.uint8, 2, 32, 2, "cpu", False),
+        "it keeps k_scale_buffer, v_scale_buffer beside K and V",
+    ),
+    "scales in pages": (
+        lambda: MHATokenToKVPoolMXFP8(SLOTS, 128, FP8, 2, 64, 2, "cpu", False),
+        "it keeps k_scale_buffer, v_scale_buffer beside K and V",
+    ),
+    "scales of MLA": (
+        lambda: MLATokenToKVPoolFP4(SLOTS, 1, torch.uint8, 32, 32, 2, "cpu", False),
+        "it keeps kv_scale_buffer beside K and V",
+    ),
+    "windows": (lambda: windows(SLOTS), "it keeps swa_kv_pool beside K and V"),
+    "deepseek v4 with its states": (
+        lambda: deepseek_v4(1024),
+        "it keeps compress_state_pools, indexer_compress_state_pools, swa_kv_pool beside",
+    ),
+    "an index outside of the pool of full attention": (
+        lambda: hybrid(
+            SLOTS,
+            kind=QSATokenToKVPool,
+            qsa_index_kv_heads=1,
+            qsa_index_head_dim=16,
+            qsa_compress_ratio=4,
+            qsa_token_topk=16,
+            num_request_slots=8,
+        ),
+        "qsa_compressed_k_buffer_pool",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_pool_planes_of_a_pool_with_anything_else_are_refused_in_one_line(kind: str) -> None:
+    make, reason = REFUSED[kind]
+    with pytest.raises(ConfigError, match=reason) as error:
+        pool_planes(make())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["host_transfer_translate", "requires_physical_write_loc", "layer_shard_enabled"]
+)
+def test_pool_planes_of_a_pool_whose_slots_are_no_rows_are_refused(name: str) -> None:
+    pool = mla(32)
+    setattr(pool, name, True)
+    with pytest.raises(ConfigError, match="not rows of its buffers"):
+        pool_planes(pool)
+
+
+@pytest.mark.parametrize("name", ["k_scale_buffer", "native_k_scale_buffer", "index_k_buffer"])
+def test_pool_planes_of_a_pool_with_more_than_k_and_v_are_refused(name: str) -> None:
+    pool = mha(32)
+    setattr(pool, name, [torch.zeros(33, 2, 1)] * 2)
+    with pytest.raises(ConfigError, match=name):
+        pool_planes(pool)
+
+
+@pytest.mark.parametrize(
+    ("k_buffer", "reason"),
+    [
+        (torch.zeros(32, 2, 4), "no rows of 33 slots"),  # one row too few
+        (torch.zeros(33, 4, 2).mT, "no rows of 33 slots"),  # not contiguous
+        (torch.zeros(3, 2, 16, 4), r"\[slots, heads, dim\]"),  # pages of heads
+        (torch.zeros(33, 2, 4, dtype=torch.int16), "cannot store KV of float32"),
+    ],
+)
+def test_pool_planes_of_buffers_of_another_form_are_refused(
+    k_buffer: torch.Tensor, reason: str
+) -> None:
+    pool = mha(32)
+    pool.k_buffer[0] = k_buffer
+    with pytest.raises(ConfigError, match=reason):
+        pool_planes(pool)
+
+
+def test_pool_planes_of_an_unknown_dtype_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot store KV of float64"):
+        pool_planes(mha(32, dtype=torch.float64))
