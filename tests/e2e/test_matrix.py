@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -97,21 +98,101 @@ def test_tensor_parallel_aborts_at_four_stages_leave_a_clean_log(
 
 
 @pytest.fixture(scope="module")
-def latent(start: Start, folder: Path, standins: dict[str, str]) -> Iterator[Live]:
+def latent_model(folder: Path) -> Path:
     """A tiny dense DeepSeek-V2. Its KV is one latent row per layer."""
+    path = folder / "latent" / "model"
+    return build_deepseek(path, hidden=256, layers=3, heads=4, latent=64)
+
+
+@pytest.fixture(scope="module")
+def start_latent(
+    start: Start, latent_model: Path, folder: Path, standins: dict[str, str]
+) -> Callable[..., AbstractContextManager[Live]]:
+    """Starts servers of that model, which share a store."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
-    flags += ("--sleep-on-idle",)
-    model = build_deepseek(folder / "latent" / "model", hidden=256, layers=3, heads=4, latent=64)
-    store = folder / "store-mla"
-    # A latent row is small, so the link is slow: a part is loaded and a part is computed.
-    with start(model, flags, store=store, bandwidth="600kB/s", env=standins) as live:
+
+    def start_latent(*more: str) -> AbstractContextManager[Live]:
+        if "--tp" in more and (os.cpu_count() or 1) < 2:
+            pytest.skip("two ranks need two cores")
+        env = standins | ({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp" in more else {})
+        return start(
+            latent_model,
+            (*flags, "--sleep-on-idle", *more),
+            store=folder / "store-mla",
+            bandwidth="600kB/s",  # a latent row is small: a part is loaded, a part computed
+            env=env,
+        )
+
+    return start_latent
+
+
+@pytest.fixture(scope="module")
+def latent(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    with start_latent() as live:
         yield live
 
 
-def test_mla_model_stored_answer_equals_cold(latent: Live, prompt: Make) -> None:
-    _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
+@pytest.fixture(scope="module")
+def latent_ranks(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    with start_latent("--tp", "2") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def latent_groups(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    """Attention data parallelism: each rank has the attention of its own requests."""
+    with start_latent("--tp", "2", "--dp", "2", "--enable-dp-attention") as live:
+        yield live
+
+
+@pytest.fixture
+def small_prompt(prompt: Make) -> Make:
+    """Prompts of the tokens of that model."""
+    return lambda n: [t % 512 for t in prompt(n)]
+
+
+def test_mla_model_stored_answer_equals_cold(latent: Live, small_prompt: Make) -> None:
+    _check_exactness(latent, small_prompt, TOLERANCE)
     layout = json.loads(json.loads(latent.store.namespaces()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
+
+
+def test_mla_ranks_store_one_copy_that_a_server_with_one_rank_loads(
+    latent: Live, latent_ranks: Live, small_prompt: Make
+) -> None:
+    store = latent_ranks.store
+    assert store is not None
+    before = set(store.blocks())
+    document = small_prompt(10 * BLOCK)
+    cold = latent_ranks.ask(document, 1)
+    files = store.until_stored(document)
+    assert len(files) == 10
+    assert set(store.blocks()) - before == set(files)
+    for live in (latent_ranks, latent):
+        warm = live.ask_flushed(document, 1)
+        assert warm.loaded > 0
+        assert_same(warm, cold)
+        assert_same(live.ask_flushed(document, 1, cache_salt="computed here"), cold)
+    truth = latent_ranks.ask(document, cache_salt="computed here")
+    for file in files:
+        falsify(file)
+    lie = latent_ranks.ask_flushed(document)
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, truth)
+
+
+def test_dp_attention_rank_loads_what_another_stored(
+    latent_groups: Live, small_prompt: Make
+) -> None:
+    document = small_prompt(12 * BLOCK + 5)
+    cold = latent_groups.ask(document, routed_dp_rank=1)
+    latent_groups.store.until_stored(document)
+    warm = latent_groups.ask(document, routed_dp_rank=0)
+    assert (cold.meta["dp_rank"], warm.meta["dp_rank"]) == (1, 0)
+    assert cold.loaded == 0
+    assert warm.loaded > 0
+    assert_same(warm, cold)
 
 
 ENGINE = """
